@@ -17,11 +17,8 @@ blocks of MobileNetV2. Memory and time per round (inline CPU time) are compared 
 fewest clients. Exits with 1 when more clients need more than 1.1 times as much of either, or a
 process takes 2 GB.
 
-With --paths DPNAS searches on digits with so many candidates per message, and the bytes of its
-messages, both ways, are compared with those of whole float32 states, with
-runtime.wire=float32 and int8.
-Exits with 1 when the rounded messages of one candidate take more than a quarter: half of the
-weights, those of the head, are in every message.
+With --paths DPNAS searches on digits with so many candidates per message, with runtime.wire=float32
+and int8; the bytes of its messages, both ways, are printed.
 """
 
 from __future__ import annotations
@@ -71,7 +68,6 @@ PATHS = (
     *("experiment=dpnas/digits", "search_space.widths=[32,32,64]", "search_space.head=128"),
     *("stages=[search]", "rounds=4", "algorithm.warm_up_rounds=1", "algorithm.local_steps=1"),
 )
-LARGEST_SHARE = 0.25  # of the bytes of whole states, for int8 messages about one path
 CHILD = """
 import json, resource, sys, time
 import fednas_flwr
@@ -101,7 +97,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     if options.paths:
-        return compare_paths(options.paths)
+        compare_paths(options.paths)
+        return 0
     if options.root is None:
         parser.error("--root is needed: the folder with FashionMNIST")
     if options.sampled:
@@ -164,10 +161,9 @@ def compare_sampled(
     return 0 if passed else 1
 
 
-def compare_paths(candidates: Sequence[int]) -> int:
-    """Measure and print searches of DPNAS; exit code 1 when one candidate takes too much."""
-    print("wire     candidates per message  MB per round  MB of whole states  share")
-    passed = True
+def compare_paths(candidates: Sequence[int]) -> None:
+    """Measure and print the bytes of searches of DPNAS."""
+    print("wire     candidates per message  MB per round")
     for wire, number in product(("float32", "int8"), sorted(candidates)):
         own = [f"algorithm.{kind}_candidates={number}" for kind in ("trained", "rewarded", "final")]
         own.append(f"runtime.wire={wire}")
@@ -175,15 +171,7 @@ def compare_paths(candidates: Sequence[int]) -> int:
             run(compose(*PATHS, *own, f"hydra.run.dir={folder}/run"))
             rounds = read_run(Path(folder) / "run").rounds("search")
         taken = sum(event["bytes_sent"] + event["bytes_received"] for event in rounds)
-        dense = sum(event["bytes_dense"] for event in rounds)
-        passed &= (number, wire) != (1, "int8") or taken <= LARGEST_SHARE * dense
-        print(
-            f"{wire:8} {number:22} {taken / len(rounds) / 1e6:13.2f} "
-            f"{dense / len(rounds) / 1e6:19.2f} {taken / dense:6.3f}",
-            flush=True,
-        )
-    print("all limits hold" if passed else "A LIMIT WAS PASSED")
-    return 0 if passed else 1
+        print(f"{wire:8} {number:22} {taken / len(rounds) / 1e6:13.2f}", flush=True)
 
 
 def measure(setting: str, runtime: str, clients: int, *, root: Path) -> tuple[float, float]:

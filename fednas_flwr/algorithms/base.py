@@ -360,7 +360,6 @@ class RoundStrategy(Strategy, Generic[S]):
             settings_of={client: self._at_site(of) for client, of in settings_of.items()},
             states=states,
             layouts=layouts,
-            whole=self.layouts,
             releases=self.schedule,
             participants=self._participants,
         )
@@ -567,7 +566,6 @@ class RoundStrategy(Strategy, Generic[S]):
             if late and server_round > first:
                 break
             sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
-            dense = self.cohort.bytes_dense
             self._round, self._phase, self._client_metrics = server_round, 0, {}
             if (sampling := self.cohort.sampling) is not None:
                 self._participants = sampling.participants(self.stage, server_round)
@@ -588,7 +586,6 @@ class RoundStrategy(Strategy, Generic[S]):
                 exchanges=self._phase,
                 bytes_sent=self.cohort.bytes_sent - sent,
                 bytes_received=self.cohort.bytes_received - received,
-                bytes_dense=self.cohort.bytes_dense - dense,
                 clients={str(c): m for c, m in sorted(self._client_metrics.items())},
                 **({} if self._participants is None else {"asked": sorted(self._asked)}),
             )

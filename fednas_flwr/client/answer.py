@@ -63,7 +63,11 @@ def answer(client: Client, request: Request) -> Reply:
             private = client.guard is not None
             seed = secrets.randbits(63) if private else derive_seed(client.seed, *purpose)
             torch.manual_seed(seed)
-            reply = _answered(client, request)
+            handler, public = ANSWERS[request.action], ACTIONS[request.action].is_public
+            if client.guard is not None and client.guard.allowed.unit == CLIENT and not public:
+                reply = noised_update(client, request, handler)
+            else:
+                reply = handler(client, request, request.settings)
         if client.guard is not None:
             check_fields(request.action, reply)
         if part is not None:
@@ -136,18 +140,6 @@ def _norm(request: Request, supernet_norm: str | None) -> str | None:
         return supernet_norm
     norm: str | None = described.get("norm", "batch" if name in NORMED_NETWORKS else None)
     return norm
-
-
-def _answered(client: Client, request: Request) -> Reply:
-    """Return the action's reply, where the unit of privacy is the client as one noised update."""
-
-    def exact(client: Client) -> Reply:
-        return ANSWERS[request.action](client, request, request.settings)
-
-    whole = client.guard is not None and client.guard.allowed.unit == CLIENT
-    if whole and not ACTIONS[request.action].is_public:
-        return noised_update(client, request, exact)
-    return exact(client)
 
 
 def check_fields(action: str, reply: Reply) -> None:

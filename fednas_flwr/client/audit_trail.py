@@ -117,8 +117,7 @@ class AuditTrail:
                 if kind in carried or request.summed is not None  # a masked reply shows no kind
             }
             private = {"noise_multipliers": noise, "epsilon_spent": guard.spent()}
-        parts = {"states": reply.states, "metrics": reply.metrics, "properties": reply.properties}
-        names = {kind: sorted(of) for kind, of in parts.items()}
+        names = {kind: sorted(getattr(reply, kind)) for kind in ("states", "metrics", "properties")}
         self._append("released", **_place(request) | names | private)
 
     def refused(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import derive_seed, make_generator
-from fednas_flwr.client import kept_models, local_training, noised_measures
+from fednas_flwr.client import kept_models, local_training
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.noised_gradients import NoisedGradients
+from fednas_flwr.client.noised_measures import NoisedMeasures
 from fednas_flwr.client.release_guard import before_reading
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
@@ -91,27 +92,19 @@ def commit(client: Client, request: Request, asked: rq.Commit) -> Reply:
     Where a person must approve the plan first, tell by which hash; the same request again is
     answered in full once that is done.
     """
-    guard, run = client.private_guard, request.header.run
+    guard, run, sizes = client.private_guard, request.header.run, {}
     with before_reading(request.action):
         covered_steps = guard.covered_steps(asked.releases)
-        guard.commit(run, asked.releases, sizes=_search_sizes(client, asked))
+        searches = any(planned.stage == "search" for planned in asked.releases)
+        if searches and guard.allowed.needs_approval:  # by a person, who is shown them
+            states = st.network_states(client.network({"name": SUPERNET}))
+            sizes = {state: sum(t.numel() for t in states[state].values()) for state in SPLIT_OF}
+        guard.commit(run, asked.releases, sizes=sizes)
         properties: dict[str, Any] = {"awaits": guard.awaited_approval(run)}
         if properties["awaits"] is None:
             properties = {"epsilon": guard.epsilons(run), "covered_steps": covered_steps}
             properties |= guard.uncounted()
     return Reply(guard.num_records(tuple(guard.allowed.by_split)), properties=properties)
-
-
-def _search_sizes(client: Client, asked: rq.Commit) -> dict[str, int]:
-    """Return the numbers of weights and alphas of a search that a person is to approve."""
-    searches = any(planned.stage == "search" for planned in asked.releases)
-    if not (searches and client.private_guard.allowed.needs_approval):
-        return {}
-    states = st.network_states(client.network({"name": SUPERNET}))
-    return {
-        state: sum(tensor.numel() for tensor in states[state].values())
-        for state in ("weights", "alphas")
-    }
 
 
 @answers("query.latency")
@@ -148,8 +141,8 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
         return bounded_powers(split.features[split.rows[rows], :num_columns], ranges)
 
     norm = largest_norm(num_columns)
-    means = noised_measures.noised_mean(client, request, STATISTICS, split, values, norm=norm)
-    return _released(client, request, {STATISTICS: {STATISTICS: means}})
+    measures = NoisedMeasures(client, request)
+    return measures.reply(STATISTICS, measures.mean(STATISTICS, split, values, norm=norm))
 
 
 @answers("query.keep_model")
@@ -159,7 +152,7 @@ def keep_model(client: Client, request: Request, asked: rq.KeepModel) -> Reply:
         new = kept_models.check(client, request, asked)
     folder = kept_models.keep(client, new)
     print(f"kept the model of run {request.header.run!r} as {folder}", file=sys.stderr)
-    return Reply(num_examples=1, properties={"kept": True})
+    return Reply(num_examples=1)
 
 
 @answers("query.sign_survivors", "query.open_masks")
@@ -168,8 +161,12 @@ def help_sum(client: Client, request: Request, asked: Settings) -> Reply:
     return Reply(num_examples=1, properties=answer_sum(client.part_of_sums, asked))
 
 
-@answers("train.weight_gradient", "train.alpha_gradient", "train.gradients")
-def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) -> Reply:
+@answers(
+    *("train.weight_gradient", "train.alpha_gradient", "train.gradients"), "train.network_gradient"
+)
+def take_gradients(
+    client: Client, request: Request, asked: rq.TakeGradients | rq.TakeNetworkGradient
+) -> Reply:
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
     The sums over a batch of gradients of the weights (train records) or alphas (validation
@@ -178,86 +175,35 @@ def take_gradients(client: Client, request: Request, asked: rq.TakeGradients) ->
     oversampling repeats records stands for no more of them than the split has, and its sums are
     scaled to these. Private clients
     return noised sums over Poisson batches of per-record gradients, each clipped (DP-FNAS, arXiv
-    2110.11025, Eq. 3 and 4), and the public expected batch size.
+    2110.11025, Eq. 3 and 4), and the public expected batch size. With sums of weights go buffers.
+
+    ``train.network_gradient``: the same of a network's weights, for one step. Each exchange is one
+    step of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) at weights that all clients were
+    sent, so that secure sums may share its noise.
     """
     states = ACTIONS[request.action].gradients_of
-    gradients: NoisedGradients | exact.ExactSums
-    with before_reading(request.action):
-        supernet = client.sent_network(request).train()
-        assert isinstance(supernet, Supernet)
-        lrs = {state: asked.local_lrs[state] for state in states}
-        if client.guard is None:
-            gradients = _exact_sums(client, request, asked, supernet)
-        else:
-            gradients = NoisedGradients(client, request)
-            for state in states:
-                gradients.rehearse(state, supernet)
-    split, steps = SPLIT_OF[states[0]], asked.local_steps
-    return _of_sums(client, request, gradients, supernet, split, steps=steps, local_lrs=lrs)
-
-
-@answers("train.network_gradient")
-def take_network_gradient(client: Client, request: Request, asked: rq.TakeNetworkGradient) -> Reply:
-    """``train.network_gradient``: :func:`take_gradients` of a network's weights, for one step.
-
-    Each exchange is one step of DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) at weights
-    that all clients were sent, so that secure sums may share its noise.
-    """
-    gradients: NoisedGradients | exact.ExactSums
-    weight, drop_path_prob = asked.auxiliary_weight, asked.drop_path_prob
+    split, auxiliary_weight = SPLIT_OF[states[0]], 0.0
+    chosen: tuple[Any, ...] = ()
     with before_reading(request.action):
         network = client.sent_network(request).train()
-        network.drop_path_prob = drop_path_prob  # type: ignore[assignment]
+        if isinstance(asked, rq.TakeNetworkGradient):
+            split, auxiliary_weight = asked.split, asked.auxiliary_weight
+            network.drop_path_prob = asked.drop_path_prob  # type: ignore[assignment]
+            chosen = (asked.network, asked.drop_path_prob > 0)
+        lrs = {state: asked.local_lrs[state] for state in states}
+        gradients: NoisedGradients | exact.ExactSums
         if client.guard is None:
-            # A round has many steps: what is drawn must differ between them.
-            purpose = (request.action, client.index, asked.step)
-            torch.manual_seed(derive_seed(client.seed, *purpose))
-            generator = make_generator(client.seed, *purpose)
-            gradients = exact.ExactSums(
-                _step_batches(client, asked.split, asked, first=asked.step, generator=generator),
-                objective=client.objective,
-                auxiliary_weight=weight,
-                precision=client.precision,
-            )
+            gradients = _exact_sums(client, request, asked, network)
         else:
-            gradients = NoisedGradients(client, request, auxiliary_weight=weight)
-            gradients.rehearse("weights", network, asked.network, drop_path_prob > 0)
-    return _of_sums(client, request, gradients, network, asked.split)
-
-
-def _of_sums(
-    client: Client,
-    request: Request,
-    gradients: NoisedGradients | exact.ExactSums,
-    network: nn.Module,
-    split: str,
-    *,
-    steps: int = 1,
-    local_lrs: Mapping[str, float] | None = None,
-) -> Reply:
-    """Return the reply of gradient sums over batches; with those of weights, buffers.
-
-    Args:
-        client: The client whose records are read.
-        request: The request; with grids by one step's sum with a share of its noise.
-        gradients: Source of the sums.
-        network: At whose states they are taken.
-        split: That the batches of the first state are of.
-        steps: Number of local steps.
-        local_lrs: Their learning rates, by state.
-    """
-    states = ACTIONS[request.action].gradients_of
+            gradients = NoisedGradients(client, request, auxiliary_weight=auxiliary_weight)
+            for state in states:
+                gradients.rehearse(state, network, *chosen)
     parameters = st.network_states(network)
-    if isinstance(gradients, NoisedGradients) and request.grids:
-        (state,) = states
-        cells, batch_size = gradients.share(state, network)
-        digest = st.Layout.of(parameters[state]).digest
-        return Reply(batch_size, digests={state: digest}, shares={state: cells})
     sums, batch_size = periodic_gradients(
         lambda: {state: gradients.sums(state, network) for state in states},
         parameters,
-        steps=steps,
-        local_lrs=local_lrs or {},
+        steps=asked.local_steps,
+        local_lrs=lrs,
     )
     if client.oversample:
         records = min(batch_size, len(client.split(split)))
@@ -265,7 +211,7 @@ def _of_sums(
         batch_size = records
     if "weights" in sums and parameters["buffers"]:
         sums["buffers"] = parameters["buffers"]
-    return Reply.of(batch_size, sums, gradients.metrics())
+    return Reply.of(batch_size, sums, gradients.metrics(), like=parameters)
 
 
 @answers("train.search", "train.weights")
@@ -340,9 +286,9 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
             candidates = largest = list(network.members)
         client.check_network(request, network.eval())
         if client.guard is not None:
-            release = noised_measures.prepare_rewards(client, request, candidates, largest)
+            release = NoisedMeasures(client, request).prepare_rewards(candidates, largest)
     if client.guard is not None:
-        return _released(client, request, {"rewards": {"rewards": release()}})
+        return release()
     measured = [
         evaluate(candidate, split, client.device, objective=client.objective)
         for candidate in candidates
@@ -377,14 +323,11 @@ def trained_rewards(client: Client, request: Request, training: rq.LocalTraining
         for epoch in range(1, epochs + 1):
             sgd = training.weights.at_round(epoch, epochs)
             local = replace(training, amount=of_epoch, weights=sgd)
-            train = local_training.prepare_training(
-                client, request, local, member, generator=generator
-            )
+            train = local_training.prepare(client, request, local, member, generator=generator)
             _, metrics = train()
         losses.append(metrics["train_loss"])
     rewards = torch.tensor(losses).neg().exp().nan_to_num(nan=0.0)
-    records = _num_records(client, training.split)
-    return Reply.of(records, {"rewards": {"rewards": rewards}}, {})
+    return Reply.of(_num_records(client, training.split), {"rewards": {"rewards": rewards}})
 
 
 @answers("train.probe")
@@ -410,7 +353,8 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
         network = client.sent_network(request)
         runs = [local_training.prepare(client, request, t, network) for t in asked.trainings()]
         if client.guard is not None:
-            noised_losses = noised_measures.prepare_losses(client, request, network)
+            measures = NoisedMeasures(client, request)
+            noised_losses = measures.prepare_losses(network)
 
     def exact_losses() -> Tensor:
         batch_size = asked.trainings()[0].amount.batch_size
@@ -428,9 +372,7 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
     def reward() -> Tensor:
         if client.guard is None:
             return local_training.clipped_decreases(before - exact_losses(), bound).mean()[None]
-        return noised_measures.noised_mean(
-            client, request, "rewards", split, noised_decreases, norm=bound
-        )
+        return measures.mean("rewards", split, noised_decreases, norm=bound)
 
     if client.guard is None:
         before = exact_losses()
@@ -440,10 +382,10 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
             client.sent_network(request)
             run()
             rewards.append(reward())
-    states = {"rewards": {"rewards": torch.cat(rewards).float()}}
+    means = torch.cat(rewards).float()
     if client.guard is None:
-        return Reply.of(len(split), states)
-    return _released(client, request, states)
+        return Reply.of(len(split), {"rewards": {"rewards": means}})
+    return measures.reply("rewards", means)
 
 
 @answers("evaluate.model")
@@ -452,9 +394,9 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
     with before_reading(request.action):
         network = client.sent_network(request)
         if client.guard is not None:
-            release = noised_measures.prepare_metrics(client, request, network)
+            release = NoisedMeasures(client, request).prepare_metrics(network)
     if client.guard is not None:
-        return replace(_released(client, request, {}), metrics=release())
+        return release()
     if asked.statistics_batch_size is not None:
         local_training.refresh_statistics(client, request, network, asked.statistics_batch_size)
     objective = client.objective
@@ -484,7 +426,7 @@ def count_scores(client: Client, request: Request, asked: rq.CountScores) -> Rep
                 "evaluate.model."
             )
         network = client.sent_network(request)
-        release = noised_measures.prepare_counts(client, request, network)
+        release = NoisedMeasures(client, request).prepare_counts(network)
     return release()
 
 
@@ -526,12 +468,6 @@ def path_supernet(
     return network, named
 
 
-def _released(client: Client, request: Request, states: Mapping[str, st.Tensors]) -> Reply:
-    """Return the reply of noised means, which stand for a public number of records."""
-    (kind,) = request.releases.keys() & {"rewards", "metrics", STATISTICS}
-    return Reply.of(client.private_guard.expected_batch(request.releases[kind]), states)
-
-
 def _num_records(client: Client, split: str) -> int:
     """Return the number of records of a split, of a private client the declared one."""
     if client.guard is not None:
@@ -540,8 +476,19 @@ def _num_records(client: Client, split: str) -> int:
 
 
 def _exact_sums(
-    client: Client, request: Request, asked: rq.TakeGradients, supernet: Supernet
+    client: Client,
+    request: Request,
+    asked: rq.TakeGradients | rq.TakeNetworkGradient,
+    network: nn.Module,
 ) -> exact.ExactSums:
+    computed: dict[str, Any] = {"objective": client.objective, "precision": client.precision}
+    if isinstance(asked, rq.TakeNetworkGradient):
+        # A round has many steps: what is drawn must differ between them.
+        purpose = (request.action, client.index, asked.step)
+        torch.manual_seed(derive_seed(client.seed, *purpose))
+        generator = make_generator(client.seed, *purpose)
+        batches = _step_batches(client, asked.split, asked, first=asked.step, generator=generator)
+        return exact.ExactSums(batches, auxiliary_weight=asked.auxiliary_weight, **computed)
     first, draws = asked.step * asked.local_steps, partial(client.generator, request.header)
     train, validation = (
         _step_batches(client, name, asked, first=first, generator=draws(name))
@@ -549,17 +496,11 @@ def _exact_sums(
     )
     ahead = None
     if asked.order == 2:
-        layout = st.Layout.of(st.network_states(supernet)["weights"])
+        layout = st.Layout.of(st.network_states(network)["weights"])
         previous = st.unpack(request.states["previous_weights"], layout)
         weights = {name: weight.to(client.device) for name, weight in previous.items()}
         ahead = exact.LookAhead(weights, asked.inner_lr)
-    return exact.ExactSums(
-        train,
-        validation,
-        look_ahead=ahead,
-        objective=client.objective,
-        precision=client.precision,
-    )
+    return exact.ExactSums(train, validation, look_ahead=ahead, **computed)
 
 
 def _candidate_gradients(

@@ -1,7 +1,7 @@
 """Local training of supernets and of other networks, on exact or noised gradients.
 
-:func:`prepare_search` and :func:`prepare_training` read no record: they check, rehearse with a
-private client, and return what then trains the network in place.
+:func:`prepare` reads no record: it checks, rehearses with a private client, and returns what then
+trains the network in place.
 """
 
 from __future__ import annotations
@@ -36,109 +36,80 @@ def prepare(
     request: Request,
     local: LocalSearch | LocalTraining,
     network: nn.Module,
+    *,
+    generator: torch.Generator | None = None,
 ) -> Training:
-    """Return the function that trains ``network``: a search of a supernet, or its weights alone."""
-    if isinstance(local, LocalTraining):
-        return prepare_training(client, request, local, network)
-    assert isinstance(network, Supernet)
-    return prepare_search(client, request, local, network)
+    """Return a function that trains a network in place: a supernet's search, or its weights alone.
 
-
-def prepare_search(
-    client: Client, request: Request, local: LocalSearch, supernet: Supernet
-) -> Training:
-    """Return a function that searches locally: FEATHERS, Alg. 4, or its private form.
-
-    The private form leaves out the look-ahead of line 2, whose weights would carry no noise.
+    A search is FEATHERS, Alg. 4, or its private form, which leaves out the look-ahead of line 2,
+    whose weights would carry no noise. In private mode training is DP-SGD (Abadi et al. 2016, arXiv
+    1607.00133, Alg. 1) with momentum on the noised gradients: every step is a release of its own,
+    from which the weights follow. ``clip_norm`` bounds the noised mean, beside the clipping of each
+    record.
 
     Args:
         client: The client whose records are read.
-        request: The request; of a private client with the plans of ``weights`` and, but in a
-            warm-up, of ``alphas``.
-        local: The search to make.
-        supernet: Searched in place.
+        request: The request; of a private client with the plans of the states that are trained.
+        local: The search or training to make.
+        network: Trained in place.
+        generator: Of exact batches; None makes the request's.
     """
-    generator = client.generator(request.header, "search")
-    paths = local.paths
+    purpose = "search" if isinstance(local, LocalSearch) else "weights"
+    generator = generator or client.generator(request.header, purpose)
     gradients = _gradients(client, request, local, generator)
-    hardware = None if paths is None else paths.hardware
-    if hardware is not None:
-        hardware.check()
-    if isinstance(gradients, NoisedGradients) and paths is not None:
+    if isinstance(local, LocalTraining):
+        network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
+        if isinstance(gradients, NoisedGradients):
+            gradients.rehearse("weights", network, local.network, local.drop_path_prob > 0)
+    else:
+        assert isinstance(network, Supernet)
+        if local.paths is not None and local.paths.hardware is not None:
+            local.paths.hardware.check()
+        if isinstance(gradients, NoisedGradients):
+            _rehearse_search(gradients, local, network)
+    sent = sent_moments(request, network)
+
+    def train() -> tuple[opt.Optimizers, dict[str, float]]:
+        members = network.members if isinstance(network, Pool) else [network]
+        groups = [{"params": list(opt.trainable_weights(member).values())} for member in members]
+        by_paths = isinstance(local, LocalSearch) and local.paths is not None
+        sgd = opt.make_sgd(groups, local.weights, nesterov=by_paths)
+        weights = opt.Optimizer(opt.trainable_weights(network), sgd, local.weights.clip_norm)
+        if isinstance(local, LocalTraining):
+            network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
+            optimizers = opt.Optimizers(weights, sent=sent)
+            opt.train(network, gradients, weights, local.proximal, fixed_norm=local.fixed_norm)
+            return optimizers, gradients.metrics()
+        assert isinstance(network, Supernet)
+        alphas = network.alphas()
+        adam = opt.make_adam(alphas.values(), local.alphas, beta=0.0 if by_paths else 0.5)
+        optimizers = opt.Optimizers(weights, opt.Optimizer(alphas, adam), sent)
+        if local.alternating is not None:
+            alternate(network, gradients, optimizers, local.alternating, generator=generator)
+        elif local.paths is not None:
+            search_paths(network, gradients, optimizers, local.paths, generator=generator)
+        return optimizers, gradients.metrics()
+
+    return train
+
+
+def _rehearse_search(gradients: NoisedGradients, local: LocalSearch, supernet: Supernet) -> None:
+    """Try a private search's gradients on made-up records."""
+    if (paths := local.paths) is not None:
         for active_E1 in covering_paths(supernet, mode="one"):
             network = PathNetwork(supernet.train(), active_E1)
             gradients.rehearse("weights", network, "path", active_E1.tolist())
         for paths_EK in () if paths.warm_up else covering_paths(supernet, mode=paths.gates):
-            gradients.rehearse_gates(supernet, paths_EK, hardware, asdict(paths), paths_EK.tolist())
-    elif isinstance(gradients, NoisedGradients):
-        if local.alternating is not None and local.alternating.temperature is not None:
-            raise ConfigError(
-                f"refused, temperature={local.alternating.temperature}: single paths have no "
-                "private gradient yet; set algorithm.temperatures=null."
-            )
-        for state in local.states:
-            gradients.rehearse(state, supernet)
-
-    sent = sent_moments(request, supernet)
-
-    def search() -> tuple[opt.Optimizers, dict[str, float]]:
-        nesterov, beta = (False, 0.5) if paths is None else (True, 0.0)
-        weights, alphas = supernet.weights(), supernet.alphas()
-        optimizers = opt.Optimizers(
-            opt.Optimizer(
-                weights,
-                opt.make_sgd(weights.values(), local.weights, nesterov=nesterov),
-                local.weights.clip_norm,
-            ),
-            opt.Optimizer(alphas, opt.make_adam(alphas.values(), local.alphas, beta=beta)),
-            sent,
+            chosen = (asdict(paths), paths_EK.tolist())
+            gradients.rehearse_gates(supernet, paths_EK, paths.hardware, *chosen)
+        return
+    if local.alternating is not None and local.alternating.temperature is not None:
+        raise ConfigError(
+            f"refused, temperature={local.alternating.temperature}: single paths have no "
+            "private gradient yet; set algorithm.temperatures=null."
         )
-        if paths is None:
-            assert local.alternating is not None
-            alternate(supernet, gradients, optimizers, local.alternating, generator=generator)
-        else:
-            search_paths(supernet, gradients, optimizers, paths, generator=generator)
-        return optimizers, gradients.metrics()
-
-    return search
-
-
-def prepare_training(
-    client: Client,
-    request: Request,
-    local: LocalTraining,
-    network: nn.Module,
-    *,
-    generator: torch.Generator | None = None,
-) -> Training:
-    """Return a function that trains the weights of a network.
-
-    In private mode DP-SGD (Abadi et al. 2016, arXiv 1607.00133, Alg. 1) with momentum on the noised
-    gradients: every step is a release of its own, from which the weights follow. ``clip_norm``
-    bounds the noised mean, beside the clipping of each record. Arguments as
-    :func:`prepare_search`; ``generator`` is of exact batches, None makes the request's.
-    """
-    generator = generator or client.generator(request.header, "weights")
-    gradients = _gradients(client, request, local, generator)
-    network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
-    if isinstance(gradients, NoisedGradients):
-        gradients.rehearse("weights", network, local.network, local.drop_path_prob > 0)
-
-    sent = sent_moments(request, network)
-
-    def train_weights() -> tuple[opt.Optimizers, dict[str, float]]:
-        network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
-        weights = opt.trainable_weights(network)
-        members = network.members if isinstance(network, Pool) else [network]
-        groups = [{"params": list(opt.trainable_weights(member).values())} for member in members]
-        optimizer = opt.Optimizer(
-            weights, opt.make_sgd(groups, local.weights), local.weights.clip_norm
-        )
-        optimizers = opt.Optimizers(optimizer, sent=sent)
-        opt.train(network, gradients, optimizer, local.proximal, fixed_norm=local.fixed_norm)
-        return optimizers, gradients.metrics()
-
-    return train_weights
+    for state in local.states:
+        gradients.rehearse(state, supernet)
 
 
 def _gradients(

@@ -84,14 +84,7 @@ def make_client(
             return supernet_space(config, prepared).supernet()
         return make_network(description)
 
-    if guard is None:
-        guard = _simulated_guard(config, index, prepared.train, parts[index])
-        if guard is not None and guard.allowed.threads != config.runtime.threads:
-            raise ConfigError(
-                f"runtime.threads={config.runtime.threads}, but the simulated sites' policies, "
-                f"which decide, have runtime.threads={guard.allowed.threads}: set it to that, or "
-                "take another privacy.sites."
-            )
+    guard = guard or _simulated_guard(config, index, prepared.train, parts[index])
     fractions: Mapping[str, float] = config.dataset.fractions
     if guard is not None:
         check_public(config, prepared)
@@ -204,7 +197,7 @@ def make_objective(config: Config, prepared: Prepared, device: torch.device) -> 
         torch.tensor(values, device=device) if factors else None,
         None if positive is None else class_names.index(positive),
         records.multi_label,
-        TABLES["loss"].get(str(loss)),
+        own_loss,
     )
 
 
@@ -245,7 +238,15 @@ def _simulated_guard(
         write_atomically(folder / POLICY_FILE, _policy_text(config, records, rows))
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
     ledger = Ledger(*simulated_ledger(folder))
-    return ReleaseGuard(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
+    generator = SecureGenerator(test_seed)
+    guard = ReleaseGuard(policy, ledger, generator, data_set=privacy.data_set)
+    if guard.allowed.threads != config.runtime.threads:
+        raise ConfigError(
+            f"runtime.threads={config.runtime.threads}, but the simulated sites' policies, which "
+            f"decide, have runtime.threads={guard.allowed.threads}: set it to that, or take "
+            "another privacy.sites."
+        )
+    return guard
 
 
 def _kept_models(site: Mapping[str, str]) -> KeptModels | None:

@@ -26,7 +26,6 @@ from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.privacy.mechanism import clipping
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, by_person, sum_of_parts
-from fednas_flwr.privacy.self_test import Watch
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.secure_sum.masks import Cells
 from fednas_flwr.protocol.states import Tensors
@@ -93,27 +92,19 @@ class NoisedGradients:
         self, state: str, take: TakeSum, network: nn.Module, kind: str, *chosen: Any
     ) -> None:
         """Try a sum; the micro-batches of a state are the smallest that one of its sums needs."""
-
-        def computation(x: Tensor, y: Tensor, watch: Watch) -> object:
-            return take(x, y, watch=watch)
-
-        size = rehearse(self._client, computation, network, kind, *chosen)
+        size = rehearse(self._client, take, network, kind, *chosen)
         self._sizes[state] = min(size, self._sizes.get(state, size))
 
     def steps(self) -> Iterator[None]:
         """Yield as often as was agreed on; each release draws its own records."""
         yield from repeat(None, self._steps)
 
-    def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
-        """Return a noised sum of gradients, and the expected batch size that it is divided by."""
-        return self._noised(state, partial(self._sum_of(state), network))
+    def sums(self, state: str, network: nn.Module) -> tuple[Any, float]:
+        """Return a noised sum of gradients, and the expected batch size that it is divided by.
 
-    def share(self, state: str, network: nn.Module) -> tuple[Cells, float]:
-        """Return :meth:`sums` where clients share the noise."""
-        units = self._contributions(state, partial(self._sum_of(state), network))
-        planned, grid = self._planned[state], self._request.grids.get(state)
-        cells = self._guard.share(planned, self._request.header, units, grid=grid)
-        return cells, self._guard.expected_batch(planned)
+        The sum is tensors by name, or cells where clients share the noise.
+        """
+        return self._noised(state, partial(self._sum_of(state), network))
 
     def _sum_of(self, state: str) -> TakeSum:
         return self._weight_sum if state == "weights" else self._alpha_sum
@@ -160,26 +151,23 @@ class NoisedGradients:
         sums, size = self._noised(state, take)
         return {name: total / size for name, total in sums.items()}
 
-    def _noised(self, state: str, take: TakeSum) -> tuple[Tensors, float]:
+    def _noised(self, state: str, take: TakeSum) -> tuple[Any, float]:
         """Return one release, on the client's device, and the expected size of its batch."""
-        planned, units = self._planned[state], self._contributions(state, take)
-        sums = self._guard.release(planned, self._request.header, units)
-        named = {name: value.to(self._client.device) for name, value in sums.items()}
-        return named, self._guard.expected_batch(planned)
-
-    def _contributions(self, state: str, take: TakeSum) -> Contributions:
-        """Return what a release sums; one micro-batch is in memory at a time."""
         planned, size = self._planned[state], self._sizes[state]
         split = self._client.split("+".join(planned.splits))
 
         def total(units: Tensor) -> ClippedSum:
-            parts = (
+            parts = (  # one micro-batch is in memory at a time
                 take(*self._batch(split, rows), micro_batch_size=size, persons=persons)
                 for rows, persons in _micro_batches(split, units, size)
             )
             return sum_of_parts(parts, bound=planned.max_grad_norm)
 
-        return Contributions(split.num_units, total)
+        units = Contributions(split.num_units, total)
+        sums = self._guard.answer(planned, self._request, units)
+        if not isinstance(sums, Cells):
+            sums = {name: value.to(self._client.device) for name, value in sums.items()}
+        return sums, self._guard.expected_batch(planned)
 
     def _batch(self, split: Split, rows: Tensor) -> Batch:
         """Return the augmented batch of some rows; nobody can foresee the draws.

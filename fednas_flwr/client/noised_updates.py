@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,9 @@ from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states,
 MOST_CELLS = 2.0**52  # of a weight that is sent, on the grid of the sum of its updates
 
 
-def noised_update(client: Client, request: Request, exact: Callable[[Client], Reply]) -> Reply:
+def noised_update(
+    client: Client, request: Request, exact: Callable[[Client, Request, Any], Reply]
+) -> Reply:
     """Return the reply of a client to a request for a trained model or for rewards.
 
     Of each state that is trained, what was sent plus the noised difference; a reward is noised by
@@ -39,7 +42,8 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
     Args:
         client: With a guard, whose policy has the unit ``client``.
         request: The request to answer.
-        exact: Given the client without its guard, returns the answer without noise.
+        exact: Given the client without its guard, request and settings, returns the answer without
+            noise.
 
     Raises:
         ConfigError: The policy refuses the request, or it does not fit the network; nothing was
@@ -59,7 +63,7 @@ def noised_update(client: Client, request: Request, exact: Callable[[Client], Re
     @cache
     def update() -> Mapping[str, Packed]:
         try:
-            return exact(replace(client, guard=None)).states
+            return exact(replace(client, guard=None), request, settings).states
         except Exception as error:  # whatever it is, the server must not learn of it
             reason = terminal(f"{type(error).__name__}: {error}")
             said = f"{request.action} has failed, an update of zeros is sent: {reason}"

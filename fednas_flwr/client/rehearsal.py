@@ -1,6 +1,6 @@
 """Rehearsals of private computations on made-up records, and the micro-batch sizes that they show.
 
-A result is kept by this process and, as a small file, in the site's cache. It holds for one
+A result is kept by the client and, as a small file, in the site's cache. It holds for one
 machine, its libraries and threads, and one structure of a network: all of these are its key. Main
 function: :func:`rehearse`.
 """
@@ -29,8 +29,6 @@ FOLDER = "self-tests"
 KERNEL_SETTINGS = ("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_")
 MOST_FILES = 1000  # a server that thinks of ever new networks fills no disk
 PASSING = ("drop_path_prob", "training")  # attributes that change between messages
-
-_shown: dict[str, int] = {}  # by the hash of the key
 
 
 def rehearse(
@@ -66,7 +64,7 @@ def rehearse(
         return largest_size(computation, network, shape, size=size, device=device, **labels)
 
     try:
-        computation(x, y, unwatched)
+        computation(x, y, watch=unwatched)
         client.rehearsed[key] = shown_size(known_by, client.cache, test)
     except RuntimeError as error:  # of torch
         raise ValueError(error) from error
@@ -74,27 +72,25 @@ def rehearse(
 
 
 def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> int:
-    """Return the result of a test for this key, from memory or a cache if it has run before.
+    """Return the result of a test for this key, from a cache if it has run before.
 
     Args:
         key: JSON values: all that the result depends on.
         cache: The site's cache, whose folder ``self-tests`` holds one file for each key; None keeps
-            results in memory alone.
+            no results.
         test: Returns the size.
     """
     text = json.dumps(key)
-    name = hashlib.sha256(text.encode()).hexdigest()
-    if name not in _shown:
-        path = None if cache is None else cache / FOLDER / f"{name}.json"
-        size = None if path is None else _read(path, text)
-        if size is None:
-            size = test()
-            if path is not None:
-                make_folder(path.parent)
-                if len(list(path.parent.iterdir())) < MOST_FILES:
-                    write_atomically(path, json.dumps({"key": text, "size": size}))
-        _shown[name] = size
-    return _shown[name]
+    if cache is None:
+        return test()
+    path = cache / FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    size = _read(path, text)
+    if size is None:
+        size = test()
+        make_folder(path.parent)
+        if len(list(path.parent.iterdir())) < MOST_FILES:
+            write_atomically(path, json.dumps({"key": text, "size": size}))
+    return size
 
 
 def machine(device: torch.device, threads: int) -> list[Any]:

@@ -30,7 +30,7 @@ from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_noise, add_
 from fednas_flwr.privacy.mechanism.renyi import Release, booked_unit, counted
 from fednas_flwr.privacy.plan import PlannedRelease, release_key
 from fednas_flwr.privacy.policy import Policy, check_action, check_planned, refused
-from fednas_flwr.protocol.messages import Header
+from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.settings.names import SPLITS
@@ -194,7 +194,7 @@ class ReleaseGuard:
             raise ConfigError("refused: the plan holds a kind of release twice.")
 
     def commit(
-        self, run: str, plan: Sequence[PlannedRelease], *, sizes: Mapping[str, int] | None = None
+        self, run: str, plan: Sequence[PlannedRelease], *, sizes: Mapping[str, int] = {}
     ) -> None:
         """Keep a run's plan for good; all that it asks for later must be in it.
 
@@ -210,7 +210,7 @@ class ReleaseGuard:
         if not self._assignment:
             raise ValueError("a guard commits to nothing before it holds records: call hold first")
         releases = tuple(sorted(plan, key=lambda planned: planned.key))
-        by_split, sizes = self._pays_by_split(), dict(sizes or {})
+        by_split, sizes = self._pays_by_split(), dict(sizes)
         commitment = Commitment(
             releases, self._assignment, by_split, self.data_set, sizes, self.unit
         )
@@ -324,6 +324,15 @@ class ReleaseGuard:
             raise refused("committed values", f"number of {kind}", num_values, f"at most {most}")
         check_planned(self.allowed, planned, num_values=num_values)
 
+    def answer(
+        self, planned: PlannedRelease, request: Request, units: Contributions
+    ) -> Tensors | Cells:
+        """Return :meth:`release`, or :meth:`share` where the plan is that clients share noise."""
+        if planned.shared:
+            grid = request.grids.get(planned.kind)
+            return self.share(planned, request.header, units, grid=grid)
+        return self.release(planned, request.header, units)
+
     def release(self, planned: PlannedRelease, header: Header, units: Contributions) -> Tensors:
         """Book one step, draw its Poisson batch and return the noised sum over it.
 
@@ -341,13 +350,9 @@ class ReleaseGuard:
         """
         if planned.shared:
             raise ValueError("noise that is shared is no client's whole noise: call share")
-        sums, total = self._booked_sum(planned, header, units)
-        noised = add_noise(
-            total,
-            self._generator,
-            noise_multiplier=planned.release(self.allowed.by_split).noise_multiplier,
-            max_grad_norm=sums.norm,
-        ).float()
+        sums, total, sigma = self._booked_sum(planned, header, units)
+        generator, norm = self._generator, sums.norm
+        noised = add_noise(total, generator, noise_multiplier=sigma, max_grad_norm=norm).float()
         parts = torch.split(noised, [tensor.numel() for tensor in sums.values()])
         return {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
 
@@ -370,7 +375,7 @@ class ReleaseGuard:
         if not planned.shared or terms is None or grid is None or grid.range < needed:
             width = 0.0 if grid is None else grid.range
             raise refused("secure_sum", f"range of {planned.kind}", width, f"{needed:g} or more")
-        sums, total = self._booked_sum(planned, header, units)
+        sums, total, sigma = self._booked_sum(planned, header, units)
         if sums.norm > planned.max_grad_norm:
             limit = f"at most the {planned.max_grad_norm:g} that all sites have committed to"
             raise refused("secure_sum", f"norm of {planned.kind}", sums.norm, limit)
@@ -378,7 +383,7 @@ class ReleaseGuard:
         noised = add_shared_noise(
             total.clamp(-most, most),  # before the noise: no two totals come to lie further apart
             self._generator,
-            noise_multiplier=planned.release(self.allowed.by_split).noise_multiplier,
+            noise_multiplier=sigma,
             max_grad_norm=planned.max_grad_norm,
             cell=grid.cell,
             honest=terms.honest,
@@ -387,18 +392,22 @@ class ReleaseGuard:
 
     def _booked_sum(
         self, planned: PlannedRelease, header: Header, units: Contributions
-    ) -> tuple[ClippedSum, Tensor]:
-        """Book one step, draw its batch; return the sum over it, and its values, float64 [d]."""
+    ) -> tuple[ClippedSum, Tensor, float]:
+        """Book one step, draw its batch; return the sum over it, its values [d], and sigma."""
         allowed, commitment = self.allowed, self._commitment(header.run)
         assert commitment is not None  # planned is of it
         mechanism, splits = self._reading(replace(planned, steps=1), commitment.by_split)
+        # The row's noise is that of the sum. Whoever breaks the sum gets a release with this site's
+        # share alone: ``1 / sqrt(h)`` of it.
+        terms = allowed.secure_sum if planned.shared else None
+        note = "" if terms is None else f" (noise of {terms.honest} sites)"
         entry = Entry(
             account=allowed.account,
             data_set=self.data_set,
             run=header.run,
             stage=header.stage,
             round=header.round,
-            action=f"{planned.action}:{planned.kind}{self._sharing(planned)}",
+            action=f"{planned.action}:{planned.kind}{note}",
             splits=splits,
             release=mechanism,
             committed_steps=planned.steps,
@@ -410,17 +419,7 @@ class ReleaseGuard:
         if not isinstance(sums, ClippedSum):
             raise TypeError(f"{type(sums).__name__} says no norm that its noise could be scaled by")
         parts = [tensor.detach().reshape(-1).cpu().double() for tensor in sums.values()]
-        return sums, torch.cat(parts)
-
-    def _sharing(self, planned: PlannedRelease) -> str:
-        """Return the ledger's note beside a release whose noise is shared.
-
-        The row's noise is that of the sum. Whoever breaks the sum gets a release with this site's
-        share alone: ``1 / sqrt(h)`` of it.
-        """
-        if not planned.shared or self.allowed.secure_sum is None:
-            return ""
-        return f" (noise of {self.allowed.secure_sum.honest} sites)"
+        return sums, torch.cat(parts), mechanism.noise_multiplier
 
     def _pays_by_split(self) -> bool:
         """Return whether a release is charged only to the splits that it reads."""

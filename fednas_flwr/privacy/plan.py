@@ -14,8 +14,12 @@ from typing import Annotated
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
 from fednas_flwr.settings.names import SPLITS
-from fednas_flwr.settings.parser import Between, Checked, Length, OneOf
+from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf
 
+# Different ones, at least one.
+Splits = Annotated[
+    tuple[Annotated[str, OneOf(SPLITS)], ...], Length(Between(1, len(SPLITS))), Distinct()
+]
 STATISTICS = "statistics"  # a stage, of one exchange before the search, and its kind of release
 STAGES = (STATISTICS, "search", "retrain", "evaluate")
 KINDS = ("weights", "alphas", "rewards", "metrics", "scores", STATISTICS)
@@ -44,8 +48,8 @@ class PlannedRelease(Checked):
     stage: Annotated[str, OneOf(STAGES)]
     action: Annotated[str, OneOf(PRIVATE_ACTIONS)]
     kind: Annotated[str, OneOf(KINDS)]
-    splits: Annotated[tuple[str, ...], Length(Between(0, len(SPLITS)))]
-    batch_size: float | None
+    splits: Splits
+    batch_size: Annotated[float, Between(0, above=True)] | None
     steps: int
     max_grad_norm: float
     noise_multiplier: float | None = None

@@ -176,17 +176,11 @@ def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values
         ConfigError: A rule is broken; the sentence names the rule, the value and the limit.
     """
     splits = planned.splits
-    if not splits or len(set(splits)) != len(splits) or not set(splits) <= set(allowed.by_split):
-        raise refused(
-            "splits", "splits", list(splits), f"different ones of {', '.join(names.SPLITS)}"
-        )
     if planned.num_records(allowed.by_split) == 0:
         raise ConfigError(
             f"refused by the policy, rule records: {' + '.join(splits)} has no declared record."
         )
     size = planned.batch_size
-    if size is not None and not 0 < size < math.inf:
-        raise refused("sample_rate", "batch_size", size, "above 0, or null for all records")
     if planned.of_client != (allowed.unit == names.CLIENT):
         limit = f"{not planned.of_client}: this site protects every {allowed.unit}"
         raise refused("unit", "of_client", planned.of_client, limit)

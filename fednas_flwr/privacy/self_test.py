@@ -25,8 +25,8 @@ from fednas_flwr.base.randomness import make_generator
 # Is shown tensors [B, ...] of which row i belongs to record i; the last one is not zero where the
 # record contributes.
 Watch = Callable[[Tensor], object]
-# Of features [B, ...] and labels [B]; shows outputs, losses, gradients, contributions.
-Computation = Callable[[Tensor, Tensor, Watch], object]
+# Of features [B, ...] and labels [B]; shows ``watch`` outputs, losses, gradients, contributions.
+Computation = Callable[..., object]
 
 ALL_KEPT = 1e-30  # a probability of dropping paths at which none is dropped, though it is computed
 
@@ -95,7 +95,7 @@ def rows_are_alike(
         computation(
             torch.stack([kinds[kind] for kind in placed]).to(device),
             made_up_labels(placed, num_classes, multi_label=multi_label).to(device),
-            lambda tensor: shown.append(tensor.detach()),
+            watch=lambda tensor: shown.append(tensor.detach()),
         )
         for kind in set(placed):
             rows = torch.tensor([i for i, other in enumerate(placed) if other == kind])

@@ -153,13 +153,18 @@ class Reply:
     def of(
         cls,
         num_examples: float,
-        states: Mapping[str, Tensors],
+        states: Mapping[str, Tensors | Cells],
         metrics: Mapping[str, float] | None = None,
+        *,
+        like: Mapping[str, Tensors] = {},
     ) -> Reply:
-        """Make the reply that carries tensors by state."""
-        packed = {name: pack(tensors) for name, tensors in states.items()}
-        digests = {name: Layout.of(tensors).digest for name, tensors in states.items()}
-        return cls(num_examples, metrics or {}, packed, digests)
+        """Make the reply that carries tensors by state, or shares of tensors ``like`` these."""
+        shares = {name: cells for name, cells in states.items() if isinstance(cells, Cells)}
+        named = {name: of for name, of in states.items() if not isinstance(of, Cells)}
+        layouts = {name: Layout.of(named[name] if name in named else like[name]) for name in states}
+        digests = {name: layout.digest for name, layout in layouts.items()}
+        packed = {name: pack(tensors) for name, tensors in named.items()}
+        return cls(num_examples, metrics or {}, packed, digests, shares=shares)
 
     def weighing(self, scale: float, *, summed: Sequence[str]) -> Reply:
         """Return the reply with its weight scaled, and so its ``summed`` states."""

@@ -372,13 +372,7 @@ class TellStatistics(AtSite):
         return {STATISTICS: (("train",), 1)}
 
 
-class Kept(TypedDict):
-    """Properties of the reply to ``query.keep_model``."""
-
-    kept: Annotated[bool, ps.Where(bool, "true")]
-
-
-@sr.asks("query.keep_model", reply=Kept)
+@sr.asks("query.keep_model")
 @dataclass(frozen=True, kw_only=True)
 class KeepModel(AtSite):
     """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
@@ -447,6 +441,8 @@ class TakeNetworkGradient(AtSite):
     batch_size: opt.Count | None
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
+
+    local_steps, local_lrs = 1, {"weights": 0.0}
 
     def released(self, action: str) -> sr.Kinds:
         """One sum of gradients."""

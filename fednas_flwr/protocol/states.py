@@ -51,11 +51,6 @@ class Layout:
             sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
         return sizes
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed vectors."""
-        return sum(n * getattr(torch, dtype).itemsize for dtype, n in self.sizes.items())
-
     def part(self, names: Collection[str]) -> Layout:
         """Return the layout of the tensors of these names."""
         return Layout(tuple(entry for entry in self.entries if entry[0] in names))

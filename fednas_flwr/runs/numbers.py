@@ -34,7 +34,7 @@ CLIENTS_LINEAR = "the clients' linear model"
 GUESSES = MAJORITY, CHANCE = "the most frequent class", "chance"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
-EVENT_FIELDS = {"alphas": {"cells"}, "round": {"bytes_dense"}}  # that runs of older versions lack
+EVENT_FIELDS = {"alphas": {"cells"}}  # that runs of older versions lack
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
 
 
@@ -345,18 +345,12 @@ class Run:
 
     def traffic_stages(self) -> list[str]:
         """The stages in whose rounds the server sent or received bytes."""
-        return [stage for stage in self._stages() if any(self.traffic(stage)[:2])]
+        return [stage for stage in self._stages() if any(self.traffic(stage))]
 
-    def traffic(self, *stages: str) -> tuple[int, int, int]:
-        """The bytes that the server sent and received in the rounds of some stages.
-
-        And those that whole float32 states would have taken.
-        """
+    def traffic(self, *stages: str) -> tuple[int, int]:
+        """The bytes that the server sent and received in the rounds of some stages."""
         rounds = [event for stage in stages for event in self.rounds(stage)]
-        sent, received, dense = (
-            sum(event[f"bytes_{way}"] for event in rounds) for way in ("sent", "received", "dense")
-        )
-        return sent, received, dense
+        return sum(e["bytes_sent"] for e in rounds), sum(e["bytes_received"] for e in rounds)
 
     def answers(self, *stages: str) -> int:
         """How often clients have answered in the rounds of some stages, once each round."""
@@ -442,7 +436,7 @@ class Run:
     def traffic_mb(self) -> float | None:
         """The megabytes of all rounds, in both directions."""
         stages = self._stages()
-        return sum(self.traffic(*stages)[:2]) / 1e6 if stages else None
+        return sum(self.traffic(*stages)) / 1e6 if stages else None
 
     def clients_lost(self) -> int:
         """The number of clients that have failed to answer once or more, or have left."""

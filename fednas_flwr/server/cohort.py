@@ -79,7 +79,6 @@ class Cohort:
     Attributes:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
         bytes_received: Bytes of all arrays in replies so far.
-        bytes_dense: Bytes that whole states, unrounded, would have taken in both directions.
         properties: Properties of each connected client, by client.
         names: Those that people know clients by, as far as they have some.
         statistics: Statistics by which all clients standardise a table; None: declared ones.
@@ -101,7 +100,6 @@ class Cohort:
     wait: Callable[[float], None] = time.sleep
     bytes_sent: int = field(default=0, init=False)
     bytes_received: int = field(default=0, init=False)
-    bytes_dense: int = field(default=0, init=False)
     properties: dict[int, ExactClientProperties] = field(default_factory=dict, init=False)
     names: Mapping[int, str] = field(default_factory=dict, init=False)
     statistics: Statistics | None = field(default=None, init=False)
@@ -403,7 +401,6 @@ class Cohort:
         scales = self._share_scales({client: request.most for client, request in asked.items()})
         for client, answer in self._in_order(self._grid, awaited, unsent, asked):
             if isinstance(answer, Reply):
-                self.bytes_dense += exchange.dense_reply
                 if client in scales:
                     summed = ACTIONS[exchange.action].gradients_of
                     answer = answer.weighing(scales[client], summed=summed)
@@ -460,7 +457,6 @@ class Cohort:
                 header, settings, records, statistics=self.statistics, summed=summed
             )
             self.bytes_sent += messages.payload_bytes(content)
-            self.bytes_dense += exchange.dense_request
             said = self.properties.get(client)
             client_limits = limits(
                 settings,

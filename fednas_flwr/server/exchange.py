@@ -63,7 +63,6 @@ class Exchange:
         settings_of: Arguments for single clients in their place.
         states: Packed tensors to send.
         layouts: The states that every reply must carry.
-        whole: The layouts of states of which messages carry a part: only for ``bytes_dense``.
         releases: With privacy what the stage releases: bounds what replies may be.
         also_left: True if clients that have left are asked, too, except for those whose replies
             were refused.
@@ -81,7 +80,6 @@ class Exchange:
     settings_of: Mapping[int, Settings] = field(default_factory=dict)
     states: Mapping[str, Packed] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
-    whole: Mapping[str, Layout] = field(default_factory=dict)
     releases: Sequence[PlannedRelease] = ()
     also_left: bool = False
     among: Collection[int] | None = None
@@ -96,17 +94,6 @@ class Exchange:
         """The plan of each kind of release of this stage and action."""
         place = (self.stage, self.action)
         return {p.kind: p for p in self.releases if (p.stage, p.action) == place}
-
-    @property
-    def dense_request(self) -> int:
-        """Bytes of a request of whole, unrounded states."""
-        sizes = {n: sum(v.nbytes for v in state.values()) for n, state in self.states.items()}
-        return sum(self.whole[n].num_bytes if n in self.whole else b for n, b in sizes.items())
-
-    @property
-    def dense_reply(self) -> int:
-        """Bytes of a reply of whole, unrounded states."""
-        return sum(self.whole.get(name, layout).num_bytes for name, layout in self.layouts.items())
 
 
 class Sent(NamedTuple):

@@ -243,7 +243,6 @@ def test_messages_carry_sampled_paths_and_the_result_is_that_of_whole_states(
     rounds = [[e for e in f.events if e["event"] == "round"] for f in (sparse, dense)]
     assert [e["metrics"] for e in rounds[0]] == [e["metrics"] for e in rounds[1]]
     for narrow, wide in zip(*rounds, strict=True):
-        assert narrow["bytes_dense"] == wide["bytes_dense"]
         for key in ("bytes_sent", "bytes_received"):
             assert narrow[key] < 0.9 * wide[key]
     sizes = {n: w.numel() for n, w in sparse.strategy.supernet.weights().items()}

@@ -88,7 +88,7 @@ def test_a_kept_model_is_open_to_its_site_alone_whatever_the_umask(site, file):
 
 def test_a_site_keeps_the_model_and_tests_it_and_tells_nothing(site, file, model):
     reply = site.keep(file)
-    assert dict(reply.properties) == {"kept": True}
+    assert dict(reply.properties) == {}
     assert (reply.num_examples, reply.states, reply.metrics) == (1, {}, {})
     assert site.rows() == []  # nothing was released
     (folder,) = site.folder.iterdir()

@@ -20,13 +20,7 @@ from fednas_flwr.settings import with_runtime
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def restart(monkeypatch):
-    """Forget what this process has seen, as a new one has."""
-    return lambda: monkeypatch.setattr(rehearsal, "_shown", {})
-
-
-def test_a_result_is_found_again_by_a_later_process_unless_its_file_is_damaged(tmp_path, restart):
+def test_a_result_is_found_again_by_a_later_process_unless_its_file_is_damaged(tmp_path):
     calls = []
 
     def test():
@@ -34,28 +28,23 @@ def test_a_result_is_found_again_by_a_later_process_unless_its_file_is_damaged(t
         return 4
 
     for _ in range(2):
-        restart()
-        assert shown_size(["key", 1.5], tmp_path, test) == 4
         assert shown_size(["key", 1.5], tmp_path, test) == 4
         assert len(calls) == 1
     assert shown_size(["other"], tmp_path, test) == 4
     assert len(calls) == 2
     for path in (tmp_path / FOLDER).iterdir():
         path.write_text(json.dumps({"key": "another", "size": 64}))
-    restart()
     assert shown_size(["key", 1.5], tmp_path, test) == 4
     assert len(calls) == 3
 
 
-def test_a_cache_that_there_is_not_yet_is_made(tmp_path, restart):
+def test_a_cache_that_there_is_not_yet_is_made(tmp_path):
     cache = tmp_path / "new" / "cache"
     assert shown_size(["key"], cache, lambda: 4) == 4
-    restart()
     assert shown_size(["key"], cache, lambda: 5) == 4
 
 
-def test_a_server_that_asks_for_ever_new_networks_fills_no_disk(tmp_path, restart, monkeypatch):
-    restart()
+def test_a_server_that_asks_for_ever_new_networks_fills_no_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal, "MOST_FILES", 3)
     for number in range(6):
         assert shown_size([number], tmp_path, lambda number=number: number + 1) == number + 1
@@ -82,10 +71,9 @@ def test_the_key_knows_structure_machine_and_settings_but_no_weights(monkeypatch
 
 
 def test_the_site_tests_before_it_reads_and_computes_in_the_size_that_passed(
-    make_site, restart, monkeypatch
+    make_site, monkeypatch
 ):
     """Every part that is computed then has this size, whatever the number of records drawn."""
-    restart()
     monkeypatch.setattr(rehearsal, "largest_size", lambda *_, **__: 2)
     sizes, divide = [], micro_batches.micro_batches
 

@@ -55,7 +55,7 @@ def asked(site, weight):
     return admit(site.guard, replace(request, states=states, summed=summed))
 
 
-def unmoved(client):
+def unmoved(client, request, settings):
     """The update of a client that training does not move."""
     return Reply(1.0)
 

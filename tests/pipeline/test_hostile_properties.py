@@ -38,7 +38,7 @@ NUMBERS = [1e300, -1e300, 1e30, 1e-300, 10**400, 10**18, 10**9, -1, 0, 1, 0.5, m
 OTHERS = [None, True, "", "x" * 10**5, "../x", "\ud800", "\U00010400" * 64, [], {}, [[[[1]]]]]
 LINEAR = ["algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"]
 # by clients of other runs
-SAID = {"awaits": "ab" * 16, "kept": True, "keeps_model": True, "uncounted": ["record"]}
+SAID = {"awaits": "ab" * 16, "keeps_model": True, "uncounted": ["record"]}
 SUMS = {"context", "boxes", "signature", "parts", "pairs"}  # see tests/pipeline/test_secure_sum.py
 
 

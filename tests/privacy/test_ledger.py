@@ -59,7 +59,7 @@ def watch_steps(ledger, note):
     """Call ``note`` with the name of every step that a reservation has taken, before the next."""
     after = {
         ledger._rows: {"SELECT sequence, mac FROM entries ORDER": "locked", "COMMIT": "inserted"},
-        ledger._mark._connection: {"DELETE FROM mark": "committed", "COMMIT": "moved"},
+        ledger._mark.connection: {"DELETE FROM mark": "committed", "COMMIT": "moved"},
     }
 
     def watch(connection, steps):
@@ -281,7 +281,7 @@ def test_the_sum_never_exceeds_the_budget(plan):
 
 def test_every_commit_of_both_files_is_synced(folder):
     with open_ledger(folder) as ledger:
-        for connection in (ledger._rows, ledger._mark._connection):
+        for connection in (ledger._rows, ledger._mark.connection):
             assert connection.execute("PRAGMA synchronous").fetchone()[0] >= 2
             assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
 
@@ -567,7 +567,7 @@ def test_a_ledger_is_not_used_over_a_fork(folder, monkeypatch):
 def test_waiting_for_another_process_ends(folder, monkeypatch):
     monkeypatch.setattr(anchor, "WAIT_S", 0.1)
     with open_ledger(folder) as holder, open_ledger(folder) as ledger:
-        holder._mark.lock()
+        holder._mark.connection.execute("BEGIN IMMEDIATE")
         with pytest.raises(OSError, match="nothing is released: database is locked"):
             ledger.reserve(ENTRY, **BUDGET, assignment="a")
 

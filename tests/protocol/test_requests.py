@@ -52,6 +52,7 @@ from fednas_flwr.protocol.requests import (
 from fednas_flwr.protocol.sum_requests import REQUESTS, OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
+from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import LARGEST_NORM, LARGEST_STEP, SGD, Adam, DPAware
 from fednas_flwr.settings.parser import constraints
 from fednas_flwr.settings.run_settings import Hardware
@@ -140,8 +141,8 @@ releases = st.builds(
     stage=st.sampled_from(STAGES),
     action=st.sampled_from(PRIVATE_ACTIONS),
     kind=st.sampled_from(KINDS),
-    splits=st.lists(names, max_size=3).map(tuple),
-    batch_size=st.none() | numbers,
+    splits=st.lists(st.sampled_from(SPLITS), min_size=1, unique=True).map(tuple),
+    batch_size=st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
     steps=st.integers(-(2**62), 2**62),
     max_grad_norm=numbers,
     noise_multiplier=st.none() | numbers,

@@ -111,7 +111,6 @@ def emit_rounds(
             metrics=metrics,
             bytes_sent=2_000_000,
             bytes_received=1_000_000,
-            bytes_dense=3_000_000,
             clients={},
         )
 

@@ -34,7 +34,7 @@ def phase(stage, number, **changes):
 
 
 def round_event(stage, number, rounds):
-    sizes = {"bytes_sent": 1300, "bytes_received": 500, "bytes_dense": 1800, "exchanges": 2}
+    sizes = {"bytes_sent": 1300, "bytes_received": 500, "exchanges": 2}
     metrics = {"lr": 0.0123, "train_loss": 1.0}
     return {
         "stage": stage,

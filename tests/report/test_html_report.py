@@ -136,7 +136,6 @@ def test_a_run_without_search_alphas_partition_and_config(tmp_path: Path) -> Non
             metrics={},
             bytes_sent=0,
             bytes_received=0,
-            bytes_dense=0,
             clients={},
         )
         log.emit("derived", genotype=None, num_parameters=5, multiply_adds=None)

@@ -80,7 +80,6 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
                 round=number,
                 bytes_sent=10,
                 bytes_received=0,
-                bytes_dense=40,
             )
             log.emit("alphas", round=number, alphas={"normal": [[0.0]]}, ops=["a"], cells={})
     killed = read_run(tmp_path)
@@ -99,14 +98,13 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
                 round=number,
                 bytes_sent=20,
                 bytes_received=5,
-                bytes_dense=40,
             )
             log.emit("alphas", round=number, alphas={"normal": [[9.0]]}, ops=["a"], cells={})
         log.emit("stage_finished", stage="search", seconds=100.0)
         log.emit("run_finished", status="failed", reason="quorum lost")
     run = read_run(tmp_path)
     assert (run.status, run.reason, len(run.attempts())) == ("failed", "quorum lost", 2)
-    assert run.traffic("search") == (10 + 20 + 20, 10, 120)
+    assert run.traffic("search") == (10 + 20 + 20, 10)
     assert [failure["round"] for failure in run.failures()] == [1]  # round 2 went well in the end
     assert [event["alphas"]["normal"][0][0] for event in run.alphas()] == [0.0, 9.0, 9.0]
     first = killed.attempts()[0]
@@ -132,7 +130,7 @@ def test_traffic_is_told_per_client_and_round(tmp_path: Path) -> None:
                 "metrics": {},
             }
             clients = {str(client): {} for client in range(5 if stage == "search" else 3)}
-            log.emit("round", stage=stage, round=number, **told, bytes_dense=1, clients=clients)
+            log.emit("round", stage=stage, round=number, **told, clients=clients)
     assert shares() == ["30 B", "50 B", "35 B"]
 
 
@@ -175,13 +173,13 @@ def test_a_client_that_left_counts_once_and_not_if_a_resume_undid_it(tmp_path: P
         log.emit("run_started", resumed=False)
         for client in (0, 1):
             log.emit("client_left", round=2, client=client, **place)
-        log.emit("round", stage="search", round=2, bytes_dense=0)
+        log.emit("round", stage="search", round=2)
     assert [e["client"] for e in read_run(tmp_path).departures()] == [0, 1]
     assert read_run(tmp_path).failures() == []
     with EventLog(path) as log:
         log.emit("run_started", resumed=True)
         log.emit("client_left", round=2, client=1, **place)
-        log.emit("round", stage="search", round=2, bytes_dense=0)
+        log.emit("round", stage="search", round=2)
     assert [e["client"] for e in read_run(tmp_path).departures()] == [1]
 
 

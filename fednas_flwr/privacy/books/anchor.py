@@ -49,6 +49,9 @@ class Mark:
     Args:
         key_path: The key: a file of 64 hex digits, readable by its owner only.
 
+    Attributes:
+        connection: In autocommit; a transaction on it holds the only write lock.
+
     Raises:
         RuntimeError: There is a key but no mark.
     """
@@ -59,25 +62,21 @@ class Mark:
         if not new and not self.path.exists():
             raise damaged(f"the mark {self.path} is missing")
         self._key = b""
-        self._connection = connect(self.path)
+        self.connection = connect(self.path)
         if new:
             try:
-                self._connection.execute(_SCHEMA)
+                self.connection.execute(_SCHEMA)
             except BaseException:
-                self._connection.close()
+                self.connection.close()
                 raise
-
-    def lock(self) -> None:
-        """Wait for the only write lock; held until :meth:`commit` or :meth:`rollback`."""
-        self._connection.execute("BEGIN IMMEDIATE")
 
     def is_empty(self) -> bool:
         """Return whether no row of the ledger was ever marked."""
-        return self._connection.execute("SELECT 1 FROM mark WHERE sequence > 0").fetchone() is None
+        return self.connection.execute("SELECT 1 FROM mark WHERE sequence > 0").fetchone() is None
 
     def load_key(self) -> None:
         """Read the key; on a new site, which no mark was set on, create it. Needs the lock."""
-        new = self._connection.execute("SELECT 1 FROM mark").fetchone() is None
+        new = self.connection.execute("SELECT 1 FROM mark").fetchone() is None
         if new and not self.key_path.exists():
             files.make_key(self.key_path, KEY_BYTES)
         self._key = read_key(self.key_path)
@@ -90,29 +89,17 @@ class Mark:
         Raises:
             RuntimeError: The mark is not what was written with this key.
         """
-        row = self._connection.execute("SELECT sequence, mac, seal FROM mark").fetchone()
+        row = self.connection.execute("SELECT sequence, mac, seal FROM mark").fetchone()
         if row is None or not equal(row[2], self.hmac("mark", row[1], row[0])):
             raise damaged(f"the mark {self.path} was edited, or {self.key_path} is not its key")
         return row[0], row[1]
 
     def move(self, sequence: int, mac: str) -> None:
         """Set the mark; it counts once committed."""
-        self._connection.execute("DELETE FROM mark")
-        self._connection.execute(
+        self.connection.execute("DELETE FROM mark")
+        self.connection.execute(
             "INSERT INTO mark VALUES (?, ?, ?)", (sequence, mac, self.hmac("mark", mac, sequence))
         )
-
-    def commit(self) -> None:
-        """Bring the mark to disk and give the lock back."""
-        self._connection.execute("COMMIT")
-
-    def rollback(self) -> None:
-        """Give the lock back, if it is held, and leave the mark where it is on disk."""
-        self._connection.rollback()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._connection.close()
 
     def hmac(self, purpose: str, previous: object, content: object) -> str:
         """Return the HMAC-SHA256 of some content after ``previous`` in a chain, as hex digits."""

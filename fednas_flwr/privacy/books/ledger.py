@@ -44,7 +44,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
@@ -54,8 +54,9 @@ from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.mechanism import renyi
 from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split
 from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.plan import Splits
 from fednas_flwr.settings.names import RECORD, SPLITS
-from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneOf
+from fednas_flwr.settings.parser import Checked
 
 _ROW_BYTES = 300  # of a row or commitment besides its values: its HMAC, and sqlite's own
 _COLUMNS = (
@@ -102,9 +103,7 @@ class Entry(Checked):
     stage: str
     round: int
     action: str
-    splits: Annotated[
-        tuple[Annotated[str, OneOf(SPLITS)], ...], Length(Between(1, len(SPLITS))), Distinct()
-    ]
+    splits: Splits
     release: Release
     committed_steps: int
     unit: str = RECORD
@@ -156,7 +155,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             try:
                 self._open()
             except BaseException:
-                self._mark.close()
+                self._mark.connection.close()
                 raise
 
     def __exit__(self, *_: object) -> None:
@@ -166,7 +165,7 @@ class Ledger(AbstractContextManager["Ledger"]):
     def close(self) -> None:
         """Close the files; what was reserved is on disk already."""
         self._rows.close()
-        self._mark.close()
+        self._mark.connection.close()
 
     def reserve(self, entry: Entry, *, epsilon: float, delta: float, assignment: str) -> None:
         """Book ``entry``, or raise; what is booked may then be released, once.
@@ -209,7 +208,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             )
             self._rows.execute("COMMIT")
             self._mark.move(last + 1, mac)
-            self._mark.commit()
+            self._mark.connection.execute("COMMIT")
 
     def commit(self, run: str, terms: str) -> None:
         """Keep what a run commits to; it does so once, before its first release.
@@ -333,7 +332,7 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def _open(self) -> None:
         """Open the ledger; create what a new site lacks."""
-        self._mark.lock()
+        self._mark.connection.execute("BEGIN IMMEDIATE")
         if not self._mark.is_empty() and not self.path.exists():
             raise anchor.damaged(f"{self.path} was deleted, or the key is another ledger's")
         self._rows = anchor.connect(self.path)
@@ -343,7 +342,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             if self._last_row() is not None and not self._mark.key_path.exists():
                 raise anchor.damaged(f"the key {self._mark.key_path} is missing")
             self._mark.load_key()
-            self._mark.commit()
+            self._mark.connection.execute("COMMIT")
             self._inodes = self._current_inodes()
             with self._exclusive():
                 pass
@@ -361,19 +360,19 @@ class Ledger(AbstractContextManager["Ledger"]):
                 yield self._lock()
             finally:
                 self._rows.rollback()
-                self._mark.rollback()
+                self._mark.connection.rollback()
 
     def _lock(self) -> tuple[int, str]:
         """Take both locks and check the end; a mark that a crash left behind is moved first."""
         while True:
-            self._mark.lock()
+            self._mark.connection.execute("BEGIN IMMEDIATE")
             self._rows.execute("BEGIN IMMEDIATE")
             last, last_mac = self._last_row() or (0, self._mark.genesis())
             if self._is_marked(last, last_mac):
                 return last, last_mac
             self._rows.execute("ROLLBACK")
             self._mark.move(last, last_mac)
-            self._mark.commit()
+            self._mark.connection.execute("COMMIT")
 
     def _is_marked(self, last: int, last_mac: str) -> bool:
         """Return whether the mark is at the last row, False if it is one behind; else raise."""
@@ -564,13 +563,10 @@ def _booked_filter(
 
 def _row(values: list[Any]) -> Row:
     """Return the row with these values of its columns."""
-    sequence, when, account, data_set, run, stage, number, action, splits = values[:9]
-    noise, rate, steps, run_steps, committed, unit = values[9:]
+    sequence, when, *asked, splits, noise, rate, steps, run_steps, committed, unit = values
     release = Release(noise_multiplier=noise, sample_rate=rate, steps=steps)
-    paying = tuple(splits.split(","))
-    asked = (account, data_set, run, stage, number, action)
-    entry = Entry(*asked, paying, release, committed, unit)
-    return Row(sequence, when, entry, run_steps)
+    booked = [*asked, tuple(splits.split(",")), release, committed, unit]
+    return Row(sequence, when, Entry(*booked), run_steps)
 
 
 def by_kind(rows: Iterable[Row]) -> list[list[Row]]:

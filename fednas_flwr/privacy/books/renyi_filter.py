@@ -205,10 +205,5 @@ def filter_epsilon(releases: Sequence[Release], delta: float) -> float:
         return RenyiFilter(epsilon=epsilon, delta=delta).affords(*merged)
 
     merged = renyi.merge_releases(releases)
-    low, high = LEAST_EPSILON, LARGEST_EPSILON
-    if not lasts(high):
-        return math.inf
-    while high > 1.001 * low:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if lasts(middle) else (middle, high)
-    return high
+    most = LARGEST_EPSILON
+    return renyi.least(lasts, LEAST_EPSILON, most) if lasts(most) else math.inf

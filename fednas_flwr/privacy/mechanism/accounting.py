@@ -233,7 +233,4 @@ def calibrate_noise(
     low = high / 2
     while low >= 0.01 and enough(low):
         low, high = low / 2, low
-    while low >= 0.01 and high > 1.001 * low:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    return renyi.least(enough, low, high) if low >= 0.01 else high

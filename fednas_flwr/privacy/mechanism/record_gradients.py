@@ -15,7 +15,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -206,21 +205,28 @@ class _Records:
         return found
 
     def from_hooks(self, x_B: Tensor, y_B: Tensor) -> list[Group]:
-        """Return the gradients of a batch's records, by Opacus' hooks on a copy of the module."""
-        hooked = _hooks()[1](deepcopy(self.module), loss_reduction="sum")
-        copies = dict(zip(map(id, self.module.parameters()), hooked.parameters(), strict=True))
-        by = {name: copies[id(parameter)] for name, parameter in self.parameters.items()}
-        own = own_linear_layers(hooked)  # which round all rows alike
-        with torch.enable_grad(), warnings.catch_warnings(), own:
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            # Not backward(), which would add to .grad. Of the sums only the names are used.
-            reached = differentiate(losses_of(hooked(x_B), y_B, self.loss, self.watch), by)
+        """Return the gradients of a batch's records, by Opacus' hooks; no attribute has changed."""
+        parts = (*self.module.modules(), *self.module.parameters())
+        before = [(part, dict(vars(part))) for part in parts]
+        hooked = _hooks()[1](self.module, loss_reduction="sum")
+        own = own_linear_layers(self.module)  # which round all rows alike
         gradients: list[Group] = []
-        for name in reached:
-            gradient = by[name].grad_sample
-            if gradient is None or gradient.shape != (len(x_B), *by[name].shape):
-                raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
-            gradients.append(([name], gradient))
+        try:
+            with torch.enable_grad(), warnings.catch_warnings(), own:
+                warnings.filterwarnings("ignore", message="Full backward hook is firing")
+                losses_B = losses_of(hooked(x_B), y_B, self.loss, self.watch)
+                # Not backward(), which would add to .grad. Of the sums only the names are used.
+                reached = differentiate(losses_B, self.parameters)
+            for name in reached:
+                gradient = vars(self.parameters[name])["grad_sample"]
+                if gradient is None or gradient.shape != (len(x_B), *self.parameters[name].shape):
+                    raise RuntimeError(f"Opacus has no per-sample gradient of every use of {name}")
+                gradients.append(([name], gradient))
+        finally:
+            hooked.remove_hooks()
+            for part, attributes in before:
+                vars(part).clear()
+                vars(part).update(attributes)
         return gradients
 
 

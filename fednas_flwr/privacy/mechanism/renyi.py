@@ -10,7 +10,7 @@ unit of privacy, :func:`counted`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated
@@ -137,6 +137,14 @@ def epsilon_at_order(*, order: float, divergence: float, delta: float) -> float:
     Steinke (2020), arXiv 2004.00010, Proposition 12. It may be negative, which means less than 0.
     """
     return divergence + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+
+
+def least(enough: Callable[[float], bool], low: float, high: float) -> float:
+    """Return the least value from ``low``, which is not enough, to ``high``, to .1 % above it."""
+    while high > 1.001 * low:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def check_delta(delta: float) -> None:
