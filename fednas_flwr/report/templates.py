@@ -26,7 +26,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from fednas_flwr.base.foreign import markdown
-from fednas_flwr.runs.numbers import Unit, largest, overall
+from fednas_flwr.runs.numbers import Unit, is_noised, largest, overall
 from fednas_flwr.settings.names import QUANTILES
 
 DASH = "–"
@@ -65,11 +65,6 @@ def wilson(share: float, number: int | None, z: float = 1.96) -> tuple[float, fl
 def as_date(days: float) -> str:
     """Return a day since 1970 as ``2024-05-31``."""
     return str(date(1970, 1, 1) + timedelta(days=round(days)))
-
-
-def rounds_text(number: int) -> str:
-    """Return a number of rounds: ``1 round``, ``12 rounds``."""
-    return f"{number} round{'' if number == 1 else 's'}"
 
 
 def percent(value: float | None) -> str:
@@ -243,6 +238,7 @@ def _sentences() -> Any:
 def _environment(**options: Any) -> Environment:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, **options)  # noqa: S701
     environment.filters |= FORMATS
+    environment.tests["noised"] = is_noised
     environment.globals |= {
         "DASH": DASH,
         "QUANTILES": QUANTILES,

@@ -33,7 +33,6 @@ from fednas_flwr.report.templates import (
     duration,
     paragraphs,
     percent,
-    rounds_text,
     score,
     sentence,
 )
@@ -168,7 +167,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._seconds.clear()
         self._last_line = -math.inf
         if self._bars is None:
-            rounds = f", {rounds_text(event['rounds'])}" if event["rounds"] else ""
+            rounds = f", {sentence('rounds_text', event['rounds'])}" if event["rounds"] else ""
             self._say(f"{event['stage']}: started{rounds}")
             return
         self._bars.start()
