@@ -23,7 +23,7 @@ from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
 from fednas_flwr.report.plots import bars, pareto
-from fednas_flwr.report.tables import GROUPS, TEST_SEED
+from fednas_flwr.report.tables import TEST_SEED
 from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, sentence
 from fednas_flwr.report.terminal import print_line, print_table
 from fednas_flwr.runs.events import Event
@@ -40,6 +40,7 @@ from fednas_flwr.runs.numbers import (
 
 TITLE_WIDTH, GROUP_WIDTH = 30, 18
 MOST_SETTINGS = 6  # that have columns
+GROUPS = ("algorithm", "dataset", "partition", "search_space", "retrain", "privacy", "runtime")
 NOT_SETTINGS = ("seed", "run_dir", "resume")
 COLUMNS = [metric for metric in METRICS if metric.compared]
 COSTS = ("multiply_adds", "num_parameters", "retrain_seconds", "traffic_mb", "epsilon")

@@ -263,9 +263,9 @@ def test_a_run_that_stopped_early_tells_how_far_it_came(make_run: Callable[..., 
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     kept = [e for e in events if not (e["event"] == "round" and e["round"] == 3)]
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in kept))
-    shown = dict(tables.facts(read_run(folder)))
-    assert shown["search rounds"] == "2 of 3"
-    assert shown["retraining"] == "rounds 0 of 2"
+    shown = dict(tables.setting_rows(read_run(folder)))
+    assert shown["rounds"] == "2 of 3"
+    assert shown["retrain.rounds"] == "0 of 2"
     assert shown["clients"] == "3, 1 left before the end"
     page = " ".join(Page(write_report(folder)).text.split())
     assert "Not all of it was released" in page
@@ -277,8 +277,8 @@ def test_a_run_without_a_round_does_not_praise_its_clients(make_run: Callable[..
     text = Page(write_report(folder)).text
     assert "every client answered" not in text
     assert text.count("no round has finished") == 1
-    shown = dict(tables.facts(read_run(folder)))
-    assert (shown["clients"], shown["search rounds"]) == ("0 of 3", "0 of 3")
+    shown = dict(tables.setting_rows(read_run(folder)))
+    assert (shown["clients"], shown["rounds"]) == ("0 of 3", "0 of 3")
 
 
 @pytest.mark.parametrize("stage", ["search", "start"])
@@ -308,7 +308,7 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
             server_test=0,
         )
     run = read_run(folder)
-    assert dict(tables.facts(run))["clients"] == "2 of 3"
+    assert dict(tables.setting_rows(run))["clients"] == "2 of 3"
     path = write_report(folder)
     rows = r'<tr><td class="num">(\d)</td><td class="num">20</td>'
     assert re.findall(rows, path.read_text(encoding="utf-8")) == ["0", "2"]
