@@ -127,13 +127,7 @@ def go_on(name: str) -> int:
             continue
         print(f"job {number + 1} of {len(jobs)}: {folder.name}", flush=True)
         (folder / ERROR_FILE).unlink(missing_ok=True)
-        try:
-            if (folder / EVENTS_FILE).is_file():
-                api.run(str(folder), quiet=False)
-            else:
-                api.run(replace(configured(overrides), run_dir=str(folder)), quiet=False)
-        except Exception as error:
-            fail(error, debug=False)
+        _run_in(folder, overrides)
     return _tell_end(Path(name))
 
 
@@ -203,12 +197,7 @@ def run_job(tree: Any) -> float | list[float] | None:
     take_files()  # in a process of the launcher
     overrides, folder = hydra.current_job()
     print(_place(folder), flush=True)
-    try:
-        config = replace(configured(overrides), run_dir=str(folder))
-        api.run(config, quiet=False)
-    except Exception as error:
-        fail(error, debug=False)
-        (folder / ERROR_FILE).write_text(f"{terminal(error)}\n", encoding="utf-8")
+    if not _run_in(folder, overrides):
         return None
     run, metric = read_run(folder), tree.sweep.metric
     values = [run.metric(str(name)) for name in ([metric] if isinstance(metric, str) else metric)]
@@ -216,6 +205,20 @@ def run_job(tree: Any) -> float | list[float] | None:
     if len(reached) < len(values):
         return None
     return reached[0] if isinstance(metric, str) else reached
+
+
+def _run_in(folder: Path, overrides: Sequence[str]) -> bool:
+    """Run a job of a sweep in its folder, or go on there; False if it has failed: see there."""
+    try:
+        begun = (folder / EVENTS_FILE).is_file()
+        config = str(folder) if begun else replace(configured(overrides), run_dir=str(folder))
+        api.run(config, quiet=False)
+    except Exception as error:
+        fail(error, debug=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ERROR_FILE).write_text(f"{terminal(error)}\n", encoding="utf-8")
+        return False
+    return True
 
 
 def _place(folder: Path) -> str:

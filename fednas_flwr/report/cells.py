@@ -23,13 +23,6 @@ from fednas_flwr.report.templates import DASH
 from fednas_flwr.runs.events import Event
 
 CHARACTER_WIDTH = 6.9
-OP_COLOURS = (  # the first part found in the op's name decides
-    ("none", "#8a8f98"),
-    ("skip", "#2e8b57"),
-    ("pool", "#a8650a"),
-    ("dil_", "#8250c4"),
-    ("", "#2f6fd0"),
-)
 
 
 def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> tuple[Markup, float]:
@@ -74,17 +67,12 @@ def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> tuple[Markup,
         height=58 + 30 * len(taken),
         nodes=[(45 + gap * place, name) for place, name in enumerate(names)],
         arrows=[
-            (45 + gap * source, 45 + gap * target, 64 + 30 * row, op, op_colour(op))
+            (45 + gap * source, 45 + gap * target, 64 + 30 * row, op)
             for (source, target, op), row in zip(arrows, rows, strict=True)
         ],
         character=CHARACTER_WIDTH,
     )
     return Markup(picture), width
-
-
-def op_colour(op: str) -> str:
-    """Return the colour of an op's family: none, skip, pooling, dilated, other."""
-    return next(colour for part, colour in OP_COLOURS if part in op)
 
 
 LAST_ROUNDS = 5  # snapshots of the alphas that the spread is taken over

@@ -184,7 +184,7 @@ def bars(
         "marker": {"color": [*colours] or [BLUE, *[GREY] * (len(names) - 1)]},
     }
     look = {"range": [start, end], **(PERCENT if unit == "share" else {})}
-    shown = {"xaxis": look, "yaxis": DOWNWARDS, "height": 60 + 25 * len(names)}
+    shown: Figure = {"xaxis": look, "yaxis": DOWNWARDS, "height": 60 + 25 * len(names)}
     return _figure(trace, x=title, y="", showlegend=False, **shown)
 
 
@@ -264,7 +264,7 @@ def effects(run: Run) -> dict[str, Figure]:
         if effect["kind"] != "number":
             xs = xs if effect["kind"] == "category" else [as_date(days) for days in xs]
             line = {"type": "bar", "x": xs, "y": ys, "marker": {"color": BLUE}}
-        shown = {"yaxis": PERCENT | {"range": [0, 1]}, "height": 190, "showlegend": False}
+        shown: Figure = {"yaxis": PERCENT | {"range": [0, 1]}, "height": 190, "showlegend": False}
         found[f"effect_{place}"] = _figure(line, x=_short(effect["name"]), y="", **shown)
     return found
 
@@ -385,7 +385,7 @@ def estimates(phases: Sequence[Event]) -> Figure | None:
     by_arm = [_rounded(row) for row in zip(*(e["estimates"] for e in phases), strict=True)]
     hover = "round %{x}, configuration %{y}: %{z}<extra></extra>"
     rings = [(str(event["round"]), event["best"]) for event in phases]
-    look = {"title": "nats", "x": "round", "y": "configuration"}
+    look: Figure = {"title": "nats", "x": "round", "y": "configuration"}
     return _heat(rounds, range(len(by_arm)), by_arm, hover, rings=rings, **look)
 
 
@@ -450,7 +450,7 @@ def _heat(
     gaps = {f"{axis}gap": int(len(of) <= MOST_GAPS) for axis, of in (("x", columns), ("y", rows))}
     cells = {**place, "hovertemplate": hover, "coloraxis": "coloraxis", **gaps}
     ringed = ([column for column, _ in rings], [row for _, row in rings])
-    look = {"symbol": "circle-open", "size": 11, "color": ORANGE, "line": {"width": 2.5}}
+    look: Figure = {"symbol": "circle-open", "size": 11, "color": ORANGE, "line": {"width": 2.5}}
     marks = [_dots(*ringed, "", **look) | {"hoverinfo": "skip"}] if rings else []
     layout |= {"coloraxis": colours, "showlegend": False}
     return _figure(cells, *marks, x=x, y=y, xaxis=xaxis, **layout)

@@ -212,9 +212,9 @@ def client_table(run: Run) -> Table | None:
     if many := len(clients) > MOST_SHOWN:
         names = [*(kind.name for kind in shown), "num_examples"]
         values = {n: [c[n] for c in clients if c.get(n) is not None] for n in names}
-        columns = {name: quantiles(known) for name, known in values.items()}
+        spread = {name: quantiles(known) for name, known in values.items()}
         clients = [
-            {"client": f"{share:.0%} of clients", **{n: v[i] for n, v in columns.items()}}
+            {"client": f"{share:.0%} of clients", **{n: v[i] for n, v in spread.items()}}
             for i, share in enumerate(QUANTILES)
         ]
 

@@ -224,9 +224,6 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     """
     console = console or Console()
     run = read_run(run_folder)
-    table = Table(show_header=False, title=f"run {run.status}", title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(justify="right")
     stages = run.stage_seconds()
     quality = [*scores(run), *group_accuracies(run)]
     rows = [
@@ -244,11 +241,9 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
             ("accountant, sampling", f"PRV, {sampling}"),
             ("warning", TEST_SEED if sentence("test_seed", event) else DASH),
         ]
-    for label, value in rows:
-        if value != DASH:
-            last = bool(quality) and (label, value) == quality[-1]
-            table.add_row(Text(terminal(label)), Text(terminal(value)), end_section=last)
-    console.print(table)
+    rows = [row for row in rows if row[1] != DASH]
+    rest = len(rows) - len(quality)
+    print_table(f"run {run.status}", ["", ""], rows, numbers=True, sum_rows=rest, console=console)
     if board := leaderboard_table(run):
         title, head, lines = board
         print_table(title, head, lines, numbers=True, console=console)

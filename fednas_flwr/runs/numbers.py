@@ -34,7 +34,6 @@ CLIENTS_LINEAR = "the clients' linear model"
 GUESSES = MAJORITY, CHANCE = "the most frequent class", "chance"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
-EVENT_FIELDS = {"alphas": {"cells"}, "round": {"bytes_dense"}}  # that runs of older versions lack
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
 
 
@@ -96,14 +95,12 @@ class Metric:
         label: Its name for readers, the same everywhere.
         unit: What it is measured in; larger shares and scores are better, and less of all else.
         read: What measures it.
-        compared: True if several runs are compared by it.
     """
 
     name: str
     label: str
     unit: Unit
     read: Callable[["Run"], float | None]
-    compared: bool = True
 
     @property
     def is_score(self) -> bool:
@@ -499,14 +496,12 @@ METRICS = [
         "accuracy without its linear skip",
         "share",
         _evaluated("central", "without_skip"),
-        compared=False,
     ),
     Metric(
         "accuracy_without_cells",
         "accuracy of its linear skip alone",
         "share",
         _evaluated("central", "without_cells"),
-        compared=False,
     ),
     Metric(
         "released_auroc",
@@ -527,7 +522,7 @@ METRICS = [
     Metric("multiply_adds", "multiply-adds", "count", _derived("multiply_adds")),
     Metric("search_seconds", "time of search", "seconds", _seconds("search")),
     Metric("retrain_seconds", "time of retrain", "seconds", _seconds("retrain")),
-    Metric("exchanges", "exchanges", "number", Run.exchanges, compared=False),
+    Metric("exchanges", "exchanges", "number", Run.exchanges),
     Metric("traffic_mb", "traffic", "megabytes", Run.traffic_mb),
     Metric("epsilon", "epsilon", "number", Run.epsilon),
     Metric("clients_lost", "clients lost", "number", Run.clients_lost),
@@ -605,10 +600,6 @@ def read_run(run_folder: Path) -> Run:
         loaded = read_yaml(file, str(file))
         config = loaded if isinstance(loaded, dict) else {}
     events = read_events(path)
-    if any(not EVENT_FIELDS.get(event["event"], set()) <= event.keys() for event in events):
-        raise ConfigError(
-            f"{run_folder} was written by an older version of fednas_flwr: read it with that one."
-        )
     run = Run(folder=run_folder, config=config, events=events)
     if names := names_by_client(run.last("partition")):
         return replace(run, events=[with_names(event, names) for event in events])

@@ -1,5 +1,5 @@
-import re
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
