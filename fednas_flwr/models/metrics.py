@@ -357,14 +357,10 @@ def at_threshold(
 
 def shares_at(counts: Sequence[Sequence[int]], threshold: float) -> dict[str, float]:
     """Return :func:`at_threshold` of a :func:`histogram`; what is of no record is left out."""
-    negatives, positives = counts
-    first = round(threshold * BINS)
-    shares = {}
-    if sum(positives):
-        shares["sensitivity"] = sum(positives[first:]) / sum(positives)
-    if sum(negatives):
-        shares["specificity"] = sum(negatives[:first]) / sum(negatives)
-    return shares
+    bins_B, weights_1B = torch.arange(BINS).repeat(2), torch.tensor(counts).double().view(1, -1)
+    positive_B = torch.arange(2 * BINS) >= BINS
+    found = at_threshold(bins_B, positive_B, round(threshold * BINS), weights_1B)
+    return {name: float(share) for name, share in found.items() if not share.isnan()}
 
 
 def calibration(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from markupsafe import escape
 
-from fednas_flwr.base.errors import check_choice
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.report import cells, plots, tables, templates
 from fednas_flwr.report.templates import paragraphs
@@ -89,17 +88,6 @@ class Picture:
         height = self.figure["layout"]["height"] + 20
         frame = f'<iframe style="width:100%;border:0" height="{height}" srcdoc="{{}}"></iframe>'
         return frame.format(escape(page))
-
-
-def picture_of(run_folder: Path, name: str) -> Picture:
-    """A picture of a run's report by its name.
-
-    Raises:
-        ConfigError: The run has no such picture.
-    """
-    figures = plots.all_figures(read_run(run_folder))
-    check_choice("plot", name, figures)
-    return Picture(figures[name])
 
 
 def _without_paths(text: str) -> str:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, JustifyMethod
 from rich.progress import (
@@ -18,7 +19,6 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
-    TaskID,
     TextColumn,
 )
 from rich.table import Table
@@ -108,19 +108,17 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     def __init__(self, console: Console | None = None) -> None:
         """Show nothing yet: the first stage does."""
         self._console = console or Console()
-        self._bars: Progress | None = None
-        if self._console.is_terminal:
-            self._bars = Progress(
-                SpinnerColumn(finished_text="[green]✓"),
-                TextColumn("{task.description:<8}", markup=False),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[position]}"),
-                TextColumn("{task.fields[metrics]}", style="cyan"),
-                _TimeLeft(),
-                console=self._console,
-                refresh_per_second=5,
-            )
-        self._task: TaskID | None = None
+        self._bars = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description:<8}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[position]}"),
+            TextColumn("{task.fields[metrics]}", style="cyan"),
+            _TimeLeft(),
+            console=self._console,
+            refresh_per_second=5,
+            disable=not self._console.is_terminal,
+        )
         self._seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
         self._last_line = -math.inf
         self._failures: set[tuple[object, ...]] = set()
@@ -143,7 +141,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 self._is_private = True
                 self._show_privacy(event)
             case "run_finished":
-                self.close()
+                self._bars.stop()
         failure = (event.get("client"), event.get("action"), event.get("reason"))
         if kind in STYLES and not (kind == "client_failed" and failure in self._failures):
             for line in paragraphs(f"on_{kind}", event):
@@ -151,14 +149,9 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if kind == "client_failed":
             self._failures.add(failure)
 
-    def close(self) -> None:
-        """Stop the moving bars; what they showed last stays on the terminal."""
-        if self._bars is not None:
-            self._bars.stop()
-
     def __exit__(self, *_: object) -> None:
-        """Give the terminal back."""
-        self.close()
+        """Give the terminal back; what the bars showed last stays on it."""
+        self._bars.stop()
 
     def _say(self, line: str, style: str = "") -> None:
         print_line(self._console, line, style)
@@ -166,46 +159,39 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     def _start_stage(self, event: Event) -> None:
         self._seconds.clear()
         self._last_line = -math.inf
-        if self._bars is None:
+        if self._bars.disable:
             rounds = f", {sentence('rounds_text', event['rounds'])}" if event["rounds"] else ""
             self._say(f"{event['stage']}: started{rounds}")
-            return
         self._bars.start()
-        self._task = self._bars.add_task(
-            event["stage"], total=event["rounds"], position="", metrics="", ends_at=None
-        )
+        empty: dict[str, Any] = {"position": "", "metrics": "", "ends_at": None}
+        self._bars.add_task(event["stage"], total=event["rounds"], **empty)
 
     def _show_round(self, event: Event) -> None:
         self._seconds.append(event["seconds"])
         number, rounds = event["round"], event["rounds"]
         left = (rounds - number) * sum(self._seconds) / len(self._seconds)
-        position = f"{number}/{rounds}"
-        metrics = _metrics_text(event["metrics"], private=self._is_private)
-        if self._bars is not None:
-            if self._task is not None:
-                self._bars.update(
-                    self._task,
-                    completed=number,
-                    position=position,
-                    metrics=metrics,
-                    ends_at=time.monotonic() + left,
-                )
-            return
+        shown = {
+            "position": f"{number}/{rounds}",
+            "metrics": _metrics_text(event["metrics"], private=self._is_private),
+        }
+        for bar in self._bars.tasks[-1:]:
+            self._bars.update(bar.id, completed=number, ends_at=time.monotonic() + left, **shown)
         waited = event["elapsed"] - self._last_line >= SECONDS_BETWEEN_LINES
-        if rounds <= MANY_ROUNDS or waited or number == rounds:
+        if self._bars.disable and (rounds <= MANY_ROUNDS or waited or number == rounds):
             self._last_line = event["elapsed"]
-            parts = [f"{event['stage']} {position}", metrics, f"{event['seconds']:.2f} s"]
+            parts = [f"{event['stage']} {shown['position']}", shown["metrics"]]
+            parts.append(f"{event['seconds']:.2f} s")
             parts += [f"{duration(left)} left"] if number < rounds else []
             self._say("  ".join(part for part in parts if part))
 
     def _finish_stage(self, event: Event) -> None:
-        if self._bars is None:
-            self._say(f"{event['stage']}: finished in {duration(event['seconds'])}")
-        elif self._task is not None:
-            total = self._bars.tasks[-1].total or 1
-            self._bars.update(self._task, total=total, completed=total, ends_at=None)
-            if not self._bars.tasks[-1].fields["position"]:
-                self._bars.update(self._task, position=duration(event["seconds"]))
+        used = duration(event["seconds"])
+        if self._bars.disable:
+            self._say(f"{event['stage']}: finished in {used}")
+        for bar in self._bars.tasks[-1:]:
+            total, position = bar.total or 1, bar.fields["position"] or used
+            whole = {"total": total, "completed": total}
+            self._bars.update(bar.id, position=position, ends_at=None, **whole)
 
     def _show_privacy(self, event: Event) -> None:
         self._say(f"privacy: (epsilon, delta) at most {sentence('overall_text', event)}")
