@@ -170,17 +170,15 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._seconds.append(event["seconds"])
         number, rounds = event["round"], event["rounds"]
         left = (rounds - number) * sum(self._seconds) / len(self._seconds)
-        shown = {
-            "position": f"{number}/{rounds}",
-            "metrics": _metrics_text(event["metrics"], private=self._is_private),
-        }
+        position = f"{number}/{rounds}"
+        metrics = _metrics_text(event["metrics"], private=self._is_private)
+        shown: dict[str, Any] = {"position": position, "metrics": metrics}
         for bar in self._bars.tasks[-1:]:
             self._bars.update(bar.id, completed=number, ends_at=time.monotonic() + left, **shown)
         waited = event["elapsed"] - self._last_line >= SECONDS_BETWEEN_LINES
         if self._bars.disable and (rounds <= MANY_ROUNDS or waited or number == rounds):
             self._last_line = event["elapsed"]
-            parts = [f"{event['stage']} {shown['position']}", shown["metrics"]]
-            parts.append(f"{event['seconds']:.2f} s")
+            parts = [f"{event['stage']} {position}", metrics, f"{event['seconds']:.2f} s"]
             parts += [f"{duration(left)} left"] if number < rounds else []
             self._say("  ".join(part for part in parts if part))
 
@@ -190,7 +188,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._say(f"{event['stage']}: finished in {used}")
         for bar in self._bars.tasks[-1:]:
             total, position = bar.total or 1, bar.fields["position"] or used
-            whole = {"total": total, "completed": total}
+            whole: dict[str, Any] = {"total": total, "completed": total}
             self._bars.update(bar.id, position=position, ends_at=None, **whole)
 
     def _show_privacy(self, event: Event) -> None:
