@@ -26,6 +26,7 @@ CATEGORIES: Figure = {"type": "category", "showgrid": False}  # an axis of names
 DOWNWARDS = CATEGORIES | {"autorange": "reversed"}
 PERCENT, FROM_ZERO = {"tickformat": ".0%"}, {"rangemode": "tozero"}
 SHARES: Figure = PERCENT | {"range": [0, 1.02]}
+SHARE: Figure = PERCENT | FROM_ZERO
 LOG: Figure = {"type": "log", "dtick": 1, "exponentformat": "power"}
 BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#e8842c", "#2ea36b", "#8b98a9"
 COLOURS = (BLUE, ORANGE, GREEN, "#9a5bd0", "#d64b6a", "#1d9fb0", "#a38a1c", GREY)
@@ -33,27 +34,18 @@ MOST_MARKERS = 60
 MOST_SLIDER_STEPS = 60
 MOST_GAPS = 40  # rows or columns of a heat map that are drawn apart
 LONGEST_NAME = 24
-CHARTS: dict[str, tuple[str, str, Figure, dict[str, str]]] = {
-    # heading, title of the axis, what the axis shows, legend entries by metric
-    "loss": ("Loss", "loss", {}, {"train_loss": "train", "validation_loss": "validation"}),
-    "accuracy": (
-        *("Accuracy", "accuracy", PERCENT | FROM_ZERO),
-        {"train_accuracy": "train", "validation_accuracy": "validation"},
-    ),
+CHARTS: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {
+    # heading, title of the axis, what the axis shows, metrics
+    "loss": ("Loss", "loss", {}, ("train_loss", "validation_loss")),
+    "accuracy": ("Accuracy", "accuracy", SHARE, ("train_accuracy", "validation_accuracy")),
     "closeness": (
-        *("Closeness: 1 - absolute error / range", "closeness", PERCENT | FROM_ZERO),
-        {"train_closeness": "train", "validation_closeness": "validation"},
+        *("Closeness: 1 - absolute error / range", "closeness", SHARE),
+        ("train_closeness", "validation_closeness"),
     ),
-    "entropy": ("Entropy of the alphas", "nats per edge", {}, {"alpha_entropy": "entropy"}),
-    "lr": ("Learning rate chosen", "learning rate", LOG, {"lr": "weights", "alpha_lr": "alphas"}),
-    "theta": (
-        *("Entropy of the distribution over configurations", "nats", {}),
-        {"theta_entropy": "entropy"},
-    ),
-    "skip": (
-        *("Share of skip connections", "share", PERCENT | FROM_ZERO),
-        {"skip_share": "share"},
-    ),
+    "entropy": ("Entropy of the alphas", "nats per edge", {}, ("alpha_entropy",)),
+    "lr": ("Learning rate chosen", "learning rate", LOG, ("lr", "alpha_lr")),
+    "theta": ("Entropy of the configurations' distribution", "nats", {}, ("theta_entropy",)),
+    "skip": ("Share of skip connections", "share", SHARE, ("skip_share",)),
 }
 CURVES = {  # heading, titles of the axes
     "roc": ("ROC", "false positive rate", "true positive rate"),
@@ -94,9 +86,11 @@ def stage_figures(run: Run, stage: str) -> dict[str, Figure | None]:
     cells = f"percentile of {run.last('looked_up').get('cells', 0):,} cells"
     places = {"percentile": [percentile for _, percentile in looked_up]}
     drawn: dict[str, tuple[str, Figure | None]] = {}
-    for key, (heading, title, look, names) in CHARTS.items():
-        series = {n: [e["metrics"].get(metric) for e in rounds] for metric, n in names.items()}
-        noised = ", noised" if run.is_private and any(map(is_noised, names)) else ""
+    for key, (heading, title, look, metrics) in CHARTS.items():
+        series = {
+            name.replace("_", " "): [e["metrics"].get(name) for e in rounds] for name in metrics
+        }
+        noised = ", noised" if run.is_private and any(map(is_noised, metrics)) else ""
         drawn[key] = heading + noised, curves(numbers, series, title, look)
     drawn |= {
         "percentile": (

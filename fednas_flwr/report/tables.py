@@ -93,17 +93,17 @@ def column_rows(run: Run) -> list[list[str]]:
     """Return a row for each column of the table that the exported model takes; none of images."""
     inputs = run.last("exported").get("inputs") or {"schema": [], "mean": [], "std": []}
     pairs = iter(zip(inputs["mean"], inputs["std"], strict=True))
-    rows = {}
-    for column in (c for c in inputs["schema"] if c["kind"] != "category"):
+    rows = []
+    for column in inputs["schema"]:
+        if column["kind"] == "category":
+            rows.append([column["name"], f"one of {', '.join(column['categories'])}", DASH])
+            continue
         mean, std = next(pairs)
         also = ", with a feature that says if it is missing" if column["indicator"] else ""
-        text = f"{mean:.6g}, {std:.6g}"
-        if column["kind"] == "date":
-            text = f"{as_date(mean)}, {std:.3g} days"
-        rows[column["name"]] = [column["name"], column["kind"] + also, text]
-    for column in (c for c in inputs["schema"] if c["kind"] == "category"):
-        rows[column["name"]] = [column["name"], f"one of {', '.join(column['categories'])}", DASH]
-    return [rows[column["name"]] for column in inputs["schema"]]
+        is_date = column["kind"] == "date"
+        text = f"{as_date(mean)}, {std:.3g} days" if is_date else f"{mean:.6g}, {std:.6g}"
+        rows.append([column["name"], column["kind"] + also, text])
+    return rows
 
 
 Table = tuple[str, list[str], list[list[str]]]  # name, head, rows
@@ -123,22 +123,21 @@ def score_table(run: Run) -> Table | None:
     central = measured["central"]
     if not central:
         return None
-    shown = [model for model, values in measured.items() if values]
-    rows = []
-    for kind in SCORES:
-        if kind.of(central) is None:
-            continue
-        low_high = (central.get("intervals") or {}).get(kind.name)
-        text = FORMS[kind.unit].text
-        interval = f"{text(low_high[0])} to {text(low_high[1])}" if low_high else DASH
-        others = [text(kind.of(measured[model])) for model in shown[1:]]
-        rows.append([kind.label, text(kind.of(central)), interval, *others])
-    rows += [
-        [name, score(value), DASH, *[DASH] * (len(shown) - 1)]
-        for name, value in (central.get("own") or {}).items()
+    kinds = [kind for kind in SCORES if kind.of(central) is not None]
+
+    def interval(kind: Score) -> str:
+        ends = (central.get("intervals") or {}).get(kind.name)
+        return " to ".join(map(FORMS[kind.unit].text, ends)) if ends else DASH
+
+    columns: list[tuple[str, Callable[[Score], str]]] = [
+        ("score", lambda kind: kind.label),
+        *((MODELS[name], partial(_score_of, of)) for name, of in measured.items() if of),
     ]
-    head = ["score", MODELS["central"], "95 % interval", *(MODELS[model] for model in shown[1:])]
-    return "Scores on the server's test set", head, rows
+    columns.insert(2, ("95 % interval", interval))
+    head, rows = rows_of(kinds, columns)
+    rest = [DASH] * (len(head) - 2)
+    own = [[name, score(value), *rest] for name, value in (central.get("own") or {}).items()]
+    return "Scores on the server's test set", head, rows + own
 
 
 def leaderboard_table(run: Run) -> Table | None:
@@ -224,7 +223,7 @@ def client_table(run: Run) -> Table | None:
 
     columns: list[tuple[str, Callable[[Any], str]]] = [
         ("client", lambda client: str(client["client"])),
-        *((s.label, partial(_score_text, s)) for s in shown),
+        *((s.label, partial(_score_of, kind=s)) for s in shown),
         ("records", lambda client: count(client.get("num_examples"))),
     ]
     if not many and not run.is_private and shown[0] == SCORES[0]:
@@ -232,7 +231,7 @@ def client_table(run: Run) -> Table | None:
     return "Each client's own test records", *rows_of(clients, columns)
 
 
-def _score_text(kind: Score, measured: Mapping[str, Any]) -> str:
+def _score_of(measured: Mapping[str, Any], kind: Score) -> str:
     return FORMS[kind.unit].text(kind.of(measured))
 
 

@@ -47,19 +47,19 @@ def quantiles(values: Sequence[float]) -> list[float]:
     return [ordered[round(share * (len(ordered) - 1))] for share in QUANTILES]
 
 
-def wilson(share: float, number: int | None, z: float = 1.96) -> tuple[float, float]:
+def wilson(share: float, number: int | None) -> tuple[float, float]:
     """The 95 % interval of a share of ``number`` records (Wilson 1927); all of [0, 1] of unknown.
 
     Example:
         >>> [round(end, 3) for end in wilson(0.8, 10)]
         [0.49, 0.943]
     """
+    from scipy.stats import binomtest  # type: ignore[import-untyped,unused-ignore]
+
     if not number:
         return 0.0, 1.0
-    scale = 1 + z**2 / number
-    centre = (share + z**2 / (2 * number)) / scale
-    half = z * math.sqrt(share * (1 - share) / number + z**2 / (4 * number**2)) / scale
-    return centre - half, centre + half
+    low, high = binomtest(round(share * number), number).proportion_ci(method="wilson")
+    return float(low), float(high)
 
 
 def as_date(days: float) -> str:
