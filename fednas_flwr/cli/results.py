@@ -133,7 +133,9 @@ def watch(run_folder: Path, *, host: str = "127.0.0.1", port: int = 8642) -> Non
     """
     import socket
 
-    from fednas_flwr.report.watch import serve
+    import uvicorn
+
+    from fednas_flwr.report.watch import make_app
 
     read_run(run_folder)
     Between(1, 65535).check("--port", port)
@@ -145,7 +147,7 @@ def watch(run_folder: Path, *, host: str = "127.0.0.1", port: int = 8642) -> Non
             f"--host={host} --port={port} cannot be served ({error}): choose another."
         ) from error
     print(f"http://{host}:{port} shows {run_folder}; Ctrl-C ends it", flush=True)
-    serve(run_folder, host=host, port=port)
+    uvicorn.run(make_app(run_folder, host=host), host=host, port=port, log_level="warning")
 
 
 def compare(

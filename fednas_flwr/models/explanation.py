@@ -145,15 +145,7 @@ def mistakes(records: Records, logits_NC: Tensor, labels_N: Tensor) -> list[dict
 def _places(schema: Sequence[Column]) -> dict[str, list[int]]:
     """The places of each column's features."""
     names = feature_names(schema)
-    own = {
-        column.name: {
-            column.name,
-            f"{column.name} is missing",
-            *(f"{column.name}={value}" for value in column.categories),
-        }
-        for column in schema
-    }
-    return {column: [i for i, name in enumerate(names) if name in of] for column, of in own.items()}
+    return {one.name: [names.index(own) for own in feature_names([one])] for one in schema}
 
 
 def _settings(

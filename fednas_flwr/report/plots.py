@@ -47,6 +47,10 @@ CHARTS: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {
     "theta": ("Entropy of the configurations' distribution", "nats", {}, ("theta_entropy",)),
     "skip": ("Share of skip connections", "share", SHARE, ("skip_share",)),
 }
+PHASES: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {  # the same of FEATHERS
+    "entropy_of_pi": ("Entropy of the bandit's distribution", "nats", FROM_ZERO, ("entropy",)),
+    "kappa": ("Configurations tried per phase", "configurations", FROM_ZERO, ("kappa",)),
+}
 CURVES = {  # heading, titles of the axes
     "roc": ("ROC", "false positive rate", "true positive rate"),
     "precision_recall": ("Precision and recall", "recall", "precision"),
@@ -80,37 +84,26 @@ def all_figures(run: Run) -> dict[str, Figure]:
 
 def stage_figures(run: Run, stage: str) -> dict[str, Figure | None]:
     """Return what a stage's rounds have measured, and its phases of exploration."""
-    rounds, phases = run.rounds(stage), run.explored(stage)
-    looked_up = (run.last("looked_up").get("percentiles") or []) if stage == "search" else []
-    numbers, explored = ([event["round"] for event in of] for of in (rounds, phases))
-    cells = f"percentile of {run.last('looked_up').get('cells', 0):,} cells"
-    places = {"percentile": [percentile for _, percentile in looked_up]}
-    drawn: dict[str, tuple[str, Figure | None]] = {}
-    for key, (heading, title, look, metrics) in CHARTS.items():
-        series = {
-            name.replace("_", " "): [e["metrics"].get(name) for e in rounds] for name in metrics
-        }
-        noised = ", noised" if run.is_private and any(map(is_noised, metrics)) else ""
-        drawn[key] = heading + noised, curves(numbers, series, title, look)
-    drawn |= {
-        "percentile": (
-            "Percentile of the cell in the table",
-            curves([number for number, _ in looked_up], places, cells, {"range": [0, 102]}),
+    phases, looked_up = run.explored(stage), run.last("looked_up") if stage == "search" else {}
+    cells = f"percentile of {looked_up.get('cells', 0):,} cells"
+    in_table = ("Percentile of the cell in the table", cells, {"range": [0, 102]}, ("percentile",))
+    drawn = {f"{stage}_estimates": estimates(phases)}
+    for charts, measured in (
+        (CHARTS, {e["round"]: e["metrics"] for e in run.rounds(stage)}),
+        (PHASES, {event["round"]: event for event in phases}),
+        (
+            {"percentile": in_table},
+            {number: {"percentile": of} for number, of in looked_up.get("percentiles") or []},
         ),
-        "entropy_of_pi": (
-            "Entropy of the bandit's distribution",
-            curves(explored, {"entropy": [e["entropy"] for e in phases]}, "nats", FROM_ZERO),
-        ),
-        "kappa": (
-            "Configurations tried per phase",
-            curves(explored, {"kappa": [e["kappa"] for e in phases]}, "configurations", FROM_ZERO),
-        ),
-        "estimates": ("Estimated rewards; rings mark the choice", estimates(phases)),
-    }
-    for heading, figure in drawn.values():
-        if figure is not None:
-            figure["layout"]["title"] = {"text": heading}
-    return {f"{stage}_{key}": figure for key, (_, figure) in drawn.items()}
+    ):
+        for key, (heading, title, look, metrics) in charts.items():
+            noised = ", noised" if run.is_private and any(map(is_noised, metrics)) else ""
+            series = {m.replace("_", " "): [of.get(m) for of in measured.values()] for m in metrics}
+            figure = curves(list(measured), series, title, look)
+            if figure is not None:
+                figure["layout"]["title"] = {"text": heading + noised}
+            drawn[f"{stage}_{key}"] = figure
+    return drawn
 
 
 def curves(
@@ -380,7 +373,9 @@ def estimates(phases: Sequence[Event]) -> Figure | None:
     hover = "round %{x}, configuration %{y}: %{z}<extra></extra>"
     rings = [(str(event["round"]), event["best"]) for event in phases]
     look: Figure = {"title": "nats", "x": "round", "y": "configuration"}
-    return _heat(rounds, range(len(by_arm)), by_arm, hover, rings=rings, **look)
+    figure = _heat(rounds, range(len(by_arm)), by_arm, hover, rings=rings, **look)
+    figure["layout"]["title"] = {"text": "Estimated rewards; rings mark the choice"}
+    return figure
 
 
 def _figure(

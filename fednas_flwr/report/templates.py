@@ -58,7 +58,7 @@ def wilson(share: float, number: int | None) -> tuple[float, float]:
 
     if not number:
         return 0.0, 1.0
-    low, high = binomtest(round(share * number), number).proportion_ci(method="wilson")
+    low, high = binomtest(round(share * number), int(number)).proportion_ci(method="wilson")
     return float(low), float(high)
 
 

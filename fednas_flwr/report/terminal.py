@@ -37,7 +37,7 @@ from fednas_flwr.report.templates import (
     sentence,
 )
 from fednas_flwr.runs.events import Event, names_by_client, with_names
-from fednas_flwr.runs.numbers import Run, is_noised, read_run
+from fednas_flwr.runs.numbers import Run, read_run
 from fednas_flwr.settings.names import CLIENT
 
 RECENT_ROUNDS = 10
@@ -171,7 +171,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         number, rounds = event["round"], event["rounds"]
         left = (rounds - number) * sum(self._seconds) / len(self._seconds)
         position = f"{number}/{rounds}"
-        metrics = _metrics_text(event["metrics"], private=self._is_private)
+        metrics = "  ".join(paragraphs("measured", event["metrics"], self._is_private))
         shown: dict[str, Any] = {"position": position, "metrics": metrics}
         for bar in self._bars.tasks[-1:]:
             self._bars.update(bar.id, completed=number, ends_at=time.monotonic() + left, **shown)
@@ -250,20 +250,6 @@ class _TimeLeft(ProgressColumn):
         if ends_at is None or task.finished:
             return Text("")
         return Text(f"{duration(max(0.0, ends_at - time.monotonic()))} left", style="dim")
-
-
-def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
-    """Return loss and accuracy, of the validation split where it was measured."""
-    parts = []
-    for word in ("loss", "accuracy", "closeness"):
-        for kind in ("validation", "train"):
-            value = metrics.get(f"{kind}_{word}")
-            if value is not None:
-                text = f"{value:.3f}" if word == "loss" else percent(value)
-                noised = " (noised)" if private and is_noised(f"{kind}_{word}") else ""
-                parts.append(f"{kind} {word} {text}{noised}")
-                break
-    return "  ".join(parts)
 
 
 def group_accuracies(run: Run) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 The page is the report, written anew into memory when the run's events have grown; a line of script
 asks every few seconds whether it has. Nothing but the page is served, to this machine alone unless
-a host is given. Main function: :func:`serve`.
+a host is given. Main function: :func:`make_app`.
 """
 
 from __future__ import annotations
@@ -62,16 +62,3 @@ def make_app(run_folder: Path, *, host: str = "127.0.0.1") -> Starlette:
         routes=[Route("/", show), Route("/version", tell)],
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=check)],
     )
-
-
-def serve(run_folder: Path, *, host: str, port: int) -> None:
-    """Serve the page until Ctrl-C.
-
-    Args:
-        run_folder: With events.jsonl.
-        host: The interface: 127.0.0.1 shows the page to this machine alone.
-        port: TCP port.
-    """
-    import uvicorn
-
-    uvicorn.run(make_app(run_folder, host=host), host=host, port=port, log_level="warning")

@@ -463,16 +463,14 @@ class Run:
         return events
 
 
-def _evaluated(model: str, score: str) -> Callable[[Run], float | None]:
-    return lambda run: run.scores(model).get(score)
+def _of(place: str, key: str) -> Callable[[Run], float | None]:
+    """Read a number of a model's scores, of the network that was derived, or of stages' times."""
 
+    def read(run: Run) -> float | None:
+        places = {"derived": run.last("derived"), "seconds": run.stage_seconds()}
+        return places.get(place, run.scores(place)).get(key)
 
-def _derived(key: str) -> Callable[[Run], float | None]:
-    return lambda run: run.last("derived").get(key)
-
-
-def _seconds(stage: str) -> Callable[[Run], float | None]:
-    return lambda run: run.stage_seconds().get(stage)
+    return read
 
 
 def _scores(model: str, prefix: str) -> list[Metric]:
@@ -482,7 +480,7 @@ def _scores(model: str, prefix: str) -> list[Metric]:
             f"{model}_{score.name}",
             f"{prefix} {score.label}",
             score.unit,
-            _evaluated(model, score.name),
+            _of(model, score.name),
         )
         for score in SCORES
         if model in score.models
@@ -495,19 +493,19 @@ METRICS = [
         "accuracy_without_skip",
         "accuracy without its linear skip",
         "share",
-        _evaluated("central", "without_skip"),
+        _of("central", "without_skip"),
     ),
     Metric(
         "accuracy_without_cells",
         "accuracy of its linear skip alone",
         "share",
-        _evaluated("central", "without_cells"),
+        _of("central", "without_cells"),
     ),
     Metric(
         "released_auroc",
         "AUROC on training records, noised",
         "score",
-        _evaluated("released", "auroc"),
+        _of("released", "auroc"),
     ),
     Metric("client_accuracy", "mean accuracy over clients", "share", Run.client_accuracy),
     Metric(
@@ -518,10 +516,10 @@ METRICS = [
     ),
     *_scores("linear", "linear model,"),
     *_scores("trees", "boosted trees,"),
-    Metric("num_parameters", "parameters", "count", _derived("num_parameters")),
-    Metric("multiply_adds", "multiply-adds", "count", _derived("multiply_adds")),
-    Metric("search_seconds", "time of search", "seconds", _seconds("search")),
-    Metric("retrain_seconds", "time of retrain", "seconds", _seconds("retrain")),
+    Metric("num_parameters", "parameters", "count", _of("derived", "num_parameters")),
+    Metric("multiply_adds", "multiply-adds", "count", _of("derived", "multiply_adds")),
+    Metric("search_seconds", "time of search", "seconds", _of("seconds", "search")),
+    Metric("retrain_seconds", "time of retrain", "seconds", _of("seconds", "retrain")),
     Metric("exchanges", "exchanges", "number", Run.exchanges),
     Metric("traffic_mb", "traffic", "megabytes", Run.traffic_mb),
     Metric("epsilon", "epsilon", "number", Run.epsilon),
