@@ -118,7 +118,7 @@ def go_on(name: str) -> int:
             continue
         print(f"job {number + 1} of {len(jobs)}: {folder.name}", flush=True)
         (folder / ERROR_FILE).unlink(missing_ok=True)
-        _run_in(folder, overrides)
+        _run_in(folder, overrides, begun=(folder / EVENTS_FILE).is_file())
     return _tell_end(Path(name))
 
 
@@ -188,7 +188,7 @@ def run_job(tree: Any) -> float | list[float] | None:
     take_files()  # in a process of the launcher
     overrides, folder = hydra.current_job()
     print(_place(folder), flush=True)
-    if not _run_in(folder, overrides):
+    if not _run_in(folder, overrides, begun=False):
         return None
     run, metric = read_run(folder), tree.sweep.metric
     values = [run.metric(str(name)) for name in ([metric] if isinstance(metric, str) else metric)]
@@ -198,10 +198,9 @@ def run_job(tree: Any) -> float | list[float] | None:
     return reached[0] if isinstance(metric, str) else reached
 
 
-def _run_in(folder: Path, overrides: Sequence[str]) -> bool:
+def _run_in(folder: Path, overrides: Sequence[str], *, begun: bool) -> bool:
     """Run a job of a sweep in its folder, or go on there; False if it has failed: see there."""
     try:
-        begun = (folder / EVENTS_FILE).is_file()
         config = str(folder) if begun else replace(configured(overrides), run_dir=str(folder))
         api.run(config, quiet=False)
     except Exception as error:
