@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.data.readers import own_arrays, own_reader
 from fednas_flwr.settings import (
     AlgorithmSettings,
@@ -82,9 +82,13 @@ class Result:
         Raises:
             ConfigError: The run has no such picture; the message names those that it has.
         """
-        from fednas_flwr.report.html_report import picture_of
+        from fednas_flwr.report.html_report import Picture
+        from fednas_flwr.report.plots import all_figures
+        from fednas_flwr.runs.numbers import read_run
 
-        return picture_of(self.folder, name)
+        figures = all_figures(read_run(self.folder))
+        check_choice("plot", name, figures)
+        return Picture(figures[name])
 
     @cached_property
     def genotype(self) -> Genotype | None:

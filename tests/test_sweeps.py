@@ -98,7 +98,7 @@ def test_the_best_trial_of_optuna_is_the_first_line(brief: list[str], tmp_path: 
     assert found["best_value"] == pytest.approx(losses[best])
     document = json.loads((folder / "compare.json").read_text())
     assert document["best"][0].startswith(f"best trial: algorithm.weights.lr={best} (")
-    assert document["groups"][0]["settings"] == {"algorithm.weights.lr": best}
+    assert document["groups"][0]["settings"] == {"algorithm.weights.lr": str(best)}
     html = (folder / "compare.html").read_text(encoding="utf-8")
     assert f"<h1>{document['best'][0]}</h1>" in html
 

@@ -11,6 +11,7 @@ import argparse
 import inspect
 import io
 import os
+import re
 import runpy
 import signal
 import sys
@@ -18,8 +19,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from fednas_flwr import __version__
 from fednas_flwr.base.errors import ConfigError, DamagedError
@@ -28,7 +30,7 @@ from fednas_flwr.base.foreign import terminal
 from fednas_flwr.base.memory import described
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-Handler = Callable[[argparse.Namespace, list[str]], int]
+Handler = Callable[..., int | None]  # returns the exit code, None for 0
 
 DAILY = ("run", "data", "report", "watch", "compare", "predict", "export")
 RUN_FAILED = 1
@@ -82,40 +84,48 @@ def _main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"fednas {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", help=argparse.SUPPRESS)
     for module in (run, results, privacy, machines):
-        module.add_commands(commands)
+        for name, handler in module.COMMANDS.items():
+            _add(commands, name, handler)
+    for group, (description, handlers) in (privacy.GROUPS | machines.GROUPS).items():
+        actions = commands.add_parser(group, description=description)
+        of_group = actions.add_subparsers(required=True, metavar="action")
+        for name, handler in handlers.items():
+            _add(of_group, name, handler)
     parser.epilog = "every day:"
     for name in sorted(commands.choices, key=lambda name: name not in DAILY):
         parser.epilog += "\n\nfor experts:" if name == "lookup" else ""
         parser.epilog += f"\n    {name:12} {commands.choices[name].description}"
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and not options.takes_overrides:
+    given = vars(options)
+    handler, own, debug = (given.pop(name) for name in ("handler", "own", "debug"))
+    if "overrides" in signature(handler).parameters:
+        given["overrides"] = overrides
+    elif overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
-        take_files(options.own)
-        return int(options.handler(options, overrides))
+        take_files(own)
+        return handler(**given) or 0
     except Exception as error:
-        return fail(error, debug=options.debug)
+        return fail(error, debug=debug)
 
 
-def add_command(
-    commands: Commands, name: str, handler: Handler, *, takes_overrides: bool = False
-) -> argparse.ArgumentParser:
-    """Add a command and return its parser, for its own arguments.
+def _add(commands: Commands, name: str, handler: Handler) -> None:
+    """Add a command whose arguments are the parameters of its handler.
 
-    Args:
-        commands: The commands, or the actions of a command, to add to.
-        name: What the user writes.
-        handler: Does it, given the options and the overrides; returns the exit code. Its docstring
-            is the command's help: a line for the list of commands, and what follows the arguments.
-        takes_overrides: True if further arguments are overrides of the configuration.
+    Those that are only known by keyword are options, and ``overrides`` are further arguments, of
+    the configuration. The docstring is the command's help: a line for the list of commands, what
+    follows the arguments, and the arguments themselves.
     """
-    summary, _, epilog = (inspect.getdoc(handler) or "").partition("\n\n")
+    summary, _, rest = (inspect.getdoc(handler) or "").partition("\n\n")
+    epilog, _, listed = rest.partition("Args:\n")
+    texts = dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", listed, re.MULTILINE))
+    parameters, hints = signature(handler).parameters, get_type_hints(handler)
     parser = commands.add_parser(
         name,
         description=summary[:1].lower() + summary[1:].removesuffix("."),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=not takes_overrides,
+        allow_abbrev="overrides" not in parameters,
     )
     parser.add_argument("--debug", action="store_true", help="show the full trace of an error")
     parser.add_argument(
@@ -126,8 +136,32 @@ def add_command(
         default=[],
         help="Python file that registers a data set, search space, algorithm or score of your own",
     )
-    parser.set_defaults(handler=handler, takes_overrides=takes_overrides)
-    return parser
+    parser.set_defaults(handler=handler)
+    for key in [key for key in parameters if key != "overrides"]:
+        _add_argument(parser, parameters[key], hints[key], " ".join(texts[key].split()))
+
+
+def _add_argument(parser: argparse.ArgumentParser, of: Parameter, hint: Any, text: str) -> None:
+    """Add the argument of a parameter; a tuple takes several values, a ``Literal`` one of some."""
+    is_option, is_needed = of.kind is Parameter.KEYWORD_ONLY, of.default is Parameter.empty
+    settings: dict[str, Any] = {"help": text}
+    if hint is bool:
+        settings["action"] = "store_true"
+    elif get_origin(hint) is Literal:
+        settings |= {"choices": get_args(hint)}
+    else:
+        settings["type"], *others = get_args(hint) or [hint]
+        if get_origin(hint) is tuple:
+            settings["nargs"] = "+" if Ellipsis in others else 1 + len(others)
+        elif not is_option and not is_needed:
+            settings["nargs"] = "?"
+    if not is_needed:
+        settings["default"] = of.default
+        settings["help"] += " (default: %(default)s)" if of.default else ""
+    if is_option:
+        parser.add_argument(f"--{of.name.replace('_', '-')}", required=is_needed, **settings)
+    else:
+        parser.add_argument(of.name, **settings)
 
 
 def take_files(paths: Sequence[str] = ()) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from fednas_flwr.api import compose
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, Commands, add_command
+from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, Handler
 from fednas_flwr.settings.names import LARGEST_EPSILON, LEAST_EPSILON, PRV
 from fednas_flwr.settings.parser import Between
 
@@ -30,68 +29,28 @@ STATEMENT_HEAD = ["account", "run", "stage", "action", "splits", "steps", "commi
 STATEMENT_HEAD += ["noise multiplier", "rate", "first (UTC)", "last (UTC)"]
 
 
-def add_commands(commands: Commands) -> None:
-    """Add them."""
-    parser = add_command(commands, "audit", audit, takes_overrides=True)
-    parser.add_argument(
-        "--confidence",
-        type=float,
-        default=0.9999,
-        help="with which an honest client passes (default: %(default)g)",
-    )
-    parser = add_command(commands, "calibrate", calibrate, takes_overrides=True)
-    for name, kind, meaning in (
-        ("epsilon", float, "the target"),
-        ("delta", float, "of the target, above 0, below 1"),
-        ("rate", float, "each record's probability of being in a step's batch: B / N"),
-        ("steps", int, "how many steps are released"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, help=meaning)
-    approval = add_command(commands, "approve", approve)
-    approval.add_argument(
-        "hash", nargs="?", help="hash of the schedule, as the run and this list print it"
-    )
-    for name, default, meaning in (
-        ("policy", "policy.yaml", "the site's policy"),
-        ("ledger", "state/ledger/ledger.sqlite", "the ledger's file"),
-        ("key", "state/ledger.key", "its secret key"),
-    ):
-        approval.add_argument(
-            f"--{name}", type=Path, default=default, help=f"{meaning} (default: %(default)s)"
-        )
-    ledger = commands.add_parser(
-        "ledger", description="what a site has booked of its privacy budgets"
-    )
-    actions = ledger.add_subparsers(dest="action", required=True, metavar="action")
-    show = add_command(actions, "show", show_ledger)
-    show.add_argument("--delta", type=float, default=1e-5, help="of epsilon (default: %(default)g)")
-    verify = add_command(actions, "verify", verify_ledger)
-    for action in (show, verify):
-        action.add_argument("ledger", type=Path, help="the ledger's file")
-        action.add_argument("--key", type=Path, required=True, help="its secret key")
-    trail = add_command(actions, "trail", verify_trail)
-    trail.add_argument("trail", type=Path, help="the file, audit.jsonl beside the ledger")
-    trail.add_argument("--key", type=Path, required=True, help="the ledger's secret key")
-
-
-def audit(options: argparse.Namespace, overrides: list[str]) -> int:
+def audit(*, confidence: float = 0.9999, overrides: Sequence[str]) -> int:
     """Plant canaries in a private run: is every release as committed to?
 
     Takes the overrides of `fednas run`. Exit codes: 0 if nothing is refuted and each kind of
     release could have been, 1 if one is refuted, 3 if one, or a fault of it, could not have been
     seen: inconclusive.
+
+    Args:
+        confidence: with which an honest client passes
+        overrides: see above
     """
     config = compose(*overrides)
     from fednas_flwr.deploy.audit_run import audit_run
 
-    findings = audit_run(config, confidence=options.confidence)
+    findings = audit_run(config, confidence=confidence)
     for finding in findings:
         print(f"{finding.release}: {finding.seen}".rstrip(": "))
         for fault in finding.faults:
             print(f"  REFUTED: {fault}")
         for unseen in finding.unseen:
             print(f"  not audited: {unseen}")
-    print(f"An honest client passes with probability {options.confidence:g} or more.")
+    print(f"An honest client passes with probability {confidence:g} or more.")
     if any(finding.faults for finding in findings):
         print("fednas: the audit refutes what the run commits to.", file=sys.stderr)
         return RUN_FAILED
@@ -106,49 +65,63 @@ def audit(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
+def calibrate(
+    *,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    rate: float | None = None,
+    steps: int | None = None,
+    overrides: Sequence[str],
+) -> None:
     """Print the least noise that keeps an epsilon: of a run, or of a number of steps.
 
     With the overrides of `fednas run` it tells what follows from records, budget and noise in that
     run, and why; else give --epsilon, --delta, --rate and --steps.
+
+    Args:
+        epsilon: the target
+        delta: of the target, above 0, below 1
+        rate: each record's probability of being in a step's batch: B / N
+        steps: how many steps are released
+        overrides: see above
     """
-    steps = {name: getattr(options, name) for name in ("epsilon", "delta", "rate", "steps")}
-    if all(value is None for value in steps.values()):
+    given = {"epsilon": epsilon, "delta": delta, "rate": rate, "steps": steps}
+    if {*given.values()} == {None}:
         config = compose(*overrides)
         from fednas_flwr.deploy.dry_run import private_terms
 
         print("\n".join(private_terms(config)))
-        return 0
-    missing = [f"--{name}" for name, value in steps.items() if value is None]
-    if missing or overrides:
+        return
+    if epsilon is None or delta is None or rate is None or steps is None or overrides:
+        missing = [f"--{name}" for name, value in given.items() if value is None]
         remedy = f"add {', '.join(missing)}" if missing else f"leave out {show(overrides[0])}"
         raise ConfigError(
             "fednas calibrate takes the overrides of a run, or --epsilon, --delta, --rate and "
             f"--steps together: {remedy}."
         )
-    return _calibrate_steps(options)
+    _calibrate_steps(epsilon, delta, rate, steps)
 
 
-def _calibrate_steps(options: argparse.Namespace) -> int:
+def _calibrate_steps(target: float, delta: float, rate: float, steps: int) -> None:
     """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
     from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
     from fednas_flwr.privacy.mechanism import accounting
     from fednas_flwr.privacy.mechanism.renyi import Release
     from fednas_flwr.report.templates import epsilon_text
 
-    Between(LEAST_EPSILON, LARGEST_EPSILON).check("--epsilon", options.epsilon)
-    Between(1, MOST_STEPS).check("--steps", options.steps)
+    Between(LEAST_EPSILON, LARGEST_EPSILON).check("--epsilon", target)
+    Between(1, MOST_STEPS).check("--steps", steps)
     try:
         least = accounting.calibrate_noise(
-            target_epsilon=options.epsilon,
-            delta=options.delta,
-            sample_rate=options.rate,
-            steps=options.steps,
+            target_epsilon=target,
+            delta=delta,
+            sample_rate=rate,
+            steps=steps,
             accountant=accounting.prv_epsilon,
         )
         digit = 10.0 ** (math.floor(math.log10(least)) - 4)
         sigma = float(f"{math.ceil(least / digit) * digit:.5g}")  # as it is printed
-        release = Release(noise_multiplier=sigma, sample_rate=options.rate, steps=options.steps)
+        release = Release(noise_multiplier=sigma, sample_rate=rate, steps=steps)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print(f"noise_multiplier = {sigma:g}")
@@ -158,85 +131,106 @@ def _calibrate_steps(options: argparse.Namespace) -> int:
         "GDP, an approximation and no bound": accounting.gdp_epsilon,
         "filter, the budget that a site needs": filter_epsilon,
     }.items():
-        epsilon = accountant([release], options.delta)
+        epsilon = accountant([release], delta)
         text = epsilon_text(epsilon if math.isfinite(epsilon) else None)
-        print(f"epsilon = {text} at delta {options.delta:g} ({name})")
-    return 0
+        print(f"epsilon = {text} at delta {delta:g} ({name})")
 
 
-def approve(options: argparse.Namespace, overrides: list[str]) -> int:
+def approve(
+    hash: str | None = None,
+    *,
+    policy: Path = Path("policy.yaml"),
+    ledger: Path = Path("state/ledger/ledger.sqlite"),
+    key: Path = Path("state/ledger.key"),
+) -> None:
     """Print what runs wait for a person's approval at this site; with a hash, approve one.
 
     Without options it is for the folder of a provisioned site.
+
+    Args:
+        hash: hash of the schedule, as the run and this list print it
+        policy: the site's policy
+        ledger: the ledger's file
+        key: its secret key
     """
     from fednas_flwr.client.release_guard import ReleaseGuard, read_commitment, schedule_hash
     from fednas_flwr.privacy.mechanism.noise import SecureGenerator
     from fednas_flwr.privacy.policy import load_policy
 
-    policy = load_policy(options.policy)
-    with _opened(options) as ledger:
+    rules = load_policy(policy)
+    with _opened(ledger, key) as booked:
         waiting = {}
-        for run, text in ledger.commitments().items():
-            allowed = policy.data_sets.get(read_commitment(text).data_set)
-            if allowed is not None and allowed.needs_approval and not ledger.is_approved(run):
+        for run, text in booked.commitments().items():
+            allowed = rules.data_sets.get(read_commitment(text).data_set)
+            if allowed is not None and allowed.needs_approval and not booked.is_approved(run):
                 waiting[schedule_hash(run, text)] = run, read_commitment(text), allowed
-        if options.hash is not None and options.hash not in waiting:
+        if hash is not None and hash not in waiting:
             raise ConfigError(
-                f"no schedule {options.hash} waits for approval; there is "
+                f"no schedule {hash} waits for approval; there is "
                 f"{', '.join(waiting) or 'none at all'}."
             )
         for schedule, (run, commitment, allowed) in waiting.items():
-            if options.hash in (None, schedule):
-                guard = ReleaseGuard(
-                    policy, ledger, SecureGenerator(), data_set=commitment.data_set
-                )
+            if hash in (None, schedule):
+                guard = ReleaseGuard(rules, booked, SecureGenerator(), data_set=commitment.data_set)
                 guard.unit = commitment.unit
                 _print_schedule(schedule, run, commitment, allowed, guard)
-        if options.hash is not None:
-            ledger.approve(waiting[options.hash][0])
-            print(f"approved {options.hash}.")
+        if hash is not None:
+            booked.approve(waiting[hash][0])
+            print(f"approved {hash}.")
         elif not waiting:
             print("nothing waits for approval.")
-    return 0
 
 
-def show_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print what was booked, and its epsilon."""
-    Between(0, 1, above=True, below=True).check("--delta", options.delta)
-    with _opened(options) as ledger:
-        rows = ledger.entries()
+def show_ledger(ledger: Path, *, key: Path, delta: float = 1e-5) -> None:
+    """Print what was booked, and its epsilon.
+
+    Args:
+        ledger: the ledger's file
+        key: its secret key
+        delta: of epsilon
+    """
+    Between(0, 1, above=True, below=True).check("--delta", delta)
+    with _opened(ledger, key) as booked:
+        rows = booked.entries()
     if rows:
-        _print_statement(rows, options.delta)
+        _print_statement(rows, delta)
     else:
         print("no rows.")
-    return 0
 
 
-def verify_ledger(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Check every row, the totals and the mark."""
-    with _opened(options) as ledger:
-        print(f"{ledger.verify()} rows, all intact.")
-    return 0
+def verify_ledger(ledger: Path, *, key: Path) -> None:
+    """Check every row, the totals and the mark.
+
+    Args:
+        ledger: the ledger's file
+        key: its secret key
+    """
+    with _opened(ledger, key) as booked:
+        print(f"{booked.verify()} rows, all intact.")
 
 
-def verify_trail(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Check every line and the end of a site's audit trail."""
+def verify_trail(trail: Path, *, key: Path) -> None:
+    """Check every line and the end of a site's audit trail.
+
+    Args:
+        trail: the file, audit.jsonl beside the ledger
+        key: the ledger's secret key
+    """
     from fednas_flwr.client import audit_trail
 
-    print(f"{audit_trail.verify_trail(options.trail, options.key)} lines, all intact.")
-    return 0
+    print(f"{audit_trail.verify_trail(trail, key)} lines, all intact.")
 
 
 @contextmanager
-def _opened(options: argparse.Namespace) -> Iterator[Ledger]:
+def _opened(ledger: Path, key: Path) -> Iterator[Ledger]:
     """Open a ledger that is there: looking at one never creates it."""
     from fednas_flwr.privacy.books.ledger import Ledger
 
-    for name, path in (("ledger", options.ledger), ("key", options.key)):
+    for name, path in (("ledger", ledger), ("key", key)):
         if not path.is_file():
             raise ConfigError(f"there is no {name} {path}; give the file of a site.")
-    with Ledger(options.ledger, options.key) as ledger:
-        yield ledger
+    with Ledger(ledger, key) as opened:
+        yield opened
 
 
 def _print_schedule(
@@ -307,3 +301,12 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
         if others:
             booked_on = f"{', '.join(others)}, if that was of the same records"
             print(terminal(f"{paying} does not count what was booked on {booked_on}."))
+
+
+COMMANDS: dict[str, Handler] = {"audit": audit, "calibrate": calibrate, "approve": approve}
+GROUPS: dict[str, tuple[str, dict[str, Handler]]] = {
+    "ledger": (
+        "what a site has booked of its privacy budgets",
+        {"show": show_ledger, "verify": verify_ledger, "trail": verify_trail},
+    )
+}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice
 from fednas_flwr.base.foreign import read_yaml, terminal
-from fednas_flwr.cli import RUN_FAILED, Commands, add_command, fail, take_files
+from fednas_flwr.cli import RUN_FAILED, Handler, fail, take_files
 from fednas_flwr.report.templates import duration
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
 from fednas_flwr.settings import Config
@@ -30,19 +29,7 @@ _jobs: dict[str, float] = {"total": 0, "start": 0.0}  # of the sweep in this pro
 OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
 
 
-def add_commands(commands: Commands) -> None:
-    """Add ``run`` and ``data``."""
-    parser = add_command(commands, "run", run, takes_overrides=True)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only estimate what the run would take: time, traffic, memory, disk and epsilon",
-    )
-    parser = add_command(commands, "data", data, takes_overrides=True)
-    parser.add_argument("data", type=Path, help="file or folder of the data")
-
-
-def run(options: argparse.Namespace, arguments: list[str]) -> int:
+def run(*, dry_run: bool = False, overrides: Sequence[str]) -> int:
     """Search, retrain, evaluate and export; without arguments the quickstart.
 
     overrides:
@@ -69,11 +56,15 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     (extra `sweeps`), --cfg job --resolve, --info, --package, hydra.searchpath, +key,
     ++key, ~key, glob(), hydra.sweep.dir; --shell-completion install=bash prints a completion
     script.
+
+    Args:
+        dry_run: only estimate what the run would take: time, traffic, memory, disk and epsilon
+        overrides: see above
     """
-    asked = hydra.read_arguments(arguments)
+    asked = hydra.read_arguments(list(overrides))
     overrides = asked.overrides
     resumes = [text for text in overrides if text.startswith("resume=")]
-    if options.dry_run and (resumes or asked.multirun or asked.informs):
+    if dry_run and (resumes or asked.multirun or asked.informs):
         raise ConfigError("--dry-run is of one new run: leave out -m, resume and --cfg.")
     if resumes == ["resume=auto"] and not asked.flags:
         from fednas_flwr.runs.run_folder import find_unfinished
@@ -101,7 +92,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         if text.lstrip("+").startswith(OF_SWEEPS):
             raise NoEffectError(f"{text} has no effect on a single run: add -m, or remove it.")
     config = configured(overrides)
-    if options.dry_run:
+    if dry_run:
         api.check(config)
         from fednas_flwr.deploy.dry_run import estimate
 
@@ -127,13 +118,7 @@ def go_on(name: str) -> int:
             continue
         print(f"job {number + 1} of {len(jobs)}: {folder.name}", flush=True)
         (folder / ERROR_FILE).unlink(missing_ok=True)
-        try:
-            if (folder / EVENTS_FILE).is_file():
-                api.run(str(folder), quiet=False)
-            else:
-                api.run(replace(configured(overrides), run_dir=str(folder)), quiet=False)
-        except Exception as error:
-            fail(error, debug=False)
+        _run_in(folder, overrides, begun=(folder / EVENTS_FILE).is_file())
     return _tell_end(Path(name))
 
 
@@ -203,12 +188,7 @@ def run_job(tree: Any) -> float | list[float] | None:
     take_files()  # in a process of the launcher
     overrides, folder = hydra.current_job()
     print(_place(folder), flush=True)
-    try:
-        config = replace(configured(overrides), run_dir=str(folder))
-        api.run(config, quiet=False)
-    except Exception as error:
-        fail(error, debug=False)
-        (folder / ERROR_FILE).write_text(f"{terminal(error)}\n", encoding="utf-8")
+    if not _run_in(folder, overrides, begun=False):
         return None
     run, metric = read_run(folder), tree.sweep.metric
     values = [run.metric(str(name)) for name in ([metric] if isinstance(metric, str) else metric)]
@@ -216,6 +196,19 @@ def run_job(tree: Any) -> float | list[float] | None:
     if len(reached) < len(values):
         return None
     return reached[0] if isinstance(metric, str) else reached
+
+
+def _run_in(folder: Path, overrides: Sequence[str], *, begun: bool) -> bool:
+    """Run a job of a sweep in its folder, or go on there; False if it has failed: see there."""
+    try:
+        config = str(folder) if begun else replace(configured(overrides), run_dir=str(folder))
+        api.run(config, quiet=False)
+    except Exception as error:
+        fail(error, debug=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ERROR_FILE).write_text(f"{terminal(error)}\n", encoding="utf-8")
+        return False
+    return True
 
 
 def _place(folder: Path) -> str:
@@ -271,19 +264,23 @@ def _tell_end(folder: Path) -> int:
     return RUN_FAILED if failed else 0
 
 
-def data(options: argparse.Namespace, overrides: list[str]) -> int:
+def data(data: Path, *, overrides: Sequence[str]) -> None:
     """Print what a data set holds, how clients would divide it, and suggested settings.
 
     DATA is a table, an npz file or a folder of images; overrides as of fednas run, such as
     clients=5 partition=dirichlet dataset.label=outcome
+
+    Args:
+        data: file or folder of the data
+        overrides: see above
     """
     from fednas_flwr.data.prepared import client_names, make_data
     from fednas_flwr.data.summary import summary
 
     has_table = any(override.startswith("dataset.labels_file=") for override in overrides)
-    name = "labelled_images" if has_table else _data_set(options.data)
+    name = "labelled_images" if has_table else _data_set(data)
     table = ["search_space=mlp_small"] if name == "csv" else []
-    whole = [f"dataset={name}", f"dataset.root='{options.data.resolve()}'", *table, *overrides]
+    whole = [f"dataset={name}", f"dataset.root='{data.resolve()}'", *table, *overrides]
     typed = hydra.given_settings(overrides).typed
     config = api.with_clients(parse_config(hydra.compose_tree(whole)), typed)
     if isinstance(config.dataset, CSV) and config.partition.name == "sites":
@@ -293,7 +290,6 @@ def data(options: argparse.Namespace, overrides: list[str]) -> int:
     names = names or [f"client {client}" for client in range(len(parts))]
     for line in summary(prepared, parts, names, **config.dataset.division):
         print(line)
-    return 0
 
 
 def _compare_sites(dataset: CSV) -> None:
@@ -325,3 +321,6 @@ def _data_set(path: Path) -> str:
         return "image_folder"
     tables = f"a table ends in {', '.join(TABLE_SUFFIXES)}"
     raise ConfigError(f"{path} is no table, npz file or folder of images: {tables}.")
+
+
+COMMANDS: dict[str, Handler] = {"run": run, "data": data}

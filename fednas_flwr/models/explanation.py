@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.records import CATEGORY, Column, Records, feature_names
-from fednas_flwr.models.metrics import weighted_scores
+from fednas_flwr.models.metrics import resampled, weighted_scores
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings.names import LOG_LOSS
 
@@ -67,11 +67,10 @@ def importance(
     sites_N = torch.from_numpy(np.unique(names, return_inverse=True)[1])[chosen]
     number, places = len(chosen), _places(schema)
     columns: list[dict[str, Any]] = []
-    rows_RN = torch.randint(number, (PERMUTATIONS, number), generator=generator)
+    weights_RN = resampled(PERMUTATIONS, number, generator)
     for name, own in places.items():
         drops = []
-        for rows_N in rows_RN:
-            weights_1N = torch.bincount(rows_N, minlength=number).double()[None]
+        for weights_1N in torch.split(weights_RN, 1):
             order_N = torch.rand(number, generator=generator, dtype=torch.float64)
             shuffled_N = (sites_N + order_N).argsort()
             changed_NF = x_NF.clone()
@@ -146,15 +145,7 @@ def mistakes(records: Records, logits_NC: Tensor, labels_N: Tensor) -> list[dict
 def _places(schema: Sequence[Column]) -> dict[str, list[int]]:
     """The places of each column's features."""
     names = feature_names(schema)
-    own = {
-        column.name: {
-            column.name,
-            f"{column.name} is missing",
-            *(f"{column.name}={value}" for value in column.categories),
-        }
-        for column in schema
-    }
-    return {column: [i for i, name in enumerate(names) if name in of] for column, of in own.items()}
+    return {one.name: [names.index(own) for own in feature_names([one])] for one in schema}
 
 
 def _settings(

@@ -265,9 +265,8 @@ def sums(
         float64 [1 + RESAMPLED, ...]: of the records, and of bootstrap resamples of them.
     """
     number, generator = len(labels_N), make_generator(seed, "resamples")
-    rows_RN = torch.randint(number, (RESAMPLED, number), generator=generator)
-    weights_RN = torch.ones(1 + RESAMPLED, number, dtype=torch.float64)
-    weights_RN[1:] = torch.zeros_like(weights_RN[1:]).scatter_add_(1, rows_RN, weights_RN[1:])
+    whole_1N = torch.ones(1, number, dtype=torch.float64)
+    weights_RN = torch.cat([whole_1N, resampled(RESAMPLED, number, generator)])
     if isinstance(objective, Regression):
         return weights_RN @ objective.terms(logits_NC, labels_N)
     if metric in (ACCURACY, LOG_LOSS):
@@ -288,6 +287,13 @@ def sums(
             counts_RB = torch.zeros(1 + RESAMPLED, 2 * RANKS, dtype=torch.float64)
             of_classes.append(counts_RB.index_add_(1, cells_N, weights_RN))
     return torch.stack(of_classes, 1)
+
+
+def resampled(resamples: int, number: int, generator: torch.Generator) -> Tensor:
+    """How often each of N records counts in bootstrap resamples of them, float64 [R, N]."""
+    rows_RN = torch.randint(number, (resamples, number), generator=generator)
+    weights_RN = torch.zeros(resamples, number, dtype=torch.float64)
+    return weights_RN.scatter_add_(1, rows_RN, torch.ones_like(weights_RN))
 
 
 def summed(values: Sequence[float], metric: str, classes: int) -> Tensor | None:
@@ -357,14 +363,10 @@ def at_threshold(
 
 def shares_at(counts: Sequence[Sequence[int]], threshold: float) -> dict[str, float]:
     """Return :func:`at_threshold` of a :func:`histogram`; what is of no record is left out."""
-    negatives, positives = counts
-    first = round(threshold * BINS)
-    shares = {}
-    if sum(positives):
-        shares["sensitivity"] = sum(positives[first:]) / sum(positives)
-    if sum(negatives):
-        shares["specificity"] = sum(negatives[:first]) / sum(negatives)
-    return shares
+    bins_B, weights_1B = torch.arange(BINS).repeat(2), torch.tensor(counts).double().view(1, -1)
+    positive_B = torch.arange(2 * BINS) >= BINS
+    found = at_threshold(bins_B, positive_B, round(threshold * BINS), weights_1B)
+    return {name: float(share) for name, share in found.items() if not share.isnan()}
 
 
 def calibration(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, Any]:
@@ -460,10 +462,7 @@ def intervals(
     found: dict[str, list[Tensor]] = {}
     for start in range(0, resamples, AT_ONCE):
         number = min(AT_ONCE, resamples - start)
-        rows = torch.randint(num_records, (number, num_records), generator=generator)
-        weights = torch.zeros(number, num_records, dtype=torch.float64)
-        weights.scatter_add_(1, rows, torch.ones_like(weights))
-        for name, values in measure(weights).items():
+        for name, values in measure(resampled(number, num_records, generator)).items():
             found.setdefault(name, []).append(values)
     ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
     quantiles = {name: torch.cat(parts).nanquantile(ends) for name, parts in found.items()}

@@ -140,10 +140,8 @@ def describe_network(
             sizes = {"architecture": given.network, "image_size": given.image_size}
             return {"name": FINE_TUNED, **sizes, **shapes, **moments}
         check_choice("algorithm.network", given.network, FIXED_NETWORKS)
-        description = {"name": given.network, **shapes}
-        if given.has_norm:
-            description["norm"] = config.retrain.norm
-        return description
+        norm = {"norm": config.retrain.norm} if given.has_norm else {}
+        return {"name": given.network, **shapes, **norm}
     return describe_derived(
         genotype,
         shapes,

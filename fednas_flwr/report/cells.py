@@ -19,18 +19,10 @@ from typing import Any
 from markupsafe import Markup
 
 from fednas_flwr.report import templates
-from fednas_flwr.report.plots import edge_labels, node_name
 from fednas_flwr.report.templates import DASH
 from fednas_flwr.runs.events import Event
 
 CHARACTER_WIDTH = 6.9
-OP_COLOURS = (  # the first part found in the op's name decides
-    ("none", "#8a8f98"),
-    ("skip", "#2e8b57"),
-    ("pool", "#a8650a"),
-    ("dil_", "#8250c4"),
-    ("", "#2f6fd0"),
-)
 
 
 def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> tuple[Markup, float]:
@@ -75,17 +67,12 @@ def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> tuple[Markup,
         height=58 + 30 * len(taken),
         nodes=[(45 + gap * place, name) for place, name in enumerate(names)],
         arrows=[
-            (45 + gap * source, 45 + gap * target, 64 + 30 * row, op, op_colour(op))
+            (45 + gap * source, 45 + gap * target, 64 + 30 * row, op)
             for (source, target, op), row in zip(arrows, rows, strict=True)
         ],
         character=CHARACTER_WIDTH,
     )
     return Markup(picture), width
-
-
-def op_colour(op: str) -> str:
-    """Return the colour of an op's family: none, skip, pooling, dilated, other."""
-    return next(colour for part, colour in OP_COLOURS if part in op)
 
 
 LAST_ROUNDS = 5  # snapshots of the alphas that the spread is taken over
@@ -131,20 +118,16 @@ def derived_edges(snapshots: Sequence[Event]) -> list[Edge]:
         snapshots: ``alphas`` events by ascending round. There are no edges without any.
     """
     last = snapshots[-LAST_ROUNDS:]
-    if not last:
-        return []
-    newest = last[-1]
     found = []
-    for kind, kept in newest["cells"].items():
-        num_rows = len(newest["alphas"][kind])
-        columns = [
-            column
-            for column, op in enumerate(newest["ops"])
-            if op != "none" or len(kept) == num_rows
-        ]
+    for kind, kept in last[-1]["cells"].items() if last else ():
+        ops, num_rows = last[-1]["ops"], len(last[-1]["alphas"][kind])
+        possible = [i for i, op in enumerate(ops) if op != "none" or len(kept) == num_rows]
         for edge, (row, label) in zip(kept, _places(kept, num_rows), strict=True):
-            rows = [event["alphas"][kind][row] for event in last]
-            found.append(_edge(kind, label, str(edge["op"]), newest["ops"], rows, columns))
+            rows, first = [event["alphas"][kind][row] for event in last], ops.index(edge["op"])
+            second = max((i for i in possible if i != first), key=rows[-1].__getitem__)
+            leads = [row[first] - row[second] for row in rows]
+            spread = stdev(leads) if len(leads) > 1 else None
+            found.append(Edge(kind, label, edge["op"], ops[second], leads[-1], spread))
     return found
 
 
@@ -157,27 +140,43 @@ def _places(kept: Sequence[Mapping[str, Any]], num_rows: int) -> list[tuple[int,
     """Return for each kept edge its row of the alphas and its name."""
     if len(kept) == num_rows:
         last = max((edge["target"] for edge in kept), default=0)
-        named = [(node_name(e["source"], 1, last), node_name(e["target"], 1, last)) for e in kept]
-        return [(row, f"{source} → {target}") for row, (source, target) in enumerate(named)]
-    labels, inputs = edge_labels(num_rows), 2
-    pairs = [
-        (source, target) for target in range(inputs, num_rows + inputs) for source in range(target)
-    ]
+        return [(i, edge_name(e["source"], e["target"], 1, last)) for i, e in enumerate(kept)]
+    labels, pairs = edge_labels(num_rows), _pairs(num_rows, 2)
     rows = [pairs.index((edge["source"], edge["target"])) for edge in kept]
     return [(row, labels[row]) for row in rows]
 
 
-def _edge(
-    kind: str,
-    label: str,
-    op: str,
-    ops: Sequence[str],
-    rows: Sequence[Sequence[float]],
-    columns: Sequence[int],
-) -> Edge:
-    """Return an edge from its alphas in each snapshot; ``columns`` are of ops it could have."""
-    first = ops.index(op)
-    second = max((column for column in columns if column != first), key=rows[-1].__getitem__)
-    leads = [row[first] - row[second] for row in rows]
-    spread = stdev(leads) if len(leads) > 1 else None
-    return Edge(kind, label, op, ops[second], leads[-1], spread)
+def edge_labels(num_edges: int) -> list[str]:
+    """Return the names of a cell's edges, at least one, ordered by target, then by source.
+
+    The number tells the kind of cell: every node reads all before it, and 2 + 3 + 4 + ... edges
+    mean two inputs (DARTS), 1 + 2 + 3 + ... one input (NAS-Bench-201).
+
+    Example:
+        >>> edge_labels(3)
+        ['input → 1', 'input → output', '1 → output']
+    """
+    for inputs in (2, 1):
+        pairs = _pairs(num_edges, inputs)
+        source, last = pairs[-1]
+        if source == last - 1:
+            return [edge_name(a, b, inputs, last) for a, b in pairs]
+    return [f"edge {edge}" for edge in range(num_edges)]
+
+
+def edge_name(source: int, target: int, inputs: int, last: int) -> str:
+    """Return an edge's name by those of its nodes."""
+    return f"{node_name(source, inputs, last)} → {node_name(target, inputs, last)}"
+
+
+def node_name(index: int, inputs: int, last: int) -> str:
+    """Return a node's name as the picture of the cell has it."""
+    if inputs == 1:
+        return {0: "input", last: "output"}.get(index, str(index))
+    return ("c(k−2)", "c(k−1)")[index] if index < 2 else str(index - 2)
+
+
+def _pairs(num_edges: int, inputs: int) -> list[tuple[int, int]]:
+    """Return source and target of the edges of a cell whose nodes read all before them."""
+    targets = range(inputs, num_edges + inputs)
+    return [(source, target) for target in targets for source in range(target)][:num_edges]

@@ -5,11 +5,10 @@
 listed with the reason. Differences are of runs with the same seed, with Student's t.
 """
 
-import csv
-import io
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -23,7 +22,7 @@ from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
 from fednas_flwr.report.plots import bars, pareto
-from fednas_flwr.report.tables import GROUPS, TEST_SEED
+from fednas_flwr.report.tables import TEST_SEED, rows_of
 from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, sentence
 from fednas_flwr.report.terminal import print_line, print_table
 from fednas_flwr.runs.events import Event
@@ -40,15 +39,17 @@ from fednas_flwr.runs.numbers import (
 
 TITLE_WIDTH, GROUP_WIDTH = 30, 18
 MOST_SETTINGS = 6  # that have columns
+GROUPS = ("algorithm", "dataset", "partition", "search_space", "retrain", "privacy", "runtime")
 NOT_SETTINGS = ("seed", "run_dir", "resume")
-COLUMNS = [metric for metric in METRICS if metric.compared]
 COSTS = ("multiply_adds", "num_parameters", "retrain_seconds", "traffic_mb", "epsilon")
-OVER: dict[str, Callable[[Sequence[Event]], float]] = {
-    "rounds": lambda events: events[-1]["round"],
-    "time": lambda events: sum(event["seconds"] for event in events),
-    "traffic": lambda events: sum(e["bytes_sent"] + e["bytes_received"] for e in events) / 1e6,
+OVER: dict[str, tuple[str, Callable[[Sequence[Event]], float]]] = {
+    "rounds": ("round", lambda events: events[-1]["round"]),
+    "time": ("seconds", lambda events: sum(event["seconds"] for event in events)),
+    "traffic": (
+        "MB in both directions",
+        lambda events: sum(e["bytes_sent"] + e["bytes_received"] for e in events) / 1e6,
+    ),
 }
-LABELS_OVER = {"rounds": "round", "time": "seconds", "traffic": "MB in both directions"}
 BEST_FILE = "optimization_results.yaml"  # of Hydra's Optuna sweeper, in the folder of a sweep
 
 
@@ -88,7 +89,7 @@ class Group:
     """
 
     name: str
-    settings: dict[str, Any]
+    settings: dict[str, str]
     seeds: tuple[Any, ...]
     folders: tuple[str, ...]
     test_seed: bool
@@ -113,7 +114,7 @@ class Comparison:
     best: tuple[str, ...]
     groups: tuple[Group, ...]
     not_counted: tuple[dict[str, str], ...]
-    metric: str = COLUMNS[0].name
+    metric: str = METRICS[0].name
     warnings: tuple[str, ...] = ()
     against: str | None = None
 
@@ -127,49 +128,42 @@ class Comparison:
         Without results that no group has reached, or that are the same in all of them;
         ``(2 of 3)`` marks a mean that lacks a seed.
         """
-        score = self.metric.partition("_")[2]
-        ours = (self.metric, f"linear_{score}", f"trees_{score}")
-        columns = {
-            metric: [_cell(group, metric) for group in self.groups]
-            for metric in sorted(COLUMNS, key=lambda metric: metric.name != self.metric)
-            if metric.name in ours or not metric.name.startswith(("linear_", "trees_"))
-        }
-        several = len(self.groups) > 1
-        shown = {
-            metric: cells
-            for metric, cells in columns.items()
-            if {*cells} != {DASH}
-            and (metric.name == self.metric or len({c.partition(" ±")[0] for c in cells}) > several)
-        }
-        settings = self.settings() if len(self.settings()) <= MOST_SETTINGS else []
-        head = ["", *map(_title, shown), *settings, "seeds"]
+        score, several = self.metric.partition("_")[2], len(self.groups) > 1
+        columns: list[tuple[str, Callable[[Group], str]]] = [("", lambda group: group.name)]
+        for metric in sorted(METRICS, key=lambda metric: metric.name != self.metric):
+            model, _, kind = metric.name.partition("_")
+            cells = {_cell(metric, group).partition(" ±")[0] for group in self.groups}
+            constant = metric.name != self.metric and len(cells) <= several
+            other = model in ("linear", "trees") and kind != score
+            if cells != {DASH} and not constant and not other:
+                columns.append((_title(metric), partial(_cell, metric)))
         if self.against is not None:
-            head.insert(2, f"difference from {self.against} (95 %)")
-        rows = []
-        for place, group in enumerate(self.groups):
-            row = [group.name, *(cells[place] for cells in shown.values())]
-            if self.against is not None:
-                row.insert(2, self.difference(group))
-            values = [_setting_text(group.settings[name]) for name in settings]
-            rows.append([*row, *values, ", ".join(map(str, group.seeds))])
-        return head, rows
+            columns.insert(2, (f"difference from {self.against} (95 %)", self.difference))
+        if len(names := self.settings()) <= MOST_SETTINGS:
+            columns += [(name, partial(_setting, name)) for name in names]
+        columns.append(("seeds", lambda group: ", ".join(map(str, group.seeds))))
+        return rows_of(self.groups, columns)
 
     def difference(self, group: Group) -> str:
         """The mean difference from the group ``against`` over the seeds that both have."""
         other = next(one for one in self.groups if one.name == self.against)
-        pairs = [
-            (value, reference)
-            for seed, value in zip(group.seeds, group.metrics[self.metric].values, strict=True)
-            for s, reference in zip(other.seeds, other.metrics[self.metric].values, strict=True)
-            if s == seed and value is not None and reference is not None
-        ]
+        ours, theirs = (
+            {seed: value for seed, value in zip(of.seeds, values, strict=True) if value is not None}
+            for of in (group, other)
+            for values in [of.metrics[self.metric].values]
+        )
+        form = FORMS[next(m.unit for m in METRICS if m.name == self.metric)]
+        pairs = [form.scale * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs]
         if group is other or not pairs:
             return DASH
-        form = FORMS[next(m.unit for m in COLUMNS if m.name == self.metric)]
-        mean, half = paired_difference([form.scale * (a - b) for a, b in pairs])
+        mean, half = paired_difference(pairs)
         digits = form.decimals or 3
         text = f"{mean:+.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
         return text.replace("-", "−")
+
+
+def _setting(name: str, group: Group) -> str:
+    return group.settings[name]
 
 
 def paired_difference(differences: Sequence[float]) -> tuple[float, float | None]:
@@ -182,7 +176,7 @@ def paired_difference(differences: Sequence[float]) -> tuple[float, float | None
     return fmean(differences), float(t.ppf(0.975, number - 1)) * stdev(differences) / sqrt(number)
 
 
-def _cell(group: Group, metric: Metric) -> str:
+def _cell(metric: Metric, group: Group) -> str:
     form, values = FORMS[metric.unit], group.metrics[metric.name].values
     text = mean_and_deviation(values, scale=form.scale, decimals=form.decimals)
     return f"{text} ({TEST_SEED})" if group.test_seed and metric.name == "epsilon" else text
@@ -202,12 +196,12 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
         ConfigError: A folder does not exist, or there is no run in it; or no group has the name.
     """
     folders = list(folders)
-    members: dict[str, dict[Any, Run]] = {}
+    members: dict[tuple[tuple[str, str], ...], dict[Any, Run]] = {}
     not_counted = []
     for folder in run_folders(folders):
         run, reason = _finished(folder)
         if run is not None:
-            key = json.dumps(_settings(run), sort_keys=True, default=str)
+            key = tuple(sorted(_settings(run).items()))
             group = members.setdefault(key, {})
             seed = run.config.get("seed")
             if seed in group:
@@ -226,7 +220,7 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     if against is not None:
         check_choice("--against", against, names)
     runs = [run for group in groups for run in group]
-    score = f"central_{runs[0].score.name}" if runs else COLUMNS[0].name
+    score = f"central_{runs[0].score.name}" if runs else METRICS[0].name
     reached = any(run.numbers().get(score) is not None for run in runs)
     said = [(run.folder.name, sentence("disagrees", run)) for run in runs]
     return Comparison(
@@ -245,9 +239,8 @@ def _names(groups: Sequence[Sequence[Run]], shown: Sequence[str], given: set[Pat
         folders = [runs[0].folder.resolve().name for runs in groups]
         if len({*folders}) == len(groups):
             return folders
-    rows = [
-        {name: _setting_text(_settings(runs[0]).get(name)) for name in shown} for runs in groups
-    ]
+    settings = [_settings(runs[0]) for runs in groups]
+    rows = [{name: of_group.get(name, DASH) for name in shown} for of_group in settings]
     used: list[str] = []
     for name in sorted(shown, key=lambda name: -len({row[name] for row in rows})):
         if len({tuple(row[n] for n in used) for row in rows}) < len(rows) or not used:
@@ -274,7 +267,7 @@ def _rank(run: Run, trials: Sequence[tuple[dict[str, Any], list[float]]]) -> int
     """Return the place of the trial whose settings a run has; all others come after."""
     settings = _settings(run)
     for place, (params, _) in enumerate(trials):
-        if all(settings.get(name.lstrip("+")) == value for name, value in params.items()):
+        if all(settings.get(name.lstrip("+")) == _text(value) for name, value in params.items()):
             return place
     return len(trials)
 
@@ -351,20 +344,25 @@ def _finished(folder: Path) -> tuple[Run | None, str]:
     return run, ""
 
 
-def _settings(run: Run) -> dict[str, Any]:
-    """The settings by dotted names; the name of a group stands under the group."""
+def _settings(run: Run) -> dict[str, str]:
+    """The settings by dotted names, as text; the name of a group stands under the group."""
     named = flat_settings(run.config).items()
-    return {k.removesuffix(".name"): value for k, value in named if k not in NOT_SETTINGS}
+    return {k.removesuffix(".name"): _text(value) for k, value in named if k not in NOT_SETTINGS}
 
 
-def _distinguishing(settings: Sequence[dict[str, Any]]) -> list[str]:
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(str(item) for item in value)
+    return DASH if value is None else str(value)
+
+
+def _distinguishing(settings: Sequence[dict[str, str]]) -> list[str]:
     """Return the names to show: all that every group has and that differ, then what is needed."""
     names = list(dict.fromkeys(name for group in settings for name in group))
-    differing = [n for n in names if len({_setting_text(g.get(n)) for g in settings}) > 1]
+    differing = [n for n in names if len({group.get(n, DASH) for group in settings}) > 1]
     shown = [name for name in differing if all(name in group for group in settings)]
     for name in [name for name in differing if name not in shown]:
-        rows = {tuple(_setting_text(group.get(n)) for n in shown) for group in settings}
-        if len(rows) == len(settings):
+        if len({tuple(g.get(n) for n in shown) for g in settings}) == len(settings):
             break
         shown.append(name)
     return shown or [name for name in ("algorithm", "dataset", "partition") if name in names]
@@ -375,11 +373,11 @@ def _group(runs: list[Run], shown: list[str], name: str) -> Group:
     numbers = [run.numbers() for run in runs]
     return Group(
         name=name,
-        settings={name: settings.get(name) for name in shown},
+        settings={name: settings.get(name, DASH) for name in shown},
         seeds=tuple(run.config.get("seed") for run in runs),
         folders=tuple(str(run.folder) for run in runs),
         test_seed=any(run.privacy and sentence("test_seed", run.privacy) for run in runs),
-        metrics={m.name: Statistics.of(tuple(n[m.name] for n in numbers)) for m in COLUMNS},
+        metrics={m.name: Statistics.of(tuple(n[m.name] for n in numbers)) for m in METRICS},
     )
 
 
@@ -392,25 +390,19 @@ def _order(seed: Any) -> tuple[bool, Any]:
     return (not isinstance(seed, int), seed if isinstance(seed, int) else str(seed))
 
 
-def _setting_text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(str(item) for item in value)
-    return DASH if value is None else str(value)
-
-
 def as_csv(comparison: Comparison) -> str:
     """The groups' plain numbers, in the units of the metrics' names."""
-    titles = [f"{metric.name}_{kind}" for metric in COLUMNS for kind in ("mean", "deviation")]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*map(csv_cell, comparison.settings()), "seeds", *titles, "test_seed"])
-    for group in comparison.groups:
-        cells = [*map(_setting_text, group.settings.values()), " ".join(map(str, group.seeds))]
-        found = [group.metrics[metric.name] for metric in COLUMNS]
-        numbers = [number for one in found for number in (one.mean, one.deviation)]
-        row = ["" if number is None else f"{number:.8g}" for number in numbers]
-        writer.writerow([*map(csv_cell, cells), *row, int(group.test_seed)])
-    return text.getvalue()
+    import pandas as pd
+
+    rows = [
+        {csv_cell(name): csv_cell(value) for name, value in group.settings.items()}
+        | {"seeds": " ".join(map(str, group.seeds))}
+        | {f"{name}_mean": found.mean for name, found in group.metrics.items()}
+        | {f"{name}_deviation": found.deviation for name, found in group.metrics.items()}
+        | {"test_seed": int(group.test_seed)}
+        for group in comparison.groups
+    ]
+    return str(pd.DataFrame(rows).to_csv(index=False, float_format="%.8g", lineterminator="\n"))
 
 
 def as_latex(comparison: Comparison) -> str:
@@ -435,7 +427,7 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list
 def _html(comparison: Comparison) -> str:
     """One offline page in the report's style: a chart, the table, and what costs what."""
     groups = comparison.groups
-    by_name = {metric.name: metric for metric in COLUMNS}
+    by_name = {metric.name: metric for metric in METRICS}
     main = by_name[comparison.metric]
     found = [(group, group.metrics[main.name]) for group in groups]
     reached = [(group, one) for group, one in found if one.mean is not None]
@@ -490,26 +482,28 @@ def write_curves(
         raise ConfigError(
             "--curves needs matplotlib: install fednas_flwr[plots], or use compare.html."
         ) from error
+    import pandas as pd
+
     picture = Picture(figsize=(6, 4), layout="constrained")
-    axes = picture.subplots()
+    axes, (label, until) = picture.subplots(), OVER[over]
     for group in compare_runs(folders).groups:
         runs = [read_run(Path(folder)).rounds(stage) for folder in group.folders]
         runs = [[e for e in rounds if e["metrics"].get(metric) is not None] for rounds in runs]
-        columns = list(zip(*runs, strict=False))  # of the rounds that all seeds have
-        if not columns:
-            continue
-        x = [fmean(OVER[over](rounds[: k + 1]) for rounds in runs) for k in range(len(columns))]
-        means = [fmean(e["metrics"][metric] for e in events) for events in columns]
-        spreads = [
-            stdev(e["metrics"][metric] for e in events) if len(events) > 1 else 0
-            for events in columns
+        points = [
+            (place, until(rounds[: place + 1]), event["metrics"][metric])
+            for rounds in runs
+            for place, event in enumerate(rounds)
         ]
-        axes.plot(x, means, label=group.name)
-        low, high = ([m + k * s for m, s in zip(means, spreads, strict=True)] for k in (-1, 1))
-        axes.fill_between(x, low, high, alpha=0.2)
+        rounds = pd.DataFrame(points, columns=["place", "x", "y"]).groupby("place")
+        means, spreads = rounds.mean(), rounds["y"].std().fillna(0)
+        whole = rounds.size() == len(runs)  # rounds that all seeds have
+        x, y, spread = means["x"][whole], means["y"][whole], spreads[whole]
+        if len(x):
+            axes.plot(x, y, label=group.name)
+            axes.fill_between(x, y - spread, y + spread, alpha=0.2)
     if not axes.lines:
         raise ConfigError(f"no run has the metric {metric} in its rounds of {stage}.")
-    axes.set(xlabel=LABELS_OVER[over], ylabel=metric.replace("_", " "))
+    axes.set(xlabel=label, ylabel=metric.replace("_", " "))
     axes.grid(alpha=0.3)
     axes.legend()
     picture.savefig(path)

@@ -17,13 +17,12 @@ from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import tables, templates
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.events import records_of
-from fednas_flwr.runs.numbers import SCORES, Run, flat_settings, read_run
+from fednas_flwr.runs.numbers import SCORES, Run, read_run
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
 PUBLISHED = "snapshot_download('<user>/<model>')"  # of huggingface_hub
-SETTINGS = ("algorithm", "search_space", "retrain", "privacy")
 
 
 def write_model_card(run_folder: Path) -> Path:
@@ -74,12 +73,12 @@ def _metadata(run: Run) -> ModelCardData:
     inputs = run.last("exported").get("inputs") or {}
     kind = "regression" if inputs.get("target") else "classification"
     task = f"{'tabular' if len(inputs.get('shape', ())) == 1 else 'image'}-{kind}"
-    numbers = run.numbers()
+    numbers, data = run.numbers(), terminal(run.group("dataset").get("name", "not recorded"))
     results = [
         EvalResult(
             task_type=task,
-            dataset_type=terminal(_name(run, "dataset")),
-            dataset_name=terminal(_name(run, "dataset")),
+            dataset_type=data,
+            dataset_name=data,
             metric_type=score.hub,
             metric_value=numbers[f"central_{score.name}"],
         )
@@ -97,27 +96,12 @@ def _metadata(run: Run) -> ModelCardData:
 
 def _card(run: Run, place: str) -> str:
     """The card; ``place`` is what the model is loaded from."""
-    clients, parts = records_of(run.last("partition"))
-    settings = run.settings
-    shown = flat_settings({group: settings.get(group) for group in SETTINGS})
     text = templates.render(
         "card.md.j2",
         run=run,
         tables=tables,
-        dataset=_name(run, "dataset"),
-        space=_name(run, "search_space"),
-        clients=clients,
-        partition=tables.settings_text(run.config, "partition") if run.config else "",
-        sizes=", ".join(f"{size:,} {part}" for part, size in parts.items()),
-        settings=[
-            *((name, value) for name, value in shown.items() if value not in (None, [])),
-            *((word, settings[key]) for key, word in tables.NUMBERS.items() if settings.get(key)),
-        ],
+        records_of=records_of,
         place=Markup(place),
         published=place == PUBLISHED,
     )
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def _name(run: Run, group: str) -> str:
-    return str(run.group(group).get("name", "not recorded"))

@@ -1,62 +1,133 @@
 """The report's figures in the terms of plotly.js: plain dictionaries from a run, drawn by the page.
 
 Each function returns a figure ``{"data": [...], "layout": {...}}``, or None when the run holds
-nothing to show. The report's script adds what depends on the reader's screen: fonts, colours of the
-light or dark page, and the numbers inside the partition's picture where there is room for them.
+nothing to show; :func:`all_figures` has those of a run by name. The report's script adds what
+depends on the reader's screen: fonts, colours of the light or dark page, and the numbers inside the
+partition's picture where there is room for them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from statistics import fmean
 from typing import Any
 
-from fednas_flwr.report.templates import as_date, as_unit, count, quantiles, wilson
+from fednas_flwr.report.cells import derived_edges, edge_labels
+from fednas_flwr.report.tables import STAGES
+from fednas_flwr.report.templates import as_date, as_unit, quantiles, wilson
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import GUESSES, SCORES, Metric, Run, Unit
+from fednas_flwr.runs.numbers import GUESSES, SCORES, Metric, Run, Unit, is_noised
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Figure = dict[str, Any]
 
 CATEGORIES: Figure = {"type": "category", "showgrid": False}  # an axis of names
 DOWNWARDS = CATEGORIES | {"autorange": "reversed"}
+PERCENT, FROM_ZERO = {"tickformat": ".0%"}, {"rangemode": "tozero"}
+SHARES: Figure = PERCENT | {"range": [0, 1.02]}
+SHARE: Figure = PERCENT | FROM_ZERO
+LOG: Figure = {"type": "log", "dtick": 1, "exponentformat": "power"}
 BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#e8842c", "#2ea36b", "#8b98a9"
 COLOURS = (BLUE, ORANGE, GREEN, "#9a5bd0", "#d64b6a", "#1d9fb0", "#a38a1c", GREY)
 MOST_MARKERS = 60
 MOST_SLIDER_STEPS = 60
+MOST_GAPS = 40  # rows or columns of a heat map that are drawn apart
 LONGEST_NAME = 24
+CHARTS: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {
+    # heading, title of the axis, what the axis shows, metrics
+    "loss": ("Loss", "loss", {}, ("train_loss", "validation_loss")),
+    "accuracy": ("Accuracy", "accuracy", SHARE, ("train_accuracy", "validation_accuracy")),
+    "closeness": (
+        *("Closeness: 1 - absolute error / range", "closeness", SHARE),
+        ("train_closeness", "validation_closeness"),
+    ),
+    "entropy": ("Entropy of the alphas", "nats per edge", {}, ("alpha_entropy",)),
+    "lr": ("Learning rate chosen", "learning rate", LOG, ("lr", "alpha_lr")),
+    "theta": ("Entropy of the configurations' distribution", "nats", {}, ("theta_entropy",)),
+    "skip": ("Share of skip connections", "share", SHARE, ("skip_share",)),
+}
+PHASES: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {  # the same of FEATHERS
+    "entropy_of_pi": ("Entropy of the bandit's distribution", "nats", FROM_ZERO, ("entropy",)),
+    "kappa": ("Configurations tried per phase", "configurations", FROM_ZERO, ("kappa",)),
+}
+CURVES = {  # heading, titles of the axes
+    "roc": ("ROC", "false positive rate", "true positive rate"),
+    "precision_recall": ("Precision and recall", "recall", "precision"),
+}
+
+
+def all_figures(run: Run) -> dict[str, Figure]:
+    """Every figure of a run by name; none that would be empty.
+
+    Those of a stage begin with its name and have their heading as the layout's title.
+    """
+    growth = (run.privacy or {}).get("growth") or []
+    epsilons = {"epsilon": [epsilon for _, epsilon in growth]}  # of the client that spends most
+    found = {
+        **stage_figures(run, "search"),
+        **stage_figures(run, "retrain"),
+        **{f"alphas_{kind}": figure for kind, figure in alphas(run).items()},
+        **class_curves(run),
+        **effects(run),
+        "leaderboard": leaderboard(run),
+        "partition": partition(run.last("partition")),
+        "clients": client_accuracy(run),
+        "reliability": reliability(run),
+        "predictions": predictions(run),
+        "importance": importance(run),
+        "epsilon": curves([number for number, _ in growth], epsilons, "epsilon", FROM_ZERO),
+        **{f"traffic_{stage}": traffic(run.rounds(stage)) for stage in STAGES},
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def stage_figures(run: Run, stage: str) -> dict[str, Figure | None]:
+    """Return what a stage's rounds have measured, and its phases of exploration."""
+    phases, looked_up = run.explored(stage), run.last("looked_up") if stage == "search" else {}
+    cells = f"percentile of {looked_up.get('cells', 0):,} cells"
+    in_table = ("Percentile of the cell in the table", cells, {"range": [0, 102]}, ("percentile",))
+    drawn = {f"{stage}_estimates": estimates(phases)}
+    for charts, measured in (
+        (CHARTS, {e["round"]: e["metrics"] for e in run.rounds(stage)}),
+        (PHASES, {event["round"]: event for event in phases}),
+        (
+            {"percentile": in_table},
+            {number: {"percentile": of} for number, of in looked_up.get("percentiles") or []},
+        ),
+    ):
+        for key, (heading, title, look, metrics) in charts.items():
+            noised = ", noised" if run.is_private and any(map(is_noised, metrics)) else ""
+            series = {m.replace("_", " "): [of.get(m) for of in measured.values()] for m in metrics}
+            figure = curves(list(measured), series, title, look)
+            if figure is not None:
+                figure["layout"]["title"] = {"text": heading + noised}
+            drawn[f"{stage}_{key}"] = figure
+    return drawn
 
 
 def curves(
-    rounds: Sequence[Event],
-    series: Mapping[str, str],
-    *,
+    rounds: Sequence[float],
+    series: Mapping[str, Sequence[float | None]],
     title: str,
-    percent: bool = False,
-    log: bool = False,
+    look: Figure | None = None,
 ) -> Figure | None:
-    """Return metrics over rounds, of two rounds or more; a round without the metric is a gap.
+    """Return numbers over rounds, of two rounds or more; a round without the number is a gap.
 
     Args:
-        rounds: ``round`` events by ascending round.
-        series: Legend entry of each metric to draw; metrics that never occur are left out.
+        rounds: Ascending.
+        series: The numbers of each legend entry.
         title: Title of the vertical axis.
-        percent: True if the metrics are shares of 1.
-        log: True if the vertical axis is logarithmic.
+        look: How that axis differs from others.
     """
-    numbers = [event["round"] for event in rounds]
-    traces = []
-    for (metric, label), colour in zip(series.items(), (BLUE, ORANGE), strict=False):
-        values = [event["metrics"].get(metric) for event in rounds]
-        if sum(value is not None for value in values) > 1:
-            traces.append(_line(numbers, values, label, colour))
+    traces = [
+        _line(rounds, values, name, colour)
+        for (name, values), colour in zip(series.items(), COLOURS, strict=False)
+        if sum(value is not None for value in values) > 1
+    ]
     if not traces:
         return None
-    look: Figure = {"tickformat": ".0%", "rangemode": "tozero"} if percent else {}
-    look |= {"type": "log", "dtick": 1, "exponentformat": "power"} if log else {}
-    layout = axes(x="round", y=title, yaxis=look, showlegend=len(traces) > 1)
-    return {"data": traces, "layout": layout}
+    return _figure(*traces, x="round", y=title, yaxis=look, showlegend=len(traces) > 1)
 
 
 def bars(
@@ -66,9 +137,10 @@ def bars(
     title: str,
     unit: Unit,
     *,
+    colours: Sequence[str] = (),
     from_zero: bool = False,
 ) -> Figure:
-    """Return horizontal bars with 95 % intervals, the first in another colour.
+    """Return horizontal bars with 95 % intervals.
 
     The axis begins at a tenth below all intervals, so that they can be told apart.
 
@@ -78,15 +150,16 @@ def bars(
         ends: Their intervals, ``(value, value)`` for none.
         title: What the values are.
         unit: Of the values.
+        colours: Of the bars; by default the first has another than all others.
         from_zero: True if the axis begins at 0 or below, as that of differences.
     """
     low, high = min(map(min, ends)), max(map(max, ends))
-    start = min(0.0, low) if from_zero else max(0.0, math.floor(10 * low - 0.5) / 10)
-    end = 1 if unit == "share" and high > 0.5 else high + 0.05 * (high - start)
+    start = min(0.0, low) if from_zero or low < 0 else max(0.0, math.floor(10 * low - 0.5) / 10)
+    end = max(1.0, high) if unit == "share" and high > 0.5 else high + 0.05 * (high - start)
     trace = {
         "type": "bar",
         "orientation": "h",
-        "y": _distinct([_short(name) for name in names]),
+        "y": _distinct(names),
         "x": values,
         "text": [as_unit(value, unit).replace("-", "−") for value in values],
         "error_x": {
@@ -95,18 +168,11 @@ def bars(
         },
         "customdata": [f"{as_unit(a, unit)} to {as_unit(b, unit)}" for a, b in ends],
         "hovertemplate": "%{y}: %{text}, 95 % %{customdata}<extra></extra>",
-        "marker": {"color": [BLUE, *[BLUE if from_zero else GREY] * (len(names) - 1)]},
+        "marker": {"color": [*colours] or [BLUE, *[GREY] * (len(names) - 1)]},
     }
-    look = {"tickformat": ".0%"} if unit == "share" else {}
-    layout = axes(
-        x=title,
-        y="",
-        xaxis={"range": [start, end], **look},
-        yaxis=DOWNWARDS,
-        height=60 + 25 * len(names),
-        showlegend=False,
-    )
-    return {"data": [trace], "layout": layout}
+    look = {"range": [start, end], **(PERCENT if unit == "share" else {})}
+    shown: Figure = {"xaxis": look, "yaxis": DOWNWARDS, "height": 60 + 25 * len(names)}
+    return _figure(trace, x=title, y="", showlegend=False, **shown)
 
 
 def leaderboard(run: Run) -> Figure | None:
@@ -125,117 +191,95 @@ def leaderboard(run: Run) -> Figure | None:
     return bars(names, values, ends, f"{score.label} on test records", score.unit)
 
 
+def client_accuracy(run: Run) -> Figure | None:
+    """Return the test accuracy of every client with its 95 % interval, their mean and the server's.
+
+    Of more than ``MOST_SHOWN`` clients the bars are quantiles, from the worst to the best.
+    """
+    clients = [c for c in run.client_results() if c.get("accuracy") is not None]
+    if len(clients) < 2:
+        return None
+    names, values = [f"client {c['client']}" for c in clients], [c["accuracy"] for c in clients]
+    rest = {"mean of the clients": (fmean(values), ORANGE)}
+    if (central := run.scores("central").get("accuracy")) is not None:
+        rest["server's test set"] = central, GREEN
+    ends = [(value, value) for value in values]
+    if len(values) > MOST_SHOWN:
+        values = quantiles(values)
+        names, ends = [f"{q:.0%} of clients" for q in QUANTILES], [(v, v) for v in values]
+    elif not run.is_private:
+        ends = [wilson(client["accuracy"], client.get("num_examples")) for client in clients]
+    colours = [BLUE] * len(values)
+    for name, (value, colour) in rest.items():
+        names, values = [*names, name], [*values, value]
+        ends, colours = [*ends, (value, value)], [*colours, colour]
+    return bars(names, values, ends, "test accuracy", "share", colours=colours)
+
+
 def importance(run: Run) -> Figure | None:
     """Return by how much the score falls where a column's values are shuffled, with intervals."""
     columns = (run.scores("central").get("importance") or {}).get("columns", [])[:MOST_SHOWN]
     if not columns:
         return None
-    names, drops = [c["name"] for c in columns], [c["drop"] for c in columns]
-    title = f"loss of {run.score.label} without the column"
-    return bars(names, drops, [c["interval"] for c in columns], title, "score", from_zero=True)
+    names, drops, ends = ([c[key] for c in columns] for key in ("name", "drop", "interval"))
+    title, look = f"loss of {run.score.label} without the column", [BLUE] * len(columns)
+    return bars(names, drops, ends, title, "score", colours=look, from_zero=True)
 
 
 def pareto(points: Sequence[tuple[str, float, float]], cost: Metric, score: Metric) -> Figure:
     """Return scores over costs, and the front: those that no other beats in both, as a line."""
     ordered = sorted(points, key=lambda point: (point[1], -point[2]))
     front = [p for i, p in enumerate(ordered) if all(p[2] > other[2] for other in ordered[:i])]
-    look = {"tickformat": ".0%"} if score.unit == "share" else {}
     names, xs, ys = zip(*ordered, strict=True)
-    dots = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": xs,
-        "y": ys,
+    dots = _dots(xs, ys, "", size=9) | {
         "customdata": names,
         "hovertemplate": "%{customdata}: %{y} at %{x}<extra></extra>",
-        "marker": {"size": 9, "color": BLUE},
     }
-    line = _line([x for _, x, _ in front], [y for *_, y in front], "front", ORANGE)
-    layout = axes(
-        x=cost.label + (" (MB)" if cost.unit == "megabytes" else ""),
-        y=score.label,
-        yaxis=look,
-        showlegend=False,
-    )
-    return {"data": [line | {"mode": "lines", "hoverinfo": "skip"}, dots], "layout": layout}
+    line = _line([x for _, x, _ in front], [y for *_, y in front], "front", ORANGE, mode="lines")
+    look, x = PERCENT if score.unit == "share" else {}, cost.label
+    x += " (MB)" if cost.unit == "megabytes" else ""
+    line["hoverinfo"] = "skip"
+    return _figure(line, dots, x=x, y=score.label, yaxis=look, showlegend=False)
 
 
 def effects(run: Run) -> dict[str, Figure]:
     """Return the mean probability of the positive class over values of a column, by its name."""
-    found = {}
-    for place, effect in enumerate(
-        (run.scores("central").get("importance") or {}).get("effects", [])
-    ):
+    found, explained = {}, run.scores("central").get("importance") or {}
+    for place, effect in enumerate(explained.get("effects", [])):
         xs, ys = effect["x"], effect["y"]
         line = _line(xs, ys, "probability", BLUE)
         if effect["kind"] != "number":
             xs = xs if effect["kind"] == "category" else [as_date(days) for days in xs]
             line = {"type": "bar", "x": xs, "y": ys, "marker": {"color": BLUE}}
-        look = {"tickformat": ".0%", "range": [0, 1]}
-        layout = axes(x=_short(effect["name"]), y="", yaxis=look, height=190, showlegend=False)
-        found[f"effect_{place}"] = {"data": [line], "layout": layout}
+        shown: Figure = {"yaxis": PERCENT | {"range": [0, 1]}, "height": 190, "showlegend": False}
+        found[f"effect_{place}"] = _figure(line, x=_short(effect["name"]), y="", **shown)
     return found
 
 
-def epsilon(run: Run) -> Figure | None:
-    """Return epsilon over the rounds of the client that spends most."""
-    points = (run.privacy or {}).get("growth") or []
-    if len(points) < 2:
-        return None
-    rounds, values = zip(*points, strict=True)
-    line = _line(list(rounds), list(values), "epsilon", BLUE)
-    layout = axes(x="round", y="epsilon", yaxis={"rangemode": "tozero"}, showlegend=False)
-    return {"data": [line], "layout": layout}
-
-
-def class_curves(run: Run) -> dict[str, tuple[str, Figure]]:
+def class_curves(run: Run) -> dict[str, Figure]:
     """Return ROC and precision-recall curves of the classes that scores are of, by short name."""
-    curves, names = run.scores("central").get("curves") or {}, run.class_names
-    titles = {
-        "roc": ("ROC", "false positive rate", "true positive rate"),
-        "precision_recall": ("Precision and recall", "recall", "precision"),
-    }
-    found = {}
-    for kind, by_class in curves.items():
-        heading, x, y = titles[kind]
+    found, names = {}, run.class_names
+    for kind, by_class in (run.scores("central").get("curves") or {}).items():
+        heading, x, y = CURVES[kind]
         traces = [
-            _line(xs, ys, _short(names[int(c)] if names else c), colour) | {"mode": "lines"}
+            _line(xs, ys, _short(names[int(c)] if names else c), colour, mode="lines")
             for (c, (xs, ys)), colour in zip(by_class.items(), cycle(COLOURS), strict=False)
         ]
-        look = {"range": [0, 1.02], "tickformat": ".0%"}
-        layout = axes(x=x, y=y, xaxis=look, yaxis=look, showlegend=len(traces) > 1)
-        found[kind] = heading, {"data": traces, "layout": layout}
+        look: Figure = {"xaxis": SHARES, "yaxis": SHARES, "title": {"text": heading}}
+        found[kind] = _figure(*traces, x=x, y=y, showlegend=len(traces) > 1, **look)
     return found
-
-
-def percentiles(run: Run, stage: str) -> Figure | None:
-    """Return the percentile of the cell that stood best in each round of the search, by a table."""
-    event = run.last("looked_up")
-    if stage != "search" or not event.get("percentiles"):
-        return None
-    rounds, values = zip(*event["percentiles"], strict=True)
-    title = f"percentile of {event['cells']:,} cells"
-    layout = axes(x="round", y=title, yaxis={"range": [0, 102]}, showlegend=False)
-    return {"data": [_line(list(rounds), list(values), "percentile", BLUE)], "layout": layout}
 
 
 def traffic(rounds: Sequence[Event]) -> Figure | None:
     """Return the megabytes that the server sent and received in each round, if they differ."""
-    numbers = [event["round"] for event in rounds]
-    traces = []
-    for key, label, colour in (
-        ("bytes_sent", "sent by the server", BLUE),
-        ("bytes_received", "received", ORANGE),
-    ):
-        values = [event[key] / 1e6 for event in rounds]
-        if len(set(values)) > 1:
-            traces.append(_line(numbers, values, label, colour))
-            if label == "received":  # both directions are often equal: keep the line below visible
-                traces[-1]["line"]["dash"] = "dash"
-    if not traces:
-        return None
-    layout = axes(x="round", y="MB per round", yaxis={"rangemode": "tozero"})
-    return {"data": traces, "layout": layout}
+    ways = {"bytes_sent": "sent by the server", "bytes_received": "received"}
+    series = {name: [event[key] / 1e6 for event in rounds] for key, name in ways.items()}
+    series = {name: values for name, values in series.items() if len({*values}) > 1}
+    figure = curves([event["round"] for event in rounds], series, "MB per round", FROM_ZERO)
+    for trace in figure["data"] if figure else ():
+        if trace["name"] == "received":  # often the same as is sent: keep the line below visible
+            trace["line"]["dash"] = "dash"
+    return figure
 
 
 def partition(event: Event) -> Figure | None:
@@ -244,111 +288,70 @@ def partition(event: Event) -> Figure | None:
     if not counts or not names:
         return None
     by_class = [list(column) for column in zip(*counts, strict=True)]
-    clients = [str(client) for client in event["clients"]]
-    hover = "client %{x}<br>%{y}: %{z:,} records<extra></extra>"
-    trace = heat(clients, _distinct([_short(name) for name in names]), by_class, hover) | {
-        "text": [[f"{value:,}" if value else "" for value in row] for row in by_class],
-        "xgap": 1 if len(clients) <= 40 else 0,
-        "ygap": 1 if len(names) <= 40 else 0,
-    }
-    layout = axes(
+    figure = _heat(
+        [str(client) for client in event["clients"]],
+        _distinct(names),
+        by_class,
+        "client %{x}<br>%{y}: %{z:,} records<extra></extra>",
+        title="records",
+        ends=(0, max(map(max, counts)) or 1),
         x="client",
-        y="",
-        xaxis=CATEGORIES,
         yaxis=DOWNWARDS,
         height=min(max(90 + 26 * len(names), 220), 760),
-        coloraxis=colours(0, max(map(max, counts)) or 1, title="records"),
     )
-    return {"data": [trace], "layout": layout}
+    texts = [[f"{value:,}" if value else "" for value in row] for row in by_class]
+    figure["data"][0]["text"] = texts
+    return figure
 
 
-def client_accuracy(run: Run) -> Figure | None:
-    """Return the test accuracy of every client with its 95 % interval, and the mean as a line.
+def alphas(run: Run) -> dict[str, Figure]:
+    """Return the heat maps of the softmaxed alphas by kind of cell, the derived edges marked.
 
-    Of more than ``MOST_SHOWN`` clients the bars are quantiles, from the worst to the best.
-    The axis runs from 0 to 1, and further where noise has carried an accuracy out of that range; it
-    begins at a tenth above 0 where all accuracies are above that, so that they can be told apart.
+    They show the last round; ``frames`` are at most 60 rounds, evenly chosen, with the first and
+    the last.
     """
-    clients = [c for c in run.client_results() if c.get("accuracy") is not None]
-    if len(clients) < 2:
-        return None
-    names = [str(client["client"]) for client in clients]
-    values = [client["accuracy"] for client in clients]
-    sizes = [f"<br>{count(client.get('num_examples'))} test records" for client in clients]
-    mean, who = fmean(values), "client"
-    if many := len(values) > MOST_SHOWN:
-        values, sizes = quantiles(values), [""] * len(QUANTILES)
-        names, who = [f"{share:.0%}" for share in QUANTILES], "quantile"
-    bars = {
-        "type": "bar",
-        "name": who,
-        "x": names,
-        "y": values,
-        "customdata": sizes,
-        "hovertemplate": f"{who} %{{x}}: %{{y:.1%}}%{{customdata}}<extra></extra>",
-        "marker": {"color": BLUE},
-    }
-    lowest = min(values)
-    if not many and not run.is_private:
-        ends = [wilson(client["accuracy"], client.get("num_examples")) for client in clients]
-        lows, highs = zip(*ends, strict=True)
-        up = [high - value for value, high in zip(values, highs, strict=True)]
-        down = [value - low for value, low in zip(values, lows, strict=True)]
-        bars["error_y"] = {"array": up, "arrayminus": down}
-        lowest = min(lows)
-    data: list[Figure] = [bars, _level(names, mean, "mean of the clients", ORANGE, "dash")]
-    central = run.scores("central").get("accuracy")
-    if central is not None:
-        data.append(_level(names, central, "server's test set", GREEN, "dot"))
-        lowest = min(lowest, central)
-    start = max(0, math.floor(10 * lowest) / 10) if lowest >= 0 else lowest
-    shares = {"tickformat": ".0%", "range": [start, max(1, *values)]}
-    return {"data": data, "layout": axes(x=who, y="test accuracy", xaxis=CATEGORIES, yaxis=shares)}
-
-
-def alphas(events: Sequence[Event], genotype: Mapping[str, Any] | None) -> Figure:
-    """Return the heat maps of the softmaxed alphas with all their slider's steps.
-
-    Args:
-        events: ``alphas`` events by ascending round.
-        genotype: The derived genotype, whose edges are marked; None when there is none.
-
-    Returns:
-        ``{"rounds": [..], "kinds": {kind: {"figure": .., "steps": [z of each round]}}}``: at most
-        60 rounds, evenly chosen, with the first and the last; the figure shows the last. ``kinds``
-        is empty when there are no alphas.
-    """
-    if not events:
-        return {"rounds": [], "kinds": {}}
-    last = len(events) - 1
+    if not (events := run.alphas()):
+        return {}
+    last, edges = len(events) - 1, derived_edges(events)
     steps = sorted({round(i * last / (MOST_SLIDER_STEPS - 1)) for i in range(MOST_SLIDER_STEPS)})
-    chosen = [events[step] for step in steps]
-    newest = chosen[-1]
-    kinds = {}
-    for kind in newest["alphas"]:
+    chosen, ops, figures = [events[step] for step in steps], events[-1]["ops"], {}
+    for kind, newest in events[-1]["alphas"].items():
         shares = [[_softmax(row) for row in event["alphas"][kind]] for event in chosen]
-        labels = edge_labels(len(shares[-1]))
         values = [value for step in shares for row in step for value in row]
-        ends = min(values), max(values)
-        kept = (genotype or {}).get("cells", {}).get(kind, [])
-        figure = _alpha_figure(labels, newest["ops"], shares[-1], ends, kept)
-        kinds[kind] = {"figure": figure, "steps": shares}
-    return {"rounds": [event["round"] for event in chosen], "kinds": kinds}
+        labels = edge_labels(len(newest))
+        marks = [(e.op, e.label) for e in edges if e.kind == kind and e.label in labels]
+        hover, ends = "%{y}<br>%{x}: %{z:.3f}<extra></extra>", (min(values), max(values))
+        figures[kind] = _heat(
+            ops,
+            labels,
+            shares[-1],
+            hover,
+            title="share",
+            ends=ends,
+            rings=marks,
+            xaxis=CATEGORIES | {"tickangle": -40},
+            yaxis=DOWNWARDS,
+            height=130 + 24 * len(labels),
+        )
+        figures[kind]["frames"] = [
+            {"name": str(event["round"]), "data": [{"type": "heatmap", "z": step}]}
+            for event, step in zip(chosen, shares, strict=True)
+        ]
+    return figures
 
 
 def reliability(run: Run) -> Figure | None:
     """Return accuracy over confidence, with the diagonal of a calibrated model."""
-    calibration = run.scores("central").get("calibration") or {}
-    if not calibration.get("bins"):
+    bins = (run.scores("central").get("calibration") or {}).get("bins")
+    if not bins:
         return None
-    confidence, accuracy, numbers = map(list, zip(*calibration["bins"], strict=True))
-    hover = "%{x:.1%}: %{y:.1%} of %{customdata:,}<extra></extra>"
-    network = _line(confidence, accuracy, "the network", BLUE)
-    ideal = _diagonal("calibrated", [0, 1])
-    look = {"range": [0, 1.02], "tickformat": ".0%"}
+    confidence, accuracy, numbers = zip(*bins, strict=True)
+    network = _line(confidence, accuracy, "the network", BLUE) | {
+        "customdata": numbers,
+        "hovertemplate": "%{x:.1%}: %{y:.1%} of %{customdata:,}<extra></extra>",
+    }
     titles = {"x": "probability of what is predicted", "y": "share that is right"}
-    shown = [ideal, network | {"customdata": numbers, "hovertemplate": hover}]
-    return {"data": shown, "layout": axes(**titles, xaxis=look, yaxis=look)}
+    return _figure(_diagonal("calibrated", 0, 1), network, **titles, xaxis=SHARES, yaxis=SHARES)
 
 
 def predictions(run: Run) -> Figure | None:
@@ -356,35 +359,9 @@ def predictions(run: Run) -> Figure | None:
     if not (pairs := run.scores("central").get("pairs")):
         return None
     true, predicted = zip(*pairs, strict=True)
-    name, look = (*run.class_names, "number")[0], {"color": BLUE, "size": 5, "opacity": 0.6}
-    points = {"type": "scatter", "mode": "markers", "name": "records", "x": true, "y": predicted}
-    layout = axes(x=f"true {name}", y=f"predicted {name}")
-    exact = _diagonal("exact", [min(true), max(true)])
-    return {"data": [points | {"marker": look}, exact], "layout": layout}
-
-
-def _diagonal(name: str, ends: list[float]) -> Figure:
-    line = {"color": ORANGE, "dash": "dash"}
-    place = {"x": ends, "y": ends}
-    return {"type": "scatter", "mode": "lines", "name": name, **place, "line": line}
-
-
-def exploration(phases: Sequence[Event]) -> dict[str, tuple[str, Figure | None]]:
-    """Return heading and figure of entropy, kappa, and estimates over phases, by a short name."""
-    points = [
-        {"round": e["round"], "metrics": {"entropy": e["entropy"], "kappa": e["kappa"]}}
-        for e in phases
-    ]
-    entropy = curves(points, {"entropy": "entropy"}, title="nats")
-    kappa = curves(points, {"kappa": "kappa"}, title="configurations")
-    for figure in (entropy, kappa):
-        if figure is not None:
-            figure["layout"]["yaxis"]["rangemode"] = "tozero"
-    return {
-        "entropy_of_pi": ("Entropy of the bandit's distribution", entropy),
-        "kappa": ("Configurations tried per phase", kappa),
-        "estimates": ("Estimated rewards; rings mark the choice", estimates(phases)),
-    }
+    name, exact = (*run.class_names, "number")[0], _diagonal("exact", min(true), max(true))
+    points = _dots(true, predicted, "records", size=5, opacity=0.6)
+    return _figure(points, exact, x=f"true {name}", y=f"predicted {name}")
 
 
 def estimates(phases: Sequence[Event]) -> Figure | None:
@@ -392,140 +369,80 @@ def estimates(phases: Sequence[Event]) -> Figure | None:
     if not phases:
         return None
     rounds = [str(event["round"]) for event in phases]
-    by_arm = [list(row) for row in zip(*(e["estimates"] for e in phases), strict=True)]
-    shown = [[None if v is None else float(f"{v:.4g}") for v in row] for row in by_arm]
-    known = [value for row in shown for value in row if value is not None]
+    by_arm = [_rounded(row) for row in zip(*(e["estimates"] for e in phases), strict=True)]
     hover = "round %{x}, configuration %{y}: %{z}<extra></extra>"
-    cells = heat(rounds, None, shown, hover)
-    chosen = rings(rounds, [event["best"] for event in phases])
-    scale = colours(min(known, default=0), max(known, default=1), title="nats")
-    look: Figure = {"xaxis": CATEGORIES, "showlegend": False, "coloraxis": scale}
-    layout = axes(x="round", y="configuration", **look)
-    return {"data": [cells, chosen], "layout": layout}
+    rings = [(str(event["round"]), event["best"]) for event in phases]
+    look: Figure = {"title": "nats", "x": "round", "y": "configuration"}
+    figure = _heat(rounds, range(len(by_arm)), by_arm, hover, rings=rings, **look)
+    figure["layout"]["title"] = {"text": "Estimated rewards; rings mark the choice"}
+    return figure
 
 
-def edge_labels(num_edges: int) -> list[str]:
-    """Return the names of a cell's edges, which are ordered by target, then by source.
-
-    The number tells the kind of cell: every node reads all before it, and 2 + 3 + 4 + ... edges
-    mean two inputs (DARTS), 1 + 2 + 3 + ... one input (NAS-Bench-201).
-
-    Example:
-        >>> edge_labels(3)
-        ['input → 1', 'input → output', '1 → output']
-    """
-    for inputs in (2, 1):
-        pairs: list[tuple[int, int]] = []
-        target = inputs
-        while len(pairs) < num_edges:
-            pairs += [(source, target) for source in range(target)]
-            target += 1
-        if len(pairs) == num_edges:
-            last = target - 1
-            return [
-                f"{node_name(a, inputs, last)} → {node_name(b, inputs, last)}" for a, b in pairs
-            ]
-    return [f"edge {edge}" for edge in range(num_edges)]
-
-
-def node_name(index: int, inputs: int, last: int) -> str:
-    """Return a node's name as the picture of the cell has it."""
-    if inputs == 1:
-        return {0: "input", last: "output"}.get(index, str(index))
-    return ("c(k−2)", "c(k−1)")[index] if index < 2 else str(index - 2)
-
-
-def _alpha_figure(
-    labels: list[str],
-    ops: list[str],
-    shares: list[list[float]],
-    ends: tuple[float, float],
-    kept: Sequence[Mapping[str, Any]],
+def _figure(
+    *data: Figure,
+    x: str,
+    y: str,
+    xaxis: Figure | None = None,
+    yaxis: Figure | None = None,
+    **layout: object,
 ) -> Figure:
-    cells = heat(ops, labels, shares, "%{y}<br>%{x}: %{z:.3f}<extra></extra>")
-    cells |= {"xgap": 1, "ygap": 1}
-    inputs = 2 if labels[0].startswith("c(") else 1
-    last = max((e["target"] for e in kept), default=0)
-    marks = [
-        (
-            e["op"],
-            f"{node_name(e['source'], inputs, last)} → {node_name(e['target'], inputs, last)}",
-        )
-        for e in kept
-    ]
-    marks = [mark for mark in marks if mark[0] in ops and mark[1] in labels]
-    chosen = rings([op for op, _ in marks], [label for _, label in marks])
-    layout = axes(
-        x="",
-        y="",
-        xaxis=CATEGORIES | {"tickangle": -40},
-        yaxis=DOWNWARDS,
-        height=130 + 24 * len(labels),
-        showlegend=False,
-        coloraxis=colours(*ends, title="share"),
-    )
-    return {"data": [cells, chosen] if marks else [cells], "layout": layout}
-
-
-def _line(x: Sequence[float], y: Sequence[float | None], name: str, colour: str) -> Figure:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if len(x) <= MOST_MARKERS else "lines",
-        "name": name,
-        "x": x,
-        "y": [None if value is None else float(f"{value:.5g}") for value in y],
-        "line": {"color": colour, "width": 2},
-        "marker": {"size": 4},
-    }
-
-
-def _level(names: list[str], value: float, name: str, colour: str, dash: str) -> Figure:
-    """Return a horizontal line."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "x": names,
-        "y": [value] * len(names),
-        "line": {"color": colour, "dash": dash, "width": 2},
-        "hovertemplate": f"{name}: %{{y:.1%}}<extra></extra>",
-    }
-
-
-def heat(
-    x: Sequence[str], y: Sequence[str] | None, z: Sequence[Sequence[float | None]], hover: str
-) -> Figure:
-    """Return a heat map on the layout's axis of colours; without ``y`` its rows are numbered."""
-    trace = {"type": "heatmap", "x": x, "z": z, "hovertemplate": hover, "coloraxis": "coloraxis"}
-    return trace if y is None else trace | {"y": y}
-
-
-def rings(x: Sequence[str], y: Sequence[object]) -> Figure:
-    """Return rings around cells of a heat map."""
-    line = {"width": 2.5}
-    marker = {"symbol": "circle-open", "size": 11, "color": ORANGE, "line": line}
-    place = {"type": "scatter", "mode": "markers", "x": x, "y": y}
-    return place | {"hoverinfo": "skip", "marker": marker}
-
-
-def colours(low: float, high: float, *, title: str) -> Figure:
-    """Return the axis of colours of a heat map."""
-    return {"cmin": low, "cmax": high, "colorbar": {"title": {"text": title}, "thickness": 12}}
-
-
-def axes(
-    *, x: str, y: str, xaxis: Figure | None = None, yaxis: Figure | None = None, **layout: object
-) -> Figure:
-    """Return a layout with titled axes, as all figures have it, and what is special to one."""
-    return {
+    """Return a figure with titled axes, as all have them, and what is special to one."""
+    look = {
         "height": 270,
         "margin": {"l": 10, "r": 10, "t": 30, "b": 10},
         "dragmode": False,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         "xaxis": {"title": {"text": x}, "automargin": True, **(xaxis or {})},
         "yaxis": {"title": {"text": y}, "automargin": True, **(yaxis or {})},
-        **layout,
     }
+    return {"data": [*data], "layout": look | layout}
+
+
+def _line(
+    x: Sequence[float], y: Sequence[float | None], name: str, colour: str, mode: str = ""
+) -> Figure:
+    usual = "lines+markers" if len(x) <= MOST_MARKERS else "lines"
+    look = {"line": {"color": colour, "width": 2}, "marker": {"size": 4}}
+    place = {"x": [*x], "y": _rounded(y)}
+    return {"type": "scatter", "mode": mode or usual, "name": name, **place, **look}
+
+
+def _dots(x: Sequence[Any], y: Sequence[Any], name: str, **look: object) -> Figure:
+    marker = {"color": BLUE, **look}
+    return {"type": "scatter", "mode": "markers", "name": name, "x": x, "y": y, "marker": marker}
+
+
+def _diagonal(name: str, *ends: float) -> Figure:
+    line = {"color": ORANGE, "dash": "dash"}
+    return {"type": "scatter", "mode": "lines", "name": name, "x": ends, "y": ends, "line": line}
+
+
+def _heat(
+    columns: Sequence[str],
+    rows: Sequence[object],
+    z: Sequence[Sequence[float | None]],
+    hover: str,
+    *,
+    title: str,
+    ends: tuple[float, float] | None = None,
+    rings: Sequence[tuple[str, object]] = (),
+    x: str = "",
+    y: str = "",
+    xaxis: Figure = CATEGORIES,
+    **layout: Any,
+) -> Figure:
+    """Return a heat map with its axis of colours, and rings around some of its cells."""
+    known = [value for row in z for value in row if value is not None]
+    low, high = ends or (min(known, default=0), max(known, default=1))
+    colours = {"cmin": low, "cmax": high, "colorbar": {"title": {"text": title}, "thickness": 12}}
+    place = {"type": "heatmap", "x": columns, "y": [*rows], "z": z}
+    gaps = {f"{axis}gap": int(len(of) <= MOST_GAPS) for axis, of in (("x", columns), ("y", rows))}
+    cells = {**place, "hovertemplate": hover, "coloraxis": "coloraxis", **gaps}
+    ringed = ([column for column, _ in rings], [row for _, row in rings])
+    look: Figure = {"symbol": "circle-open", "size": 11, "color": ORANGE, "line": {"width": 2.5}}
+    marks = [_dots(*ringed, "", **look) | {"hoverinfo": "skip"}] if rings else []
+    layout |= {"coloraxis": colours, "showlegend": False}
+    return _figure(cells, *marks, x=x, y=y, xaxis=xaxis, **layout)
 
 
 def _softmax(row: Sequence[float | None]) -> list[float]:
@@ -535,10 +452,15 @@ def _softmax(row: Sequence[float | None]) -> list[float]:
     return [round(power / sum(powers), 3) for power in powers]
 
 
+def _rounded(values: Iterable[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.5g}") for value in values]
+
+
 def _short(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
-def _distinct(names: list[str]) -> list[str]:
-    """Return the names with their index added where two are equal: categories must differ."""
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return short names, with their index added where two are equal: categories must differ."""
+    names = [_short(name) for name in names]
     return [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names)]

@@ -8,7 +8,8 @@ never left out of a maximum. Every epsilon is rounded up. Sentences are macros o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fednas_flwr.report.templates import (
@@ -19,6 +20,7 @@ from fednas_flwr.report.templates import (
     count,
     duration,
     epsilon_text,
+    figures,
     percent,
     quantiles,
     score,
@@ -27,32 +29,19 @@ from fednas_flwr.report.templates import (
 )
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import METRICS, SCORES, Run, of_splits
+from fednas_flwr.runs.numbers import METRICS, SCORES, Run, Score, flat_settings, of_splits
 from fednas_flwr.settings.names import GDP, MOST_SHOWN, PRV, QUANTILES, RDP
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
-GROUPS = {
-    "algorithm": "algorithm",
-    "dataset": "data",
-    "partition": "partition",
-    "search_space": "search space",
-    "retrain": "retraining",
-    "privacy": "privacy",
-    "runtime": "runtime",
-}
-NUMBERS = {
-    "genotype": "given genotype",
-    "clients": "clients",
-    "rounds": "search rounds",
-    "seed": "seed",
-}
-_STEPS = ("local_epochs", "batch_size", "local_steps", "sampling_rate", "expected_batch_size")
-_SIZES = ("channels", "num_cells", "skeleton", "candidates", "width", "widths")
-SHOWN = {  # what a reader asks first; all settings stand in the configuration
-    "algorithm": ("network", "rule", "sampler", *_STEPS),
-    "search_space": (*_SIZES, "head", "activation", "norm"),
-    "retrain": ("rounds", "channels", "num_cells", *_STEPS),
-}
+SETTINGS = ("algorithm", "partition", "search_space", "retrain", "privacy")  # and what follows
+NUMBERS = ("genotype", "clients", "rounds", "seed")
+
+Cells = Sequence[tuple[str, Callable[[Any], str]]]  # head and content of each column
+
+
+def rows_of(items: Iterable[Any], columns: Cells) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table with a row for each item."""
+    return [head for head, _ in columns], [[cell(item) for _, cell in columns] for item in items]
 
 
 def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
@@ -74,24 +63,13 @@ def scores(run: Run) -> list[tuple[str, str]]:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """Return name and value of everything that says what was run."""
+    """Return name and value of everything that says what was run, beside settings."""
     config, started = run.settings, run.last("run_started")
-    versions = started.get("versions") or {}
-    steps = [  # of the networks' weights; those that a file gives have none
-        ((config.get(group) or {}).get("weights"), stage)
-        for group, stage in (("algorithm", "search"), ("retrain", "retraining"))
-    ]
-    rates = [
-        f"{weights['lr']:g} in {stage}"
-        for weights, stage in steps
-        if isinstance(weights, dict) and weights.get("lr") is not None
-    ]
     searched = sentence("search_privacy", config, run.privacy) if run.rounds("search") else ""
+    versions = started.get("versions") or {}
     facts = [
-        *((label, settings_text(config, key)) for key, label in GROUPS.items() if key in config),
-        *((label, str(config[key])) for key, label in NUMBERS.items() if config.get(key)),
+        *((name, str(run.group(name).get("name") or "")) for name in ("dataset", "runtime")),
         ("the search was", searched),
-        ("learning rate", ", ".join(rates)),
         ("registered by the user", ", ".join(started.get("own") or [])),
         ("data", ". ".join(run.last("data").get("found") or [])),
         *((name, str(started.get(name) or "")) for name in ("commit", "machine", "device")),
@@ -101,18 +79,11 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-def settings_text(config: dict[str, Any], group: str) -> str:
-    """Return a configuration group's name with its most important settings."""
-    values = config[group]
-    if not isinstance(values, dict):
-        return str(values)
-    name = values.get("name")
-    keys = ("alpha",) if name == "dirichlet" else SHOWN.get(group, ())
-    settings = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
-    text = ", ".join(settings)
-    if name is None:
-        return text
-    return f"{name} ({text})" if text else str(name)
+def setting_rows(run: Run) -> list[tuple[str, str]]:
+    """Name and value of each setting as it took effect."""
+    settings = run.settings
+    shown = flat_settings({name: settings.get(name) for name in (*NUMBERS, *SETTINGS)})
+    return [(name, str(value)) for name, value in shown.items() if value not in (None, [])]
 
 
 COLUMN_HEAD = ["column", "what it is", "standardised by (mean, deviation)"]
@@ -122,17 +93,17 @@ def column_rows(run: Run) -> list[list[str]]:
     """Return a row for each column of the table that the exported model takes; none of images."""
     inputs = run.last("exported").get("inputs") or {"schema": [], "mean": [], "std": []}
     pairs = iter(zip(inputs["mean"], inputs["std"], strict=True))
-    rows = {}
-    for column in (c for c in inputs["schema"] if c["kind"] != "category"):
+    rows = []
+    for column in inputs["schema"]:
+        if column["kind"] == "category":
+            rows.append([column["name"], f"one of {', '.join(column['categories'])}", DASH])
+            continue
         mean, std = next(pairs)
         also = ", with a feature that says if it is missing" if column["indicator"] else ""
-        text = f"{mean:.6g}, {std:.6g}"
-        if column["kind"] == "date":
-            text = f"{as_date(mean)}, {std:.3g} days"
-        rows[column["name"]] = [column["name"], column["kind"] + also, text]
-    for column in (c for c in inputs["schema"] if c["kind"] == "category"):
-        rows[column["name"]] = [column["name"], f"one of {', '.join(column['categories'])}", DASH]
-    return [rows[column["name"]] for column in inputs["schema"]]
+        is_date = column["kind"] == "date"
+        text = f"{as_date(mean)}, {std:.3g} days" if is_date else f"{mean:.6g}, {std:.6g}"
+        rows.append([column["name"], column["kind"] + also, text])
+    return rows
 
 
 Table = tuple[str, list[str], list[list[str]]]  # name, head, rows
@@ -152,22 +123,21 @@ def score_table(run: Run) -> Table | None:
     central = measured["central"]
     if not central:
         return None
-    shown = [model for model, values in measured.items() if values]
-    rows = []
-    for kind in SCORES:
-        if kind.of(central) is None:
-            continue
-        low_high = (central.get("intervals") or {}).get(kind.name)
-        text = FORMS[kind.unit].text
-        interval = f"{text(low_high[0])} to {text(low_high[1])}" if low_high else DASH
-        others = [text(kind.of(measured[model])) for model in shown[1:]]
-        rows.append([kind.label, text(kind.of(central)), interval, *others])
-    rows += [
-        [name, score(value), DASH, *[DASH] * (len(shown) - 1)]
-        for name, value in (central.get("own") or {}).items()
+    kinds = [kind for kind in SCORES if kind.of(central) is not None]
+
+    def interval(kind: Score) -> str:
+        ends = (central.get("intervals") or {}).get(kind.name)
+        return " to ".join(map(FORMS[kind.unit].text, ends)) if ends else DASH
+
+    columns: list[tuple[str, Callable[[Score], str]]] = [
+        ("score", lambda kind: kind.label),
+        *((MODELS[name], partial(_score_of, of)) for name, of in measured.items() if of),
     ]
-    head = ["score", MODELS["central"], "95 % interval", *(MODELS[model] for model in shown[1:])]
-    return "Scores on the server's test set", head, rows
+    columns.insert(2, ("95 % interval", interval))
+    head, rows = rows_of(kinds, columns)
+    rest = [DASH] * (len(head) - 2)
+    own = [[name, score(value), *rest] for name, value in (central.get("own") or {}).items()]
+    return "Scores on the server's test set", head, rows + own
 
 
 def leaderboard_table(run: Run) -> Table | None:
@@ -176,40 +146,33 @@ def leaderboard_table(run: Run) -> Table | None:
     if len(models) < 2:
         return None
     text, by_accuracy = FORMS[score.unit].text, score == SCORES[0]
+    no_accuracy = by_accuracy or run.is_regression  # beside the score
 
     def validation(row: dict[str, Any]) -> str:
-        if row["validation"] is None:
-            return DASH
-        return f"{text(row['validation'])} ± {text(row['standard_error'])}"
+        value, error = row["validation"], row["standard_error"]
+        return DASH if value is None else f"{text(value)} ± {text(error)}"
 
     def test(row: dict[str, Any]) -> str:
         low_high = row["interval"]
         ends = f" ({text(low_high[0])} – {text(low_high[1])})" if low_high else ""
         return text(row["accuracy"] if by_accuracy else row["test"]) + ends
 
-    chose = any(row["validation"] is not None for row in models)
-    columns: list[tuple[str, bool, Callable[[dict[str, Any]], str]]] = [
-        ("network", True, lambda row: row["network"]),
-        (f"validation {score.label} ± error", chose, validation),
-        (f"test {score.label} (95 %)", True, test),
-        (
-            "test accuracy",
-            not (by_accuracy or run.is_regression),
-            lambda row: percent(row["accuracy"]),
-        ),
-        ("parameters", True, lambda row: count(row["parameters"])),
-        ("rounds", True, lambda row: count(row["rounds"])),
-        ("time", True, lambda row: duration(row["seconds"])),
-        (
-            "epsilon",
-            run.is_private,
-            lambda row: epsilon_text(row["epsilon"]) if row["rounds"] else DASH,
-        ),
-        ("", any(row["reason"] for row in models), lambda row: row["reason"]),
+    def epsilon(row: dict[str, Any]) -> str:
+        return epsilon_text(row["epsilon"]) if run.is_private and row["rounds"] else DASH
+
+    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("network", lambda row: row["network"]),
+        (f"validation {score.label} ± error", validation),
+        (f"test {score.label} (95 %)", test),
+        ("test accuracy", lambda row: DASH if no_accuracy else percent(row["accuracy"])),
+        ("parameters", lambda row: count(row["parameters"])),
+        ("rounds", lambda row: count(row["rounds"])),
+        ("time", lambda row: duration(row["seconds"])),
+        ("epsilon", epsilon),
+        ("", lambda row: row["reason"]),
     ]
-    shown = [(head, cell) for head, known, cell in columns if known]
-    head = [title for title, _ in shown]
-    return "Models that were compared", head, [[cell(row) for _, cell in shown] for row in models]
+    shown = [(head, cell) for head, cell in columns if {*map(cell, models)} - {DASH, ""}]
+    return "Models that were compared", *rows_of(models, shown)
 
 
 def class_table(run: Run) -> Table | None:
@@ -218,11 +181,11 @@ def class_table(run: Run) -> Table | None:
     per_class = central.get("per_class") or []
     if len(per_class) != len(names) or not names:
         return None
+    word = "label" if run.multi_label else "class"
     rows = [
         [name, *(score(row.get(key)) for key in PER_CLASS), count(row["count"])]
         for name, row in zip(names, per_class, strict=True)
     ]
-    word = "label" if run.multi_label else "class"
     return f"Each {word}", [word, *PER_CLASS.values(), "records"], rows
 
 
@@ -248,22 +211,28 @@ def client_table(run: Run) -> Table | None:
     if many := len(clients) > MOST_SHOWN:
         names = [*(kind.name for kind in shown), "num_examples"]
         values = {n: [c[n] for c in clients if c.get(n) is not None] for n in names}
-        columns = {name: quantiles(known) for name, known in values.items()}
+        spread = {name: quantiles(known) for name, known in values.items()}
         clients = [
-            {"client": f"{share:.0%} of clients", **{n: v[i] for n, v in columns.items()}}
+            {"client": f"{share:.0%} of clients", **{n: v[i] for n, v in spread.items()}}
             for i, share in enumerate(QUANTILES)
         ]
-    with_interval = not many and not run.is_private and shown[0] == SCORES[0]
-    rows = []
-    for client in clients:
-        row = [FORMS[kind.unit].text(kind.of(client)) for kind in shown]
-        if with_interval:
-            low, high = wilson(client["accuracy"], client.get("num_examples"))
-            row.insert(1, f"{percent(low)} to {percent(high)}")
-        rows.append([str(client["client"]), *row, count(client.get("num_examples"))])
-    head = ["client", *(kind.label for kind in shown), "records"]
-    head[2:2] = ["95 % interval"] if with_interval else []
-    return "Each client's own test records", head, rows
+
+    def interval(client: Mapping[str, Any]) -> str:
+        low, high = wilson(client["accuracy"], client.get("num_examples"))
+        return f"{percent(low)} to {percent(high)}"
+
+    columns: list[tuple[str, Callable[[Any], str]]] = [
+        ("client", lambda client: str(client["client"])),
+        *((s.label, partial(_score_of, kind=s)) for s in shown),
+        ("records", lambda client: count(client.get("num_examples"))),
+    ]
+    if not many and not run.is_private and shown[0] == SCORES[0]:
+        columns.insert(2, ("95 % interval", interval))
+    return "Each client's own test records", *rows_of(clients, columns)
+
+
+def _score_of(measured: Mapping[str, Any], kind: Score) -> str:
+    return FORMS[kind.unit].text(kind.of(measured))
 
 
 def score_tables(run: Run) -> list[Table]:
@@ -273,7 +242,11 @@ def score_tables(run: Run) -> list[Table]:
 
 
 TEST_SEED = "test seed: no privacy"
-ACCOUNTANTS = {PRV: "PRV", RDP: "RDP", GDP: "GDP (approximation, no bound)"}
+ACCOUNTANTS = {
+    PRV: "epsilon (PRV)",
+    RDP: "epsilon, RDP",
+    GDP: "epsilon, GDP (approximation, no bound)",
+}
 
 
 def is_secure(client: Event) -> bool:
@@ -283,22 +256,21 @@ def is_secure(client: Event) -> bool:
 
 def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of what clients committed to release, by kind."""
-    head = ["stage", "action", "splits", "noise multiplier", "clipping norm"]
-    head += ["expected batch", "rate p", "steps, at most"]
-    rows = [
-        [
-            release["stage"],
-            release["action"],
-            ", ".join(release["splits"]),
-            f"{release['noise_multiplier']:g}{' (of the sum)' if release.get('shared') else ''}",
-            f"{release['max_grad_norm']:g}",
-            "every record" if release["batch_size"] is None else f"{release['batch_size']:,}",
-            _rates_text([client["rates"][place] for client in event["clients"]]),
-            f"{release['steps']:,}",
-        ]
+    columns: Cells = [
+        ("stage", lambda release: release["stage"]),
+        ("action", lambda release: release["action"]),
+        ("splits", lambda release: ", ".join(release["splits"])),
+        ("noise multiplier", lambda release: sentence("multiplier", release)),
+        ("clipping norm", lambda release: f"{release['max_grad_norm']:g}"),
+        ("expected batch", lambda release: sentence("batch", release)),
+        ("rate p", lambda release: _rates_text(release["rates"])),
+        ("steps, at most", lambda release: f"{release['steps']:,}"),
+    ]
+    releases = [
+        release | {"rates": [client["rates"][place] for client in event["clients"]]}
         for place, release in enumerate(event["schedule"])
     ]
-    return head, rows
+    return rows_of(releases, columns)
 
 
 def promise_table(
@@ -313,24 +285,29 @@ def promise_table(
     clients = event["clients"]
     parts = list(dict.fromkeys(part for client in clients for part in client["records"]))
     splits = [s for s in parts if any(s in (c["epsilon"].get(PRV) or {}) for c in clients)]
-    head = ["client", f"{sentence('unit', event)}s: {' / '.join(parts)}"]
-    head += [*(f"epsilon, {split} (PRV)" for split in splits), "epsilon (PRV)"]
-    head += [f"epsilon, {ACCOUNTANTS[name]}" for name in (RDP, GDP)]
-    head += ["delta", "spent of budget (filter)", "noise"]
-    rows = []
-    for client in clients:
+
+    def sizes(client: Event) -> str:
+        records = client["records"]
+        return " / ".join(f"{records[p]:,}" if p in records else DASH for p in parts)
+
+    def of_split(split: str, client: Event) -> str:
         prv = client["epsilon"].get(PRV) or {}
-        budget = client["budget"]
-        sizes = [f"{client['records'][p]:,}" if p in client["records"] else DASH for p in parts]
-        row = [str(client["client"]), " / ".join(sizes)]
-        row += [epsilon_text(prv[split]) if split in prv else DASH for split in splits]
-        for name in ACCOUNTANTS:
-            known = client["epsilon"].get(name) is not None
-            row.append(epsilon_text(of_splits(client, name)) if known else DASH)
-        row += [f"{budget['delta']:g}", spent_text(client, spent)]
-        row.append("secret" if is_secure(client) else "test seed")
-        rows.append(row)
-    return head, rows
+        return epsilon_text(prv[split]) if split in prv else DASH
+
+    def of_all(accountant: str, client: Event) -> str:
+        known = client["epsilon"].get(accountant) is not None
+        return epsilon_text(of_splits(client, accountant)) if known else DASH
+
+    columns: Cells = [
+        ("client", lambda client: str(client["client"])),
+        (f"{sentence('unit', event)}s: {' / '.join(parts)}", sizes),
+        *((f"epsilon, {split} (PRV)", partial(of_split, split)) for split in splits),
+        *((title, partial(of_all, name)) for name, title in ACCOUNTANTS.items()),
+        ("delta", lambda client: f"{client['budget']['delta']:g}"),
+        ("spent of budget (filter)", lambda client: spent_text(client, spent)),
+        ("noise", lambda client: "secret" if is_secure(client) else "test seed"),
+    ]
+    return rows_of(clients, columns)
 
 
 def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
@@ -354,27 +331,25 @@ def phase_table(phases: Sequence[Event]) -> tuple[list[str], list[list[str]]]:
     Where rewards are noised, also the standard deviation of their noise and M, to which the change
     of a record's loss was clipped: rewards that differ by less than the noise say little.
     """
-    names = list(phases[0]["configuration"])
+    configuration = list(phases[0]["configuration"])
     noised = any(event.get("noise") for event in phases)
-    channel = {"noise": "its noise (std)", "loss_bound": "loss bound M"} if noised else {}
-    head = ["before round", "tried", "best reward", *channel.values(), "chosen", "its estimate"]
-    rows = []
-    for event in phases:
-        rewards = [reward for reward in event["rewards"].values() if reward is not None]
-        best = event["best"]
-        rows.append(
-            [
-                str(event["round"]),
-                str(event["kappa"]),
-                _number(max(rewards, default=None)),
-                *(_number(event[name]) for name in channel),
-                str(best),
-                _number(event["estimates"][best]),
-                *(_number(event["configuration"][name]) for name in names),
-            ]
-        )
-    return [*head, *(name.replace("_", " ") for name in names)], rows
+    columns: Cells = [
+        ("before round", lambda event: str(event["round"])),
+        ("tried", lambda event: str(event["kappa"])),
+        ("best reward", _best_reward),
+        *([("its noise (std)", lambda event: figures(event["noise"], 3))] if noised else []),
+        *([("loss bound M", lambda event: figures(event["loss_bound"], 3))] if noised else []),
+        ("chosen", lambda event: str(event["best"])),
+        ("its estimate", lambda event: figures(event["estimates"][event["best"]], 3)),
+        *((name.replace("_", " "), partial(_chosen, name)) for name in configuration),
+    ]
+    return rows_of(phases, columns)
 
 
-def _number(value: float | None) -> str:
-    return DASH if value is None else f"{value:.3g}"
+def _best_reward(event: Event) -> str:
+    rewards = [reward for reward in event["rewards"].values() if reward is not None]
+    return figures(max(rewards, default=None), 3)
+
+
+def _chosen(name: str, event: Event) -> str:
+    return figures(event["configuration"][name], 3)

@@ -26,7 +26,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from fednas_flwr.base.foreign import markdown
-from fednas_flwr.runs.numbers import Unit, largest, overall
+from fednas_flwr.runs.numbers import Unit, is_noised, largest, overall
 from fednas_flwr.settings.names import QUANTILES
 
 DASH = "–"
@@ -47,29 +47,24 @@ def quantiles(values: Sequence[float]) -> list[float]:
     return [ordered[round(share * (len(ordered) - 1))] for share in QUANTILES]
 
 
-def wilson(share: float, number: int | None, z: float = 1.96) -> tuple[float, float]:
+def wilson(share: float, number: int | None) -> tuple[float, float]:
     """The 95 % interval of a share of ``number`` records (Wilson 1927); all of [0, 1] of unknown.
 
     Example:
         >>> [round(end, 3) for end in wilson(0.8, 10)]
         [0.49, 0.943]
     """
+    from scipy.stats import binomtest  # type: ignore[import-untyped,unused-ignore]
+
     if not number:
         return 0.0, 1.0
-    scale = 1 + z**2 / number
-    centre = (share + z**2 / (2 * number)) / scale
-    half = z * math.sqrt(share * (1 - share) / number + z**2 / (4 * number**2)) / scale
-    return centre - half, centre + half
+    low, high = binomtest(round(share * number), int(number)).proportion_ci(method="wilson")
+    return float(low), float(high)
 
 
 def as_date(days: float) -> str:
     """Return a day since 1970 as ``2024-05-31``."""
     return str(date(1970, 1, 1) + timedelta(days=round(days)))
-
-
-def rounds_text(number: int) -> str:
-    """Return a number of rounds: ``1 round``, ``12 rounds``."""
-    return f"{number} round{'' if number == 1 else 's'}"
 
 
 def percent(value: float | None) -> str:
@@ -243,6 +238,7 @@ def _sentences() -> Any:
 def _environment(**options: Any) -> Environment:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, **options)  # noqa: S701
     environment.filters |= FORMATS
+    environment.tests["noised"] = is_noised
     environment.globals |= {
         "DASH": DASH,
         "QUANTILES": QUANTILES,

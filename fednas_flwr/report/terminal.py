@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, JustifyMethod
 from rich.progress import (
@@ -18,7 +19,6 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
-    TaskID,
     TextColumn,
 )
 from rich.table import Table
@@ -33,12 +33,11 @@ from fednas_flwr.report.templates import (
     duration,
     paragraphs,
     percent,
-    rounds_text,
     score,
     sentence,
 )
 from fednas_flwr.runs.events import Event, names_by_client, with_names
-from fednas_flwr.runs.numbers import Run, is_noised, read_run
+from fednas_flwr.runs.numbers import Run, read_run
 from fednas_flwr.settings.names import CLIENT
 
 RECENT_ROUNDS = 10
@@ -109,19 +108,17 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     def __init__(self, console: Console | None = None) -> None:
         """Show nothing yet: the first stage does."""
         self._console = console or Console()
-        self._bars: Progress | None = None
-        if self._console.is_terminal:
-            self._bars = Progress(
-                SpinnerColumn(finished_text="[green]✓"),
-                TextColumn("{task.description:<8}", markup=False),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[position]}"),
-                TextColumn("{task.fields[metrics]}", style="cyan"),
-                _TimeLeft(),
-                console=self._console,
-                refresh_per_second=5,
-            )
-        self._task: TaskID | None = None
+        self._bars = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description:<8}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[position]}"),
+            TextColumn("{task.fields[metrics]}", style="cyan"),
+            _TimeLeft(),
+            console=self._console,
+            refresh_per_second=5,
+            disable=not self._console.is_terminal,
+        )
         self._seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
         self._last_line = -math.inf
         self._failures: set[tuple[object, ...]] = set()
@@ -144,7 +141,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 self._is_private = True
                 self._show_privacy(event)
             case "run_finished":
-                self.close()
+                self._bars.stop()
         failure = (event.get("client"), event.get("action"), event.get("reason"))
         if kind in STYLES and not (kind == "client_failed" and failure in self._failures):
             for line in paragraphs(f"on_{kind}", event):
@@ -152,14 +149,9 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if kind == "client_failed":
             self._failures.add(failure)
 
-    def close(self) -> None:
-        """Stop the moving bars; what they showed last stays on the terminal."""
-        if self._bars is not None:
-            self._bars.stop()
-
     def __exit__(self, *_: object) -> None:
-        """Give the terminal back."""
-        self.close()
+        """Give the terminal back; what the bars showed last stays on it."""
+        self._bars.stop()
 
     def _say(self, line: str, style: str = "") -> None:
         print_line(self._console, line, style)
@@ -167,46 +159,37 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     def _start_stage(self, event: Event) -> None:
         self._seconds.clear()
         self._last_line = -math.inf
-        if self._bars is None:
-            rounds = f", {rounds_text(event['rounds'])}" if event["rounds"] else ""
+        if self._bars.disable:
+            rounds = f", {sentence('rounds_text', event['rounds'])}" if event["rounds"] else ""
             self._say(f"{event['stage']}: started{rounds}")
-            return
         self._bars.start()
-        self._task = self._bars.add_task(
-            event["stage"], total=event["rounds"], position="", metrics="", ends_at=None
-        )
+        empty: dict[str, Any] = {"position": "", "metrics": "", "ends_at": None}
+        self._bars.add_task(event["stage"], total=event["rounds"], **empty)
 
     def _show_round(self, event: Event) -> None:
         self._seconds.append(event["seconds"])
         number, rounds = event["round"], event["rounds"]
         left = (rounds - number) * sum(self._seconds) / len(self._seconds)
         position = f"{number}/{rounds}"
-        metrics = _metrics_text(event["metrics"], private=self._is_private)
-        if self._bars is not None:
-            if self._task is not None:
-                self._bars.update(
-                    self._task,
-                    completed=number,
-                    position=position,
-                    metrics=metrics,
-                    ends_at=time.monotonic() + left,
-                )
-            return
+        metrics = "  ".join(paragraphs("measured", event["metrics"], self._is_private))
+        shown: dict[str, Any] = {"position": position, "metrics": metrics}
+        for bar in self._bars.tasks[-1:]:
+            self._bars.update(bar.id, completed=number, ends_at=time.monotonic() + left, **shown)
         waited = event["elapsed"] - self._last_line >= SECONDS_BETWEEN_LINES
-        if rounds <= MANY_ROUNDS or waited or number == rounds:
+        if self._bars.disable and (rounds <= MANY_ROUNDS or waited or number == rounds):
             self._last_line = event["elapsed"]
             parts = [f"{event['stage']} {position}", metrics, f"{event['seconds']:.2f} s"]
             parts += [f"{duration(left)} left"] if number < rounds else []
             self._say("  ".join(part for part in parts if part))
 
     def _finish_stage(self, event: Event) -> None:
-        if self._bars is None:
-            self._say(f"{event['stage']}: finished in {duration(event['seconds'])}")
-        elif self._task is not None:
-            total = self._bars.tasks[-1].total or 1
-            self._bars.update(self._task, total=total, completed=total, ends_at=None)
-            if not self._bars.tasks[-1].fields["position"]:
-                self._bars.update(self._task, position=duration(event["seconds"]))
+        used = duration(event["seconds"])
+        if self._bars.disable:
+            self._say(f"{event['stage']}: finished in {used}")
+        for bar in self._bars.tasks[-1:]:
+            total, position = bar.total or 1, bar.fields["position"] or used
+            whole: dict[str, Any] = {"total": total, "completed": total}
+            self._bars.update(bar.id, position=position, ends_at=None, **whole)
 
     def _show_privacy(self, event: Event) -> None:
         self._say(f"privacy: (epsilon, delta) at most {sentence('overall_text', event)}")
@@ -225,9 +208,6 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     """
     console = console or Console()
     run = read_run(run_folder)
-    table = Table(show_header=False, title=f"run {run.status}", title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(justify="right")
     stages = run.stage_seconds()
     quality = [*scores(run), *group_accuracies(run)]
     rows = [
@@ -245,11 +225,9 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
             ("accountant, sampling", f"PRV, {sampling}"),
             ("warning", TEST_SEED if sentence("test_seed", event) else DASH),
         ]
-    for label, value in rows:
-        if value != DASH:
-            last = bool(quality) and (label, value) == quality[-1]
-            table.add_row(Text(terminal(label)), Text(terminal(value)), end_section=last)
-    console.print(table)
+    rows = [row for row in rows if row[1] != DASH]
+    rest = len(rows) - len(quality)
+    print_table(f"run {run.status}", ["", ""], rows, numbers=True, sum_rows=rest, console=console)
     if board := leaderboard_table(run):
         title, head, lines = board
         print_table(title, head, lines, numbers=True, console=console)
@@ -272,20 +250,6 @@ class _TimeLeft(ProgressColumn):
         if ends_at is None or task.finished:
             return Text("")
         return Text(f"{duration(max(0.0, ends_at - time.monotonic()))} left", style="dim")
-
-
-def _metrics_text(metrics: dict[str, float | None], *, private: bool) -> str:
-    """Return loss and accuracy, of the validation split where it was measured."""
-    parts = []
-    for word in ("loss", "accuracy", "closeness"):
-        for kind in ("validation", "train"):
-            value = metrics.get(f"{kind}_{word}")
-            if value is not None:
-                text = f"{value:.3f}" if word == "loss" else percent(value)
-                noised = " (noised)" if private and is_noised(f"{kind}_{word}") else ""
-                parts.append(f"{kind} {word} {text}{noised}")
-                break
-    return "  ".join(parts)
 
 
 def group_accuracies(run: Run) -> list[tuple[str, str]]:

@@ -9,8 +9,9 @@ evaluation, and the settings; with privacy they are noised like all else that th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
-from fednas_flwr.runs.events import Event
+from fednas_flwr.runs.events import Event, Listener
 from fednas_flwr.runs.numbers import CONFIG_FILE, SCORES, flat_settings, is_noised
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 PROJECT = "fednas_flwr"
 LONGEST_VALUE = 500  # characters of a parameter, which MLflow holds
 FLUSH_SECONDS = 10
+
+Send = Callable[[str, Mapping[str, float], int], None]  # group (a stage), numbers, step
+Backend = Callable[[Path, Mapping[str, str]], AbstractContextManager[Send]]
 
 
 def check_trackers(names: list[str]) -> None:
@@ -38,135 +42,106 @@ def check_trackers(names: list[str]) -> None:
             )
 
 
-class Tracker(AbstractContextManager["Tracker"]):
-    """Sends the numbers of a run's events; a run that is resumed is a new one there.
+@contextmanager
+def tracking(begin: Backend, run_folder: Path) -> Iterator[Listener]:
+    """Send the numbers of a run's events; a run that is resumed is a new one there.
 
     Every metric of a round, with seconds and megabytes, is sent as one of its stage, and the final
     scores as those of ``evaluate`` at step 0. In a private run what clients measured is called
-    ``<metric>_noised``. Use it as a context manager, so that the last numbers arrive.
+    ``<metric>_noised``. A run that is left by an error has failed there, too.
 
     Args:
+        begin: Begins a run and gives what sends its numbers.
         run_folder: Gives the run its name and settings.
     """
+    file, is_private = run_folder / CONFIG_FILE, False
+    settings = flat_settings(read_yaml(file, CONFIG_FILE) if file.exists() else {})
+    with begin(run_folder, {name: str(value) for name, value in settings.items()}) as send:
 
-    def __init__(self, run_folder: Path) -> None:
-        """Begin a run."""
-        self._is_private = self._failed = False
-        file = run_folder / CONFIG_FILE
-        settings = read_yaml(file, CONFIG_FILE) if file.exists() else {}
-        self.begin(run_folder, {k: str(v) for k, v in flat_settings(settings).items()})
+        def send_known(group: str, values: Mapping[str, float | None], step: int) -> None:
+            send(group, {name: v for name, v in values.items() if v is not None}, step)
 
-    def begin(self, run_folder: Path, settings: Mapping[str, str]) -> None:
-        """Begin a run of that name with these settings."""
-        raise NotImplementedError
-
-    def send(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """Send numbers of a step of a group, a stage."""
-        raise NotImplementedError
-
-    def end(self, *, failed: bool) -> None:
-        """End the run."""
-        raise NotImplementedError
-
-    def __call__(self, event: Event) -> None:
-        """Send the numbers of one event; kinds without numbers are passed over."""
-        match event["event"]:
-            case "privacy":
-                self._is_private = True
-            case "round":
-                named = {self._name(metric): value for metric, value in event["metrics"].items()}
-                sizes = {f"mb_{way}": event[f"bytes_{way}"] / 1e6 for way in ("sent", "received")}
-                values = {**named, "seconds": event["seconds"], **sizes}
-                self._send_known(event["stage"], values, event["round"])
-            case "evaluated":
+        def listen(event: Event) -> None:
+            nonlocal is_private
+            is_private = is_private or event["event"] == "privacy"
+            if event["event"] == "round":
                 values = {
+                    f"{name}_noised" if is_private and is_noised(name) else name: value
+                    for name, value in event["metrics"].items()
+                }
+                sizes = {f"mb_{way}": event[f"bytes_{way}"] / 1e6 for way in ("sent", "received")}
+                values |= {"seconds": event["seconds"], **sizes}
+                send_known(event["stage"], values, event["round"])
+            elif event["event"] == "evaluated":
+                scores = {
                     f"{model}_{score.name}": (event.get(model) or {}).get(score.name)
                     for score in SCORES
                     for model in score.models
                 }
-                self._send_known("evaluate", values, 0)
-            case "run_finished":
-                self._failed = event["status"] != "completed"
+                send_known("evaluate", scores, 0)
 
-    def __exit__(self, *_: object) -> None:
-        """End the run."""
-        self.end(failed=self._failed)
-
-    def _name(self, metric: str) -> str:
-        return f"{metric}_noised" if self._is_private and is_noised(metric) else metric
-
-    def _send_known(self, group: str, values: Mapping[str, float | None], step: int) -> None:
-        self.send(group, {name: v for name, v in values.items() if v is not None}, step)
+        yield listen
 
 
-class TensorBoard(Tracker):
+@contextmanager
+def tensorboard(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
     """Files in ``<run folder>/tensorboard``, made with the first number.
 
     torch's SummaryWriter is imported then: 0.1 s once torch is loaded (measured; 4 s without it).
     """
+    with ExitStack() as stack:
 
-    def begin(self, run_folder: Path, settings: Mapping[str, str]) -> None:
-        """See :class:`Tracker`."""
-        self._folder = run_folder / "tensorboard"
-        self._writer: SummaryWriter | None = None
-
-    def send(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """See :class:`Tracker`."""
-        if self._writer is None:
+        @cache
+        def writer() -> SummaryWriter:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder), flush_secs=FLUSH_SECONDS)
-        for name, value in values.items():
-            self._writer.add_scalar(f"{group}/{name}", value, step)
+            folder = str(run_folder / "tensorboard")
+            made: SummaryWriter = stack.enter_context(
+                SummaryWriter(folder, flush_secs=FLUSH_SECONDS)
+            )
+            return made
 
-    def end(self, *, failed: bool) -> None:
-        """See :class:`Tracker`."""
-        if self._writer is not None:
-            self._writer.close()
+        def send(group: str, values: Mapping[str, float], step: int) -> None:
+            for name, value in values.items():
+                writer().add_scalar(f"{group}/{name}", value, step)
+
+        yield send
 
 
-class MLflow(Tracker):
+@contextmanager
+def mlflow(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
     """A run of MLflow, in the experiment ``fednas_flwr`` unless MLFLOW_EXPERIMENT_NAME is set."""
+    package: Any = import_module("mlflow")
+    if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
+        package.set_experiment(PROJECT)
 
-    def begin(self, run_folder: Path, settings: Mapping[str, str]) -> None:
-        """See :class:`Tracker`."""
-        self._mlflow: Any = import_module("mlflow")
-        if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
-            self._mlflow.set_experiment(PROJECT)
-        self._mlflow.start_run(run_name=run_folder.name)
-        self._mlflow.set_tag("run_folder", str(run_folder))
-        self._mlflow.log_params({k: v[:LONGEST_VALUE] for k, v in settings.items()})
+    def send(group: str, values: Mapping[str, float], step: int) -> None:
+        package.log_metrics({f"{group}/{k}": v for k, v in values.items()}, step=step)
 
-    def send(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """See :class:`Tracker`."""
-        self._mlflow.log_metrics({f"{group}/{k}": v for k, v in values.items()}, step=step)
-
-    def end(self, *, failed: bool) -> None:
-        """See :class:`Tracker`."""
-        self._mlflow.end_run(status="FAILED" if failed else "FINISHED")
+    with package.start_run(run_name=run_folder.name):
+        package.set_tag("run_folder", str(run_folder))
+        package.log_params({k: v[:LONGEST_VALUE] for k, v in settings.items()})
+        yield send
 
 
-class WandB(Tracker):
+@contextmanager
+def wandb(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
     """A run of Weights & Biases, in the project ``fednas_flwr`` unless WANDB_PROJECT is set."""
+    package: Any = import_module("wandb")
+    project, config = os.environ.get("WANDB_PROJECT", PROJECT), dict(settings)
+    with package.init(
+        project=project, name=run_folder.name, dir=str(run_folder), config=config
+    ) as run:
 
-    def begin(self, run_folder: Path, settings: Mapping[str, str]) -> None:
-        """See :class:`Tracker`."""
-        wandb: Any = import_module("wandb")
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run_folder.name,
-            dir=str(run_folder),
-            config=dict(settings),
-        )
+        def send(group: str, values: Mapping[str, float], step: int) -> None:
+            run.define_metric(f"{group}/*", step_metric=f"{group}/round")
+            run.log({f"{group}/round": step} | {f"{group}/{k}": v for k, v in values.items()})
 
-    def send(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """See :class:`Tracker`."""
-        self._run.define_metric(f"{group}/*", step_metric=f"{group}/round")
-        self._run.log({f"{group}/round": step} | {f"{group}/{k}": v for k, v in values.items()})
-
-    def end(self, *, failed: bool) -> None:
-        """See :class:`Tracker`."""
-        self._run.finish(exit_code=int(failed))
+        yield send
 
 
-TRACKERS = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
+TRACKERS = {
+    "tensorboard": partial(tracking, tensorboard),
+    "mlflow": partial(tracking, mlflow),
+    "wandb": partial(tracking, wandb),
+}

@@ -34,7 +34,6 @@ CLIENTS_LINEAR = "the clients' linear model"
 GUESSES = MAJORITY, CHANCE = "the most frequent class", "chance"
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
-EVENT_FIELDS = {"alphas": {"cells"}}  # that runs of older versions lack
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
 
 
@@ -96,14 +95,12 @@ class Metric:
         label: Its name for readers, the same everywhere.
         unit: What it is measured in; larger shares and scores are better, and less of all else.
         read: What measures it.
-        compared: True if several runs are compared by it.
     """
 
     name: str
     label: str
     unit: Unit
     read: Callable[["Run"], float | None]
-    compared: bool = True
 
     @property
     def is_score(self) -> bool:
@@ -460,16 +457,14 @@ class Run:
         return events
 
 
-def _evaluated(model: str, score: str) -> Callable[[Run], float | None]:
-    return lambda run: run.scores(model).get(score)
+def _of(place: str, key: str) -> Callable[[Run], float | None]:
+    """Read a number of a model's scores, of the network that was derived, or of stages' times."""
 
+    def read(run: Run) -> float | None:
+        places = {"derived": run.last("derived"), "seconds": run.stage_seconds()}
+        return places.get(place, run.scores(place)).get(key)
 
-def _derived(key: str) -> Callable[[Run], float | None]:
-    return lambda run: run.last("derived").get(key)
-
-
-def _seconds(stage: str) -> Callable[[Run], float | None]:
-    return lambda run: run.stage_seconds().get(stage)
+    return read
 
 
 def _scores(model: str, prefix: str) -> list[Metric]:
@@ -479,7 +474,7 @@ def _scores(model: str, prefix: str) -> list[Metric]:
             f"{model}_{score.name}",
             f"{prefix} {score.label}",
             score.unit,
-            _evaluated(model, score.name),
+            _of(model, score.name),
         )
         for score in SCORES
         if model in score.models
@@ -492,21 +487,19 @@ METRICS = [
         "accuracy_without_skip",
         "accuracy without its linear skip",
         "share",
-        _evaluated("central", "without_skip"),
-        compared=False,
+        _of("central", "without_skip"),
     ),
     Metric(
         "accuracy_without_cells",
         "accuracy of its linear skip alone",
         "share",
-        _evaluated("central", "without_cells"),
-        compared=False,
+        _of("central", "without_cells"),
     ),
     Metric(
         "released_auroc",
         "AUROC on training records, noised",
         "score",
-        _evaluated("released", "auroc"),
+        _of("released", "auroc"),
     ),
     Metric("client_accuracy", "mean accuracy over clients", "share", Run.client_accuracy),
     Metric(
@@ -517,11 +510,11 @@ METRICS = [
     ),
     *_scores("linear", "linear model,"),
     *_scores("trees", "boosted trees,"),
-    Metric("num_parameters", "parameters", "count", _derived("num_parameters")),
-    Metric("multiply_adds", "multiply-adds", "count", _derived("multiply_adds")),
-    Metric("search_seconds", "time of search", "seconds", _seconds("search")),
-    Metric("retrain_seconds", "time of retrain", "seconds", _seconds("retrain")),
-    Metric("exchanges", "exchanges", "number", Run.exchanges, compared=False),
+    Metric("num_parameters", "parameters", "count", _of("derived", "num_parameters")),
+    Metric("multiply_adds", "multiply-adds", "count", _of("derived", "multiply_adds")),
+    Metric("search_seconds", "time of search", "seconds", _of("seconds", "search")),
+    Metric("retrain_seconds", "time of retrain", "seconds", _of("seconds", "retrain")),
+    Metric("exchanges", "exchanges", "number", Run.exchanges),
     Metric("traffic_mb", "traffic", "megabytes", Run.traffic_mb),
     Metric("epsilon", "epsilon", "number", Run.epsilon),
     Metric("clients_lost", "clients lost", "number", Run.clients_lost),
@@ -599,10 +592,6 @@ def read_run(run_folder: Path) -> Run:
         loaded = read_yaml(file, str(file))
         config = loaded if isinstance(loaded, dict) else {}
     events = read_events(path)
-    if any(not EVENT_FIELDS.get(event["event"], set()) <= event.keys() for event in events):
-        raise ConfigError(
-            f"{run_folder} was written by an older version of fednas_flwr: read it with that one."
-        )
     run = Run(folder=run_folder, config=config, events=events)
     if names := names_by_client(run.last("partition")):
         return replace(run, events=[with_names(event, names) for event in events])

@@ -165,13 +165,13 @@ def test_more_results_than_can_be_seen_are_shown_by_quantiles():
     scores = {"accuracy": 0.7}
     run = SimpleNamespace(client_results=lambda: clients, scores=lambda _: scores, is_private=False)
     figure = plots.client_accuracy(run)
-    bars, mean, _ = figure["data"]
-    assert bars["y"] == pytest.approx(list(QUANTILES))
-    assert bars["x"] == ["0%", "5%", "25%", "50%", "75%", "95%", "100%"]
-    assert mean["y"][0] == pytest.approx(0.5)
+    (bars,) = figure["data"]
+    assert bars["x"] == pytest.approx([*QUANTILES, 0.5, 0.7])
+    shares = ["0%", "5%", "25%", "50%", "75%", "95%", "100%"]
+    assert bars["y"][:-2] == [f"{share} of clients" for share in shares]
     _, head, rows = tables.client_table(run)
     assert len(rows) == len(QUANTILES)
     assert rows[0][head.index("accuracy") if "accuracy" in head else 1] == "0.0 %"
     run.client_results = lambda: clients[:100]
     few = plots.client_accuracy(run)
-    assert len(few["data"][0]["y"]) == 100
+    assert len(few["data"][0]["y"]) == 102

@@ -178,7 +178,10 @@ def test_pointing_tells_the_value_and_the_slider_moves_the_alphas(
     bar.scroll_into_view_if_needed()
     bar.hover()
     assert page.locator(".tip").inner_text().startswith("client 0: ")
-    colours = "[...document.querySelectorAll('[data-kind] rect[data-tip]')].map(r => r.dataset.tip)"
+    colours = (
+        "[...document.querySelectorAll('[data-figure^=alphas_] rect[data-tip]')]"
+        ".map(r => r.dataset.tip)"
+    )
     last = page.evaluate(colours)
     page.locator("#round").evaluate("s => { s.value = 0; s.dispatchEvent(new Event('input')); }")
     assert page.evaluate(colours) != last

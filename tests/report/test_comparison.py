@@ -66,8 +66,8 @@ def test_only_settings_that_differ_have_columns(make_run: Callable[..., Path]) -
     config.write_text(config.read_text().replace("channels: 8", "channels: 16"))
     groups = compare_runs([first, second]).groups
     assert [group.settings for group in groups] == [
-        {"search_space.channels": 8},
-        {"search_space.channels": 16},
+        {"search_space.channels": "8"},
+        {"search_space.channels": "16"},
     ]
 
 

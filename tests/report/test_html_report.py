@@ -73,9 +73,8 @@ def test_the_page_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     figures = json.loads(page.scripts[0])
     assert set(page.plots) == set(figures)
     assert {"search_loss", "search_entropy", "retrain_loss", "partition", "clients"} <= set(figures)
-    steps = json.loads(page.scripts[1])
-    assert steps["rounds"] == [1, 2, 3]
-    assert {len(kind) for kind in steps["kinds"].values()} == {3}
+    for kind in ("normal", "reduction"):
+        assert [frame["name"] for frame in figures[f"alphas_{kind}"]["frames"]] == ["1", "2", "3"]
 
 
 def test_the_page_needs_no_network(make_run: Callable[..., Path]) -> None:
@@ -102,8 +101,8 @@ def test_what_others_wrote_is_escaped(make_run: Callable[..., Path], evil: str) 
     assert page.text.count("\n".join(evil.splitlines())) >= plain.text.count("plain words") // 3
     assert page.tags == plain.tags
     assert page.ids == plain.ids
-    assert [json.loads(script) for script in page.scripts[:2]]
-    assert page.scripts[2:] == plain.scripts[2:]
+    assert json.loads(page.scripts[0])
+    assert page.scripts[1:] == plain.scripts[1:]
     links = [address for address in page.addresses if not address.startswith("#")]
     assert links[0] == "data:,"
     assert [link[:2] for link in links[1:]] == ["./"]  # a path in any browser, of no scheme
@@ -218,7 +217,7 @@ def test_the_page_of_a_private_run(make_run: Callable[..., Path]) -> None:
     assert "Test seed" not in text
     figures = json.loads(page.scripts[0])
     assert "partition" not in figures
-    low, high = figures["clients"]["layout"]["yaxis"]["range"]
+    low, high = figures["clients"]["layout"]["xaxis"]["range"]
     assert (low, high) == (-0.05, 1.03)
 
 
@@ -263,9 +262,9 @@ def test_a_run_that_stopped_early_tells_how_far_it_came(make_run: Callable[..., 
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     kept = [e for e in events if not (e["event"] == "round" and e["round"] == 3)]
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in kept))
-    shown = dict(tables.facts(read_run(folder)))
-    assert shown["search rounds"] == "2 of 3"
-    assert shown["retraining"] == "rounds 0 of 2"
+    shown = dict(tables.setting_rows(read_run(folder)))
+    assert shown["rounds"] == "2 of 3"
+    assert shown["retrain.rounds"] == "0 of 2"
     assert shown["clients"] == "3, 1 left before the end"
     page = " ".join(Page(write_report(folder)).text.split())
     assert "Not all of it was released" in page
@@ -277,8 +276,8 @@ def test_a_run_without_a_round_does_not_praise_its_clients(make_run: Callable[..
     text = Page(write_report(folder)).text
     assert "every client answered" not in text
     assert text.count("no round has finished") == 1
-    shown = dict(tables.facts(read_run(folder)))
-    assert (shown["clients"], shown["search rounds"]) == ("0 of 3", "0 of 3")
+    shown = dict(tables.setting_rows(read_run(folder)))
+    assert (shown["clients"], shown["rounds"]) == ("0 of 3", "0 of 3")
 
 
 @pytest.mark.parametrize("stage", ["search", "start"])
@@ -308,7 +307,7 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
             server_test=0,
         )
     run = read_run(folder)
-    assert dict(tables.facts(run))["clients"] == "2 of 3"
+    assert dict(tables.setting_rows(run))["clients"] == "2 of 3"
     path = write_report(folder)
     rows = r'<tr><td class="num">(\d)</td><td class="num">20</td>'
     assert re.findall(rows, path.read_text(encoding="utf-8")) == ["0", "2"]

@@ -22,7 +22,7 @@ from fednas_flwr.report.lookup import (
     read_cell,
     read_table,
 )
-from fednas_flwr.report.plots import percentiles
+from fednas_flwr.report.plots import stage_figures
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
@@ -302,12 +302,12 @@ def test_the_report_draws_the_percentile_over_rounds(algorithm, finished_run, tm
     assert told["cells"] == len(CELLS)
     assert told["percentiles"][-1][1] == read_table(table, COLUMNS).percentiles[found_cell(found)]
     assert [number for number, _ in told["percentiles"]] == [1, 2]
-    (trace,) = percentiles(found, "search")["data"]
+    (trace,) = stage_figures(found, "search")["search_percentile"]["data"]
     assert list(trace["x"]) == [number for number, _ in told["percentiles"]]
     assert trace["y"] == pytest.approx([value for _, value in told["percentiles"]], abs=1e-3)
     page = (run.folder / "report.html").read_text(encoding="utf-8")
     assert "Percentile of the cell in the table" in page
-    assert percentiles(found, "retrain") is None
+    assert stage_figures(found, "retrain")["retrain_percentile"] is None
 
 
 NO_FILE = "dataset.table={file: none.csv, columns: [a]}"

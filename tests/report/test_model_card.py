@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report.comparison import compare_runs, write_comparison
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import export_model, write_model_card
-from fednas_flwr.report.tables import facts
+from fednas_flwr.report.tables import setting_rows
 from fednas_flwr.runs.numbers import read_run
 
 from .conftest import EVIL, make_hostile
@@ -114,17 +115,13 @@ def test_card_and_report_list_what_retraining_used(
         config["privacy"]["retrain"] = PRIVATE_TRAINING[private][0]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     card = write_model_card(folder).read_text(encoding="utf-8")
-    report = dict(facts(read_run(folder)))["retraining"]
-    if private:
-        shown = PRIVATE_TRAINING[private][1]
-        for name, value in (setting.split() for setting in shown.split(", ")):
-            assert f"| retrain.{name} | {value} |" in card
-        assert "local_epochs" not in card + report
-        assert "retrain.batch_size" not in card
-        assert report == f"rounds 2, {shown}"
-    else:
-        assert "| retrain.local_epochs | 9 |" in card
-        assert report == "rounds 2, local_epochs 9, batch_size 64"
+    page = write_report(folder).read_text(encoding="utf-8")
+    shown = PRIVATE_TRAINING[private][1] if private else "local_epochs 9, batch_size 64"
+    for name, value in (setting.split() for setting in shown.split(", ")):
+        assert f"| retrain.{name} | {value} |" in card
+        assert re.search(rf"<td>retrain.{name}</td>\s*<td>{value}</td>", page)
+    assert (private is None) == ("local_epochs" in card) == ("retrain.local_epochs" in page)
+    assert (private is None) == ("retrain.batch_size" in card) == ("retrain.batch_size" in page)
 
 
 def test_clients_that_are_the_unit_train_by_epochs(make_run: Callable[..., Path]) -> None:
@@ -133,8 +130,9 @@ def test_clients_that_are_the_unit_train_by_epochs(make_run: Callable[..., Path]
     config["retrain"] |= {"local_epochs": 9, "batch_size": 64}
     config["privacy"] |= {"unit": "client", "retrain": {"local_steps": 5}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    shown = dict(facts(read_run(folder)))["retraining"]
-    assert shown == "rounds 2, local_epochs 9, batch_size 64"
+    shown = dict(setting_rows(read_run(folder)))
+    settings = ("rounds", "local_epochs", "batch_size")
+    assert [shown[f"retrain.{name}"] for name in settings] == ["2", "9", "64"]
 
 
 def test_a_client_with_a_test_seed_is_promised_nothing(make_run: Callable[..., Path]) -> None:

@@ -181,10 +181,3 @@ def test_a_client_that_left_counts_once_and_not_if_a_resume_undid_it(tmp_path: P
         log.emit("client_left", round=2, client=1, **place)
         log.emit("round", stage="search", round=2)
     assert [e["client"] for e in read_run(tmp_path).departures()] == [1]
-
-
-def test_a_run_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "events.jsonl") as log:
-        log.emit("alphas", round=1, alphas={})
-    with pytest.raises(ConfigError, match="was written by an older version of fednas_flwr"):
-        read_run(tmp_path)

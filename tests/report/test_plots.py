@@ -5,6 +5,8 @@ import plotly.graph_objects as go
 import pytest
 
 from fednas_flwr.report import plots
+from fednas_flwr.report.cells import edge_labels
+from fednas_flwr.report.templates import percent, wilson
 from fednas_flwr.runs.numbers import Run
 
 
@@ -12,7 +14,6 @@ def _rounds(count: int) -> list[dict]:
     return [
         {
             "round": n,
-            "metrics": {"train_loss": 1.0 / n, "validation_loss": None if n == 2 else 0.5},
             "bytes_sent": 3_000_000,
             "bytes_received": 1_000_000,
         }
@@ -27,13 +28,13 @@ def _valid(figure: dict | None) -> go.Figure:
 
 
 def test_curves_draw_what_was_measured_with_a_gap_where_it_was_not() -> None:
-    series = {"train_loss": "train", "validation_loss": "validation"}
-    figure = _valid(plots.curves(_rounds(3), series, title="loss"))
+    series = {"train": [1.0, 0.5, 1 / 3], "validation": [0.5, None, 0.5], "late": [None, None, 1]}
+    figure = _valid(plots.curves([1, 2, 3], series, "loss"))
     assert [trace.name for trace in figure.data] == ["train", "validation"]
     assert list(figure.data[0].y) == [1.0, 0.5, pytest.approx(1 / 3, rel=1e-4)]
     assert list(figure.data[1].y) == [0.5, None, 0.5]
-    assert plots.curves(_rounds(3), {"skip_share": "share"}, title="share") is None
-    assert plots.curves([], series, title="loss") is None
+    assert plots.curves([1, 2, 3], {"share": [None] * 3}, "share") is None
+    assert plots.curves([1], {"train": [1.0]}, "loss") is None  # one dot is no curve
 
 
 def test_traffic_is_in_megabytes() -> None:
@@ -72,9 +73,12 @@ def test_client_accuracy_has_bars_mean_and_the_server() -> None:
     clients = [{"client": c, "accuracy": a, "num_examples": 7} for c, a in enumerate([0.5, 0.7])]
     clients.append({"client": 2, "accuracy": None, "num_examples": 0})
     figure = _valid(_accuracies({"clients": clients, "central": {"accuracy": 0.65}}))
-    assert list(figure.data[0].x) == ["0", "1"]
-    assert figure.data[1].y[0] == pytest.approx(0.6)
-    assert figure.data[2].y[0] == 0.65
+    (bars,) = figure.data
+    assert bars.y == ("client 0", "client 1", "mean of the clients", "server's test set")
+    assert list(bars.x) == pytest.approx([0.5, 0.7, 0.6, 0.65])
+    low, high = wilson(0.5, 7)
+    assert (bars.error_x.arrayminus[0], bars.error_x.array[0]) == (0.5 - low, high - 0.5)
+    assert bars.customdata[0] == f"{percent(low)} to {percent(high)}"
     assert _accuracies({"clients": []}) is None
     assert _accuracies({"clients": clients[:1]}) is None  # one bar compares nothing
 
@@ -84,7 +88,7 @@ def test_client_accuracy_has_bars_mean_and_the_server() -> None:
     [(14, "c(k−2) → 0", "2 → 3"), (6, "input → 1", "2 → output"), (4, "edge 0", "edge 3")],
 )
 def test_edges_are_named_by_target_then_source(edges: int, first: str, last: str) -> None:
-    labels = plots.edge_labels(edges)
+    labels = edge_labels(edges)
     assert (len(labels), labels[0], labels[-1]) == (edges, first, last)
 
 
@@ -93,27 +97,28 @@ def test_alphas_are_shares_over_few_rounds_with_first_and_last() -> None:
         {"round": n, "ops": ["none", "skip"], "alphas": {"cell": [[0.0, 0.01 * n]] * 3}}
         for n in range(1, 501)
     ]
-    genotype = {"cells": {"cell": [{"op": "skip", "source": 1, "target": 2}]}}
-    shown = plots.alphas(events, genotype)
-    assert len(shown["rounds"]) <= 60
-    assert (shown["rounds"][0], shown["rounds"][-1]) == (1, 500)
-    kind = shown["kinds"]["cell"]
-    figure = _valid(kind["figure"])
+    edges = [{"op": "skip", "source": s, "target": t} for s, t in ((0, 1), (0, 2), (1, 2))]
+    events = [{"event": "alphas", **event, "cells": {"cell": edges}} for event in events]
+    figure = _valid(plots.alphas(Run(Path(), {}, events))["cell"])
+    rounds = [frame.name for frame in figure.frames]
+    assert len(rounds) <= 60
+    assert (rounds[0], rounds[-1]) == ("1", "500")
     assert figure.data[0].z[0][1] == pytest.approx(math.exp(5) / (1 + math.exp(5)), abs=1e-3)
-    assert kind["steps"][-1] == [list(row) for row in figure.data[0].z]
-    assert (figure.data[1].x, figure.data[1].y) == (("skip",), ("1 → output",))
-    assert plots.alphas([], None) == {"rounds": [], "kinds": {}}
+    assert figure.frames[-1].data[0].z == figure.data[0].z
+    assert figure.data[1].x == ("skip",) * 3
+    assert figure.data[1].y == ("input → 1", "input → output", "1 → output")
+    assert plots.alphas(Run(Path(), {}, [])) == {}
 
 
 def test_noised_accuracies_stay_inside_the_picture() -> None:
     clients = [{"client": 0, "accuracy": -0.1}, {"client": 1, "accuracy": 1.2, "num_examples": 7}]
     figure = _valid(_accuracies({"clients": [*clients, {"client": 2}]}, private=True))
-    assert list(figure.layout.yaxis.range) == [-0.1, 1.2]
+    assert list(figure.layout.xaxis.range) == [-0.1, 1.2]
+    assert not any(figure.data[0].error_x.array)  # of noised counts no interval is known
     close = [{"client": c, "accuracy": a} for c, a in enumerate((0.93, 0.96))]
-    for central, start in ((None, 0.9), ({"accuracy": 0.47}, 0.4), ({"accuracy": 0.04}, 0)):
+    for central, start in ((None, 0.8), ({"accuracy": 0.47}, 0.4), ({"accuracy": 0.04}, 0)):
         shown = _valid(_accuracies({"clients": close, "central": central}, private=True))
-        assert list(shown.layout.yaxis.range) == pytest.approx([start, 1])
-    assert list(figure.data[0].customdata) == ["<br>– test records", "<br>7 test records"]
+        assert list(shown.layout.xaxis.range) == pytest.approx([start, 1])
     assert _accuracies({"clients": [{"client": 2}]}) is None
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fednas_flwr.report.trackers import TensorBoard
+from fednas_flwr.report.trackers import TRACKERS
 from fednas_flwr.runs.events import read_events
 
 
 def test_every_metric_is_a_scalar_over_rounds(make_run: Callable[..., Path]) -> None:
     folder = make_run("run")
-    with TensorBoard(folder) as writer:
+    with TRACKERS["tensorboard"](folder) as writer:
         for event in read_events(folder / "events.jsonl"):
             writer(event)
     read = EventAccumulator(str(folder / "tensorboard"))
@@ -35,7 +35,7 @@ def test_a_number_that_is_missing_is_left_out(tmp_path: Path) -> None:
         "bytes_sent": 0,
         "bytes_received": 0,
     }
-    with TensorBoard(tmp_path) as writer:
+    with TRACKERS["tensorboard"](tmp_path) as writer:
         writer(event)
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
@@ -56,7 +56,7 @@ def test_what_clients_of_a_private_run_measured_is_called_noised(
     make_run: Callable[..., Path],
 ) -> None:
     folder = make_run("run", private=True)
-    with TensorBoard(folder) as writer:
+    with TRACKERS["tensorboard"](folder) as writer:
         for event in read_events(folder / "events.jsonl"):
             writer(event)
     read = EventAccumulator(str(folder / "tensorboard"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from fednas_flwr.api import check, compose
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.report.trackers import Tracker, check_trackers
+from fednas_flwr.report.trackers import check_trackers, tracking
 from fednas_flwr.runs.events import read_events
 
 REPLAYED = """
@@ -28,37 +29,41 @@ with TRACKERS[sys.argv[1]](folder) as tracker:
 """
 
 
-class Kept(Tracker):
-    """Keeps what would be sent."""
-
-    def begin(self, run_folder: Path, settings: Any) -> None:
-        self.settings, self.sent, self.ended = dict(settings), {}, None
-
-    def send(self, group: str, values: Any, step: int) -> None:
-        self.sent[group, step] = dict(values)
-
-    def end(self, *, failed: bool) -> None:
-        self.ended = failed
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_numbers_of_every_round_and_how_the_run_ended(
     make_run: Callable[..., Path], fails: bool
 ) -> None:
     folder = make_run("run", **({"until": "search", "reason": "disk full"} if fails else {}))
     events = read_events(folder / "events.jsonl")
-    with Kept(folder) as tracker:
+    sent: dict[tuple[str, int], dict[str, float]] = {}
+    settings: dict[str, str] = {}
+    ended = []
+
+    @contextmanager
+    def kept(run_folder: Path, of_run: Any) -> Iterator[Any]:
+        """Keeps what would be sent."""
+        settings.update(of_run)
+        try:
+            yield lambda group, values, step: sent.update({(group, step): dict(values)})
+        except OSError:
+            ended.append("failed")
+            raise
+        ended.append("finished")
+
+    with suppress(OSError), tracking(kept, folder) as listen:
         for event in events:
-            tracker(event)
+            listen(event)
+        if fails:
+            raise OSError("disk full")
     rounds = [e for e in events if e["event"] == "round"]
     for event in rounds:
-        sent = tracker.sent[event["stage"], event["round"]]
+        of_round = sent[event["stage"], event["round"]]
         known = {name: v for name, v in event["metrics"].items() if v is not None}
-        assert known.items() <= sent.items()
-        assert sent["seconds"] == event["seconds"]
-    assert ("evaluate", 0) in tracker.sent or fails
-    assert tracker.settings["algorithm.name"] == "fed_darts"
-    assert tracker.ended is fails
+        assert known.items() <= of_round.items()
+        assert of_round["seconds"] == event["seconds"]
+    assert ("evaluate", 0) in sent or fails
+    assert settings["algorithm.name"] == "fed_darts"
+    assert ended == ["failed" if fails else "finished"]
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(

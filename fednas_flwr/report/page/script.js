@@ -1,11 +1,10 @@
 const figures = JSON.parse(document.getElementById("figures").textContent);
-const alphas = JSON.parse(document.getElementById("alphas-data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let printing = false;
 function draw(place) {
   const figure = structuredClone(figures[place.dataset.figure]), width = place.clientWidth;
-  const night = dark.matches && !printing, kind = place.dataset.kind;
-  if (kind) figure.data[0].z = alphas.kinds[kind][step()];
+  const night = dark.matches && !printing;
+  if (figure.frames && slider) figure.data[0].z = figure.frames[step()].data[0].z;
   drawFigure(place, figure, { width, size: width < 520 ? 10 : 12,
     text: night ? "#c9d2de" : "#2a3442", rule: night ? "#313a47" : "#e3e8ee",
     ends: night ? ["#222a35", "#3d7be0"] : ["#eef2f7", "#1f55b5"] });
@@ -15,9 +14,11 @@ const step = () => Number(slider.value);
 const places = [...document.querySelectorAll(".plot")];
 const drawAll = () => places.forEach(draw);
 if (slider) slider.addEventListener("input", () => {
-  document.getElementById("round-number").textContent = alphas.rounds[step()];
-  slider.setAttribute("aria-valuetext", "round " + alphas.rounds[step()]);
-  places.filter((place) => place.dataset.kind).forEach(draw);
+  const moved = places.filter((place) => figures[place.dataset.figure].frames);
+  const round = figures[moved[0].dataset.figure].frames[step()].name;
+  document.getElementById("round-number").textContent = round;
+  slider.setAttribute("aria-valuetext", "round " + round);
+  moved.forEach(draw);
 });
 let width = 0;
 new ResizeObserver(() => {
