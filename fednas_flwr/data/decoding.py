@@ -82,7 +82,8 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     side, channels = settings.image_size, settings.channels
     if settings.backbone is not None:
         side = load_backbone(settings.backbone).image_size
-    images = np.empty((0, channels or 1, side or 1, side or 1), dtype=np.uint8)
+    # where their form is given, whether images fit into memory hangs on no record
+    images = _room(count if side and channels else 0, channels or 1, side or 1, side or 1)
     ids: list[str] = []
     rows: list[int] = []
     broken: list[str] = []
@@ -100,12 +101,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         wanted = channels or (3 if _COLOUR in said else 1)
         if len(images) == 0 or wanted > images.shape[1]:
             width, height = (side, side) if side else found[0]
-            check_fits(
-                count * wanted * width * height,
-                f"{count} images of {wanted}x{height}x{width} pixels",
-                "set a smaller dataset.image_size",
-            )
-            of_one_form = np.empty((count, wanted, height, width), dtype=np.uint8)
+            of_one_form = _room(count, wanted, height, width)
             of_one_form[: len(rows)] = images[: len(rows)]
             images = of_one_form
         images[len(rows)] = _fitted(image, images.shape[1:])
@@ -143,6 +139,16 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     ]
     chosen = np.array(rows, dtype=np.int64)
     return Decoded(images[: len(rows)], np.array(ids, dtype=ID), chosen, tuple(notes))
+
+
+def _room(count: int, channels: int, height: int, width: int) -> np.ndarray:
+    """Memory of images, if there is so much of it."""
+    check_fits(
+        count * channels * height * width,
+        f"{count} images of {channels}x{height}x{width} pixels",
+        "set a smaller dataset.image_size",
+    )
+    return np.empty((count, channels, height, width), dtype=np.uint8)
 
 
 def decode_like(

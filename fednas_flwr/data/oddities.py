@@ -30,7 +30,6 @@ _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
 _ID_NAME = re.compile(r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record)$", re.I)
 _AFFIXED = re.compile(r"[^A-Za-z\d]{0,2}\d")  # as 80%, $1,200, <0.5, 3 days, 12:30 and 1/2/24
-_SEPARATED = re.compile(r"\s*[;|,]\s*")  # names, as in a|b
 _FEWEST_PIXELS = 64
 _YES_NO = {
     **dict.fromkeys(("yes", "y", "true", "1", "j", "ja"), "yes"),
@@ -70,11 +69,6 @@ def _of_labels(records: Records) -> Iterator[str]:
     yield from _spelled_alike("the label", records.class_names)
     for name in [name for name in records.class_names if _UNKNOWN.fullmatch(name)][:1]:
         yield f"the label holds {name}: if it means that the label is missing, remove these records"
-    several = [
-        n for n in records.class_names if {*_SEPARATED.split(n)[1:]} & {*records.class_names}
-    ]
-    if several and not records.multi_label:
-        yield f"the label holds {several[0]}: several labels? Then set dataset.label_separator"
     numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
     if numbers and records.schema and not records.multi_label:
         yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
@@ -93,7 +87,8 @@ def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
     for code in codes:
         parts = {part.strip().lower() for part in re.split("[,;|]", code)}
         if len(parts) > 1 and parts <= alike.keys():
-            yield f"{what} holds {code} beside its parts, and takes it for one more of its kind"
+            cure = ": several labels? Set dataset.label_separator" if what == "the label" else ""
+            yield f"{what} holds {code} beside its parts, as one more of its kind{cure}"
             return
 
 

@@ -400,7 +400,10 @@ LABELS = {
     "no suffix": (["file,y", "0,a", "1,b"], "refused: .* names 2 of 2 images that are not in"),
     "one image twice": (["file,y", "0.png,a", "0.png,b"], "refused: .* 0.png in more than one row"),
     "some only": (["file,y", "0.png,a", "1.png,b"], "1 images that labels.csv does not name"),
-    "several labels": (["f,y", "0.png,a", "1.png,b", "2.png,a;b"], "the label holds a;b: several"),
+    "several labels": (
+        ["f,y", "0.png,a", "1.png,b", "2.png,a;b"],
+        "the label holds a;b beside its parts",
+    ),
     "in folders": (["f,y", "./0.png,a", "1.png,b", "2.png,b "], ""),
 }
 

@@ -23,10 +23,11 @@ from pyarrow import parquet
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import Prepared, prepare
+from fednas_flwr.data.decoding import decode_images
 from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.table_files import read_texts
 from fednas_flwr.settings import Dataset
-from fednas_flwr.settings.data_settings import ANY_FORM
+from fednas_flwr.settings.data_settings import ANY_FORM, EncodedImages
 
 HEADER = ["patient", "age", "seen", "ward", "note", "outcome"]
 ROWS = [
@@ -525,3 +526,14 @@ def test_other_sites_keep_refusing(tmp_path: Path) -> None:
 def test_a_private_site_cannot_refuse_for_one_record(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="corrupt=refuse in .* would end every run"):
         dataset_of(tmp_path, TABLE | {"corrupt": "refuse"})
+
+
+@pytest.mark.parametrize("content", [png(9), b"no image"], ids=["readable", "broken"])
+def test_memory_is_refused_whether_or_not_an_image_can_be_read(
+    tmp_path: Path, content: bytes
+) -> None:
+    described = IMAGES | {"name": "image_folder", "image_size": 16384}
+    settings = dataset_of(tmp_path, described)
+    assert isinstance(settings, EncodedImages)
+    with pytest.raises(ConfigError, match="1000 images of 1x16384x16384 pixels"):
+        decode_images(settings, 1000, lambda i: ("a.png", content))
