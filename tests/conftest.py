@@ -183,22 +183,31 @@ def federate() -> Callable[..., SimpleNamespace]:
     return federation
 
 
+def sound(run, fails=False):
+    """Return a run that has ended as it should: with an error if it ``fails``, else without."""
+    if run.error is not None and not fails:
+        raise run.error
+    assert not fails or run.error is not None
+    return run
+
+
 @pytest.fixture(scope="session")
 def run_inline(
     compose_config: Callable[..., object], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., SimpleNamespace]:
     """``run_inline(*overrides)``: a whole run in this process; its folder, events and error.
 
-    With ``resume=<run folder>`` the run there goes on; ``sites`` are the files of real sites.
+    With ``resume=<run folder>`` the run there goes on; ``sites`` are the files of real sites. An
+    error is raised unless the run ``fails``.
     """
 
-    def ran(*overrides, resume=None, sites=()):
+    def ran(*overrides, resume=None, sites=(), fails=False):
         if resume is None:
             folder = tmp_path_factory.mktemp("run") / "run"
             config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
         else:
             config = open_run_folder(str(resume))
-        return whole_run(config, resumed=resume is not None, sites=sites)
+        return sound(whole_run(config, resumed=resume is not None, sites=sites), fails)
 
     return ran
 
@@ -212,10 +221,11 @@ def finished_run(
     """``finished_run(*overrides)``: as ``run_inline``, a copy of one that was made before.
 
     For tests that look at what a run has left. It must not be called where anything is patched.
+    An error of the run is raised.
     """
     if pytestconfig.pluginmanager.hasplugin("cacheprovider"):
         place = pytestconfig.cache.mkdir("finished_runs")
     else:
         place = tmp_path_factory.getbasetemp() / "finished_runs"
     runs = FinishedRuns(place, tmp_path_factory.mktemp("finished"))
-    return lambda *overrides: runs.get(compose_config(*overrides))
+    return lambda *overrides: sound(runs.get(compose_config(*overrides)))

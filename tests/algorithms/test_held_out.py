@@ -46,7 +46,6 @@ def test_validation_records_are_measured_on_or_trained_on(
         *(f"retrain.evaluate_every={every}", f"retrain.exchange={exchange}"),
         "dataset.linear_baseline=false",
     )
-    assert run.error is None
     rounds = [e for e in run.events if e["event"] == "round" and e["stage"] == "retrain"]
     measured = ["validation_loss" in e["metrics"] for e in rounds]
     assert measured == {0: [False] * 3, 1: [True] * 3, 2: [False, True, True]}[every]

@@ -20,12 +20,13 @@ from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network, make_network
 from fednas_flwr.models.noised_scores import BINS
-from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.plan import scores_release
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import CountScores
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.runs.numbers import read_run
+
+from ..booked import booked
 
 PLAN = replace(scores_release(shared=False), noise_multiplier=2.0)
 
@@ -173,10 +174,8 @@ def test_a_run_books_them_once_and_tells_auroc_and_a_threshold(overrides, tmp_pa
     assert abs(told["prevalence"] - 0.15) < 0.1  # some ten standard errors
     assert told["auroc"] is None or told["error"] <= 0.03
     assert finished.scores("central")["threshold"] == told["threshold"]
-    place = folder / "sites" / "client-0"
-    with Ledger(place / "ledger" / "ledger.sqlite", place / "key") as ledger:
-        booked = [row.entry.action for row in ledger.entries()]
-    assert sum(action.startswith("evaluate.scores") for action in booked) == 1
+    actions = [row.action for row in booked(folder / "sites")]
+    assert sum(action.startswith("evaluate.scores") for action in actions) == 1
     assert "noised counts of the clients" in (folder / "report.html").read_text()
 
 

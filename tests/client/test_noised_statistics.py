@@ -30,12 +30,13 @@ from fednas_flwr.data.statistics import (
 )
 from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.pipeline.baselines import prepare_baselines
-from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.plan import statistics_release
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Describe, TellStatistics
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import open_run_folder
+
+from ..booked import booked
 
 SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
@@ -275,11 +276,9 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
     first = private["schedule"][0]
     assert (first["kind"], first["noise_multiplier"], first["steps"]) == ("statistics", 0.5, 1)
     for client in range(2):
-        place = folder / "sites" / f"client-{client}"
-        with Ledger(place / "ledger" / "ledger.sqlite", place / "key") as ledger:
-            booked = [row.entry.action for row in ledger.entries()]
-        assert booked[0] == "query.statistics:statistics"
-        assert booked.count("query.statistics:statistics") == 1
+        actions = [row.action for row in booked(folder / "sites", client)]
+        assert actions[0] == "query.statistics:statistics"
+        assert actions.count("query.statistics:statistics") == 1
     assert list(load(folder).inputs.mean) == found["mean"]
     report = (folder / "report.html").read_text()
     assert "query.statistics" in report
@@ -309,9 +308,7 @@ def test_baselines_that_sites_pay_for_standardise_by_what_the_run_has_released(o
     launch(open_run_folder(str(linear)), listeners=(), resumed=False)
     assert list(load(linear).inputs.mean) == found["mean"]
     assert list(load(linear).inputs.std) == found["std"]
-    place = linear / "sites" / "client-0"
-    with Ledger(place / "ledger" / "ledger.sqlite", place / "key") as ledger:
-        assert {row.entry.action for row in ledger.entries()} == {"train.weights:weights"}
+    assert {row.action for row in booked(linear / "sites")} == {"train.weights:weights"}
 
 
 @pytest.mark.run

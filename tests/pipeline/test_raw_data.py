@@ -99,7 +99,6 @@ def finished(
     """A finished run on data of one kind, its raw test data and what was reported of it."""
     kind = KINDS[request.param](tmp_path_factory.mktemp(request.param))
     run = finished_run(*kind.overrides)
-    assert run.error is None
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
     test = make_data(run.config)[0].server_test
     return SimpleNamespace(
@@ -230,7 +229,6 @@ def test_the_model_of_real_sites_takes_raw_data(
         f"dataset.cache={tmp_path / 'cache'}",
         sites=files,
     )
-    assert ran.error is None
     (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
     found = load(ran.folder).predict(test)
     assert found.accuracy == evaluated["central"]["accuracy"] > 0.6

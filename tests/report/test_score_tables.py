@@ -38,7 +38,6 @@ def run(finished_run: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
         *("search_space.channels=16", "retrain.channels=16", "rounds=1", "retrain.rounds=6"),
         *("clients=2", "stages=[search,retrain,evaluate,export]"),
     )
-    assert done.error is None
     done.test = table[700:]
     return done
 
