@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 from fednas_flwr.protocol.requests import (
@@ -106,18 +106,23 @@ def smallest(
     return asked
 
 
-def in_words(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """A cohort's ``ask``, called with an action and the fields of an exchange by name."""
-    return lambda action, **fields: ask(Exchange(action, **fields))
+def spied(federation: Any, change: Callable[..., Any] | None = None) -> list[Any]:
+    """Return the list of what a federation's clients are asked from now on, and their replies.
 
+    Each entry is an exchange with the states as they were sent, and the replies by client; the
+    strategy gets ``change(exchange, client, reply)`` in a reply's place.
+    """
+    ask, asked = federation.cohort.ask, list[Any]()
 
-def of_exchange(spy: Callable[..., Any]) -> Callable[[Exchange], Any]:
-    """A spy on an action and the fields of an exchange by name, in the place of ``ask``."""
+    def noting(exchange: Exchange) -> Any:
+        sent = {s: {d: v.clone() for d, v in p.items()} for s, p in exchange.states.items()}
+        replies: dict[int, Any] = {}
+        asked.append((replace(exchange, states=sent), replies))
+        for client, reply in ask(exchange):
+            replies[client] = reply
+            yield client, reply if change is None else change(exchange, client, reply)
 
-    def asked(exchange: Exchange) -> Any:
-        names = [field.name for field in fields(exchange) if field.name != "action"]
-        return spy(exchange.action, **{name: getattr(exchange, name) for name in names})
-
+    federation.cohort.ask = noting
     return asked
 
 

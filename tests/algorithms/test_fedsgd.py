@@ -19,7 +19,7 @@ from fednas_flwr.protocol.requests import TakeNetworkGradient
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.settings.names import PRECISIONS
 
-from ..asked import in_words, of_exchange
+from ..asked import spied
 from ..booked import booked
 
 ROUNDS = 3
@@ -105,15 +105,13 @@ def test_a_run_that_goes_on_ends_in_the_bits_of_one_that_was_not_stopped(
 
 def interrupted(federation, *, in_round):
     """Train until the second step of a round."""
-    ask, asked = in_words(federation.cohort.ask), []
 
-    def until_then(action, **kwargs):
-        asked.append(kwargs["server_round"])
-        if asked.count(in_round) == 2:
+    def until_then(exchange, client, reply):
+        if [e.server_round for e, _ in asked].count(in_round) == 2:
             raise KeyboardInterrupt
-        return ask(action, **kwargs)
+        return reply
 
-    federation.cohort.ask = of_exchange(until_then)
+    asked = spied(federation, until_then)
     start(federation, PLAIN_CNN)
 
 

@@ -16,7 +16,7 @@ from fednas_flwr.models.networks import make_space
 from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.spaces.genotype import from_json
 
-from ..asked import in_words, of_exchange
+from ..asked import spied
 
 SPACES = [
     make_space("darts", input_shape=(1, 8, 8), num_classes=3),
@@ -62,16 +62,9 @@ def test_clients_are_sent_alphas_with_the_lead(
     prior = f"algorithm.prior={{run: {data_free}, margin: 0.75}}"
     without = federate(compose_config(*plain)).strategy.alphas()["cell"]
     federation = federate(compose_config(*plain, prior))
-    sent = []
-    ask = in_words(federation.cohort.ask)
-
-    def recording(action, **arguments):
-        sent.append({name: v.clone() for name, v in arguments["states"]["alphas"].items()})
-        return ask(action, **arguments)
-
-    federation.cohort.ask = of_exchange(recording)
+    asked = spied(federation)
     federation.strategy.start(federation.grid, num_rounds=1)
-    (first,) = sent[0].values()
+    (first,) = asked[0][0].states["alphas"].values()
     space = federation.strategy.space
     expected = space.lead(found_in(data_free), 0.75)["cell"]
     assert torch.equal(first, (without + expected).flatten())

@@ -37,7 +37,7 @@ from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.spaces.costs import count_parameters
 from fednas_flwr.spaces.genotype import from_json, to_json
 
-from ..asked import in_words, of_exchange
+from ..asked import spied
 from ..booked import booked
 
 ROUNDS = 4
@@ -51,24 +51,17 @@ UNEQUAL = ["partition=quantity", "partition.fractions=[0.7,0.3]"]
 
 def searched_by(federation, rounds=ROUNDS):
     """Run a search; keep what was asked and answered, and the pool's states after each round."""
-    strategy, federation.asked, federation.after = federation.strategy, [], []
-    ask, run_round = in_words(federation.cohort.ask), strategy.run_round
-
-    def recording(action, **arguments):
-        sent = {s: {d: v.clone() for d, v in p.items()} for s, p in arguments["states"].items()}
-        replies = {}
-        federation.asked.append((action, arguments["settings"], sent, replies))
-        for client, reply in ask(action, **arguments):
-            replies[client] = reply
-            yield client, reply
+    strategy, asked, federation.after = federation.strategy, spied(federation), []
+    run_round = strategy.run_round
 
     def remembered(*numbers):
         metrics = run_round(*numbers)
         federation.after.append(([to_json(g) for g in strategy.pool()], tensors(strategy)))
         return metrics
 
-    federation.cohort.ask, strategy.run_round = of_exchange(recording), remembered
+    strategy.run_round = remembered
     strategy.start(federation.grid, num_rounds=rounds)
+    federation.asked = [(e.action, e.settings, e.states, replies) for e, replies in asked]
     assert not [e for e in federation.events if e["event"] in ("client_failed", "warning")]
     return federation
 
@@ -83,12 +76,17 @@ def searched(compose_config, federate):
     return searched_by(federate(compose_config(*SEARCH, *UNEQUAL)))
 
 
-def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
+def nine_drawn(searched):
     config, space = searched.config, searched.strategy.space
     generator, drawn = make_generator(config.seed, "successive_halving"), {}
     while len(drawn) < 9:
         genotype = space.random_genotype(generator)
         drawn[to_json(genotype)] = genotype
+    return config, space, drawn
+
+
+def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
+    config, space, drawn = nine_drawn(searched)
     names = ["synflow", "parameters"]
     combined = combine([measure(space, g, names, seed=config.seed) for g in drawn.values()])
     order = sorted(range(9), key=lambda index: -combined[index])
@@ -100,11 +98,7 @@ def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
 
 def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate):
     """The best six by the pool's scores, of which those four stay that naswot prefers."""
-    config, space = searched.config, searched.strategy.space
-    generator, drawn = make_generator(config.seed, "successive_halving"), {}
-    while len(drawn) < 9:
-        genotype = space.random_genotype(generator)
-        drawn[to_json(genotype)] = genotype
+    config, space, drawn = nine_drawn(searched)
     scores = [
         measure(space, g, ["synflow", "parameters"], seed=config.seed) for g in drawn.values()
     ]
@@ -296,16 +290,14 @@ def test_one_client_of_three_does_not_have_the_worst_candidate_found(
     """Two agree, although one has harder records; the third rewards what is worst for both."""
     claims = torch.tensor([[0.9, 0.95, 0.85, 0.6], [0.0, 0.0, 0.0, 1.0], [0.4, 0.45, 0.35, 0.3]])
     federation = federate(compose_config(*settings, *THREE))
-    ask = in_words(federation.cohort.ask)
 
-    def claiming(action, **arguments):
-        for client, reply in ask(action, **arguments):
-            if action == "evaluate.candidates":
-                own = claims[client][: len(reply.states["rewards"]["float32"])]
-                reply = replace(reply, states={"rewards": {"float32": own}})
-            yield client, reply
+    def claiming(exchange, client, reply):
+        if exchange.action != "evaluate.candidates":
+            return reply
+        own = claims[client][: len(reply.states["rewards"]["float32"])]
+        return replace(reply, states={"rewards": {"float32": own}})
 
-    federation.cohort.ask = of_exchange(claiming)
+    spied(federation, claiming)
     searched_by(federation, rounds=2)
     first = next(event for event in federation.events if event["event"] == "rewarded")
     pool = [json.dumps(genotype) for genotype in first["genotypes"]]
@@ -386,6 +378,8 @@ def test_rungs_are_those_of_the_pool_whose_size_is_not_set(compose_config):
 def test_a_single_draw_is_no_pool(compose_config):
     with pytest.raises(ConfigError, match="pool.draws=1 is out of range: expected 2 or more"):
         compose_config(*SEARCH, *UNSET, "algorithm.pool.draws=1")
+    with pytest.raises(ConfigError, match="pool.keep=10 is out of range.*draws=9"):
+        compose_config(*SEARCH, "algorithm.pool.keep=10")
 
 
 def test_a_shortlist_is_as_large_as_the_pool_that_it_is_for(compose_config):
@@ -443,17 +437,6 @@ def test_one_network_is_left_and_rungs_divide_by_eta(private, keep, eta, rounds)
         for number in range(1, rounds + 1)
     )
     assert measured == len(set(left)) - 1
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("algorithm.pool.keep=10", "pool.keep=10 is out of range.*draws=9"),
-    ],
-)
-def test_mistakes_are_told(compose_config, override, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*SEARCH, override)
 
 
 def test_a_private_search_books_one_vector_of_gradients_a_step(run_inline, tmp_path):

@@ -15,7 +15,7 @@ from fednas_flwr.search.data_free_scores import AZ_NAS, SYNFLOW, combine, measur
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import load_genotype, to_json
 
-from ..asked import in_words, of_exchange
+from ..asked import spied
 
 SEARCH = ["algorithm=zero_cost", "algorithm.draws=4", "algorithm.scores=[synflow,parameters]"]
 ROUNDS = 3
@@ -25,14 +25,7 @@ ROUNDS = 3
 def searched(compose_config, federate, tmp_path_factory):
     folder = tmp_path_factory.mktemp("zero_cost")
     federation = federate(compose_config(*SEARCH), checkpoints=folder)
-    federation.folder, federation.asked = folder, []
-    ask = in_words(federation.cohort.ask)
-
-    def recording(action, **arguments):
-        federation.asked.append(action)
-        return ask(action, **arguments)
-
-    federation.cohort.ask = of_exchange(recording)
+    federation.folder, federation.asked = folder, spied(federation)
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     return federation
 

@@ -322,6 +322,18 @@ def make_site(
     return make
 
 
+def noise_of(guard, monkeypatch):
+    """Return the list of what is noised from now on, its terms, and what was booked by then."""
+    seen, drawn = [], release_guard.add_noise
+
+    def noted(total, generator, **terms):
+        seen.append((total, terms, [row.entry for row in guard._ledger.entries()]))
+        return drawn(total, generator, **terms)
+
+    monkeypatch.setattr(release_guard, "add_noise", noted)
+    return seen
+
+
 @pytest.fixture
 def no_record(monkeypatch):
     """Any look at a record fails."""

@@ -17,7 +17,6 @@ from fednas_flwr import compose, load, run
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client import answer as entrance
-from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
@@ -37,6 +36,7 @@ from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import open_run_folder
 
 from ..booked import booked
+from .conftest import noise_of
 
 SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
@@ -156,14 +156,8 @@ def test_a_column_that_noise_drowns_keeps_its_range():
 
 def test_a_reply_is_the_exact_sum_and_noise_and_booked_before_that_is_drawn(site, monkeypatch):
     client, request = site
-    seen = []
-    drawn = release_guard.add_noise
 
-    def noted(total, generator, **terms):
-        seen.append((total, terms, [row.entry for row in client.guard._ledger.entries()]))
-        return drawn(total, generator, **terms)
-
-    monkeypatch.setattr(release_guard, "add_noise", noted)
+    seen = noise_of(client.guard, monkeypatch)
     reply = answer(client, request)
     ((total, terms, booked),) = seen
     norm = math.sqrt(6)  # of three numbers of at most 1 for each of two columns
