@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from safetensors.torch import save_file
 
 from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.base.pretrained import Pretrained
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
@@ -121,6 +123,18 @@ def tiny_overrides(made_data: Path) -> list[str]:
         "runtime.device=cpu",
         "trackers=[]",
     ]
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of weights of a tiny network, whose batch norms are not those of a new one."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = Pretrained("test_efficientnet", num_classes=1000)
+        network.train()(torch.rand(16, 3, 32, 32))
+    path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    save_file(network.network.state_dict(), path)
+    return path
 
 
 @pytest.fixture(scope="module")

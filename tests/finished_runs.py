@@ -26,6 +26,7 @@ import torch
 from filelock import FileLock
 
 from fednas_flwr.base.foreign import dump_yaml
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
@@ -50,6 +51,13 @@ def whole_run(config: Config, *, resumed: bool = False, sites: Iterable[Path] = 
     folder = Path(str(config.run_dir))
     events = read_events(folder / "events.jsonl")
     return SimpleNamespace(folder=folder, config=config, events=events, error=error)
+
+
+def looked_at(run: Any, **own: Any) -> Any:
+    """Return a finished run with its test set, its central scores and each kind's last event."""
+    last = {event["event"]: event for event in run.events}
+    test, central = make_data(run.config)[0].server_test, last["evaluated"]["central"]
+    return SimpleNamespace(**vars(run), **last, test=test, central=central, **own)
 
 
 def digest_of(path: Path) -> str:

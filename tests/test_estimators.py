@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow
 import pytest
 from sklearn.base import clone
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_diabetes, load_digits
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -187,13 +187,25 @@ def test_a_grid_search_tunes_it(tmp_path: Path) -> None:
     assert search.best_index_ == 1
 
 
+def test_a_number_is_predicted_in_its_own_unit(tmp_path: Path) -> None:
+    table = load_diabetes(as_frame=True).frame
+    own = ["algorithm.draws=2", f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'run'}"]
+    model = FedRegressor(clients=3, preset="fast", settings=own).fit(table, label="target")
+    assert model.predict(table).dtype == float
+    assert model.score(table, table["target"]) > 0.2  # R2; a linear model has .5
+    assert {"bmi", "s5"} & {*model.importance(table, label="target").index[:3]}
+
+
 @pytest.mark.run
-def test_scikit_learns_own_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("estimator", [FedClassifier, FedRegressor])
+def test_scikit_learns_own_checks(
+    estimator: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDNAS_CACHE", str(tmp_path / "cache"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = FedClassifier(preset="fast", settings=TINY)
+        model = estimator(preset="fast", settings=TINY)
         results = check_estimator(model, expected_failed_checks=EXPECTED, on_skip=None)
     failed = [one["check_name"] for one in results if one["status"] == "xfail"]
     assert failed == [*EXPECTED]

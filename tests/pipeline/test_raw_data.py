@@ -16,10 +16,10 @@ from PIL import Image
 
 from fednas_flwr import load
 from fednas_flwr.cli import main
-from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
 
 from ..data_sets import read
+from ..finished_runs import looked_at
 from ..patients import patients
 
 FIXED = (
@@ -99,17 +99,10 @@ def finished(
     """A finished run on data of one kind, its raw test data and what was reported of it."""
     kind = KINDS[request.param](tmp_path_factory.mktemp(request.param))
     run = finished_run(*kind.overrides)
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
-    test = make_data(run.config)[0].server_test
-    return SimpleNamespace(
-        folder=run.folder,
-        made_in=run.made_in,
-        events=run.events,
-        test=test,
-        raw=kind.raw,
-        truth=[test.class_names[label] for label in test.labels.tolist()],
-        accuracy=evaluated["central"]["accuracy"],
-    )
+    made = looked_at(run, raw=kind.raw)
+    made.truth = [made.test.class_names[label] for label in made.test.labels.tolist()]
+    made.accuracy = made.central["accuracy"]
+    return made
 
 
 def test_python_takes_raw_data(finished: SimpleNamespace) -> None:
@@ -152,7 +145,7 @@ def test_the_command_takes_raw_data(
     assert [n.removeprefix("probability of ") for n in shares] == list(finished.test.class_names)
     assert main(command) == 0  # by the threshold of the report, where it has one
     printed = " ".join(capsys.readouterr().out.split())
-    (central,) = (e["central"] for e in finished.events if e["event"] == "evaluated")
+    central = finished.central
     for name in (
         "f1",
         "auroc",

@@ -26,6 +26,8 @@ from fednas_flwr.models.export import onnx_inputs
 from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.settings.registry import TABLES, Algorithm
 
+from ..finished_runs import looked_at
+
 STAYS = 1200
 RANGES = (
     "dataset.ranges={age:[0,100],crp:[0,60]}",
@@ -75,17 +77,7 @@ def finished(
         "huber": ("training.loss=huber", "partition=label_groups", "retrain.evaluate_every=2"),
     }
     run = finished_run(*written(folder), *LINEAR, *more[request.param])
-    events = {event["event"]: event for event in run.events}
-    return SimpleNamespace(
-        kind=request.param,
-        folder=run.folder,
-        config=run.config,
-        test=make_data(run.config)[0].server_test,
-        raw=folder / "test.csv",
-        evaluated=events["evaluated"],
-        central=events["evaluated"]["central"],
-        events=run.events,
-    )
+    return looked_at(run, kind=request.param, raw=folder / "test.csv")
 
 
 pytestmark = pytest.mark.run
@@ -122,8 +114,7 @@ def test_what_standardises_is_of_all_clients_or_public(finished: SimpleNamespace
         assert target == pytest.approx((6, 12**0.5, 0, 12))
         return
     prepared, parts = make_data(finished.config)
-    (statistics,) = (e for e in finished.events if e["event"] == "statistics")
-    assert list(target) == statistics["target"]
+    assert list(target) == finished.statistics["target"]
     division = finished.config.dataset.division
     train = [make_client_data(prepared, part, **division).train for part in parts]
     numbers = torch.cat([split.labels[split.rows] for split in train]).double()

@@ -23,6 +23,7 @@ from fednas_flwr.models.export import onnx_inputs
 from fednas_flwr.pipeline.feasible import check_buildable
 
 from ..data_sets import read
+from ..finished_runs import looked_at
 
 NAMES = ("even", "large", "prime")
 LINEAR = (
@@ -92,18 +93,8 @@ def finished(
     """A finished run on data of one kind, its raw test data and what was reported of it."""
     folder = tmp_path_factory.mktemp(request.param)
     run = finished_run(*KINDS[request.param](folder))
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
-    (partition,) = (e for e in run.events if e["event"] == "partition")
-    return SimpleNamespace(
-        kind=request.param,
-        folder=run.folder,
-        config=run.config,
-        test=make_data(run.config)[0].server_test,
-        raw=folder / ("raw.npz" if request.param == "images" else "test.csv"),
-        evaluated=evaluated,
-        central=evaluated["central"],
-        partition=partition,
-    )
+    raw = folder / ("raw.npz" if request.param == "images" else "test.csv")
+    return looked_at(run, kind=request.param, raw=raw)
 
 
 def test_python_says_what_is_reported(finished: SimpleNamespace) -> None:
