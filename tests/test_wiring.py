@@ -4,8 +4,6 @@ Each test switches on what the other tests leave at a value without effect, and 
 computation written out by hand.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

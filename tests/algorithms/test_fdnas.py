@@ -1,7 +1,5 @@
 """FDNAS against local loops and a weighted average."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

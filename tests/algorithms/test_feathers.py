@@ -1,7 +1,5 @@
 """FEATHERS: trials leave nothing behind, rewards are the clients' means, the best arm searches."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

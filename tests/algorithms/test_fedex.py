@@ -1,7 +1,5 @@
 """FedEx: what every client trains with, what moves theta, and a whole run on a given genotype."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

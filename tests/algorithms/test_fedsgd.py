@@ -1,7 +1,5 @@
 """FedSGD against SGD on pooled batches and against DP-SGD of one client; resume; what it books."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

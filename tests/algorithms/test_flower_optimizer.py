@@ -1,7 +1,5 @@
 """FedAdam, FedYogi, FedAdagrad and FedProx of a given network, against Flower and torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 Moments that travel are those of one optimiser that is kept, and the server's momentum is FedAvgM's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

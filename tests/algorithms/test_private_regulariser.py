@@ -1,7 +1,5 @@
 """beta-DARTS' regulariser with privacy: it reads no record, so it is neither clipped nor noised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ SHORT = ["stages=[search]", "clients=2", "rounds=1", "search_space=nasbench201_s
 HUGE = 1e4  # next to it, a clipped gradient and its noise are nothing
 
 
-def moved(run) -> torch.Tensor:
+def moved(run):
     """Return the alphas after the only round; they begin within some thousandths of 0."""
     return torch.tensor(read_run(run.folder).alphas()[-1]["alphas"]["cell"])
 

@@ -1,7 +1,5 @@
 """Successive halving: a pool chosen by scores, trained side by side, halved by records."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

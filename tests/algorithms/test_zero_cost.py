@@ -1,7 +1,5 @@
 """The data-free search: nobody is asked, nothing is booked, the best of all is derived."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 

@@ -4,8 +4,6 @@
 refusal, or all of a reply but the noised numbers, and what was booked.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -5,8 +5,6 @@ are in ``test_private_actions`` ("hostile requests"), malformed ones in ``test_f
 ``tests/protocol/test_requests.py``, schedules outside the policy in ``test_release``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

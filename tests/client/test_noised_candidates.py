@@ -1,7 +1,5 @@
 """Private candidates behind a site's guard: which sums are noised, and what the noise lies on."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Counts of scores by class: one noised release of each client, for AUROC and a threshold."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

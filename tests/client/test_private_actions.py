@@ -1,7 +1,5 @@
 """What the private actions send: noised, booked releases and public properties alone."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -6,8 +6,6 @@ are those of ``ACTIONS``, the networks those of the registries, so that a new on
 itself.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import asdict, dataclass, replace

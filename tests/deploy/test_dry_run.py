@@ -1,9 +1,6 @@
 """What ``fednas run --dry-run`` tells, against what the run then takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +22,7 @@ LOCAL += ("algorithm.pool={draws: 3, keep: 2}",)
 DP = ("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=30", "search_space.norm=group")
 
 
-def folder_of(path: Path) -> dict[str, bytes]:
+def folder_of(path):
     return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 

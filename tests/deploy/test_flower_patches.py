@@ -1,7 +1,5 @@
 """What is changed in Flower: all of it is in one table, and missing in Flower it is refused."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 import re
@@ -11,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
-from flwr.app import Message, RecordDict
+from flwr.app import RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.task_identity import TaskIdentity
@@ -124,7 +122,7 @@ def test_an_error_of_a_client_has_flowers_code():
     app = ClientApp()
 
     @app.query("x")
-    def fail(message: Message, context: object) -> Message:
+    def fail(message, context):
         raise ValueError("no")
 
     grid = InProcessGrid(app, 1)

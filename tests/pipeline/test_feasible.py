@@ -1,13 +1,9 @@
 """What the data, the sites or the files rule out is refused before a run begins."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +26,7 @@ GROUP_NORM = ("search_space.norm=group", "retrain.norm=group")
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> tuple[str, ...]:
+def table(tmp_path):
     """Overrides of 120 rows of a table with the columns age and size."""
     rng = np.random.default_rng(0)
     rows = [f"{rng.normal(40, 10):.2f},{rng.normal():.2f},{i % 2}" for i in range(120)]
@@ -38,7 +34,7 @@ def table(tmp_path: Path) -> tuple[str, ...]:
     return ("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}", *TABLE)
 
 
-def refused(config: Config) -> str:
+def refused(config):
     """Return the sentence with which a configuration is refused."""
     with pytest.raises(ConfigError) as raised:
         api.check(config)
@@ -48,7 +44,7 @@ def refused(config: Config) -> str:
     return sentence
 
 
-def saved(path: Path, labels: np.ndarray, test_labels: np.ndarray, **more: np.ndarray) -> str:
+def saved(path, labels, test_labels, **more):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (len(labels) + len(test_labels), 3, 8, 8)).astype(np.uint8)
     arrays = {"x_train": images[: len(labels)], "y_train": labels}
@@ -57,9 +53,7 @@ def saved(path: Path, labels: np.ndarray, test_labels: np.ndarray, **more: np.nd
     return f"dataset.root={path / 'own.npz'}"
 
 
-def test_secure_sums_take_no_table_whose_statistics_each_client_tells(
-    compose_config: Compose, table: tuple[str, ...]
-) -> None:
+def test_secure_sums_take_no_table_whose_statistics_each_client_tells(compose_config, table):
     own = (*table, "clients=3", "secure_sum={least_sites: 3, colluding: 0}")
     sentence = refused(compose_config(*own))
     assert sentence.startswith("secure_sum=true with a table whose dataset.statistics are not")
@@ -76,17 +70,13 @@ def test_secure_sums_take_no_table_whose_statistics_each_client_tells(
         ("{age: [40, 1], size: [1e300, 1]}", "size"),
     ],
 )
-def test_statistics_that_overflow_are_refused(
-    compose_config: Compose, table: tuple[str, ...], statistics: str, named: str
-) -> None:
+def test_statistics_that_overflow_are_refused(compose_config, table, statistics, named):
     sentence = refused(compose_config(*table, f"dataset.statistics={statistics}"))
     assert f"feature {named} of client 0 is beyond 1e+18" in sentence
     assert f"dataset.statistics.{named}" in sentence
 
 
-def test_a_private_table_needs_declared_ranges_or_statistics(
-    compose_config: Compose, table: tuple[str, ...]
-) -> None:
+def test_a_private_table_needs_declared_ranges_or_statistics(compose_config, table):
     sentence = refused(compose_config(*table, "privacy=dp", *GROUP_NORM))
     assert "declare public ranges, dataset.ranges={column: [low, high], ...}" in sentence
     declared = "dataset.ranges={age: [0, 100], size: [-3, 3]}"
@@ -94,9 +84,7 @@ def test_a_private_table_needs_declared_ranges_or_statistics(
     check_public(config, make_data(config)[0])
 
 
-def test_values_of_the_server_that_overflow_are_refused(
-    compose_config: Compose, table: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_values_of_the_server_that_overflow_are_refused(compose_config, table, tmp_path):
     text = (tmp_path / "table.csv").read_text()
     (tmp_path / "train.csv").write_text(text)
     (tmp_path / "test.csv").write_text("age,size,ill\n40,1e30,1\n41,0,0\n")
@@ -106,9 +94,7 @@ def test_values_of_the_server_that_overflow_are_refused(
     assert "feature size of the server's test set is beyond" in refused(config)
 
 
-def test_batch_norm_of_a_single_record_is_refused(
-    compose_config: Compose, table: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_batch_norm_of_a_single_record_is_refused(compose_config, table, tmp_path):
     config = compose_config(*table)
     prepared, _ = make_data(config)
     key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
@@ -132,21 +118,17 @@ def test_batch_norm_of_a_single_record_is_refused(
         assert "client 0 trains on in search (batch_size=1)" in sentence
 
 
-def test_batch_norm_over_places_takes_a_single_image(compose_config: Compose) -> None:
+def test_batch_norm_over_places_takes_a_single_image(compose_config):
     api.check(compose_config("algorithm.batch_size=1"))
 
 
-def test_retraining_with_batches_of_one_record_is_refused(
-    compose_config: Compose, table: tuple[str, ...]
-) -> None:
+def test_retraining_with_batches_of_one_record_is_refused(compose_config, table):
     sentence = refused(compose_config(*table, "retrain.batch_size=1"))
     assert sentence.startswith("retrain.norm=batch")
     assert "batch_size=1" in sentence
 
 
-def test_logistic_regression_on_one_class_is_refused(
-    compose_config: Compose, tmp_path: Path
-) -> None:
+def test_logistic_regression_on_one_class_is_refused(compose_config, tmp_path):
     root = saved(tmp_path, np.zeros(60, int), np.arange(20) % 2)
     assert "of the class 0" in refused(compose_config(root, "dataset.linear_baseline=true"))
     api.check(compose_config(root))
@@ -228,9 +210,7 @@ REFUSED = [  # overrides, and parts of the sentence; {tmp} has a file
 
 
 @pytest.mark.parametrize(("overrides", "parts"), REFUSED)
-def test_what_cannot_be_done_is_refused_by_its_settings(
-    compose_config: Compose, tmp_path: Path, overrides: list[str], parts: list[str]
-) -> None:
+def test_what_cannot_be_done_is_refused_by_its_settings(compose_config, tmp_path, overrides, parts):
     (tmp_path / "file").write_text("")
     sentence = refused(compose_config(*(o.replace("{tmp}", str(tmp_path)) for o in overrides)))
     for part in parts:
@@ -238,8 +218,8 @@ def test_what_cannot_be_done_is_refused_by_its_settings(
 
 
 def test_sites_that_have_spent_their_budget_refuse_the_next_run(
-    compose_config: Compose, tmp_path: Path, run_inline: Callable
-) -> None:
+    compose_config, tmp_path, run_inline
+):
     own = (*PRIVATE, "clients=2", f"privacy.sites={tmp_path / 'sites'}")
     config = compose_config(*own)
     api.check(config)
@@ -251,7 +231,7 @@ def test_sites_that_have_spent_their_budget_refuse_the_next_run(
     assert "covers (client 0: " in refused(compose_config(*own, "runtime.quorum=0.51"))
 
 
-def test_private_runs_that_fit_pass(compose_config: Compose) -> None:
+def test_private_runs_that_fit_pass(compose_config):
     for more in ((), ("privacy.test_seed=1",)):
         api.check(compose_config(*PRIVATE, *more))
 
@@ -259,9 +239,7 @@ def test_private_runs_that_fit_pass(compose_config: Compose) -> None:
 @pytest.mark.parametrize(
     ("content", "said"), [(None, "cannot be read"), ("cell,accuracy\n|a|,90\n", "no table")]
 )
-def test_a_table_of_accuracies_that_is_none_is_refused(
-    compose_config: Compose, tmp_path: Path, content: str | None, said: str
-) -> None:
+def test_a_table_of_accuracies_that_is_none_is_refused(compose_config, tmp_path, content, said):
     path = tmp_path / "accuracies.csv"
     if content is not None:
         path.write_text(content)
@@ -278,7 +256,7 @@ def test_a_table_of_accuracies_that_is_none_is_refused(
 @pytest.mark.parametrize(
     "algorithm", ["zero_cost", pytest.param("successive_halving", marks=pytest.mark.run)]
 )
-def test_limits_that_no_network_keeps_are_refused(compose_config: Compose, algorithm: str) -> None:
+def test_limits_that_no_network_keeps_are_refused(compose_config, algorithm):
     group = "algorithm.limits" if algorithm == "zero_cost" else "algorithm.pool.limits"
     sentence = refused(compose_config(f"algorithm={algorithm}", f"{group}.parameters=1"))
     assert sentence.startswith("no network of search_space=nasbench201 is within the limits")
@@ -289,9 +267,7 @@ def test_limits_that_no_network_keeps_are_refused(compose_config: Compose, algor
     assert "exceed parameters=20000: raise them, or lower" in refused(compose_config(*small))
 
 
-def test_more_threads_than_cores_can_run_are_refused(
-    compose_config: Compose, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_threads_than_cores_can_run_are_refused(compose_config, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     sentence = refused(compose_config("runtime.threads=17"))
     assert sentence.startswith(
@@ -305,7 +281,7 @@ def test_more_threads_than_cores_can_run_are_refused(
 @pytest.mark.parametrize(
     "algorithm", ["random_search", pytest.param("dpnas", marks=pytest.mark.run)]
 )
-def test_a_group_norm_of_a_single_value_is_refused(compose_config: Compose, algorithm: str) -> None:
+def test_a_group_norm_of_a_single_value_is_refused(compose_config, algorithm):
     own = [f"algorithm={algorithm}", "search_space=dp_cells", "retrain=dp_cells"]
     own += ["search_space.widths=[2,2,4]"]
     sentence = refused(compose_config(*own, "search_space.head=1"))
@@ -315,9 +291,7 @@ def test_a_group_norm_of_a_single_value_is_refused(compose_config: Compose, algo
 
 
 @pytest.mark.parametrize("run_dir", ["file", "file/run", "/proc/run"])
-def test_a_run_folder_that_cannot_be_made_is_refused(
-    compose_config: Compose, tmp_path: Path, run_dir: str
-) -> None:
+def test_a_run_folder_that_cannot_be_made_is_refused(compose_config, tmp_path, run_dir):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^run_dir=.* cannot be used \(.*\): choose another"):
         create_run_folder(compose_config(f"run_dir={tmp_path / run_dir}"))
@@ -333,8 +307,8 @@ ROOM = ("retrain.rounds=4", "stages=[retrain,evaluate,export]", "algorithm=fedav
 
 @pytest.mark.parametrize("overrides", [SEARCHED, ROOM])
 def test_a_run_writes_at_least_what_is_estimated_and_not_far_more(
-    overrides: tuple[str, ...], compose_config: Compose, finished_run: Callable[..., Any]
-) -> None:
+    overrides, compose_config, finished_run
+):
     ran = finished_run(*overrides)
     least = written_bytes(ran.config, check_buildable(ran.config).networks)
     files = [*ran.folder.glob("checkpoints/*"), *ran.folder.glob("model.*")]
@@ -343,14 +317,14 @@ def test_a_run_writes_at_least_what_is_estimated_and_not_far_more(
 
 
 def test_a_run_that_cannot_fit_on_its_disk_is_refused_before_it_begins(
-    compose_config: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    compose_config, tmp_path, monkeypatch
+):
     folder = tmp_path / "runs" / "new"
     config = compose_config("rounds=4", f"run_dir={folder}")
     least = written_bytes(config, check_buildable(config).networks)
     asked = []
 
-    def usage(path: Path) -> SimpleNamespace:
+    def usage(path):
         asked.append(path)
         return SimpleNamespace(free=least - 1)
 

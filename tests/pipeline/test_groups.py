@@ -1,7 +1,5 @@
 """CFDNAS: groups of clients, each a run of its own that inherits the supernet of all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

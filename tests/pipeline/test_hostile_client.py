@@ -3,8 +3,6 @@
 Whole runs, inline; the hostile client is the real one, with its answers changed on their way out.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

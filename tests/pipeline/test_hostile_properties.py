@@ -4,8 +4,6 @@ The properties are those of the table in ``protocol.requests``: one that is new 
 itself, and the test says so if no run here has it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

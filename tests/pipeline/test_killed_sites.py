@@ -4,8 +4,6 @@ What it has written to its journal is all that a new process of it knows. Either
 total of those whose answers are in it, or it fails with a reason and goes on with ``resume=``.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import signal

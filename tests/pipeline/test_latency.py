@@ -1,7 +1,5 @@
 """Latency tables that a run's clients measure: asked once, checked, kept, compared."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Whole private runs of which the unit is the client: what is released, shared and promised."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

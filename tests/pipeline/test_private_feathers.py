@@ -1,7 +1,5 @@
 """Whole private runs of FEATHERS, federated DARTS, FDNAS and DPNAS: what is booked and promised."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from statistics import fmean

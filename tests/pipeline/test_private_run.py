@@ -1,7 +1,5 @@
 """Whole private runs: what is booked and told, who leaves, and what hostile servers get."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +120,7 @@ def states(run, stage="search", server_round=1):
     return load_file(path)
 
 
-def write_policy(sites: Path, client: int, **changes):
+def write_policy(sites, client, **changes):
     """Write a simulated site's policy before its first run."""
     section = {
         "epsilon": 1000.0,
@@ -586,7 +584,7 @@ def booked_at(node):
         return [row.entry for row in ledger.entries()]
 
 
-def write_table(path: Path, *, changed: bool) -> None:
+def write_table(path, *, changed):
     """Write a table of patients; ``changed``: exported again with one more decimal and a column."""
     rng = np.random.default_rng(0)
     features, labels = rng.normal(0, 1, (60, 4)), rng.integers(0, 2, 60)
@@ -634,7 +632,7 @@ WRONG_ROWS = [
 FAR_ROWS = ["f1,3e38,,9999-12-31,,,0", f"f2,-3e38,1,0001-01-01,n,{'x' * 300_000},1"]
 
 
-def write_site(folder: Path, kind: str, wrong: bool, alone: bool) -> tuple[Path, dict]:
+def write_site(folder, kind, wrong, alone):
     """Return a site's data, ``wrong`` with records that cannot be read, and how it is read."""
     rng, folder = np.random.default_rng(0), folder / f"{kind}-{wrong}-{alone}"
     folder.mkdir()

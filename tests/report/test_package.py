@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ print(fednas_flwr.__file__, write_report(Path(sys.argv[1])), sep="\\n")
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """A folder with what a wheel of this tree installs."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
@@ -42,7 +41,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.run
-def test_a_wheel_has_every_file_of_the_package_and_of_conf(installed: Path) -> None:
+def test_a_wheel_has_every_file_of_the_package_and_of_conf(installed):
     for folder, place in ((ROOT / "fednas_flwr", ""), (ROOT / "conf", "conf")):
         files = [p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
         missing = [
@@ -59,8 +58,8 @@ def test_a_wheel_has_every_file_of_the_package_and_of_conf(installed: Path) -> N
 @pytest.mark.run
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within flwr
 def test_what_runs_from_a_bundle_finds_the_page_in_the_installed_package(
-    installed: Path, make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+    installed, make_run, tmp_path
+):
     fab, _ = build_fab_from_files(bundle_files())
     with zipfile.ZipFile(io.BytesIO(fab)) as archive:
         archive.extractall(tmp_path / "bundle")
@@ -82,7 +81,7 @@ def test_what_runs_from_a_bundle_finds_the_page_in_the_installed_package(
 
 
 @pytest.mark.run
-def test_an_installed_wheel_runs_provisions_and_reports(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_runs_provisions_and_reports(installed, tmp_path):
     """The quickstart of one round, without the checkout."""
     sites = tmp_path / "sites.yaml"
     sites.write_text((ROOT / "docker" / "sites.yaml").read_text())

@@ -1,13 +1,8 @@
 """What MLflow and Weights & Biases are sent; with the real packages where they are installed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,20 +26,18 @@ with TRACKERS[sys.argv[1]](folder) as tracker:
 class Kept(Tracker):
     """Keeps what would be sent."""
 
-    def begin(self, run_folder: Path, settings: Any) -> None:
+    def begin(self, run_folder, settings):
         self.settings, self.sent, self.ended = dict(settings), {}, None
 
-    def send(self, group: str, values: Any, step: int) -> None:
+    def send(self, group, values, step):
         self.sent[group, step] = dict(values)
 
-    def end(self, *, failed: bool) -> None:
+    def end(self, *, failed):
         self.ended = failed
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_numbers_of_every_round_and_how_the_run_ended(
-    make_run: Callable[..., Path], fails: bool
-) -> None:
+def test_numbers_of_every_round_and_how_the_run_ended(make_run, fails):
     folder = make_run("run", **({"until": "search", "reason": "disk full"} if fails else {}))
     events = read_events(folder / "events.jsonl")
     with Kept(folder) as tracker:
@@ -61,9 +54,7 @@ def test_numbers_of_every_round_and_how_the_run_ended(
     assert tracker.ended is fails
 
 
-def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr("fednas_flwr.report.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'fednas-flwr\[mlflow\]'"):
         check(compose("trackers=[mlflow]", f"run_dir={tmp_path / 'run'}"))
@@ -77,9 +68,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("mlflow", "*.db"), ("wandb", "*.wandb")])
-def test_the_packages_take_it(
-    make_run: Callable[..., Path], tmp_path: Path, name: str, kind: str
-) -> None:
+def test_the_packages_take_it(make_run, tmp_path, name, kind):
     pytest.importorskip(name)
     environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db", "WANDB_MODE": "offline"}
     done = subprocess.run(

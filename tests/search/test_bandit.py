@@ -1,7 +1,5 @@
 """The bandit and theta: rules as properties, oracles, and simulations."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Gradients of batches by weights and by alphas, against formulas and other codes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The search by scores alone: what it draws, how it breeds, what its limits let through."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

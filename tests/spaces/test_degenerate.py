@@ -1,7 +1,5 @@
 """Degenerate architectures are neither derived nor drawn; all others are what they were."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Published networks fall out of the blocks; sampled paths are the derived networks, and cheap."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -30,7 +28,7 @@ SMALL = MBConvSpace(
 WITH_ZERO = [column for column, name in enumerate(SMALL.ops) if name == "zero"]
 
 
-def space_of(skeleton: str, size: int, *, candidates: str = "fdnas", classes: int = 10):
+def space_of(skeleton, size, *, candidates="fdnas", classes=10):
     return MBConvSpace(
         input_shape=(3, size, size),
         num_classes=classes,

@@ -1,7 +1,5 @@
 """Sites and server of a secure sum, with real keys, masks and journals; Flower is not needed."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
