@@ -24,7 +24,7 @@ from fednas_flwr.settings.configuration import parse_config
 TINY = ["algorithm.draws=2", "retrain.rounds=4"]
 EXPECTED = {
     "check_fit2d_1feature": "of its ten records a client keeps one to train on, which batch norm "
-    "cannot normalise; the message says so",
+    "cannot normalise; the message says so"
 }
 
 

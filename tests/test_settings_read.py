@@ -120,7 +120,7 @@ RUNS = {
     "fed_darts, searched only": [*IMAGES, "stages=[search]"],
     "fed_darts with privacy": [*IMAGES, *DP],
     "fed_darts with privacy of clients": [
-        *(*IMAGES, *DP, "privacy.unit=client", "secure_sum=true", "secure_sum.colluding=0"),
+        *(*IMAGES, *DP, "privacy.unit=client", "secure_sum=true", "secure_sum.colluding=0")
     ],
     "fednas": [*IMAGES, "aggregate=mean"],
     "fednas by secure sums": [*IMAGES, "secure_sum=true", "secure_sum.colluding=0"],

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 from scipy.stats import ttest_rel
-from tables import (
-    append_result,
-    find_result,
-    main,
-    render_tables,
-    start_results,
-)
+from tables import append_result, find_result, main, render_tables, start_results
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 COLUMNS = [{"metric": "accuracy", "title": "accuracy (%)", "scale": 100, "decimals": 1}]

@@ -62,8 +62,7 @@ def clone(packed):
 
 
 @pytest.mark.parametrize(
-    ("name", "network"),
-    [("adam", "mobilenet_v2"), ("yogi", "plain_cnn"), ("adagrad", "plain_cnn")],
+    ("name", "network"), [("adam", "mobilenet_v2"), ("yogi", "plain_cnn"), ("adagrad", "plain_cnn")]
 )
 def test_rounds_are_those_of_flowers_strategy(name, network, training):
     federation = training(*CHOSEN[name], f"algorithm.network={network}")

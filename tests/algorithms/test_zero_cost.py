@@ -168,10 +168,7 @@ def test_limits_hold_for_the_network_that_is_retrained(
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        (
-            "algorithm.shortlist={keep: 5, scores: [zen]}",
-            r"shortlist.keep=5 .* 2 to draws=4",
-        ),
+        ("algorithm.shortlist={keep: 5, scores: [zen]}", r"shortlist.keep=5 .* 2 to draws=4"),
         ("algorithm.limits.latency_ms=3", "a limit of latency needs a table"),
     ],
 )

@@ -23,11 +23,7 @@ from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import messages
 from fednas_flwr.protocol.messages import Header, decode_request, encode_states
-from fednas_flwr.protocol.requests import (
-    RewardCandidates,
-    TrainCandidates,
-    Trial,
-)
+from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates, Trial
 from fednas_flwr.protocol.states import MOMENTS, network_states, pack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import no_moments

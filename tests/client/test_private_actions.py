@@ -521,10 +521,7 @@ def searched(site, networks, factors, *, steps):
     adam = torch.optim.Adam(alphas, lr=0.01, betas=(0.5, 0.999))
     sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.01)
     for _ in range(steps):
-        for optimizer, parameters, split in (
-            (adam, alphas, "validation"),
-            (sgd, weights, "train"),
-        ):
+        for optimizer, parameters, split in ((adam, alphas, "validation"), (sgd, weights, "train")):
             total = clipped(supernet, site.client.split(split), parameters, NORM, factors)
             for parameter, gradient in zip(parameters, total, strict=True):
                 parameter.grad = gradient / RECORDS[split]

@@ -152,11 +152,7 @@ def test_a_label_beyond_the_records_takes_no_memory(tmp_path, label):
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        (
-            [[0, 2], [1, 0]],
-            None,
-            "int64 of shape .2, 2. from 0 to 2: expected",
-        ),
+        ([[0, 2], [1, 0]], None, "int64 of shape .2, 2. from 0 to 2: expected"),
         ([[0, 1], [1, 0]], [0, 1], "expected one class per record, or the same labels, in all"),
         ([[0, 1], [1, 0]], [[0, 1, 1], [1, 0, 0]], "or the same labels, in all parts"),
         ([[0.5, 1], [1, 0]], None, r"or \[N, L\] of 0 and 1 for several labels"),

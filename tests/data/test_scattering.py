@@ -102,10 +102,7 @@ def test_prepared_features_are_those_of_the_raw_images(tmp_path):
     features = prepared(**settings, scattering=SIZES, mean=(0.3,), std=(0.2,))
     transform = Scattering((1, 8, 8), **SIZES)
     assert features.input_shape == transform.output_shape == (3, 4, 4)
-    for made, raw in (
-        (features.train, plain.train),
-        (features.server_test, plain.server_test),
-    ):
+    for made, raw in ((features.train, plain.train), (features.server_test, plain.server_test)):
         assert made is not None
         assert raw is not None
         expected = transform(raw.features / 255)

@@ -83,11 +83,7 @@ def test_honest_moments_stay_as_they_are():
     assert bounded(two) == (two, {})  # whom to believe?
 
 
-@given(
-    st.integers(0, 10**6),
-    st.floats(-1e29, 1e29),
-    st.floats(0, 1e29),
-)
+@given(st.integers(0, 10**6), st.floats(-1e29, 1e29), st.floats(0, 1e29))
 def test_one_of_four_moves_what_standardises_all_by_little(count, mean, std):
     honest = dict(enumerate([of] for of in CHOLESTEROL[:3]))
     found, far = bounded({**honest, 3: [Moments(count, mean, std)]})

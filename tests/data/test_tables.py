@@ -332,14 +332,8 @@ def test_a_column_of_lists_makes_several_labels(labelled):
         ({"labels": ("a", "b"), "label": "found"}, "dataset.label has no effect with dataset.lab"),
         ({"labels": ("a", "b"), "label_separator": ";"}, "dataset.label_separator has no effect"),
         ({"labels": ("a", "b"), "class_names": ("a", "b")}, "dataset.class_names has no effect"),
-        (
-            {"labels": ("a", "b"), "numeric": ("a",)},
-            "dataset.labels, .* holds a more than once",
-        ),
-        (
-            {"label_separator": ";", "class_names": ("x", "y")},
-            "label z, which is not in",
-        ),
+        ({"labels": ("a", "b"), "numeric": ("a",)}, "dataset.labels, .* holds a more than once"),
+        ({"label_separator": ";", "class_names": ("x", "y")}, "label z, which is not in"),
         ({"label": "age", "label_separator": ";", "class_names": ("50",)}, "at least 2"),
     ],
 )

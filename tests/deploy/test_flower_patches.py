@@ -26,10 +26,7 @@ CHANGES = {  # of each function: what it replaces, and a call of it
         [(start_client_internal, "_push_messages")],
         lambda: flower_patches.give_up_replies(list),
     ),
-    "ask_sooner": (
-        [(start_client_internal, "time")],
-        lambda: flower_patches.ask_sooner(float),
-    ),
+    "ask_sooner": ([(start_client_internal, "time")], lambda: flower_patches.ask_sooner(float)),
     "start_clients_by": (
         [(SubprocessExecutor, "launch")],
         lambda: flower_patches.start_clients_by(print),

@@ -3,12 +3,7 @@ import torch
 from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.models.networks import (
-    FIXED_NETWORKS,
-    ResidualBlock,
-    linear,
-    plain_cnn,
-)
+from fednas_flwr.models.networks import FIXED_NETWORKS, ResidualBlock, linear, plain_cnn
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 

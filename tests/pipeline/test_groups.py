@@ -227,10 +227,7 @@ def test_groups_of_alphas_come_from_all_updates_of_the_search(run, monkeypatch):
             ["algorithm.group_hardware={c: %s}" % (COST % 1.0)],
             "group_hardware=c is unknown: .* a, b",
         ),
-        (
-            [HARDWARE.replace("7e4", "7e9")],
-            "cannot be reached",
-        ),
+        ([HARDWARE.replace("7e4", "7e9")], "cannot be reached"),
     ],
 )
 def test_groups_that_cannot_be_are_refused_before_the_search(run, overrides, sentence):

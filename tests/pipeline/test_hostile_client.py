@@ -115,8 +115,7 @@ def test_a_negative_variance_spoils_nothing(lying, run_inline):
 def test_no_metric_of_a_client_stands_in_place_of_the_servers(lying, run_inline):
     for action, name in (("train.weights", "central_accuracy"), ("evaluate.model", "client")):
         lying(
-            action,
-            lambda reply, name=name: replace(reply, metrics={**reply.metrics, name: 0.125}),
+            action, lambda reply, name=name: replace(reply, metrics={**reply.metrics, name: 0.125})
         )
     run = run_inline(*EXACT)
     told = failures(run)

@@ -20,11 +20,7 @@ from fednas_flwr.cli import main
 from fednas_flwr.client import release_guard
 from fednas_flwr.client.audit_trail import verify_trail
 from fednas_flwr.client.handlers import ANSWERS
-from fednas_flwr.client.making import (
-    PRIVATE_SITE_KEYS,
-    check_public,
-    make_client,
-)
+from fednas_flwr.client.making import PRIVATE_SITE_KEYS, check_public, make_client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy import client_app

@@ -86,11 +86,7 @@ def test_an_installed_wheel_runs_provisions_and_reports(installed, tmp_path):
     sites = tmp_path / "sites.yaml"
     sites.write_text((ROOT / "docker" / "sites.yaml").read_text())
     brief = ["rounds=1", "retrain.rounds=1", "dataset.limit_train=200", "run_dir=run"]
-    commands = {
-        "run": brief,
-        "report": ["run"],
-        "provision": [str(sites), "--output", "machines"],
-    }
+    commands = {"run": brief, "report": ["run"], "provision": [str(sites), "--output", "machines"]}
     for command, arguments in commands.items():
         done = subprocess.run(
             [sys.executable, "-P", "-m", "fednas_flwr", command, *arguments],

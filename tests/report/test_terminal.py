@@ -162,11 +162,7 @@ def test_the_summary_of_a_run_without_privacy_does_not_speak_of_it(make_run):
             "No: the network has accuracy 90.0 % on 100 test records of the server and is no "
             "better than the pooled linear model with 95.0 %",
         ),
-        (
-            0.9,
-            0.91,
-            "is no better than its linear skip alone with 91.0 %",
-        ),
+        (0.9, 0.91, "is no better than its linear skip alone with 91.0 %"),
     ],
 )
 def test_a_run_says_what_its_network_is_no_better_than(make_run, linear, without_cells, sentence):

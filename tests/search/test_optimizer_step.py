@@ -244,8 +244,7 @@ def test_two_requests_of_every_loop_are_one_training(name):
 
 
 @pytest.mark.parametrize(
-    "forgotten",
-    ["weights.momentum_buffer", "alphas.exp_avg.", "alphas.exp_avg_sq", "alphas.step"],
+    "forgotten", ["weights.momentum_buffer", "alphas.exp_avg.", "alphas.exp_avg_sq", "alphas.step"]
 )
 def test_a_request_without_one_of_the_moments_differs(forgotten):
     """What the tests above compare is there to be seen."""
@@ -288,10 +287,7 @@ def test_moments_are_named_and_shaped_as_those_of_the_network(name):
 def test_a_network_without_alphas_has_moments_of_its_parameters():
     network = nn.Linear(2, 3)
     found = {key: value.shape for key, value in no_moments(network).items()}
-    assert found == {
-        "weights.momentum_buffer.weight": (3, 2),
-        "weights.momentum_buffer.bias": (3,),
-    }
+    assert found == {"weights.momentum_buffer.weight": (3, 2), "weights.momentum_buffer.bias": (3,)}
 
 
 @pytest.mark.parametrize("name", STREAMS)

@@ -179,12 +179,7 @@ def test_a_reply_is_refused_or_sound(edits, damages):
     for damage in damages:
         damage(content)
     try:
-        reply = accept_reply(
-            message_with(content),
-            ASKED,
-            header=HEADER,
-            limits=Limits(MOST),
-        )
+        reply = accept_reply(message_with(content), ASKED, header=HEADER, limits=Limits(MOST))
     except ReplyError:
         assert damages or edits
         return

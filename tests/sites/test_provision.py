@@ -141,17 +141,9 @@ def test_scripts_are_bash_and_can_be_executed(folder):
     ("old", "new", "words"),
     [
         ("port: 8000", "port: 80000", "server.port=80000 is out of range: expected 1 to 65535"),
-        (
-            "10.0.0.7",
-            "10.0.0.7:80",
-            "addresses=10.0.0.7:80 .* without port",
-        ),
+        ("10.0.0.7", "10.0.0.7:80", "addresses=10.0.0.7:80 .* without port"),
         ("[north, south]", "[north, north]", "holds north more than once"),
-        (
-            "[north, south]",
-            "[ca, south]",
-            "sites=ca .* expected names of small letters",
-        ),
+        ("[north, south]", "[ca, south]", "sites=ca .* expected names of small letters"),
         ("[north, south]", "[../x]", "sites=../x is out of range"),
         ("[north, south]", "[]", r"sites=\[\] is out of range: expected 1 to"),
         ("federation: heart", "", "federation is missing"),
@@ -195,8 +187,7 @@ def zipped(files):
 
 
 @given(
-    st.sampled_from([*FILES, "fednas_flwr/__init__.py", "x.py"]),
-    st.one_of(st.none(), st.binary()),
+    st.sampled_from([*FILES, "fednas_flwr/__init__.py", "x.py"]), st.one_of(st.none(), st.binary())
 )
 def test_a_bundle_with_other_files_is_refused(name, content):
     files = {**FILES, name: content}

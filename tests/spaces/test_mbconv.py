@@ -212,10 +212,7 @@ def test_gates_of_every_example_give_its_own_gradient():
         ({"candidates": ("mbconv6_3x3", "zero")}, "at least two different ops other than zero"),
         ({"candidates": ("mbconv6_3x3",) * 3}, "each named once"),
         ({"candidates": ("mbconv7_3x3", "zero")}, "candidate=mbconv7_3x3 is unknown"),
-        (
-            {"input_shape": (30,)},
-            r"needs images .* \(30,\); of a table take search_space=mlp",
-        ),
+        ({"input_shape": (30,)}, r"needs images .* \(30,\); of a table take search_space=mlp"),
     ],
 )
 def test_impossible_spaces_are_refused(change, message):
