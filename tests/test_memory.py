@@ -1,6 +1,4 @@
 import platform
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,6 +9,8 @@ from fednas_flwr.base.memory import described, keep_freed_memory
 from fednas_flwr.cli import fail
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
+
+from .processes import told
 
 PROCESS = """
 import resource, sys
@@ -35,10 +35,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def faults(argument):
     """Return how many pages a process faults in for 20 tensors after 20 others."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS, argument], check=True, capture_output=True, text=True
-    )
-    return int(done.stdout)
+    return int(told("-c", PROCESS, argument))
 
 
 @pytest.mark.run

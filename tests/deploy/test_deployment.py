@@ -40,6 +40,8 @@ from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.configuration import load_config
 
+from ..processes import told
+
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=site")
 REAL_SITES = (*DEPLOYMENT, "partition=sites", "dataset.server_test=false")
 
@@ -82,14 +84,8 @@ LISTING = """{
 @pytest.mark.run
 def test_flower_builds_the_bundle_and_it_holds_no_code_of_ours(tmp_path):
     bundle = write_bundle(tmp_path / deployment.BUNDLE)
-    done = subprocess.run(
-        [sys.executable, "-m", "flwr.cli.app", "build", "--app", str(bundle)],
-        cwd=tmp_path,
-        env=os.environ | {"FLWR_HOME": str(tmp_path / "home")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    home = {"FLWR_HOME": str(tmp_path / "home")}
+    told("-m", "flwr.cli.app", "build", "--app", bundle, cwd=tmp_path, env=home)
     (fab,) = tmp_path.glob("*.fab")
     with zipfile.ZipFile(io.BytesIO(fab.read_bytes())) as archive:
         names = set(archive.namelist())

@@ -20,6 +20,8 @@ from fednas_flwr.deploy.bundle import check_bundle
 from fednas_flwr.deploy.server_app import configure
 from fednas_flwr.runs.events import read_events
 
+from ..processes import told
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 600.0
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within flwr
@@ -121,15 +123,8 @@ class Flower:
 
     def __call__(self, *arguments):
         """Run a command in the project's root and return what it prints."""
-        done = subprocess.run(
-            [sys.executable, "-m", "flwr.cli.app", *arguments],
-            cwd=ROOT,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return re.sub(r"\x1b\[\d+m", "", done.stdout)
+        printed = told("-m", "flwr.cli.app", *arguments, cwd=ROOT, env=self.environment)
+        return re.sub(r"\x1b\[\d+m", "", printed)
 
     def run(self, overrides, *options):
         """``flwr run .`` with overrides and two clients; returns what it prints."""

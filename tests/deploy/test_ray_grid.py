@@ -1,10 +1,7 @@
 """Clients in actors of Ray: how many at a time, and what those cost that die."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +14,8 @@ from hypothesis import strategies as st
 
 from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.grids import places, without_arrays
+
+from ..processes import told
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +123,8 @@ with ray_grid(app, len(CLIENTS), runtime) as grid:
 
 def asked(script, folder, **environment):
     """Return what a script in a process of its own tells in its last line."""
-    done = subprocess.run(
-        [sys.executable, "-c", ASKING + script],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = told("-c", ASKING + script, cwd=folder, env=environment)
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.run

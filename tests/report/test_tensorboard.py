@@ -1,10 +1,9 @@
-import subprocess
-import sys
-
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fednas_flwr.report.trackers import TensorBoard
 from fednas_flwr.runs.events import read_events
+
+from ..processes import told
 
 
 def test_every_metric_is_a_scalar_over_rounds(make_run):
@@ -46,8 +45,7 @@ def test_reports_do_not_load_torch():
     code += (
         "import sys\nprint([name for name in ('torch', 'flwr', 'pandas') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert told("-c", code).strip() == "[]"
 
 
 def test_what_clients_of_a_private_run_measured_is_called_noised(make_run):

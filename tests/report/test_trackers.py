@@ -1,15 +1,13 @@
 """What MLflow and Weights & Biases are sent; with the real packages where they are installed."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from fednas_flwr.api import check, compose
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.report.trackers import Tracker, check_trackers
 from fednas_flwr.runs.events import read_events
+
+from ..processes import told
 
 REPLAYED = """
 import sys
@@ -71,12 +69,5 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(monkeypatch, 
 def test_the_packages_take_it(make_run, tmp_path, name, kind):
     pytest.importorskip(name)
     environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db", "WANDB_MODE": "offline"}
-    done = subprocess.run(
-        [sys.executable, "-c", REPLAYED, name, str(make_run("run"))],
-        env=os.environ | environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    told("-c", REPLAYED, name, make_run("run"), env=environment, cwd=tmp_path)
     assert list(tmp_path.rglob(kind))

@@ -1,8 +1,6 @@
 """docker/compose.yaml: its form, and its own commands as processes on loopback, three sites."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,8 @@ from fednas_flwr.deploy.sites.doctor import examine
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 
+from ..processes import told
+
 DOCKER = Path(__file__).parents[2] / "docker"
 COMPOSE = DOCKER / "compose.yaml"
 SITES = ("north", "south", "east")
@@ -21,9 +21,7 @@ SERVICES = yaml.safe_load(COMPOSE.read_text())["services"]
 
 
 def test_compose_file_is_of_the_compose_specification():
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run([*command, str(COMPOSE)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    told("-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
 
 
 def test_every_service_is_confined_and_comes_back():
@@ -140,14 +138,8 @@ def test_a_private_search_on_three_sites(cluster, loopback):
     ((asked,),) = loopback.until("the question for approval", awaited)
     assert asked["client"] == 0
     for command in (["approve"], ["approve", asked["schedule"]]):
-        done = subprocess.run(
-            [sys.executable, "-m", "fednas_flwr", *command],
-            cwd=cluster.folder / SITES[0],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "train.weight_gradient" in done.stdout
+        printed = told("-m", "fednas_flwr", *command, cwd=cluster.folder / SITES[0])
+        assert "train.weight_gradient" in printed
     assert f"fednas approve {asked['schedule']}" in cluster.read(f"{SITES[0]}-clientapp")
     output, _ = running.communicate()
     assert running.returncode == 0, output

@@ -22,6 +22,8 @@ from fednas_flwr.deploy.sites.links import Trouble
 from fednas_flwr.deploy.sites.provision import issue_certificate, make_authority, make_node_key
 from fednas_flwr.deploy.sites.superlink import REFUSAL, Guard, is_loopback, paths_for_all
 
+from ..processes import told
+
 BIN = Path(sys.executable).parent
 WAIT_S = 120  # for what takes seconds on an idle machine
 
@@ -80,15 +82,8 @@ def net(tmp_path_factory, free_ports):
         )
 
     def flwr(*command):
-        done = subprocess.run(
-            [sys.executable, "-m", "flwr.cli.app", "supernode", *command, "--format=json"],
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=folder,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return dict(json.loads(done.stdout))
+        named = ("-m", "flwr.cli.app", "supernode", *command, "--format=json")
+        return dict(json.loads(told(*named, env=environment, cwd=folder)))
 
     def read(name):
         return re.sub(r"\x1b\[\d+m", "", (folder / f"{name}.log").read_text())
