@@ -1,10 +1,12 @@
 """Tables of sites are joined by what they mean, and compared side by side."""
 
+from pathlib import Path
+
 import pytest
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.readers import data_settings
-from fednas_flwr.data.records import CATEGORY, Column
+from fednas_flwr.data.records import CATEGORY, Column, Records
 from fednas_flwr.data.site_tables import (
     SITES_FILE,
     as_yaml,
@@ -18,12 +20,12 @@ from fednas_flwr.data.site_tables import (
 A = "age,sex,chol,y\n50,TRUE,200,0\n60,FALSE,250.5,1\n40,TRUE,190,1\n"
 
 
-def join(root, **settings):
+def join(root: Path, **settings: object) -> Records:
     csv = data_settings("csv", {"cache": "none", **settings})
     return join_tables(read_site_tables(csv, root), csv, root)
 
 
-def write(root, **sites):
+def write(root: Path, **sites: str) -> None:
     for site, text in sites.items():
         (root / f"{site}.csv").write_text(text)
 
@@ -37,7 +39,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("text", SAME.values(), ids=SAME)
-def test_sites_that_mean_the_same_are_joined(tmp_path, text):
+def test_sites_that_mean_the_same_are_joined(tmp_path: Path, text: str) -> None:
     write(tmp_path, a=A, b=text)
     joined = join(tmp_path, label="y")
     assert joined.feature_names == ("age", "chol", "sex=FALSE", "sex=TRUE")
@@ -47,7 +49,7 @@ def test_sites_that_mean_the_same_are_joined(tmp_path, text):
     assert joined.labels.tolist() == [0, 1, 1] * 2
 
 
-def test_a_column_that_a_site_lacks_is_missing_there_and_told(tmp_path):
+def test_a_column_that_a_site_lacks_is_missing_there_and_told(tmp_path: Path) -> None:
     write(tmp_path, a=A, b="age,sex,y\n50,TRUE,1\n")
     joined = join(tmp_path)
     assert joined.features[3, 1].isnan()
@@ -60,7 +62,7 @@ def test_a_column_that_a_site_lacks_is_missing_there_and_told(tmp_path):
         join(tmp_path, label="y")
 
 
-def test_sites_are_adapted_by_their_file(tmp_path):
+def test_sites_are_adapted_by_their_file(tmp_path: Path) -> None:
     write(tmp_path, a=A, b="age;Sex;cholesterol;y\n50;M;5,172;0\n60;F;?;1\n40;M;-9;1\n")
     (tmp_path / SITES_FILE).write_text(
         "all: {missing_values: [-9]}\n"
@@ -79,7 +81,7 @@ def test_sites_are_adapted_by_their_file(tmp_path):
         join(tmp_path)
 
 
-def test_what_sites_agree_on_is_kept_with_their_records(tmp_path):
+def test_what_sites_agree_on_is_kept_with_their_records(tmp_path: Path) -> None:
     write(tmp_path, a="50;1\n60;2\n?;0\n", b="50;1\n60;2\n-9;0\n")
     (tmp_path / SITES_FILE).write_text(
         "all: {column_names: [age, y], map: {y: {2: 1}}, missing_values: ['?']}\n"
@@ -93,7 +95,7 @@ def test_what_sites_agree_on_is_kept_with_their_records(tmp_path):
     assert joined.form.missing_values == []  # in which they differ
 
 
-def test_what_would_join_sites_is_proposed(tmp_path):
+def test_what_would_join_sites_is_proposed(tmp_path: Path) -> None:
     rows = "".join(f"{50 + i},{'MF'[i % 2]},{4 + i / 10},{i % 2}\n" for i in range(9))
     ours = "".join(f"{50 + i},{i % 2},{160 + i},{i % 2}\n" for i in range(9))
     zero = "".join(f"{50 + i},{i % 2},{0 if i % 3 else 165},{i % 2}\n" for i in range(9))
@@ -139,5 +141,5 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("own", "expected"), DIFFERENT.values(), ids=DIFFERENT)
-def test_what_would_join_a_real_site_is_told(own, expected):
+def test_what_would_join_a_real_site_is_told(own: tuple[Column, ...], expected: str) -> None:
     assert difference(own, (AGE, CHOL, SEX)) == expected

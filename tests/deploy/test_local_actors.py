@@ -1,12 +1,16 @@
 """``runtime=inline`` on several cores: the same bits, whatever process answers, and no orphans."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +21,14 @@ from fednas_flwr.deploy import local_actors
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.local_actors import LocalGrid, local_grid
 from fednas_flwr.runs.numbers import read_run
-from fednas_flwr.settings import with_runtime
+from fednas_flwr.settings import Config, with_runtime
 
 SHORT = ("rounds=3", "retrain.rounds=3", "dataset.linear_baseline=false")
 
 
-def test_one_core_one_client_or_a_process_among_others_stays_alone(compose_config, monkeypatch):
+def test_one_core_one_client_or_a_process_among_others_stays_alone(
+    compose_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = compose_config("clients=3", "runtime.device=cpu")
     for cores, changed, alone in (
         (2, config, False),
@@ -40,20 +46,25 @@ def test_one_core_one_client_or_a_process_among_others_stays_alone(compose_confi
         assert type(grid) is InProcessGrid
 
 
-def wait_for_workers(event):
+def wait_for_workers(event: dict[str, Any]) -> None:
     """A listener that lets no second round begin before there are workers."""
     while event["event"] == "round" and event["round"] == 1 and len(workers()) < 2:
         time.sleep(0.1)
 
 
 @pytest.fixture
-def two_cores(monkeypatch):
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
     monkeypatch.setattr(local_actors.os, "sched_getaffinity", lambda process: {0, 1})
 
 
 @pytest.mark.run
-def test_workers_give_the_bits_of_one_process(compose_config, tmp_path, two_cores, monkeypatch):
+def test_workers_give_the_bits_of_one_process(
+    compose_config: Callable[..., Config],
+    tmp_path: Path,
+    two_cores: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config, runs = compose_config(*SHORT, "runtime.device=cpu"), []
     answered: list[int] = []
     real = LocalGrid.answer
@@ -74,12 +85,12 @@ def test_workers_give_the_bits_of_one_process(compose_config, tmp_path, two_core
 
 @pytest.mark.run
 def test_a_worker_that_dies_costs_its_reply_and_another_takes_its_place(
-    compose_config, tmp_path, two_cores
-):
+    compose_config: Callable[..., Config], tmp_path: Path, two_cores: None
+) -> None:
     killed: list[int] = []
     config = compose_config("rounds=20", "stages=[search]", "runtime.device=cpu")
 
-    def kill_one(event):
+    def kill_one(event: dict[str, Any]) -> None:
         wait_for_workers(event)
         if event["event"] == "round" and event["round"] == 3:
             killed.append(workers()[0])
@@ -94,7 +105,7 @@ def test_a_worker_that_dies_costs_its_reply_and_another_takes_its_place(
 
 
 @pytest.mark.run
-def test_no_worker_outlives_the_run(compose_config, tmp_path):
+def test_no_worker_outlives_the_run(compose_config: Callable[..., Config], tmp_path: Path) -> None:
     script = (
         "import sys; from fednas_flwr import compose, run;"
         "from fednas_flwr.deploy import local_actors; local_actors.PATIENCE_S = 0.0;"
@@ -112,7 +123,7 @@ def test_no_worker_outlives_the_run(compose_config, tmp_path):
         time.sleep(0.1)
 
 
-def workers(of=None):
+def workers(of: int | None = None) -> list[int]:
     """The workers that a process, by default this one, has started by its interpreter."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):

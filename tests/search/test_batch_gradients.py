@@ -1,5 +1,7 @@
 """Gradients of batches by weights and by alphas, against formulas and other codes."""
 
+from __future__ import annotations
+
 import math
 
 import pytest
@@ -114,7 +116,10 @@ def descend(net, batches, *, lr):
         return {"weights": (weight_gradient_sum(net, data, Tally()), len(data[1]))}
 
     gradients, size = periodic_gradients(
-        gradient_sums, {"weights": net.weights()}, steps=len(batches), local_lrs={"weights": lr}
+        gradient_sums,
+        {"weights": net.weights()},
+        steps=len(batches),
+        local_lrs={"weights": lr},
     )
     return gradients["weights"], size
 
@@ -365,7 +370,11 @@ def test_the_virtual_step_is_the_step_that_sgd_takes(momentum, weight_decay, net
         data = batch(6, seed)
         optimizer.zero_grad()
         check = untouched(net)
-        moved = virtual_step(net, data, optimizer=optimizer)
+        moved = virtual_step(
+            net,
+            data,
+            optimizer=optimizer,
+        )
         check()
         assert not any(weight.requires_grad for weight in moved.values())
         real_step(data)
