@@ -1,9 +1,6 @@
 """A request of every action, which asks for as little as there is, and single properties."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 from fednas_flwr.protocol.requests import (
@@ -31,7 +28,6 @@ from fednas_flwr.protocol.requests import (
 )
 from fednas_flwr.protocol.sum_requests import PROPERTIES, Masked, OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings.optimizers import SGD, Adam
 
 ONE_STEP = Amount(epochs=None, steps=1, batch_size=None)
@@ -40,14 +36,7 @@ ALPHAS = Adam(lr=0.01, weight_decay=0.0)
 SUPERNET = {"name": "supernet"}
 
 
-def smallest(
-    data_set: str | None = None,
-    *,
-    network: Mapping[str, Any] | None = None,
-    split: str = "train",
-    weights: SGD = PLAIN,
-    loss_bound: float = 1.0,
-) -> dict[str, Settings]:
+def smallest(data_set=None, *, network=None, split="train", weights=PLAIN, loss_bound=1.0):
     """Return the settings by action; ``network`` is what is trained where it is no supernet."""
     search = LocalSearch(ONE_STEP, weights, ALPHAS, Alternating("first_order"))
     training = LocalTraining(dict(network or {"name": "x"}), split, ONE_STEP, weights, 0.0, 0.0)
@@ -106,18 +95,23 @@ def smallest(
     return asked
 
 
-def in_words(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """A cohort's ``ask``, called with an action and the fields of an exchange by name."""
-    return lambda action, **fields: ask(Exchange(action, **fields))
+def spied(federation, change=None):
+    """Return the list of what a federation's clients are asked from now on, and their replies.
 
+    Each entry is an exchange with the states as they were sent, and the replies by client; the
+    strategy gets ``change(exchange, client, reply)`` in a reply's place.
+    """
+    ask, asked = federation.cohort.ask, list[Any]()
 
-def of_exchange(spy: Callable[..., Any]) -> Callable[[Exchange], Any]:
-    """A spy on an action and the fields of an exchange by name, in the place of ``ask``."""
+    def noting(exchange):
+        sent = {s: {d: v.clone() for d, v in p.items()} for s, p in exchange.states.items()}
+        replies: dict[int, Any] = {}
+        asked.append((replace(exchange, states=sent), replies))
+        for client, reply in ask(exchange):
+            replies[client] = reply
+            yield client, reply if change is None else change(exchange, client, reply)
 
-    def asked(exchange: Exchange) -> Any:
-        names = [field.name for field in fields(exchange) if field.name != "action"]
-        return spy(exchange.action, **{name: getattr(exchange, name) for name in names})
-
+    federation.cohort.ask = noting
     return asked
 
 
@@ -126,7 +120,7 @@ FORMS = {name: form for form, _ in PROPERTIES.values() for name in get_type_hint
 FORMS |= dict.fromkeys(get_type_hints(Masked), Masked)
 
 
-def decoded(name: str, value: Any) -> Any:
+def decoded(name, value):
     """Return a property as the server decodes it, of a reply that says nothing else it need not.
 
     Raises:

@@ -4,13 +4,8 @@ Values are set in a copy, as Hydra sets them, in a tenth of the time. What it re
 what comes from other folders than ``conf/`` are left to Hydra itself.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,14 +14,14 @@ from hydra.errors import HydraException
 from fednas_flwr.settings import conf_folder
 
 
-def remembering(compose: Callable[..., Any]) -> Callable[..., Any]:
+def remembering(compose):
     """Return the same function of a primary file and overrides, ``++key=value`` if of a value."""
 
     @cache
-    def merged(conf: Path, name: str, choices: tuple[str, ...]) -> Any:
+    def merged(conf, name, choices):
         return compose(name, list(choices))
 
-    def composed(name: str, overrides: list[str], **options: Any) -> Any:
+    def composed(name, overrides, **options):
         choices = [text for text in overrides if not text.startswith("++")]
         conf, files = conf_folder(), [text.replace("=", "/", 1) + ".yaml" for text in choices]
         paths = any(text.startswith("hydra.") for text in choices)

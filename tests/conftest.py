@@ -1,13 +1,9 @@
 """Made data, the composed configuration, and an in-process federation on both."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import absl.logging
@@ -15,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from safetensors.torch import save_file
 
 from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.base.pretrained import Pretrained
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
@@ -25,14 +23,14 @@ from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings import Config, dump_config, hydra_config
+from fednas_flwr.settings import dump_config, hydra_config
 from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
 from fednas_flwr.spaces import dp_cells
 
 from .composing import remembering
 from .finished_runs import FinishedRuns, whole_run
-from .fork_server import ForkServer, serving
+from .fork_server import serving
 
 torch.set_num_threads(1)  # results must not depend on the number of cores
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
@@ -54,7 +52,7 @@ OTHER_RUNS = ("ray", "browser")  # and those with such a marker
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark whole runs; begin with the files that take longest, so that workers end together."""
     for item in items:
         whole = WHOLE_RUNS & set(getattr(item, "fixturenames", ()))
@@ -64,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Spare garbage collection what lives as long as the process: modules and tests."""
     gc.collect()
     gc.freeze()
@@ -72,7 +70,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup():
     """Let what a test draws depend on nothing that ran before it."""
     torch.manual_seed(0)
     np.random.seed(0)
@@ -80,21 +78,21 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session")
-def fednas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def fednas(tmp_path_factory):
     """``fednas(*arguments)``: the command, in a process of its own that has imported everything."""
     with serving(tmp_path_factory.mktemp("fork")) as server:
         yield server
 
 
 @pytest.fixture
-def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncut(monkeypatch):
     """Contributions as they are, for a close look: that they are cut to a unit is tested apart."""
     monkeypatch.setattr(micro_batches, "UNIT_BITS", 56)
     monkeypatch.setattr(record_gradients, "LARGE", sys.maxsize)
 
 
 @pytest.fixture(scope="session")
-def made_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_data(tmp_path_factory):
     """An npz file of 80 + 30 noisy 3x8x8 images whose brightest channel is the class, of 3."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, 110)
@@ -108,7 +106,7 @@ def made_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_overrides(made_data: Path) -> list[str]:
+def tiny_overrides(made_data):
     """Hydra overrides of a run on the made data that takes seconds; the cache lies beside it."""
     return [
         "dataset=npz",
@@ -123,8 +121,20 @@ def tiny_overrides(made_data: Path) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory):
+    """A file of weights of a tiny network, whose batch norms are not those of a new one."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = Pretrained("test_efficientnet", num_classes=1000)
+        network.train()(torch.rand(16, 3, 32, 32))
+    path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    save_file(network.network.state_dict(), path)
+    return path
+
+
 @pytest.fixture(scope="module")
-def one_cell() -> Iterator[None]:
+def one_cell():
     """The space ``dp_cells`` has one cell in place of three, as in ``search_space.widths=[4]``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dp_cells, "BLOCKS", 1)
@@ -132,10 +142,10 @@ def one_cell() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
+def compose_config(tiny_overrides):
     """``compose_config(*overrides)``: the checked configuration, tiny unless overridden."""
 
-    def composed(*overrides: str) -> Config:
+    def composed(*overrides):
         tiny = tiny_overrides
         if "dataset=digits" in overrides:
             tiny = [o for o in tiny if not o.startswith("dataset.root=")]
@@ -150,13 +160,13 @@ def compose_config(tiny_overrides: list[str]) -> Callable[..., Config]:
 
 
 @pytest.fixture(scope="session")
-def federate() -> Callable[..., SimpleNamespace]:
+def federate():
     """``federate(config)``: data, grid, cohort, events and the search strategy of a config."""
 
-    def federation(config: Config, *, checkpoints: Path | None = None) -> SimpleNamespace:
+    def federation(config, *, checkpoints=None):
         events: list[dict] = []
 
-        def emit(event: str, **fields: object) -> None:
+        def emit(event, **fields):
             events.append({"event": event, **fields})
 
         data = make_data(config)
@@ -183,39 +193,43 @@ def federate() -> Callable[..., SimpleNamespace]:
     return federation
 
 
+def sound(run, fails=False):
+    """Return a run that has ended as it should: with an error if it ``fails``, else without."""
+    if run.error is not None and not fails:
+        raise run.error
+    assert not fails or run.error is not None
+    return run
+
+
 @pytest.fixture(scope="session")
-def run_inline(
-    compose_config: Callable[..., object], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., SimpleNamespace]:
+def run_inline(compose_config, tmp_path_factory):
     """``run_inline(*overrides)``: a whole run in this process; its folder, events and error.
 
-    With ``resume=<run folder>`` the run there goes on; ``sites`` are the files of real sites.
+    With ``resume=<run folder>`` the run there goes on; ``sites`` are the files of real sites. An
+    error is raised unless the run ``fails``.
     """
 
-    def ran(*overrides, resume=None, sites=()):
+    def ran(*overrides, resume=None, sites=(), fails=False):
         if resume is None:
             folder = tmp_path_factory.mktemp("run") / "run"
             config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
         else:
             config = open_run_folder(str(resume))
-        return whole_run(config, resumed=resume is not None, sites=sites)
+        return sound(whole_run(config, resumed=resume is not None, sites=sites), fails)
 
     return ran
 
 
 @pytest.fixture(scope="session")
-def finished_run(
-    compose_config: Callable[..., Config],
-    tmp_path_factory: pytest.TempPathFactory,
-    pytestconfig: pytest.Config,
-) -> Callable[..., SimpleNamespace]:
+def finished_run(compose_config, tmp_path_factory, pytestconfig):
     """``finished_run(*overrides)``: as ``run_inline``, a copy of one that was made before.
 
     For tests that look at what a run has left. It must not be called where anything is patched.
+    An error of the run is raised.
     """
     if pytestconfig.pluginmanager.hasplugin("cacheprovider"):
         place = pytestconfig.cache.mkdir("finished_runs")
     else:
         place = tmp_path_factory.getbasetemp() / "finished_runs"
     runs = FinishedRuns(place, tmp_path_factory.mktemp("finished"))
-    return lambda *overrides: runs.get(compose_config(*overrides))
+    return lambda *overrides: sound(runs.get(compose_config(*overrides)))

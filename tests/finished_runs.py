@@ -5,14 +5,11 @@ that its bits depend on: the package, ``conf/``, the libraries and the number of
 coverage pass every run is made anew, since each test shall be seen to run its lines.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -20,25 +17,25 @@ from importlib.metadata import distributions
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from filelock import FileLock
 
 from fednas_flwr.base.foreign import dump_yaml
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import CONFIG_FILE
 from fednas_flwr.runs.run_folder import create_run_folder
-from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings import dump_config
 
 ROOT = Path(__file__).parent.parent
 KEPT_STATES = 2  # of package, conf/ and libraries: this one and the one before
 
 
-def whole_run(config: Config, *, resumed: bool = False, sites: Iterable[Path] = ()) -> Any:
+def whole_run(config, *, resumed=False, sites=()):
     """Make or continue a run in this process: its folder, configuration, events and error."""
     grid, error = InProcessGrid(make_client_app(dump_config(config)), config.clients), None
     for context, file in zip(grid._contexts.values(), sites, strict=False):
@@ -52,7 +49,14 @@ def whole_run(config: Config, *, resumed: bool = False, sites: Iterable[Path] = 
     return SimpleNamespace(folder=folder, config=config, events=events, error=error)
 
 
-def digest_of(path: Path) -> str:
+def looked_at(run, **own):
+    """Return a finished run with its test set, its central scores and each kind's last event."""
+    last = {event["event"]: event for event in run.events}
+    test, central = make_data(run.config)[0].server_test, last["evaluated"]["central"]
+    return SimpleNamespace(**vars(run), **last, test=test, central=central, **own)
+
+
+def digest_of(path):
     """Return the SHA-256 of the names and contents of a file, or of all files in a folder."""
     total = sha256()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -64,7 +68,7 @@ def digest_of(path: Path) -> str:
 
 
 @cache
-def state() -> str:
+def state():
     """Return the name of what all runs depend on: code, settings, libraries, processor, threads."""
     versions = sorted(f"{d.name} {d.version}" for d in distributions())
     machine = [platform.python_version(), platform.machine(), torch.get_num_threads()]
@@ -73,10 +77,10 @@ def state() -> str:
     return sha256(json.dumps([*code, own, versions, machine]).encode()).hexdigest()[:16]
 
 
-def name_of(config: Config) -> str:
+def name_of(config):
     """Return the name of a run: of its settings, and of the content of the files they name."""
 
-    def without_paths(value: Any) -> Any:
+    def without_paths(value):
         if isinstance(value, dict):
             return {key: without_paths(one) for key, one in value.items()}
         if isinstance(value, list):
@@ -90,7 +94,7 @@ def name_of(config: Config) -> str:
     return sha256(json.dumps(without_paths(settings), sort_keys=True).encode()).hexdigest()[:24]
 
 
-def in_coverage_pass() -> bool:
+def in_coverage_pass():
     """Return whether coverage is being measured in this process."""
     coverage = sys.modules.get("coverage")
     return coverage is not None and coverage.Coverage.current() is not None
@@ -104,7 +108,7 @@ class FinishedRuns:
         copies: Where copies of them are put.
     """
 
-    def __init__(self, place: Path, copies: Path) -> None:
+    def __init__(self, place, copies):
         self._place, self._copies, self._numbers = place / state(), copies, count()
         self._place.mkdir(parents=True, exist_ok=True)
         os.utime(self._place)
@@ -112,7 +116,7 @@ class FinishedRuns:
         for outdated in states[:-KEPT_STATES]:
             shutil.rmtree(outdated, ignore_errors=True)
 
-    def get(self, config: Config, make: Callable[[Config], Any] = whole_run) -> Any:
+    def get(self, config, make=whole_run):
         """Return a copy of the run of these settings, made if there is none.
 
         Its ``made_in`` is the folder that it was made in. A run that ends with an error is not

@@ -6,8 +6,6 @@ command it forks a process, with a session and a process group of its own, that 
 and to the interpreter's own end.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -17,12 +15,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
-from typing import IO
 
 IMPORTED = (  # what a run imports in its course; nothing that starts a thread
     *("fednas_flwr.cli.run", "fednas_flwr.api", "fednas_flwr.deploy.server_app"),
@@ -33,7 +29,7 @@ IMPORTED = (  # what a run imports in its course; nothing that starts a thread
 class Command:
     """A command in its process, with the methods and attributes of ``subprocess.Popen``."""
 
-    def __init__(self, place: Path, request: Mapping[str, object]) -> None:
+    def __init__(self, place, request):
         """Have the server fork a process for the request."""
         out, err = os.pipe(), os.pipe()
         self._answers = socket.socket(socket.AF_UNIX)
@@ -56,42 +52,42 @@ class Command:
         self._end = threading.Thread(target=self._await_end, daemon=True)
         self._end.start()
 
-    def _read(self, place: int, pipe: IO[str]) -> None:
+    def _read(self, place, pipe):
         with pipe:
             self._told[place] = pipe.read()
 
-    def _await_end(self) -> None:
+    def _await_end(self):
         self.returncode = int(self._lines.readline())
 
-    def __enter__(self) -> Command:
+    def __enter__(self):
         """As of ``Popen``."""
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         """Wait for the process."""
         self.wait()
 
-    def poll(self) -> int | None:
+    def poll(self):
         """Return the exit code, or minus the number of a signal, of a process that has ended."""
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         """Send a signal to the process, unless it has ended."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         """End the process."""
         self.send_signal(signal.SIGKILL)
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         """Wait for the process and return how it has ended."""
         self._end.join(timeout)
         if self.returncode is None:
             raise TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, timeout=None):
         """Wait for the process and return its output and its errors."""
         self.wait(timeout)
         for reader in self._readers:
@@ -104,11 +100,11 @@ class Command:
 class ForkServer:
     """Starts commands; :func:`serving` makes one."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place):
         """Remember the socket."""
         self._place = place
 
-    def __call__(self, *arguments: str, largest_file: int = -1) -> Command:
+    def __call__(self, *arguments, largest_file=-1):
         """Start ``fednas <arguments>`` here; no file that it writes may be larger than given."""
         here = str(Path.cwd())
         request = {"arguments": arguments, "largest_file": largest_file, "cwd": here}
@@ -116,7 +112,7 @@ class ForkServer:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[ForkServer]:
+def serving(folder):
     """Yield a server whose socket lies in a folder."""
     place = folder / "socket"
     with socket.socket(socket.AF_UNIX) as listening:
@@ -138,7 +134,7 @@ def serving(folder: Path) -> Iterator[ForkServer]:
 # --- in the server
 
 
-def serve(listening: socket.socket) -> list[str]:
+def serve(listening):
     """Fork a process for every request, till the tests end; return its arguments in each."""
     while True:
         ready, _, _ = select.select([listening, sys.stdin], [], [])

@@ -1,12 +1,10 @@
 """A table of patients as hospitals have it: decimal commas, missing cells, texts and dates."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 
 
-def patients() -> pd.DataFrame:
+def patients():
     """Return 800 rows of ``age``, ``ward`` and ``seen``, by which ``outcome`` can be predicted."""
     rng = np.random.default_rng(0)
     age, ward = rng.normal(60, 12, 800).round(1), rng.choice(["north", "south", "west"], 800)

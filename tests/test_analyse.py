@@ -1,7 +1,5 @@
 """``scripts/analyse.py`` on a real run: its controller, its rewards, its cell trained again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

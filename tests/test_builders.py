@@ -1,10 +1,7 @@
 """From a configuration to objects: every combination on embedded or made data builds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ from fednas_flwr.models.networks import (
 )
 from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.pipeline.feasible import check_buildable
-from fednas_flwr.settings import Config, Dataset, conf_folder
+from fednas_flwr.settings import Config, conf_folder
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.spaces.genotype import load_genotype, save_genotype
@@ -53,7 +50,7 @@ BUILDS = [
 
 
 @pytest.mark.parametrize("overrides", BUILDS)
-def test_files_build_on_embedded_data(overrides: str) -> None:
+def test_files_build_on_embedded_data(overrides):
     check_buildable(parse_config(compose_tree(overrides.split())))
 
 
@@ -65,7 +62,7 @@ EXPERIMENTS = sorted(
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_experiments_build_with_another_data_set(experiment: str, made_data: Path) -> None:
+def test_experiments_build_with_another_data_set(experiment, made_data):
     """The settings of an experiment, on made images or a made table instead of real ones."""
     config = parse_config(compose_tree([f"experiment={experiment}"]))
     if config.partition.name == "label_groups":  # of ten classes
@@ -77,7 +74,7 @@ def test_experiments_build_with_another_data_set(experiment: str, made_data: Pat
     check_buildable(replace(config, dataset=replace(dataset, cache=cache)))
 
 
-def made_digits(folder: Path) -> Path:
+def made_digits(folder):
     """Write 600 noise images of Fashion-MNIST's shape and number of classes."""
     rng, labels = np.random.default_rng(0), np.arange(600) % 10
     images = rng.integers(0, 256, (600, 1, 28, 28)).astype(np.uint8)
@@ -85,7 +82,7 @@ def made_digits(folder: Path) -> Path:
     return folder / "digits.npz"
 
 
-def made_table(dataset: Dataset, folder: Path) -> Path:
+def made_table(dataset, folder):
     """Write 3000 rows of the columns that a data set's statistics name."""
     rng = np.random.default_rng(0)
     lines = [",".join([*dataset.statistics, "label"])]
@@ -95,7 +92,7 @@ def made_table(dataset: Dataset, folder: Path) -> Path:
     return folder / "table.csv"
 
 
-def test_check_builds_no_tensors_and_draws_nothing(compose_config: Compose) -> None:
+def test_check_builds_no_tensors_and_draws_nothing(compose_config):
     config = compose_config("search_space.channels=256")  # a gigabyte of weights
     state = torch.random.get_rng_state()
     check_buildable(config)
@@ -103,7 +100,7 @@ def test_check_builds_no_tensors_and_draws_nothing(compose_config: Compose) -> N
 
 
 @pytest.mark.parametrize("group", ["search_space", "retrain"])
-def test_memory_is_estimated_before_it_is_allocated(compose_config: Compose, group: str) -> None:
+def test_memory_is_estimated_before_it_is_allocated(compose_config, group):
     with pytest.raises(ConfigError, match=f"^{group}: .* GiB .*{group}.channels=1000000") as told:
         check_buildable(compose_config(f"{group}.channels=1000000"))
     assert "takes at least" in str(told.value)
@@ -126,21 +123,17 @@ PRIVATE = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
         (["stages=[search]", "retrain.num_cells=null"], "set both to numbers"),
     ],
 )
-def test_what_the_data_rules_out_is_refused_before_a_run(
-    compose_config: Compose, overrides: list[str], sentence: str
-) -> None:
+def test_what_the_data_rules_out_is_refused_before_a_run(compose_config, overrides, sentence):
     with pytest.raises(ConfigError, match=sentence):
         check_buildable(compose_config(*overrides))
 
 
-def test_a_delta_of_one_over_records_is_asked_for_by_name(compose_config: Compose) -> None:
+def test_a_delta_of_one_over_records_is_asked_for_by_name(compose_config):
     check_buildable(compose_config(*PRIVATE, "privacy.delta=.9", "privacy.large_delta=true"))
     check_buildable(compose_config(*PRIVATE, "clients=1", "privacy.delta=.0124"))
 
 
-def test_tables_are_not_augmented_and_need_a_column(
-    compose_config: Compose, tmp_path: Path
-) -> None:
+def test_tables_are_not_augmented_and_need_a_column(compose_config, tmp_path):
     rng = np.random.default_rng(0)
     table = ["search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"]
     for columns in (2, 0):
@@ -171,9 +164,7 @@ def test_tables_are_not_augmented_and_need_a_column(
         ),
     ],
 )
-def test_groups_are_checked_before_the_search(
-    compose_config: Compose, overrides: list[str], sentence: str
-) -> None:
+def test_groups_are_checked_before_the_search(compose_config, overrides, sentence):
     blocks = [
         "algorithm=cfdnas",
         "algorithm.group_by=tag",
@@ -188,7 +179,7 @@ def test_groups_are_checked_before_the_search(
 
 
 @pytest.mark.parametrize("network", ["mobilenet_v2", "plain_cnn"])
-def test_networks_for_images_refuse_tables(network: str) -> None:
+def test_networks_for_images_refuse_tables(network):
     description = {"name": network, "input_shape": [7], "num_classes": 2, "norm": "group"}
     with pytest.raises(ConfigError, match=f"{network}.*images"):
         make_network(description)
@@ -196,7 +187,7 @@ def test_networks_for_images_refuse_tables(network: str) -> None:
     assert linear(torch.zeros(3, 7)).shape == (3, 2)
 
 
-def test_unknown_names_are_told_with_those_there_are(compose_config: Compose) -> None:
+def test_unknown_names_are_told_with_those_there_are(compose_config):
     with pytest.raises(ConfigError, match="network=resnet is unknown.*derived"):
         make_network({"name": "resnet", "input_shape": [3, 8, 8], "num_classes": 2})
     with pytest.raises(ConfigError, match=r"search_space\.name=dart.*nearest: darts"):
@@ -206,19 +197,19 @@ def test_unknown_names_are_told_with_those_there_are(compose_config: Compose) ->
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_is_refused_where_there_is_none() -> None:
+def test_cuda_is_refused_where_there_is_none():
     assert make_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match="runtime.device=cuda.*runtime.device=cpu"):
         make_device("cuda")
 
 
-def test_initial_networks_depend_on_the_seed_alone(compose_config: Compose) -> None:
-    def states(seed: int) -> list[torch.Tensor]:
+def test_initial_networks_depend_on_the_seed_alone(compose_config):
+    def states(seed):
         config = compose_config(f"seed={seed}")
         prepared, _ = make_data(config)
         cohort = make_cohort(config, run="r", emit=lambda event, **fields: None)
         torch.manual_seed(torch.seed() % 1000)
-        strategy = make_search(config, prepared, cohort, None)  # type: ignore[arg-type]
+        strategy = make_search(config, prepared, cohort, None)
         return [vector for packed in strategy.states.values() for vector in packed.values()]
 
     first, again, other = states(1), states(1), states(2)
@@ -226,7 +217,7 @@ def test_initial_networks_depend_on_the_seed_alone(compose_config: Compose) -> N
     assert not torch.equal(first[0], other[0])
 
 
-def test_partition_file_is_used_and_checked(compose_config: Compose, tmp_path: Path) -> None:
+def test_partition_file_is_used_and_checked(compose_config, tmp_path):
     _, parts = make_data(compose_config("clients=2"))
     path = tmp_path / "partition.json"
     save_partition(path, parts[::-1])
@@ -239,7 +230,7 @@ def test_partition_file_is_used_and_checked(compose_config: Compose, tmp_path: P
         make_data(replace(config, dataset=replace(config.dataset, limit_train=50)))
 
 
-def test_genotype_that_does_not_fit_is_refused(compose_config: Compose, tmp_path: Path) -> None:
+def test_genotype_that_does_not_fit_is_refused(compose_config, tmp_path):
     config = compose_config("search_space=darts_small", "search_space.channels=4")
     space = supernet_space(config, make_data(config)[0])
     path = tmp_path / "genotype.json"
@@ -254,7 +245,7 @@ def test_genotype_that_does_not_fit_is_refused(compose_config: Compose, tmp_path
         check_buildable(compose_config(*given))
 
 
-def test_shipped_genotypes_are_given_by_name(compose_config: Compose) -> None:
+def test_shipped_genotypes_are_given_by_name(compose_config):
     given = ["search_space=dp_cells", "retrain=dp_cells", "stages=[retrain]"]
     config = compose_config(*given, "genotype=dpnas_mnist")
     path = conf_folder() / "genotypes" / "dpnas_mnist.json"
@@ -263,9 +254,7 @@ def test_shipped_genotypes_are_given_by_name(compose_config: Compose) -> None:
         check_buildable(compose_config(*given, "genotype=dpnas_mnst"))
 
 
-def test_mbconv_networks_have_the_size_of_the_search_space(
-    compose_config: Compose, tmp_path: Path
-) -> None:
+def test_mbconv_networks_have_the_size_of_the_search_space(compose_config, tmp_path):
     """Also where a genotype is transferred: there ``search_space`` is what gives the size."""
     path, retrain = tmp_path / "genotype.json", ["stages=[retrain]", "retrain=mbconv"]
     space = make_space(
@@ -291,8 +280,8 @@ def test_mbconv_networks_have_the_size_of_the_search_space(
     check_buildable(config)
     description = describe_network(config, make_data(config)[0], genotype)
     network = make_network(description)
-    assert network.before[0][0].stride == (2, 2)  # type: ignore[index]
-    assert network.before[0][0].out_channels == 16  # type: ignore[index]
+    assert network.before[0][0].stride == (2, 2)
+    assert network.before[0][0].out_channels == 16
     for overrides, message in {
         ("search_space=mbconv",): "retrain.channels=16 .* supernet's size; set both to null",
         ("retrain=mbconv",): "search_space=nasbench201.*: set search_space=mbconv",
@@ -304,7 +293,7 @@ def test_mbconv_networks_have_the_size_of_the_search_space(
 
 
 @pytest.mark.parametrize("key", ["skeleton", "candidates"])
-def test_unknown_names_of_the_mbconv_space_are_told(key: str) -> None:
+def test_unknown_names_of_the_mbconv_space_are_told(key):
     config = parse_config(compose_tree(["search_space=mbconv", f"search_space.{key}=fdna"]))
     with pytest.raises(ConfigError, match=rf"search_space\.{key}=fdna is unknown.*nearest: fdnas"):
         check_buildable(config)

@@ -1,7 +1,5 @@
 """Compositions that are remembered are Hydra's, to the last value and the last sentence."""
 
-from __future__ import annotations
-
 import pytest
 
 from fednas_flwr.base.errors import ConfigError

@@ -1,11 +1,8 @@
 """Estimators: scikit-learn's conventions, and the same run as the command line."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,7 @@ import pandas as pd
 import pyarrow
 import pytest
 from sklearn.base import clone
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_diabetes, load_digits
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -21,17 +18,17 @@ import fednas_flwr
 from fednas_flwr import FedClassifier, FedRegressor, compose
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.runs.run_folder import read_config_file
-from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.configuration import parse_config
 
 TINY = ["algorithm.draws=2", "retrain.rounds=4"]
 EXPECTED = {
     "check_fit2d_1feature": "of its ten records a client keeps one to train on, which batch norm "
-    "cannot normalise; the message says so",
+    "cannot normalise; the message says so"
 }
 
 
-def patients(number: int = 200) -> pd.DataFrame:
+def patients(number=200):
     """Patients of three hospitals, of whom the old die."""
     rng = np.random.default_rng(0)
     age = rng.integers(20, 90, number)
@@ -47,7 +44,7 @@ def patients(number: int = 200) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory) -> FedClassifier:
+def fitted(tmp_path_factory):
     """Fitted to a table of three hospitals."""
     folder = tmp_path_factory.mktemp("estimator")
     own = [*TINY, f"dataset.cache={folder / 'cache'}", f"run_dir={folder / 'run'}"]
@@ -55,16 +52,16 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> FedClassifier:
     return model.fit(patients(), label="died")
 
 
-def config_of(model: FedClassifier) -> Config:
+def config_of(model):
     return parse_config(read_config_file(str(model.run_folder)))
 
 
-def test_the_package_lists_what_it_has() -> None:
+def test_the_package_lists_what_it_has():
     assert {*fednas_flwr.__all__} <= {*dir(fednas_flwr)}
     assert fednas_flwr.FedRegressor is FedRegressor
 
 
-def test_a_fit_is_a_run_of_the_command_line(fitted: FedClassifier) -> None:
+def test_a_fit_is_a_run_of_the_command_line(fitted):
     config = config_of(fitted)
     assert (config.clients, config.partition.name) == (3, "column")
     root = str(config.dataset.root)
@@ -80,7 +77,7 @@ def test_a_fit_is_a_run_of_the_command_line(fitted: FedClassifier) -> None:
     assert pd.read_parquet(root).shape == (200, 5)
 
 
-def test_predictions_are_the_targets_own_values(fitted: FedClassifier) -> None:
+def test_predictions_are_the_targets_own_values(fitted):
     table = patients()
     assert fitted.classes_.dtype == bool
     assert fitted.feature_names_in_.tolist() == ["age", "pressure", "sex"]
@@ -95,7 +92,7 @@ def test_predictions_are_the_targets_own_values(fitted: FedClassifier) -> None:
         fitted.predict(bare.drop(columns="age"))
 
 
-def test_what_a_run_shows_is_there(fitted: FedClassifier, tmp_path: Path) -> None:
+def test_what_a_run_shows_is_there(fitted, tmp_path):
     board = fitted.leaderboard()
     assert board["network"][0] == "found"
     assert 0.7 < board["accuracy"][0] <= 1
@@ -106,7 +103,7 @@ def test_what_a_run_shows_is_there(fitted: FedClassifier, tmp_path: Path) -> Non
     assert tmp_path / "to" / "model.onnx" in fitted.export(tmp_path / "to")
 
 
-def test_a_pickle_predicts_without_the_run_folder(fitted: FedClassifier, tmp_path: Path) -> None:
+def test_a_pickle_predicts_without_the_run_folder(fitted, tmp_path):
     content = pickle.dumps(fitted)
     assert b"Network" not in content  # bytes of a file, no classes of torch
     away = shutil.move(fitted.run_folder, tmp_path)
@@ -121,12 +118,12 @@ def test_a_pickle_predicts_without_the_run_folder(fitted: FedClassifier, tmp_pat
         shutil.move(away, fitted.run_folder_)
 
 
-def fit(tmp_path: Path, X: Any, y: Any, *settings: str, groups: Any = None, **keys: Any) -> Any:
+def fit(tmp_path, X, y, *settings, groups=None, **keys):
     own = [*TINY, f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}", *settings]
     return FedClassifier(preset="fast", settings=own, **keys).fit(X, y, groups=groups)
 
 
-def test_arrays_and_groups(tmp_path: Path) -> None:
+def test_arrays_and_groups(tmp_path):
     table = patients()
     model = fit(
         tmp_path, table[["age", "pressure"]].to_numpy(), table["sex"], groups=table["hospital"]
@@ -137,7 +134,7 @@ def test_arrays_and_groups(tmp_path: Path) -> None:
     assert model.importance(table[["age", "pressure"]].to_numpy(), table["sex"]).shape == (2, 2)
 
 
-def test_images(tmp_path: Path) -> None:
+def test_images(tmp_path):
     digits = load_digits()
     images, labels = digits.images.astype("uint8") * 15, digits.target
     small = ("search_space.channels=2", "search_space.num_cells=1", "retrain.rounds=6")
@@ -149,7 +146,7 @@ def test_images(tmp_path: Path) -> None:
     assert model.score(images[:200], labels[:200]) > 0.5
 
 
-def test_settings_reach_the_run(tmp_path: Path) -> None:
+def test_settings_reach_the_run(tmp_path):
     ranges = "dataset.ranges={age: [0, 100], pressure: [50, 200]}"
     known = (ranges, "dataset.ignore=[sex]", "retrain.rounds=1", "privacy.large_delta=true")
     keys: dict[str, Any] = {"clients": "hospital", "epsilon": 8, "time_limit": "10min"}
@@ -170,15 +167,13 @@ def test_settings_reach_the_run(tmp_path: Path) -> None:
         ({"time_limit": "soon"}, "died", "runtime.time_limit=soon"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_sentence(
-    keys: dict[str, Any], label: str | None, message: str
-) -> None:
+def test_what_is_wrong_is_told_in_one_sentence(keys, label, message):
     with pytest.raises(ValueError, match=message):
         FedClassifier(**keys).fit(patients(), label=label)
 
 
 @pytest.mark.run
-def test_a_grid_search_tunes_it(tmp_path: Path) -> None:
+def test_a_grid_search_tunes_it(tmp_path):
     table = patients()
     model = FedClassifier(preset="fast", settings=[*TINY, f"dataset.cache={tmp_path}"])
     grid = {"settings": [[*model.settings, "retrain.weights.lr=1e-5"], list(model.settings)]}
@@ -187,13 +182,23 @@ def test_a_grid_search_tunes_it(tmp_path: Path) -> None:
     assert search.best_index_ == 1
 
 
+def test_a_number_is_predicted_in_its_own_unit(tmp_path):
+    table = load_diabetes(as_frame=True).frame
+    own = ["algorithm.draws=2", f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'run'}"]
+    model = FedRegressor(clients=3, preset="fast", settings=own).fit(table, label="target")
+    assert model.predict(table).dtype == float
+    assert model.score(table, table["target"]) > 0.2  # R2; a linear model has .5
+    assert {"bmi", "s5"} & {*model.importance(table, label="target").index[:3]}
+
+
 @pytest.mark.run
-def test_scikit_learns_own_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("estimator", [FedClassifier, FedRegressor])
+def test_scikit_learns_own_checks(estimator, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDNAS_CACHE", str(tmp_path / "cache"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = FedClassifier(preset="fast", settings=TINY)
+        model = estimator(preset="fast", settings=TINY)
         results = check_estimator(model, expected_failed_checks=EXPECTED, on_skip=None)
     failed = [one["check_name"] for one in results if one["status"] == "xfail"]
     assert failed == [*EXPECTED]

@@ -1,12 +1,8 @@
 """Runs that tests share: made once for the same settings and data, and each test has its copy."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,11 +14,11 @@ from .finished_runs import FinishedRuns, digest_of
 
 
 @pytest.fixture
-def make() -> Callable[[Config], Any]:
+def make():
     """Stands in for a run: writes its number, and ends with an error where there is no search."""
     made: list[Config] = []
 
-    def fake(config: Config) -> Any:
+    def fake(config):
         made.append(config)
         folder = Path(str(config.run_dir))
         (folder / "events.jsonl").write_text("")
@@ -34,12 +30,12 @@ def make() -> Callable[[Config], Any]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FinishedRuns:
+def runs(tmp_path, monkeypatch):
     monkeypatch.setattr(finished_runs, "in_coverage_pass", lambda: False)
     return FinishedRuns(tmp_path / "kept", tmp_path / "copies")
 
 
-def number(run: Any) -> int:
+def number(run):
     return int((run.folder / "number").read_text())
 
 

@@ -1,7 +1,5 @@
 """Whatever the settings: a run is refused in a sentence, or completes with all that it owes."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sys
@@ -62,7 +60,7 @@ def test_every_setting_of_a_configuration_is_drawn(fuzz_settings):
 
 
 @cache
-def composed() -> Config:
+def composed():
     return parse_config(compose_tree([*ALL, *NORMS]))
 
 
@@ -83,5 +81,5 @@ def test_what_is_drawn_is_within_the_constraints_and_can_be_written(fuzz_setting
     assert override.value() == drawn or plain(override.value()) == plain(drawn)
 
 
-def plain(value: object) -> str:
+def plain(value):
     return str(value).replace("'", "")

@@ -1,7 +1,5 @@
 """Every layer computes what torch computes, and the gradient of every record by one backward."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

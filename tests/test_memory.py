@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import platform
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +9,8 @@ from fednas_flwr.base.memory import described, keep_freed_memory
 from fednas_flwr.cli import fail
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
+
+from .processes import told
 
 PROCESS = """
 import resource, sys
@@ -35,21 +33,18 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(argument: str) -> int:
+def faults(argument):
     """Return how many pages a process faults in for 20 tensors after 20 others."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS, argument], check=True, capture_output=True, text=True
-    )
-    return int(done.stdout)
+    return int(told("-c", PROCESS, argument))
 
 
 @pytest.mark.run
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is set")
-def test_freed_memory_stays_with_the_process() -> None:
+def test_freed_memory_stays_with_the_process():
     assert 10 * faults("keep") < faults("leave")
 
 
-def test_every_process_that_answers_keeps_it() -> None:
+def test_every_process_that_answers_keeps_it():
     keep_freed_memory.cache_clear()
     grid = InProcessGrid(make_client_app(), 1)
     list(grid.send_and_receive([grid.create_message(RecordDict(), "train.search", 2, "")]))
@@ -59,17 +54,17 @@ def test_every_process_that_answers_keeps_it() -> None:
 @pytest.mark.parametrize(
     ("make", "amount"), [(torch.empty, "4000000000000000 bytes"), (np.empty, "7.11 PiB")]
 )
-def test_who_runs_out_of_memory_is_told_what_to_lower(make, amount) -> None:
+def test_who_runs_out_of_memory_is_told_what_to_lower(make, amount):
     with pytest.raises((RuntimeError, MemoryError)) as error:
         make(10**15)
     assert described(error.value).startswith(f"out of memory when {amount} more were needed: lower")
 
 
-def test_other_errors_keep_their_text() -> None:
+def test_other_errors_keep_their_text():
     assert described(ValueError("lr must be above 0")) == "ValueError: lr must be above 0"
 
 
-def test_client_and_command_tell_it(monkeypatch, capsys) -> None:
+def test_client_and_command_tell_it(monkeypatch, capsys):
     def too_much(*_):
         raise MemoryError
 

@@ -1,11 +1,11 @@
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from fednas_flwr.privacy.mechanism import accounting
 from fednas_flwr.report import tables
 from fednas_flwr.settings.names import ACCOUNTANTS, NORMS, SPLITS
+
+from .processes import told
 
 PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
 
@@ -27,5 +27,4 @@ def test_settings_are_checked_without_loading_torch_or_numpy():
     program = (
         "import sys, fednas_flwr.settings\nprint(sorted({'numpy', 'torch'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    assert told("-c", program) == "[]\n"

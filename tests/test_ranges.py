@@ -1,10 +1,7 @@
 """Every value of every field is one that its constraint allows, or is refused by its name."""
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Annotated, Any, get_type_hints
@@ -22,7 +19,6 @@ from fednas_flwr.settings.optimizers import SGD, Adam, Configuration, Range
 from fednas_flwr.settings.parser import (
     Between,
     Checked,
-    Constraint,
     Distinct,
     Length,
     OneOf,
@@ -84,7 +80,7 @@ FREE = {  # numbers of any size
 }
 
 
-def parts(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def parts(value, key=""):
     """Return all dataclasses in a tree of settings, with their dotted keys."""
     if is_dataclass(value):
         yield key, value
@@ -98,7 +94,7 @@ def parts(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from parts(item, f"{key}[{index}]")
 
 
-def wrong_values(value: Any, constraint: Constraint) -> list[Any]:
+def wrong_values(value, constraint):
     """Return values of a field that a constraint of it, or of its entries, refuses."""
     if isinstance(constraint, Where):
         return []  # conditions have tests of their own

@@ -20,7 +20,7 @@ PAGES = {
 TEXT = "\n".join(PAGES.values())
 
 
-def test_tables_are_those_of_the_result_files() -> None:
+def test_tables_are_those_of_the_result_files():
     for text in PAGES.values():
         assert render_tables(text, ROOT / "scripts" / "results") == text
     shown = set(re.findall(r"<!-- table:(\w+) -->", TEXT))
@@ -28,7 +28,7 @@ def test_tables_are_those_of_the_result_files() -> None:
     assert len(shown) > 10
 
 
-def test_every_row_has_three_seeds() -> None:
+def test_every_row_has_three_seeds():
     for name in re.findall(r"<!-- table:(\w+) -->", TEXT):
         runs = json.loads((ROOT / "scripts" / "results" / f"{name}.json").read_text())["runs"]
         rows: dict[str, set[int]] = {}
@@ -37,7 +37,7 @@ def test_every_row_has_three_seeds() -> None:
         assert {row: seeds for row, seeds in rows.items() if len(seeds) < 3} == {}, name
 
 
-def test_accuracies_on_the_front_page_stand_in_a_table() -> None:
+def test_accuracies_on_the_front_page_stand_in_a_table():
     lines = re.findall(
         r"\[([^]]*\d[^]]*)\]\(scripts/results/README.md#([\w-]+)\)", PAGES["README.md"]
     )
@@ -52,7 +52,7 @@ def test_accuracies_on_the_front_page_stand_in_a_table() -> None:
         assert any(all(re.search(cell, row) for cell in cells) for row in rows), (text, part)
 
 
-def test_the_front_page_is_short_and_every_link_leads_to_a_file() -> None:
+def test_the_front_page_is_short_and_every_link_leads_to_a_file():
     assert len(PAGES["README.md"].splitlines()) <= 200
     assert len(PAGES) == 6
     for name, text in PAGES.items():
@@ -60,7 +60,7 @@ def test_the_front_page_is_short_and_every_link_leads_to_a_file() -> None:
             assert ((ROOT / name).parent / target).exists(), f"{name}: {target}"
 
 
-def test_the_versions_of_python_are_those_that_pip_takes() -> None:
+def test_the_versions_of_python_are_those_that_pip_takes():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     taken = SpecifierSet(project["requires-python"])
     assert "3.11.0" not in taken  # anybody on its machine can command its fork server
@@ -72,7 +72,7 @@ def test_the_versions_of_python_are_those_that_pip_takes() -> None:
     assert f"{major}.{int(minor) + 1}" not in taken
 
 
-def test_every_script_that_is_named_exists() -> None:
+def test_every_script_that_is_named_exists():
     (line,) = re.findall(r"^scripts/ +(.*)$", TEXT, re.MULTILINE)
     in_tree = [f"scripts/{name}" for name in re.findall(r"[\w.]+\.(?:sh|py)", line)]
     named = re.findall(r"scripts/[\w.]+\.(?:sh|py)", TEXT)
@@ -82,7 +82,7 @@ def test_every_script_that_is_named_exists() -> None:
         assert (ROOT / name).is_file(), name
 
 
-def test_every_command_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_that_is_named_exists(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = set(re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE))

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +17,12 @@ N, SIDE = 240, 12
 LABELS = np.arange(N) % 2
 
 
-def table(columns: dict[str, list[str]]) -> str:
+def table(columns):
     rows = zip(*columns.values(), strict=True)
     return "\n".join(map(",".join, [list(columns), *rows])) + "\n"
 
 
-def numbers(scale: float) -> list[str]:
+def numbers(scale):
     rng = np.random.default_rng(int(scale))
     return [f"{scale * (2 + label + rng.normal()):.3f}" for label in LABELS]
 
@@ -31,7 +30,7 @@ def numbers(scale: float) -> list[str]:
 AGES = {"age": numbers(20), "chol": numbers(90)}
 
 
-def images(folder: Path, place: Callable[[int], str]) -> None:
+def images(folder, place):
     rng = np.random.default_rng(0)
     for i, label in enumerate(LABELS):
         pixels = rng.integers(0, 120, (SIDE, SIDE)).astype(np.uint8)
@@ -41,36 +40,36 @@ def images(folder: Path, place: Callable[[int], str]) -> None:
         Image.fromarray(pixels).save(path)
 
 
-def image_folder(folder: Path) -> Path:
+def image_folder(folder):
     images(folder, lambda i: f"{'ab'[i % 2]}/{i}.png")
     return folder
 
 
-def labelled(folder: Path) -> Path:
+def labelled(folder):
     images(folder, lambda i: f"{i}.png")
     text = table({"file": [f"{i}.png" for i in range(N)], "finding": [*map(str, LABELS)]})
     (folder / "labels.csv").write_text(text)
     return folder
 
 
-def plain(folder: Path) -> Path:
+def plain(folder):
     (folder / "t.csv").write_text(table({**AGES, "sick": [*map(str, LABELS)]}))
     return folder / "t.csv"
 
 
-def marks(folder: Path) -> Path:
+def marks(folder):
     both = {"effusion": [*map(str, LABELS)], "nodule": [str(i // 2 % 2) for i in range(N)]}
     (folder / "t.csv").write_text(table({**AGES, **both}))
     return folder / "t.csv"
 
 
-def lists(folder: Path) -> Path:
+def lists(folder):
     found = [["", "effusion", "nodule", "effusion;nodule"][i % 4] for i in range(N)]
     (folder / "t.csv").write_text(table({**AGES, "findings": found}))
     return folder / "t.csv"
 
 
-def arrays(folder: Path) -> Path:
+def arrays(folder):
     y = np.stack([LABELS, np.arange(N) // 2 % 2], axis=1)
     x = np.random.default_rng(0).integers(0, 120, (N, SIDE, SIDE)).astype(np.uint8)
     x[:, : SIDE // 2] += (100 * y[:, :1, None]).astype(np.uint8)
@@ -109,9 +108,7 @@ COMMANDS = {  # row, fragments of code in it, further settings, data, sizes
 
 @pytest.mark.run
 @pytest.mark.parametrize("case", COMMANDS)
-def test_a_row_that_names_data_runs(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_that_names_data_runs(case, tmp_path, capsys):
     row, places, more, make, sizes = COMMANDS[case]
     code = re.findall(r"`([^`]+)`", ROWS[row])
     fragments = []

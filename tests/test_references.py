@@ -9,7 +9,7 @@ WRITTEN = {"MODEL_CARD.md", "compare.md"}  # by runs
 TEMPLATE = ".j2"
 
 
-def test_every_document_that_is_named_is_there() -> None:
+def test_every_document_that_is_named_is_there():
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     files += [path for path in ROOT.iterdir() if path.is_file()]
     names = {path.name.removesuffix(TEMPLATE) for path in files} | WRITTEN

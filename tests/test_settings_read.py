@@ -4,14 +4,9 @@ A recorder notes which settings the configuration is asked for, in the server an
 was not asked for must have a row in :data:`fednas_flwr.settings.unused.RULES`.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +17,7 @@ from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import create_run_folder
-from fednas_flwr.settings import Config, NoPrivacy, dump_config
+from fednas_flwr.settings import NoPrivacy, dump_config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.parser import Checked
@@ -54,11 +49,11 @@ DECISIONS = ("retrains_by_gradients",)  # beside the checks: what it decides, ro
 
 
 @contextmanager
-def recorded() -> Iterator[set[str]]:
+def recorded():
     """Yield the dotted names of the settings that are read meanwhile."""
     read: set[str] = set()
 
-    def noting(instance: Any, name: str) -> Any:
+    def noting(instance, name):
         value = object.__getattribute__(instance, name)
         if not name.startswith("_"):
             frame = sys._getframe(1)
@@ -77,12 +72,12 @@ def recorded() -> Iterator[set[str]]:
         yield read
 
 
-def kind_fields(kind: type) -> frozenset[str]:
+def kind_fields(kind):
     """Return the names of a dataclass's fields."""
-    return frozenset(kind.__dataclass_fields__)  # type: ignore[attr-defined]
+    return frozenset(kind.__dataclass_fields__)
 
 
-def settings_of(config: Config) -> set[str]:
+def settings_of(config):
     """Return the dotted names of all settings, those of a nested group by the group's."""
     names = set()
     for field in fields(config):
@@ -94,7 +89,7 @@ def settings_of(config: Config) -> set[str]:
     return names
 
 
-def overruled(name: str, idle: Mapping[str, Any]) -> bool:
+def overruled(name, idle):
     """Return whether the rules say of a setting, or of the group that holds it, that it is idle."""
     return name in idle or name.partition(".")[0] in idle
 
@@ -125,7 +120,7 @@ RUNS = {
     "fed_darts, searched only": [*IMAGES, "stages=[search]"],
     "fed_darts with privacy": [*IMAGES, *DP],
     "fed_darts with privacy of clients": [
-        *(*IMAGES, *DP, "privacy.unit=client", "secure_sum=true", "secure_sum.colluding=0"),
+        *(*IMAGES, *DP, "privacy.unit=client", "secure_sum=true", "secure_sum.colluding=0")
     ],
     "fednas": [*IMAGES, "aggregate=mean"],
     "fednas by secure sums": [*IMAGES, "secure_sum=true", "secure_sum.colluding=0"],
@@ -159,7 +154,7 @@ RUNS = {
 }
 
 
-def data_of(overrides: list[str], made_data: Path, folder: Path) -> list[str]:
+def data_of(overrides, made_data, folder):
     """Return overrides that give the made images, or a made table."""
     if "dataset=csv" not in overrides:
         return ["dataset=npz", f"dataset.root={made_data}"]
@@ -170,7 +165,7 @@ def data_of(overrides: list[str], made_data: Path, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def genotype(made_data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def genotype(made_data, tmp_path_factory):
     """A file that holds a cell of NAS-Bench-201."""
     import torch
 
@@ -187,9 +182,7 @@ def genotype(made_data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     "run", [pytest.param(run, marks=pytest.mark.run if " " in run else ()) for run in RUNS]
 )
-def test_a_setting_is_read_or_refused(
-    run: str, made_data: Path, genotype: str, tmp_path: Path
-) -> None:
+def test_a_setting_is_read_or_refused(run, made_data, genotype, tmp_path):
     overrides = [genotype if text == "genotype" else text for text in RUNS[run]]
     overrides += data_of(overrides, made_data, tmp_path)
     overrides += [f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
@@ -210,11 +203,11 @@ def test_a_setting_is_read_or_refused(
     assert sorted(unread - NAMES) == []
 
 
-def test_every_algorithm_is_run() -> None:
+def test_every_algorithm_is_run():
     assert {run.split()[0].rstrip(",") for run in RUNS} == set(algorithms())
 
 
-def test_the_recorder_sees_what_is_read(compose_config: Callable[..., Config]) -> None:
+def test_the_recorder_sees_what_is_read(compose_config):
     config = compose_config()
     with recorded() as read:
         assert config.retrain.rounds == 2

@@ -1,14 +1,10 @@
 """Sweeps that Hydra's own launchers and sweepers run, and files of the user's own."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import yaml
@@ -16,7 +12,6 @@ import yaml
 from fednas_flwr import api, cli
 from fednas_flwr.cli import run as sweeps
 from fednas_flwr.runs.events import read_events
-from fednas_flwr.settings import Config
 from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, given_settings
 
 FEDNAS = [sys.executable, "-m", "fednas_flwr"]
@@ -24,12 +19,12 @@ ENOUGH_S = 900.0
 
 
 @pytest.fixture
-def brief(tiny_overrides: list[str]) -> list[str]:
+def brief(tiny_overrides):
     """Overrides of a run that takes a second."""
     return [*tiny_overrides, "clients=2", "rounds=1", "retrain.rounds=1"]
 
 
-def sweep(folder: Path, *arguments: str) -> str:
+def sweep(folder, *arguments):
     """Run ``fednas run -m`` in a process of its own, as joblib needs it; return its output."""
     done = subprocess.run(
         [*FEDNAS, "run", "-m", *arguments, f"hydra.sweep.dir={folder}"],
@@ -43,11 +38,7 @@ def sweep(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_groups_and_baselines_are_no_jobs(
-    compose_config: Callable[..., Config],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_groups_and_baselines_are_no_jobs(compose_config, tmp_path, capsys):
     folder, run = tmp_path / "sweep", tmp_path / "run"
     api.run(compose_config("stages=[search]", "rounds=1", f"run_dir={run}"))
     for inside in (".", "groups/phone", "baselines/random_1"):
@@ -65,7 +56,7 @@ LAUNCHERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_launcher_runs_two_jobs_at_once(name: str, brief: list[str], tmp_path: Path) -> None:
+def test_a_launcher_runs_two_jobs_at_once(name, brief, tmp_path):
     pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
     folder = tmp_path / "sweep"
     output = sweep(folder, *brief, "seed=1,2", *LAUNCHERS[name])
@@ -79,7 +70,7 @@ def test_a_launcher_runs_two_jobs_at_once(name: str, brief: list[str], tmp_path:
 
 
 @pytest.mark.slow
-def test_the_best_trial_of_optuna_is_the_first_line(brief: list[str], tmp_path: Path) -> None:
+def test_the_best_trial_of_optuna_is_the_first_line(brief, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     folder = tmp_path / "sweep"
     trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "hydra.sweeper.n_jobs=1"]
@@ -104,9 +95,7 @@ def test_the_best_trial_of_optuna_is_the_first_line(brief: list[str], tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_metrics_give_a_front_and_a_failing_trial_does_not_stop_the_others(
-    brief: list[str], tmp_path: Path
-) -> None:
+def test_two_metrics_give_a_front_and_a_failing_trial_does_not_stop_the_others(brief, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     folder = tmp_path / "sweep"
     done = subprocess.run(
@@ -127,9 +116,7 @@ def test_two_metrics_give_a_front_and_a_failing_trial_does_not_stop_the_others(
     assert all(len(trial["values"]) == 2 for trial in found["solutions"])
 
 
-def test_experiments_in_a_folder_of_ones_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experiments_in_a_folder_of_ones_own(tmp_path, capsys):
     own = tmp_path / "own"
     (own / "experiment").mkdir(parents=True)
     text = "# @package _global_\ndefaults:\n  - override /algorithm: fnas\nrounds: 3\n"
@@ -151,7 +138,7 @@ def test_experiments_in_a_folder_of_ones_own(
     assert "(nearest: mine)" in capsys.readouterr().err
 
 
-def test_hydras_grammar() -> None:
+def test_hydras_grammar():
     assert compose_tree(["++seed=7"])["seed"] == 7
     assert compose_tree(["seed=${clients}", "clients=4"])["seed"] == 4
     jobs = expand_sweep(["algorithm=glob(*,exclude=[_*,fe*,c*,s*])", "seed=range(1,3)"])
@@ -163,7 +150,7 @@ def test_hydras_grammar() -> None:
 
 
 @pytest.mark.run
-def test_hydra_informs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hydra_informs(capsys):
     shortlist = ["algorithm.shortlist.keep=5", "algorithm.shortlist.scores=[zen]"]  # was null
     assert cli.main(["run", "algorithm=zero_cost", *shortlist, "--cfg", "job"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
@@ -177,9 +164,7 @@ def test_hydra_informs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "algorithm=fed_darts" in completed.stdout.split(), completed.stderr
 
 
-def test_a_runs_configuration_repeats_it(
-    brief: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runs_configuration_repeats_it(brief, tmp_path, capsys):
     assert cli.main(["run", *brief, "seed=5", f"run_dir={tmp_path / 'first'}"]) == 0
     config = f"config={tmp_path / 'first' / 'config.yaml'}"
     assert cli.main(["run", config, f"run_dir={tmp_path / 'second'}"]) == 0

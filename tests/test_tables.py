@@ -6,19 +6,13 @@ from pathlib import Path
 
 import pytest
 from scipy.stats import ttest_rel
-from tables import (
-    append_result,
-    find_result,
-    main,
-    render_tables,
-    start_results,
-)
+from tables import append_result, find_result, main, render_tables, start_results
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 COLUMNS = [{"metric": "accuracy", "title": "accuracy (%)", "scale": 100, "decimals": 1}]
 
 
-def _run(algorithm: str, seed: int, accuracy: float | None) -> dict:
+def _run(algorithm, seed, accuracy):
     return {
         "settings": {"algorithm": algorithm, "stages": ("search",)},
         "group": {"algorithm": algorithm},
@@ -31,7 +25,7 @@ def _run(algorithm: str, seed: int, accuracy: float | None) -> dict:
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Path:
+def results(tmp_path):
     path = tmp_path / "results" / "digits.json"
     start_results(path, title="Digits", command="scripts/table.sh", columns=COLUMNS)
     for seed, accuracy in ((1, 0.90), (2, 0.92)):
@@ -43,7 +37,7 @@ def results(tmp_path: Path) -> Path:
 README = "# x\n\n<!-- table:digits -->\nold\n<!-- /table:digits -->\n\nafter\n"
 
 
-def test_a_row_per_group_with_mean_and_deviation(results: Path) -> None:
+def test_a_row_per_group_with_mean_and_deviation(results):
     text = render_tables(README, results.parent)
     lines = text.splitlines()
     assert lines[3:5] == ["**Digits**", ""]
@@ -57,12 +51,12 @@ def test_a_row_per_group_with_mean_and_deviation(results: Path) -> None:
     assert render_tables(text, results.parent) == text
 
 
-def test_a_metric_that_some_runs_did_not_reach_is_marked(results: Path) -> None:
+def test_a_metric_that_some_runs_did_not_reach_is_marked(results):
     append_result(results, _run("fed_darts", 3, None))
     assert "| fed_darts | 91.0 ± 1.4 (2 of 3) | 3 |" in render_tables(README, results.parent)
 
 
-def test_a_row_is_compared_with_another_by_the_seeds_of_both(results: Path) -> None:
+def test_a_row_is_compared_with_another_by_the_seeds_of_both(results):
     start_results(
         results, title="Digits", command="x", columns=COLUMNS, against={"algorithm": "random"}
     )
@@ -77,9 +71,7 @@ def test_a_row_is_compared_with_another_by_the_seeds_of_both(results: Path) -> N
     assert "| random | 77.3 ± 23.9 | 3 | – |" in lines
 
 
-def test_check_says_whether_the_readme_is_stale(
-    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_says_whether_the_readme_is_stale(results, tmp_path, capsys):
     readme = tmp_path / "README.md"
     readme.write_text(README)
     arguments = [str(readme), str(results.parent)]
@@ -100,12 +92,12 @@ def test_check_says_whether_the_readme_is_stale(
         ("<!-- table:other -->\n<!-- /table:other -->\n", "there is no"),
     ],
 )
-def test_marks_that_do_not_fit_are_refused(results: Path, readme: str, message: str) -> None:
+def test_marks_that_do_not_fit_are_refused(results, readme, message):
     with pytest.raises(ValueError, match=message):
         render_tables(readme, results.parent)
 
 
-def test_a_script_continues_where_it_stopped(results: Path) -> None:
+def test_a_script_continues_where_it_stopped(results):
     settings = {"stages": ("search",), "algorithm": "fed_darts"}
     found = find_result(results, settings, 1)
     assert found is not None
@@ -118,7 +110,7 @@ def test_a_script_continues_where_it_stopped(results: Path) -> None:
     assert json.loads(results.read_text())["title"] == "New"
 
 
-def test_a_run_that_does_not_fit_is_refused(results: Path) -> None:
+def test_a_run_that_does_not_fit_is_refused(results):
     before = results.read_text()
     with pytest.raises(ValueError, match="already"):
         append_result(results, _run("fed_darts", 1, 0.1))
@@ -132,7 +124,7 @@ def test_a_run_that_does_not_fit_is_refused(results: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"commit": "fedcba"}, {"settings": {"algorithm": "x"}}])
-def test_a_run_made_again_replaces_that_of_its_row_and_seed(results: Path, changed: dict) -> None:
+def test_a_run_made_again_replaces_that_of_its_row_and_seed(results, changed):
     before = json.loads(results.read_text())["runs"]
     again = _run("fed_darts", 1, 0.1) | changed
     append_result(results, again)
@@ -140,7 +132,7 @@ def test_a_run_made_again_replaces_that_of_its_row_and_seed(results: Path, chang
     assert after == [json.loads(json.dumps(again)), *before[1:]]
 
 
-def test_runs_added_at_the_same_time_are_all_kept(results: Path) -> None:
+def test_runs_added_at_the_same_time_are_all_kept(results):
     threads = [
         threading.Thread(target=append_result, args=(results, _run("fnas", seed, 0.5)))
         for seed in range(12)
@@ -153,7 +145,7 @@ def test_runs_added_at_the_same_time_are_all_kept(results: Path) -> None:
     assert sorted(seeds[3:]) == list(range(12))
 
 
-def test_runs_count_while_the_code_that_made_them_stays(tmp_path: Path) -> None:
+def test_runs_count_while_the_code_that_made_them_stays(tmp_path):
     """In a repository of its own: pages may change, package and settings may not."""
     names = ("fednas_flwr/code.py", "fednas_flwr/README.md", "conf/config.yaml", "tests/test.py")
     script = tmp_path / "scripts" / "table_runs.py"
@@ -162,7 +154,7 @@ def test_runs_count_while_the_code_that_made_them_stays(tmp_path: Path) -> None:
         path.write_text("")
     script.write_text((SCRIPTS / script.name).read_text())
 
-    def git(*arguments: str) -> str:
+    def git(*arguments):
         own = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
         done = subprocess.run(
             ["git", "-C", str(tmp_path), *own, *arguments], capture_output=True, text=True
@@ -170,7 +162,7 @@ def test_runs_count_while_the_code_that_made_them_stays(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def counts(commit: str) -> bool:
+    def counts(commit):
         found = runpy.run_path(str(script))["is_current"](commit)
         assert isinstance(found, bool)
         return found

@@ -1,7 +1,5 @@
 """Every block of the walk-throughs runs, in order, as it stands on the page."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,11 +24,11 @@ class Walk:
         printed: By all of them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.printed = folder, ""
         self._shells: list[int] = []
 
-    def through(self, page: str, **replaced: str) -> None:
+    def through(self, page, **replaced):
         """Write and run the blocks of a page."""
         text = (PAGES / page).read_text(encoding="utf-8")
         for old, new in replaced.items():
@@ -45,7 +42,7 @@ class Walk:
                 assert language == "bash", block
                 self._run(block)
 
-    def _run(self, commands: str) -> None:
+    def _run(self, commands):
         output = self.folder / "printed.txt"  # a pipe would wait for what goes on in the background
         with output.open("w") as file:
             shell = subprocess.Popen(
@@ -62,7 +59,7 @@ class Walk:
         assert code == 0, f"{commands}\n{printed}"
         self.printed += printed
 
-    def end(self) -> None:
+    def end(self):
         """End what runs in the background."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             for group in self._shells:
@@ -73,14 +70,14 @@ class Walk:
 
 
 @pytest.fixture
-def walk(tmp_path: Path) -> Iterator[Walk]:
+def walk(tmp_path):
     """Blocks run in a folder of their own, and end with the test."""
     own = Walk(tmp_path)
     yield own
     own.end()
 
 
-def free_port(count: int = 1) -> int:
+def free_port(count=1):
     """Return the first of some ports in a row that nobody listens on."""
     while True:
         with socket.socket() as first:
@@ -90,12 +87,12 @@ def free_port(count: int = 1) -> int:
             return port
 
 
-def _is_free(port: int) -> bool:
+def _is_free(port):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_every_page_has_a_test() -> None:
+def test_every_page_has_a_test():
     text = Path(__file__).read_text()
     pages = [page.name for page in PAGES.glob("*.md")]
     assert len(pages) == 10
@@ -103,7 +100,7 @@ def test_every_page_has_a_test() -> None:
 
 
 @pytest.mark.run
-def test_a_developer_adds_an_algorithm(walk: Walk) -> None:
+def test_a_developer_adds_an_algorithm(walk):
     walk.through("add_an_algorithm.md")
     assert "rest" in (walk.folder / "late" / "config.yaml").read_text()
     assert re.search(r"accuracy 0\.\d\d", walk.printed)
@@ -111,40 +108,40 @@ def test_a_developer_adds_an_algorithm(walk: Walk) -> None:
 
 
 @pytest.mark.run
-def test_a_developer_adds_an_op(walk: Walk) -> None:
+def test_a_developer_adds_an_op(walk):
     walk.through("add_an_op.md")
     assert re.search(r"labels \['\d', '\d', '\d'\]", walk.printed)
     assert "turns [2, 8, 5, 5] into [2, 8, 1, 1] at stride 1" in walk.printed
 
 
 @pytest.mark.run
-def test_a_developer_adds_a_loss(walk: Walk) -> None:
+def test_a_developer_adds_a_loss(walk):
     walk.through("add_a_loss.md")
     assert "2 of 2 jobs completed" in walk.printed
     assert walk.printed.endswith("refused\n")
 
 
 @pytest.mark.run
-def test_a_developer_adds_a_network(walk: Walk) -> None:
+def test_a_developer_adds_a_network(walk):
     walk.through("add_a_network.md")
     assert "2 of 2 jobs completed" in walk.printed
 
 
 @pytest.mark.run
-def test_a_developer_adds_a_metric(walk: Walk) -> None:
+def test_a_developer_adds_a_metric(walk):
     walk.through("add_a_metric.md")
     assert 0 < float(re.findall(r"Brier (0\.\d+)", walk.printed)[-1]) < 1
 
 
 @pytest.mark.run
-def test_a_data_scientist_begins_with_a_dataframe(walk: Walk) -> None:
+def test_a_data_scientist_begins_with_a_dataframe(walk):
     walk.through("from_a_dataframe.md")
     assert re.search(r"0 +found +0\.9", walk.printed)
     assert "alike True" in walk.printed
 
 
 @pytest.mark.slow
-def test_an_engineer_needs_a_network_for_a_phone(walk: Walk) -> None:
+def test_an_engineer_needs_a_network_for_a_phone(walk):
     walk.through("fit_a_phone.md")
     fronts = re.findall(r"^(?:found|front_\d) [\d.]+ (\d+) ([\d.]+)$", walk.printed, re.MULTILINE)
     assert len(fronts) == 5
@@ -152,13 +149,13 @@ def test_an_engineer_needs_a_network_for_a_phone(walk: Walk) -> None:
 
 
 @pytest.mark.run
-def test_someone_who_knows_flower(walk: Walk) -> None:
+def test_someone_who_knows_flower(walk):
     walk.through("for_flower_users.md")
     assert "Flower's strategies train one model and know no search" in walk.printed
 
 
 @pytest.mark.slow
-def test_a_researcher_compares_algorithms(walk: Walk) -> None:
+def test_a_researcher_compares_algorithms(walk):
     walk.through("compare_algorithms.md")
     rows = json.loads((walk.folder / "comparison" / "compare.json").read_text())
     assert len(rows) >= 3
@@ -167,7 +164,7 @@ def test_a_researcher_compares_algorithms(walk: Walk) -> None:
 
 
 @pytest.mark.slow
-def test_hospitals_find_a_model(walk: Walk) -> None:
+def test_hospitals_find_a_model(walk):
     ports = dict(zip(PORTS, (str(free_port()), str(free_port(3))), strict=True))
     walk.through("find_a_model_together.md", **{f"_{old}_": new for old, new in ports.items()})
     assert "per person, add/remove" in (walk.folder / "run" / "MODEL_CARD.md").read_text()
@@ -179,7 +176,7 @@ def test_hospitals_find_a_model(walk: Walk) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path: Path) -> None:
+def test_the_notebook_runs(tmp_path):
     nbclient = pytest.importorskip("nbclient", reason="needs the extra `notebook`")
     nbformat = pytest.importorskip("nbformat", reason="needs the extra `notebook`")
     notebook = nbformat.read(PAGES.parent / "walkthrough.ipynb", as_version=4)

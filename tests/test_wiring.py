@@ -4,8 +4,6 @@ Each test switches on what the other tests leave at a value without effect, and 
 computation written out by hand.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -261,7 +259,6 @@ def linear_run(finished_run, noise):
 
 
 def test_the_servers_test_set_is_normalised_as_the_training_is(linear_run, noise):
-    assert linear_run.error is None
     (evaluated,) = (e for e in linear_run.events if e["event"] == "evaluated")
     data = np.load(noise)
     x = (torch.from_numpy(data["x_test"]) / 255 - MEAN) / STD

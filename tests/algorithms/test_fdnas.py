@@ -1,7 +1,5 @@
 """FDNAS against local loops and a weighted average."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -144,5 +142,3 @@ def test_cost_pulls_the_alphas(compose_config, federate):
         strategy, space = federation.strategy, federation.strategy.space
         costs.append(space_costs(space, None).of_path(space.path(strategy.derive())))
     assert costs[1] < costs[0]
-    with pytest.raises(ConfigError, match=r"target=1e\+12 multiply_adds cannot be reached: .* to"):
-        federate(compose_config(*SMALL, f"algorithm.hardware={HARDWARE % '1e12'}"))

@@ -1,8 +1,5 @@
 """FEATHERS: trials leave nothing behind, rewards are the clients' means, the best arm searches."""
 
-from __future__ import annotations
-
-import copy
 import math
 from dataclasses import replace
 
@@ -23,7 +20,7 @@ from fednas_flwr.search.bandit import Bandit, draw_configurations
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings.optimizers import Adam
 
-from ..asked import in_words, of_exchange
+from ..asked import spied
 from ..search.test_bandit import RANGES
 
 SETTINGS = [
@@ -36,18 +33,7 @@ ROUNDS = 3
 
 def record(federation):
     """Run a federation's search and keep what was asked and answered."""
-    federation.asked = asked = []
-    ask = in_words(federation.cohort.ask)
-
-    def recording(action, **arguments):
-        states = copy.deepcopy(arguments.get("states"))
-        replies = []
-        asked.append((action, arguments | {"states": states}, replies))
-        for client, reply in ask(action, **arguments):
-            replies.append(reply)
-            yield client, reply
-
-    federation.cohort.ask = of_exchange(recording)
+    federation.asked = spied(federation)
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     return federation
 
@@ -62,13 +48,13 @@ def explored(federation):
 
 
 def of_action(federation, action):
-    return [(arguments, replies) for name, arguments, replies in federation.asked if name == action]
+    return [exchange for exchange, _ in federation.asked if exchange.action == action]
 
 
 def test_explorations_alternate_with_search(searched):
     assert [event["round"] for event in explored(searched)] == [1, 3]
     assert len(of_action(searched, "train.search")) == ROUNDS
-    tried = [len(a["settings"].trials) for a, _ in of_action(searched, "train.probe")]
+    tried = [len(exchange.settings.trials) for exchange in of_action(searched, "train.probe")]
     assert tried == [event["kappa"] for event in explored(searched)]
     assert max(tried) > 1
 
@@ -83,12 +69,12 @@ def test_rounds_tell_what_was_chosen_and_tried(searched):
 
 
 def test_trials_and_search_start_from_the_same_state(searched):
-    (trials, _), *_ = of_action(searched, "train.probe")
-    (search, _), *_ = of_action(searched, "train.search")
-    for state, packed in trials["states"].items():
+    trials, *_ = of_action(searched, "train.probe")
+    search, *_ = of_action(searched, "train.search")
+    for state, packed in trials.states.items():
         for dtype, vector in packed.items():
-            assert torch.equal(search["states"][state][dtype], vector)
-    tried = [str(trial.weights) for trial in trials["settings"].trials]
+            assert torch.equal(search.states[state][dtype], vector)
+    tried = [str(trial.weights) for trial in trials.settings.trials]
     assert len(set(tried)) == len(tried)
 
 
@@ -149,7 +135,7 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     """Each client's own search, made by train.search, measured before and after."""
     config, strategy = searched.config, searched.strategy
     event = explored(searched)[0]
-    (arguments, _), *_ = of_action(searched, "train.probe")
+    exchange, *_ = of_action(searched, "train.probe")
     drawn = sorted(map(int, event["rewards"]))
     assert drawn == Bandit.of(6, config.algorithm.bandit).draw(
         event["kappa"], make_generator(config.seed, "bandit", "search", 1)
@@ -157,13 +143,13 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     decreases, sizes = [], []
     for client in searched.clients:
         header = Header("test", "search", 1, 1, client.index, "nonce")
-        probe = arguments["settings"]
+        probe = exchange.settings
         local = replace(
             probe.search, weights=probe.trials[0].weights, alphas=probe.trials[0].alphas
         )
-        request = Request("train.search", header, Search(local=local), arguments["states"])
+        request = Request("train.search", header, Search(local=local), exchange.states)
         assert local.amount == Amount(1, None, 32)
-        supernet = client.network({"name": "supernet"}, arguments["states"])
+        supernet = client.network({"name": "supernet"}, exchange.states)
         before = loss_of(client, supernet)
         reply = ANSWERS["train.search"](client, request, request.settings)
         load_states(supernet, reply.states)
@@ -181,14 +167,14 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
 
 def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(compose_config, federate):
     federation = record(federate(compose_config(*SETTINGS, "algorithm.beta_decay=0.8")))
-    searched = [a["settings"].local for a, _ in of_action(federation, "train.search")]
+    searched = [exchange.settings.local for exchange in of_action(federation, "train.search")]
     assert [local.alternating.beta_decay for local in searched] == pytest.approx(
         [0.8 * number / ROUNDS for number in range(1, ROUNDS + 1)]
     )
     tried = of_action(federation, "train.probe")
     assert len(tried) == len(explored(federation)) > 1
-    for event, (arguments, _) in zip(explored(federation), tried, strict=True):
-        weight = arguments["settings"].search.alternating.beta_decay
+    for event, exchange in zip(explored(federation), tried, strict=True):
+        weight = exchange.settings.search.alternating.beta_decay
         assert weight == pytest.approx(0.8 * event["round"] / ROUNDS)
 
 
@@ -223,12 +209,12 @@ def test_averaged_rewards_are_of_the_model_that_the_next_round_would_begin_with(
     assert len(searches) == ROUNDS + sum(e["kappa"] for e in explored(averaged))
     assert not of_action(averaged, "train.probe")
     for index, arm in enumerate(arms):
-        arguments, _ = searches[index]
-        assert arguments["settings"].local.weights.lr == (averaged.strategy.configurations[arm].lr)
+        exchange = searches[index]
+        assert exchange.settings.local.weights.lr == (averaged.strategy.configurations[arm].lr)
         states = []
         for client in averaged.clients:
             header = Header("test", "search", 1, 1, client.index, "nonce")
-            request = Request("train.search", header, arguments["settings"], arguments["states"])
+            request = Request("train.search", header, exchange.settings, exchange.states)
             states.append(ANSWERS["train.search"](client, request, request.settings).states)
         counts = [len(client.data.train) for client in averaged.clients]
         mean = {
@@ -243,31 +229,30 @@ def test_averaged_rewards_are_of_the_model_that_the_next_round_would_begin_with(
         }
         decreases, sizes = [], []
         for client in averaged.clients:
-            supernet = client.network({"name": "supernet"}, arguments["states"])
+            supernet = client.network({"name": "supernet"}, exchange.states)
             before = loss_of(client, supernet)
-            load_states(supernet, mean | {"buffers": arguments["states"]["buffers"]})
+            load_states(supernet, mean | {"buffers": exchange.states["buffers"]})
             decreases.append(before - loss_of(client, supernet))
             sizes.append(len(client.data.validation))
         expected = sum(d * n for d, n in zip(decreases, sizes, strict=True)) / sum(sizes)
         assert event["rewards"][str(arm)] == pytest.approx(expected, abs=2e-5)
     assert max(map(abs, event["rewards"].values())) > 2e-3
     best = averaged.strategy.configurations[event["best"]].lr
-    assert searches[len(arms)][0]["settings"].local.weights.lr == best
+    assert searches[len(arms)].settings.local.weights.lr == best
 
 
 def test_trials_of_averaged_models_leave_the_global_model_alone(averaged):
     searches = of_action(averaged, "train.search")
     kappa = explored(averaged)[0]["kappa"]
-    first = searches[0][0]["states"]
-    for arguments, _ in searches[1 : kappa + 1]:  # the last begins round 1
+    first = searches[0].states
+    for exchange in searches[1 : kappa + 1]:  # the last begins round 1
         for state, packed in first.items():
             for dtype, vector in packed.items():
-                assert torch.equal(arguments["states"][state][dtype], vector)
+                assert torch.equal(exchange.states[state][dtype], vector)
 
 
 def test_averaged_models_are_rewarded_in_retraining_too(finished_run):
     run = finished_run(*SETTINGS, "algorithm.rewarded=averaged", "rounds=1", "retrain.rounds=3")
-    assert run.error is None
     told = [event for event in run.events if event["event"] == "explored"]
     assert [(e["stage"], e["round"]) for e in told] == [
         ("search", 1),
@@ -306,9 +291,9 @@ def test_the_best_configuration_searches(searched):
         6, searched.config.algorithm.ranges, make_generator(searched.config.seed, "configurations")
     )
     best = {event["round"]: drawn[event["best"]] for event in explored(searched)}
-    for arguments, _ in of_action(searched, "train.search"):
-        chosen = best[1 if arguments["server_round"] < 3 else 3]
-        local = arguments["settings"].local
+    for exchange in of_action(searched, "train.search"):
+        chosen = best[1 if exchange.server_round < 3 else 3]
+        local = exchange.settings.local
         assert local.weights.lr == chosen.lr
         assert local.weights.min_lr == chosen.lr
         assert local.alphas == Adam(lr=chosen.alpha_lr, weight_decay=chosen.alpha_weight_decay)

@@ -1,7 +1,5 @@
 """FedAvg against a local loop per client and numpy's weighted average."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """FedEx: what every client trains with, what moves theta, and a whole run on a given genotype."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -22,7 +20,7 @@ from fednas_flwr.runs.events import latest_rounds, read_events
 from fednas_flwr.search.bandit import Theta, Trial, draw_configurations
 from fednas_flwr.spaces.genotype import save_genotype
 
-from ..asked import in_words, of_exchange
+from ..asked import spied
 
 ROUNDS = 2
 DATA = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.25,0.15]"]
@@ -42,14 +40,7 @@ def prepared(compose_config, federate):
         federation.strategy, federation.network = make_retraining(
             federation.config, NETWORK, federation.cohort, federation.checkpoints
         )
-        federation.asked = asked = []
-        ask = in_words(federation.cohort.ask)
-
-        def recording(action, **arguments):
-            asked.append(arguments)
-            return ask(action, **arguments)
-
-        federation.cohort.ask = of_exchange(recording)
+        federation.asked = spied(federation)
         return federation
 
     return make
@@ -68,18 +59,18 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
         5, config.algorithm.ranges, make_generator(config.seed, "configurations")
     )
     theta, drawn_ever = Theta.of(5, config.algorithm.theta), set()
-    for number, (asked, told) in enumerate(
+    for number, ((asked, _), told) in enumerate(
         zip(federation.asked, rounds_of(federation), strict=True), start=1
     ):
         trials, weights = [], []
         for client in federation.clients:
             arm = theta.draw(make_generator(config.seed, "theta", number, client.index))
             drawn_ever.add(arm)
-            own = asked["settings_of"][client.index]
+            own = asked.settings_of[client.index]
             assert own.local.weights == configurations[arm].sgd(5.0)
             assert own.local.drop_path_prob == configurations[arm].dropout
             header = Header("test", "retrain", number, 1, client.index, "nonce")
-            request = Request("train.weights", header, own, asked["states"])
+            request = Request("train.weights", header, own, asked.states)
             torch.manual_seed(0)
             reply = ANSWERS["train.weights"](client, request, own)
             network = client.network(NETWORK, reply.states)
@@ -90,8 +81,8 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
             weights.append(reply.states["weights"]["float32"].double().numpy())
         counts = [trial.weight for trial in trials]
         mean = np.average(weights, axis=0, weights=counts)
-        after = [*federation.asked[1:], {"states": strategy.states}][number - 1]
-        np.testing.assert_allclose(after["states"]["weights"]["float32"], mean, atol=1e-5)
+        after = [*(e.states for e, _ in federation.asked[1:]), strategy.states][number - 1]
+        np.testing.assert_allclose(after["weights"]["float32"], mean, atol=1e-5)
         theta = theta.updated(trials)
         loss = np.average([trial.loss for trial in trials], weights=counts)
         assert told["validation_loss"] == pytest.approx(loss, rel=1e-5)
@@ -101,18 +92,6 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
     torch.testing.assert_close(
         strategy.theta.probabilities(), theta.probabilities(), rtol=1e-4, atol=1e-9
     )
-
-
-def test_resume_after_round_1_gives_equal_tensors(prepared, tmp_path):
-    whole, first = prepared(), prepared(tmp_path)
-    whole.strategy.start(whole.grid, num_rounds=ROUNDS)
-    first.strategy.start(first.grid, num_rounds=1)
-    second = prepared(tmp_path)
-    second.strategy.start(second.grid, num_rounds=ROUNDS)
-    assert second.strategy.values == whole.strategy.values
-    for state, packed in whole.strategy.states.items():
-        for dtype, vector in packed.items():
-            assert torch.equal(vector, second.strategy.states[state][dtype])
 
 
 def test_a_client_without_validation_records_speaks_for_no_configuration(prepared, monkeypatch):

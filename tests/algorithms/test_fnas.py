@@ -15,7 +15,7 @@ from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.models.networks import supernet_space
 
-from ..asked import in_words, of_exchange
+from ..asked import spied
 
 ROUNDS = 3
 UNEQUAL = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.3,0.1]"]
@@ -376,18 +376,15 @@ def test_oversampling_repeats_records_and_counts_them_once(
         f"algorithm.batch_size={batch_size}",
     )
     federation = federate(config)
-    asked = []
-    ask = in_words(federation.cohort.ask)
-
-    def noting(action, **arguments):
-        for client, reply in ask(action, **arguments):
-            asked.append((action, client, reply))
-            yield client, reply
-
-    federation.cohort.ask = of_exchange(noting)
+    asked = spied(federation)
     federation.strategy.start(federation.grid, num_rounds=1)
     assert not [e for e in federation.events if e["event"] in ("client_failed", "client_left")]
-    gradients = [(v, index, r) for v, index, r in asked if v != "evaluate.model"]
+    gradients = [
+        (exchange.action, index, reply)
+        for exchange, replies in asked
+        if exchange.action != "evaluate.model"
+        for index, reply in replies.items()
+    ]
     repeated = 0
     for action, index, reply in gradients:
         client = federation.clients[index]

@@ -3,9 +3,6 @@
 Moments that travel are those of one optimiser that is kept, and the server's momentum is FedAvgM's.
 """
 
-from __future__ import annotations
-
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +20,6 @@ from fednas_flwr.search.batch_gradients import BatchGradients
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.exchange import Exchange
 
-from ..asked import in_words, of_exchange
-
 CONSTANT = ["algorithm.weights.lr=0.05", "algorithm.weights.min_lr=0.05"]
 SEARCH = [
     *("algorithm=fed_darts", "algorithm.batch_size=16", "search_space.norm=group", *CONSTANT),
@@ -37,25 +32,25 @@ ROUNDS = 3
 
 def recorded(federation):
     """Let the federation keep what is asked of its clients and what they answer: whole states."""
-    ask, federation.asked = in_words(federation.cohort.ask), []
+    ask, federation.asked = federation.cohort.ask, []
 
-    def recording(action, **arguments):
-        whole = arguments.get("whole") or {}
-        states = arguments["states"] | {s: federation.strategy.states[s] for s in whole}
+    def recording(exchange):
+        whole = exchange.whole
+        states = exchange.states | {s: federation.strategy.states[s] for s in whole}
         sent = {s: {d: v.clone() for d, v in p.items()} for s, p in states.items()}
         replies = {}
-        federation.asked.append((action, arguments["settings"], sent, replies))
-        for client, reply in ask(action, **arguments):
+        federation.asked.append((exchange.action, exchange.settings, sent, replies))
+        for client, reply in ask(exchange):
             states = dict(reply.states)
             for state in whole.keys() & states.keys():
-                trained = unpack(states[state], arguments["layouts"][state])
+                trained = unpack(states[state], exchange.layouts[state])
                 states[state] = {dtype: v.clone() for dtype, v in sent[state].items()}
                 for name, tensor in unpack(states[state], whole[state]).items():
                     tensor.copy_(trained.get(name, tensor))
             replies[client] = replace(reply, states=states)
             yield client, reply
 
-    federation.cohort.ask = of_exchange(recording)
+    federation.cohort.ask = recording
     return federation
 
 
@@ -232,40 +227,6 @@ def test_the_servers_momentum_of_a_candidate_begins_with_its_trial(compose_confi
 def test_fedex_has_no_one_momentum_for_the_server(compose_config):
     with pytest.raises(ConfigError, match="training.momentum=server with algorithm=fedex"):
         compose_config("algorithm=fedex", "training.momentum=server")
-
-
-@pytest.mark.parametrize("momentum", ["averaged", "server"])
-@pytest.mark.parametrize("stage", ["search", "retrain"])
-def test_resume_after_round_1_gives_equal_tensors(
-    momentum, stage, compose_config, federate, tmp_path
-):
-    config = compose_config(
-        *SEARCH, *UNEQUAL, f"training.momentum={momentum}", "retrain.norm=group"
-    )
-
-    def begun(folder):
-        federation = federate(config, checkpoints=folder)
-        if stage == "retrain":
-            genotype = federation.strategy.space.random_genotype(make_generator(1, "genotype"))
-            described = describe_network(config, federation.data[0], genotype)
-            federation.strategy, _ = make_retraining(
-                config, described, federation.cohort, federation.checkpoints
-            )
-        return federation
-
-    whole = begun(tmp_path / "whole")
-    whole.strategy.start(whole.grid, num_rounds=ROUNDS)
-    shutil.copytree(tmp_path / "whole", tmp_path / "half")
-    for number in (2, 3):
-        for path in (tmp_path / "half").glob(f"{stage}-00000{number}.*"):
-            path.unlink()
-    resumed = begun(tmp_path / "half")
-    resumed.strategy.start(resumed.grid, num_rounds=ROUNDS)
-    assert [e["round"] for e in resumed.events if e["event"] == "round"] == [2, 3]
-    states = [f.strategy.states for f in (whole, resumed)]
-    assert (MOMENTS in states[0]) == (momentum == "averaged")
-    for state, packed in states[0].items():
-        assert all(torch.equal(v, states[1][state][d]) for d, v in packed.items()), state
 
 
 def test_a_client_keeps_nothing_between_requests(compose_config, federate):

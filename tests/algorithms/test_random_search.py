@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -11,10 +9,11 @@ from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
+from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.spaces.genotype import to_json
 
-from ..asked import in_words, of_exchange
+from ..asked import spied
 
 ROUNDS = 3
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
@@ -23,14 +22,7 @@ UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
 @pytest.fixture(scope="module")
 def searched(compose_config, federate):
     federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
-    federation.asked = asked = []
-    ask = in_words(federation.cohort.ask)
-
-    def recording(action, **arguments):
-        asked.append((action, arguments))
-        return ask(action, **arguments)
-
-    federation.cohort.ask = of_exchange(recording)
+    federation.asked = spied(federation)
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     return federation
 
@@ -67,19 +59,17 @@ def test_every_round_tells_the_best_candidate_so_far(searched):
 
 def test_no_candidate_is_chosen_or_trained_on_test_records(searched):
     splits = {
-        (action, getattr(arguments["settings"], "local", arguments["settings"]).split)
-        for action, arguments in searched.asked
-        if action != "query.describe"
+        (exchange.action, getattr(exchange.settings, "local", exchange.settings).split)
+        for exchange, _ in searched.asked
+        if exchange.action != "query.describe"
     }
     assert splits == {("train.weights", "train"), ("evaluate.model", "validation")}
 
 
 def test_the_accuracy_is_the_pooled_one_of_the_trained_candidate(searched):
-    _, arguments = searched.asked[-1]
-    network = make_network(arguments["settings"].network)
-    from fednas_flwr.protocol.states import load_states
-
-    load_states(network, arguments["states"])
+    exchange, _ = searched.asked[-1]
+    network = make_network(exchange.settings.network)
+    load_states(network, exchange.states)
     own = [
         evaluate(network, client.data.validation, torch.device("cpu"))
         for client in searched.clients
@@ -102,21 +92,19 @@ def test_without_trials_the_first_candidate_is_taken(compose_config, federate):
 def test_a_liar_has_one_vote(claims, compose_config, federate):
     """Client 1, with 3 of 10 records, claims what it likes of each candidate."""
     federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
-    ask, claimed, replies = in_words(federation.cohort.ask), iter(claims), []
+    claimed = iter(claims)
 
-    def lying(action, **arguments):
-        for client, reply in ask(action, **arguments):
-            if action == "evaluate.model":
-                replies.append(reply)
-                if client == 1:
-                    reply = replace(reply, metrics={"accuracy": next(claimed)})
-            yield client, reply
+    def lying(exchange, client, reply):
+        if (exchange.action, client) == ("evaluate.model", 1):
+            return replace(reply, metrics={"accuracy": next(claimed)})
+        return reply
 
-    federation.cohort.ask = of_exchange(lying)
+    asked = spied(federation, lying)
     strategy = federation.strategy
     strategy.start(federation.grid, num_rounds=ROUNDS)
     scores = []
-    for honest, liar, claim in zip(replies[::2], replies[1::2], claims, strict=True):
+    replies = [told.values() for exchange, told in asked if exchange.action == "evaluate.model"]
+    for (honest, liar), claim in zip(replies, claims, strict=True):
         votes = [honest.metrics["accuracy"], min(1.0, max(0.0, claim))]
         scores.append(np.average(votes, weights=[honest.num_examples, liar.num_examples]))
     best = max(range(ROUNDS), key=scores.__getitem__)
@@ -130,18 +118,14 @@ def test_one_client_of_three_does_not_choose(compose_config, federate):
     claims = {0: [0.9, 0.95, 0.6], 1: [0.0, 0.0, 1.0], 2: [0.4, 0.45, 0.3]}
     config = compose_config("algorithm=random_search", "clients=3", "partition=iid")
     federation = federate(config)
-    ask, claimed = (
-        in_words(federation.cohort.ask),
-        {client: iter(own) for client, own in claims.items()},
-    )
+    claimed = {client: iter(own) for client, own in claims.items()}
 
-    def claiming(action, **arguments):
-        for client, reply in ask(action, **arguments):
-            if action == "evaluate.model":
-                reply = replace(reply, metrics={"accuracy": next(claimed[client])})
-            yield client, reply
+    def claiming(exchange, client, reply):
+        if exchange.action != "evaluate.model":
+            return reply
+        return replace(reply, metrics={"accuracy": next(claimed[client])})
 
-    federation.cohort.ask = of_exchange(claiming)
+    spied(federation, claiming)
     federation.strategy.start(federation.grid, num_rounds=3)
     second = make_generator(config.seed, "random_search", 2)
     assert federation.strategy.derive() == federation.strategy.space.random_genotype(second)
@@ -158,16 +142,10 @@ RANGES = (
 
 def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, federate):
     config = compose_config("algorithm=random_search", *UNEQUAL, RANGES)
-    federation, trained = federate(config), []
-    ask = in_words(federation.cohort.ask)
-
-    def recording(action, **arguments):
-        if action == "train.weights":
-            trained.append(arguments["settings"].local)
-        return ask(action, **arguments)
-
-    federation.cohort.ask = of_exchange(recording)
+    federation = federate(config)
+    asked = spied(federation)
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    trained = [e.settings.local for e, _ in asked if e.action == "train.weights"]
     drawn = []
     for number in range(1, ROUNDS + 1):
         generator = make_generator(config.seed, "random_search", number)

@@ -1,7 +1,5 @@
 """One client that poisons every round, against the three ways to average."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

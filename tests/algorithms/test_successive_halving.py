@@ -1,9 +1,8 @@
 """Successive halving: a pool chosen by scores, trained side by side, halved by records."""
 
-from __future__ import annotations
-
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.answer import answer
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
-from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Train
 from fednas_flwr.protocol.states import (
@@ -37,7 +35,8 @@ from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.spaces.costs import count_parameters
 from fednas_flwr.spaces.genotype import from_json, to_json
 
-from ..asked import in_words, of_exchange
+from ..asked import spied
+from ..booked import booked
 
 ROUNDS = 4
 SEARCH = [
@@ -50,24 +49,17 @@ UNEQUAL = ["partition=quantity", "partition.fractions=[0.7,0.3]"]
 
 def searched_by(federation, rounds=ROUNDS):
     """Run a search; keep what was asked and answered, and the pool's states after each round."""
-    strategy, federation.asked, federation.after = federation.strategy, [], []
-    ask, run_round = in_words(federation.cohort.ask), strategy.run_round
-
-    def recording(action, **arguments):
-        sent = {s: {d: v.clone() for d, v in p.items()} for s, p in arguments["states"].items()}
-        replies = {}
-        federation.asked.append((action, arguments["settings"], sent, replies))
-        for client, reply in ask(action, **arguments):
-            replies[client] = reply
-            yield client, reply
+    strategy, asked, federation.after = federation.strategy, spied(federation), []
+    run_round = strategy.run_round
 
     def remembered(*numbers):
         metrics = run_round(*numbers)
         federation.after.append(([to_json(g) for g in strategy.pool()], tensors(strategy)))
         return metrics
 
-    federation.cohort.ask, strategy.run_round = of_exchange(recording), remembered
+    strategy.run_round = remembered
     strategy.start(federation.grid, num_rounds=rounds)
+    federation.asked = [(e.action, e.settings, e.states, replies) for e, replies in asked]
     assert not [e for e in federation.events if e["event"] in ("client_failed", "warning")]
     return federation
 
@@ -82,12 +74,17 @@ def searched(compose_config, federate):
     return searched_by(federate(compose_config(*SEARCH, *UNEQUAL)))
 
 
-def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
+def nine_drawn(searched):
     config, space = searched.config, searched.strategy.space
     generator, drawn = make_generator(config.seed, "successive_halving"), {}
     while len(drawn) < 9:
         genotype = space.random_genotype(generator)
         drawn[to_json(genotype)] = genotype
+    return config, space, drawn
+
+
+def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
+    config, space, drawn = nine_drawn(searched)
     names = ["synflow", "parameters"]
     combined = combine([measure(space, g, names, seed=config.seed) for g in drawn.values()])
     order = sorted(range(9), key=lambda index: -combined[index])
@@ -99,11 +96,7 @@ def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
 
 def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate):
     """The best six by the pool's scores, of which those four stay that naswot prefers."""
-    config, space = searched.config, searched.strategy.space
-    generator, drawn = make_generator(config.seed, "successive_halving"), {}
-    while len(drawn) < 9:
-        genotype = space.random_genotype(generator)
-        drawn[to_json(genotype)] = genotype
+    config, space, drawn = nine_drawn(searched)
     scores = [
         measure(space, g, ["synflow", "parameters"], seed=config.seed) for g in drawn.values()
     ]
@@ -295,16 +288,14 @@ def test_one_client_of_three_does_not_have_the_worst_candidate_found(
     """Two agree, although one has harder records; the third rewards what is worst for both."""
     claims = torch.tensor([[0.9, 0.95, 0.85, 0.6], [0.0, 0.0, 0.0, 1.0], [0.4, 0.45, 0.35, 0.3]])
     federation = federate(compose_config(*settings, *THREE))
-    ask = in_words(federation.cohort.ask)
 
-    def claiming(action, **arguments):
-        for client, reply in ask(action, **arguments):
-            if action == "evaluate.candidates":
-                own = claims[client][: len(reply.states["rewards"]["float32"])]
-                reply = replace(reply, states={"rewards": {"float32": own}})
-            yield client, reply
+    def claiming(exchange, client, reply):
+        if exchange.action != "evaluate.candidates":
+            return reply
+        own = claims[client][: len(reply.states["rewards"]["float32"])]
+        return replace(reply, states={"rewards": {"float32": own}})
 
-    federation.cohort.ask = of_exchange(claiming)
+    spied(federation, claiming)
     searched_by(federation, rounds=2)
     first = next(event for event in federation.events if event["event"] == "rewarded")
     pool = [json.dumps(genotype) for genotype in first["genotypes"]]
@@ -385,6 +376,8 @@ def test_rungs_are_those_of_the_pool_whose_size_is_not_set(compose_config):
 def test_a_single_draw_is_no_pool(compose_config):
     with pytest.raises(ConfigError, match="pool.draws=1 is out of range: expected 2 or more"):
         compose_config(*SEARCH, *UNSET, "algorithm.pool.draws=1")
+    with pytest.raises(ConfigError, match="pool.keep=10 is out of range.*draws=9"):
+        compose_config(*SEARCH, "algorithm.pool.keep=10")
 
 
 def test_a_shortlist_is_as_large_as_the_pool_that_it_is_for(compose_config):
@@ -444,17 +437,6 @@ def test_one_network_is_left_and_rungs_divide_by_eta(private, keep, eta, rounds)
     assert measured == len(set(left)) - 1
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("algorithm.pool.keep=10", "pool.keep=10 is out of range.*draws=9"),
-    ],
-)
-def test_mistakes_are_told(compose_config, override, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*SEARCH, override)
-
-
 def test_a_private_search_books_one_vector_of_gradients_a_step(run_inline, tmp_path):
     """Four networks, two rungs: as many releases of weights as steps, one of rewards a rung."""
     run = run_inline(
@@ -463,16 +445,13 @@ def test_a_private_search_books_one_vector_of_gradients_a_step(run_inline, tmp_p
         *("privacy.local_steps=3", "algorithm.batch_size=8", "privacy.epsilon=100"),
         f"privacy.sites={tmp_path}",
     )
-    assert run.error is None
     (told,) = [event for event in run.events if event["event"] == "privacy"]
     planned = {release["kind"]: release["steps"] for release in told["schedule"]}
     assert planned == {"weights": 2 * 3, "rewards": 2}
-    booked = {}
-    folder = tmp_path / "client-0"
-    with Ledger(folder / "ledger" / "ledger.sqlite", folder / "key") as ledger:
-        for row in ledger.entries():
-            booked[row.entry.action] = booked.get(row.entry.action, 0) + row.entry.release.steps
-    assert booked == {"train.weights:weights": 6, "evaluate.candidates:rewards": 2}
+    steps = Counter()
+    for row in booked(tmp_path):
+        steps[row.action] += row.release.steps
+    assert steps == {"train.weights:weights": 6, "evaluate.candidates:rewards": 2}
     rewarded = [event for event in run.events if event["event"] == "rewarded"]
     assert [len(event["rewards"]) for event in rewarded] == [4, 2]
     assert all(event["noise"] > 0 for event in rewarded)

@@ -1,7 +1,5 @@
 """A round whose messages travel rounded, against the same round in float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,14 +1,9 @@
 """A private site: the real client behind its own policy, and requests as a server sends them."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,20 +15,15 @@ from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client, make_site_guard
-from fednas_flwr.data.loaders import ClientData, Split
+from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network, make_network, supernet_space
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import messages
-from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request, encode_states
-from fednas_flwr.protocol.requests import (
-    RewardCandidates,
-    Settings,
-    TrainCandidates,
-    Trial,
-)
+from fednas_flwr.protocol.messages import Header, decode_request, encode_states
+from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates, Trial
 from fednas_flwr.protocol.states import MOMENTS, network_states, pack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import no_moments
@@ -89,7 +79,7 @@ CANDIDATES = {
 GONE = object()  # as the new value of a key: the key is taken out
 
 
-def schedule(steps: int = 50, **changes: Any) -> list[PlannedRelease]:
+def schedule(steps=50, **changes):
     """Return the plan of every kind of release of every action."""
     return [
         replace(
@@ -100,7 +90,7 @@ def schedule(steps: int = 50, **changes: Any) -> list[PlannedRelease]:
     ]
 
 
-def put(values: dict[str, Any], path: str, value: Any) -> None:
+def put(values, path, value):
     """Set a key of nested settings: where its name is nearest to the top, or at a dotted path.
 
     A name that is nowhere becomes a new key at the top.
@@ -117,9 +107,7 @@ def put(values: dict[str, Any], path: str, value: Any) -> None:
             del place[name]
 
 
-def received(
-    action: str, header: Header, values: object, states: Mapping[str, Any] | None = None
-) -> Request:
+def received(action, header, values, states=None):
     """Return the request that a site decodes from a message with any JSON values as settings."""
     text = json.dumps({"header": asdict(header), "settings": values}, default=asdict)
     content = {messages.HEADER: ConfigRecord({messages.JSON: text})}
@@ -227,7 +215,7 @@ def make_site(
     cells,
     divided_labels,
     tmp_path_factory,
-) -> Callable[..., SimpleNamespace]:
+):
     """``make_site(...)``: a site that has kept a schedule; ``site.ask(action, **changes)`` asks it.
 
     Every request goes through its message; a change replaces a key of its settings, see
@@ -237,15 +225,7 @@ def make_site(
     ``committed`` is the schedule.
     """
 
-    def make(
-        *,
-        policy: dict[str, Any] | None = None,
-        committed: list[PlannedRelease] | None = None,
-        records: Any = None,
-        hold: Callable[[ClientData], ClientData] | None = None,
-        folder: Path | None = None,
-        test_seed: bytes | None = None,
-    ) -> SimpleNamespace:
+    def make(*, policy=None, committed=None, records=None, hold=None, folder=None, test_seed=None):
         folder = folder or tmp_path_factory.mktemp("site")
         allowed = POLICY | (policy or {})
         if test_seed is not None:
@@ -276,7 +256,7 @@ def make_site(
             client.guard._generator = SecureGenerator(test_seed)
         site = SimpleNamespace(client=client, of_cells=of_cells, guard=client.guard, folder=folder)
 
-        def asked(action: str) -> Settings:
+        def asked(action):
             """Return what an action is given unless a test changes it: one step of each release."""
             every = smallest(
                 "ward",
@@ -290,9 +270,7 @@ def make_site(
                 return replace(given, candidates=CANDIDATES[action])
             return replace(given, releases=tuple(schedule())) if action == "query.commit" else given
 
-        def request(
-            action: str, *, run: str = "run", moments: bool = False, **changes: Any
-        ) -> Request:
+        def request(action, *, run="run", moments=False, **changes):
             stage, releases = ASKED.get(action, ("commit", {}))
             values = json.loads(json.dumps(asdict(asked(action))))
             for path, value in changes.items():
@@ -306,10 +284,10 @@ def make_site(
             header = Header(run, stage, 1, 1, 0, "nonce")
             return received(action, header, values, states if releases else {})
 
-        def ask(action: str, **changes: Any) -> Reply:
+        def ask(action, **changes):
             return answers(request(action, **changes))
 
-        def answers(request: Request) -> Reply:
+        def answers(request):
             return answer(of_cells if request.action in CANDIDATES else client, request)
 
         site.ask, site.request, site.answer = ask, request, answers
@@ -320,6 +298,18 @@ def make_site(
         return site
 
     return make
+
+
+def noise_of(guard, monkeypatch):
+    """Return the list of what is noised from now on, its terms, and what was booked by then."""
+    seen, drawn = [], release_guard.add_noise
+
+    def noted(total, generator, **terms):
+        seen.append((total, terms, [row.entry for row in guard._ledger.entries()]))
+        return drawn(total, generator, **terms)
+
+    monkeypatch.setattr(release_guard, "add_noise", noted)
+    return seen
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ has anything else in its place has other masks, so that no server can add anothe
 its. An input that is in no list fails the test.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from dataclasses import asdict, fields, replace

@@ -1,14 +1,11 @@
 """A site's audit trail: what it tells, and that no change of it goes unnoticed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,23 +23,23 @@ ASKED = RewardCandidates(candidates=[[123, 4711]], data_set="ward")
 REQUEST = Request("evaluate.candidates", Header("run", "search", 1, 1, 0, "n"), ASKED)
 
 
-def key_of(path: Path) -> Path:
+def key_of(path):
     return path.parent.with_name(f"{path.parent.name}.key")
 
 
-def trail_at(path: Path, **options: str) -> AuditTrail:
+def trail_at(path, **options):
     """Return a site's trail, as its client app makes it."""
     return AuditTrail(path, key_of(path), ledger=path.with_name("ledger.sqlite"), **options)
 
 
-def verified(path: Path) -> int:
+def verified(path):
     return verify_trail(path, key_of(path))
 
 
 TOLD = {"told": True, "private": True}
 
 
-def written(path: Path, exchanges: int = 2) -> list[bytes]:
+def written(path, exchanges=2):
     trail = trail_at(path, superlink="fl.example.org:8000")
     for _ in range(exchanges):
         trail.asked(REQUEST, flower_run=7)
@@ -51,9 +48,7 @@ def written(path: Path, exchanges: int = 2) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
-def test_lines_say_what_was_asked_and_no_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_say_what_was_asked_and_no_values(tmp_path, capsys):
     lines = [json.loads(line) for line in written(tmp_path / "site" / "audit.jsonl")]
     assert [line["event"] for line in lines] == ["asked", "released"] * 2 + ["refused"]
     assert [line["number"] for line in lines] == [1, 2, 3, 4, 5]
@@ -74,7 +69,7 @@ def test_lines_say_what_was_asked_and_no_values(
     assert capsys.readouterr().out == "5 lines, all intact.\n"
 
 
-def test_noise_of_what_left_is_what_the_run_has_committed_to(make_site, tmp_path: Path) -> None:
+def test_noise_of_what_left_is_what_the_run_has_committed_to(make_site, tmp_path):
     """Only of the kinds of release that the reply carries."""
     site, path = make_site(), tmp_path / "trail" / "audit.jsonl"
     trail = trail_at(path)
@@ -93,16 +88,14 @@ def test_noise_of_what_left_is_what_the_run_has_committed_to(make_site, tmp_path
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("trail") / "site" / "audit.jsonl"
     written(path)
     return path
 
 
 @given(data=st.data())
-def test_any_change_of_any_line_is_found_and_nothing_leaves_any_more(
-    data: st.DataObject, whole: Path
-) -> None:
+def test_any_change_of_any_line_is_found_and_nothing_leaves_any_more(data, whole):
     """Edited, removed, doubled, moved, cut off at the end; whoever does so has not the key."""
     lines = whole.read_bytes().splitlines(keepends=True)
     line = data.draw(st.integers(0, len(lines) - 1))
@@ -135,7 +128,7 @@ def test_any_change_of_any_line_is_found_and_nothing_leaves_any_more(
     assert verified(whole) == 5
 
 
-def test_a_whole_trail_of_another_key_and_one_without_its_mark_are_found(tmp_path: Path) -> None:
+def test_a_whole_trail_of_another_key_and_one_without_its_mark_are_found(tmp_path):
     for name in "ab":
         written(tmp_path / name / "audit.jsonl")
     a, b = (tmp_path / name / "audit.jsonl" for name in "ab")
@@ -162,7 +155,7 @@ def test_a_whole_trail_of_another_key_and_one_without_its_mark_are_found(tmp_pat
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"3", b"null", b"[]", b"[1, 2]", b'["\\ud800"]', b"\xff", b"[0, NaN, ''"]
 )
-def test_a_mark_that_is_none_was_edited(tmp_path: Path, text: bytes) -> None:
+def test_a_mark_that_is_none_was_edited(tmp_path, text):
     path = tmp_path / "site" / "audit.jsonl"
     written(path)
     key_of(path).with_name("site.key.audit.jsonl.mark").write_bytes(text)
@@ -170,7 +163,7 @@ def test_a_mark_that_is_none_was_edited(tmp_path: Path, text: bytes) -> None:
         verified(path)
 
 
-def test_a_crash_before_the_mark_is_moved_loses_nothing(tmp_path: Path) -> None:
+def test_a_crash_before_the_mark_is_moved_loses_nothing(tmp_path):
     path = tmp_path / "site" / "audit.jsonl"
     written(path)
     mark = key_of(path).with_name("site.key.audit.jsonl.mark")
@@ -185,7 +178,7 @@ def test_a_crash_before_the_mark_is_moved_loses_nothing(tmp_path: Path) -> None:
         verified(path)
 
 
-def test_a_line_that_a_crash_has_torn_is_replaced_and_the_chain_goes_on(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_has_torn_is_replaced_and_the_chain_goes_on(tmp_path):
     path = tmp_path / "site" / "audit.jsonl"
     whole = written(path)
     path.write_bytes(b"".join(whole) + b'{"number": 6, "ti')
@@ -196,13 +189,13 @@ def test_a_line_that_a_crash_has_torn_is_replaced_and_the_chain_goes_on(tmp_path
     assert verified(path) == 6
 
 
-def test_nothing_leaves_when_the_file_cannot_be_written(tmp_path: Path) -> None:
+def test_nothing_leaves_when_the_file_cannot_be_written(tmp_path):
     (tmp_path / "site" / "audit.jsonl").mkdir(parents=True)
     with pytest.raises(OSError, match="directory"):
         trail_at(tmp_path / "site" / "audit.jsonl").asked(REQUEST, flower_run=1)
 
 
-def test_a_node_without_a_ledger_has_a_key_of_its_own(tmp_path: Path) -> None:
+def test_a_node_without_a_ledger_has_a_key_of_its_own(tmp_path):
     path, key = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.key"
     AuditTrail(path, key).refused("train.search", None, ConfigError("x"), **TOLD)
     assert verify_trail(path, key) == 1
@@ -225,7 +218,7 @@ for _ in range(40):
 
 
 @pytest.mark.run
-def test_processes_that_write_at_once_make_one_chain(tmp_path: Path) -> None:
+def test_processes_that_write_at_once_make_one_chain(tmp_path):
     path = tmp_path / "site" / "audit.jsonl"
     command = [sys.executable, "-c", WRITER, str(path), str(key_of(path))]
     writers = [subprocess.Popen(command) for _ in range(2)]
@@ -236,11 +229,11 @@ def test_processes_that_write_at_once_make_one_chain(tmp_path: Path) -> None:
 # --- the daily allowance
 
 
-def counter(path: Path) -> Path:
+def counter(path):
     return counter_of(key_of(path))
 
 
-def test_lines_are_never_longer_than_what_requests_take(tmp_path: Path) -> None:
+def test_lines_are_never_longer_than_what_requests_take(tmp_path):
     """Whatever a server sends: names of 300 bytes, which JSON writes up to six times as long."""
     path = tmp_path / "site" / "audit.jsonl"
     trail = trail_at(path, superlink="fl.example.org:8000")
@@ -258,9 +251,7 @@ def test_lines_are_never_longer_than_what_requests_take(tmp_path: Path) -> None:
             size, taken = size + grown, taken + counted
 
 
-def test_when_the_day_is_full_requests_are_refused_and_only_the_last_lines_say_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_when_the_day_is_full_requests_are_refused_and_only_the_last_lines_say_so(tmp_path, capsys):
     path = tmp_path / "site" / "audit.jsonl"
     trail = trail_at(path)
     trail.asked(REQUEST, flower_run=7)

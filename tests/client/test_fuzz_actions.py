@@ -4,8 +4,6 @@
 refusal, or all of a reply but the noised numbers, and what was booked.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -105,10 +103,7 @@ def outcome(site, action, text, states, read):
     """Return all that a server sees of an answer but noised numbers, and what was booked."""
     before, _ = len(site.rows()), read.clear()
     try:
-        content = {
-            messages.HEADER: ConfigRecord({messages.JSON: text}),
-            **encode_states(states),
-        }
+        content = {messages.HEADER: ConfigRecord({messages.JSON: text}), **encode_states(states)}
         request = decode_request(action, RecordDict(content))
         said = "answered", unreleased(site.answer(request))
     except (ConfigError, BudgetExceededError) as error:

@@ -5,8 +5,6 @@ are in ``test_private_actions`` ("hostile requests"), malformed ones in ``test_f
 ``tests/protocol/test_requests.py``, schedules outside the policy in ``test_release``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,8 +12,6 @@ import torch
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
-from fednas_flwr.protocol.states import pack
 
 from .conftest import ASKED, CANDIDATES, RECORDS, TERMS, schedule
 
@@ -50,24 +46,6 @@ def test_a_message_that_is_sent_again_is_a_new_release_and_its_last_one_ends_the
     with pytest.raises(ConfigError, match="committed"):
         site.answer(request)
     assert len(site.rows()) == STEPS * kinds
-
-
-def test_a_run_that_releases_before_it_commits_gets_nothing(make_site, no_record):
-    site = make_site(committed=[])
-    for action in ASKED:
-        with pytest.raises(ConfigError, match="rule committed values: release="):
-            site.ask(action)
-    assert site.rows() == []
-
-
-def test_no_later_commitment_of_a_run_takes_the_place_of_its_first(make_site):
-    site = make_site(committed=schedule(steps=STEPS))
-    for other in (schedule(steps=STEPS + 1), schedule(noise_multiplier=0.5), [], schedule()[:1]):
-        with pytest.raises(ConfigError):
-            site.ask("query.commit", releases=other)
-    with pytest.raises(ConfigError, match=f"steps={STEPS + 1}"):
-        site.ask("train.gradients", local_steps=STEPS + 1)
-    assert site.rows() == []
 
 
 def test_a_commitment_that_names_a_kind_twice_keeps_nothing(make_site, no_record):
@@ -137,25 +115,6 @@ def test_weights_that_are_no_weights_release_noise_of_the_booked_scale(value, ma
     most = RECORDS["train"] * 2 * TERMS["max_grad_norm"] + 10 * sigma * len(released) ** 0.5
     assert sigma * len(released) ** 0.5 / 2 < released.norm() < most
     assert len(site.rows()) == 1
-
-
-@pytest.mark.parametrize("action", sorted({*ASKED} - {*CANDIDATES}))
-def test_networks_that_are_not_the_runs_are_refused(action, make_site, no_record):
-    """Larger, smaller and of other names: by the sizes of what is sent, and no record is read."""
-    site = make_site(committed=schedule(steps=STEPS))
-    request = site.request(action)
-    for weights in (torch.zeros(0), torch.zeros(1), torch.zeros(2**22)):
-        states = {**request.states, "weights": pack({"w": weights})}
-        with pytest.raises(ConfigError, match=f"do not fit {action}"):
-            site.answer(replace(request, states=states))
-    with pytest.raises(ConfigError, match=f"do not fit {action}"):
-        site.answer(replace(request, states={**request.states, "embeddings": pack({})}))
-    assert site.rows() == []
-
-
-def test_every_action_that_could_release_something_is_in_this_suite():
-    of_tables = {"query.statistics", "evaluate.scores"}  # test_noised_*.py
-    assert {v for v in PRIVATE_ACTIONS if not ACTIONS[v].is_public} - of_tables == set(ASKED)
 
 
 def test_another_clients_data_set_is_never_told_of(make_site, no_record):

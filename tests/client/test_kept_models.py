@@ -1,7 +1,5 @@
 """Models that return to a site: what it keeps, what it tests, and what it refuses."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Private candidates behind a site's guard: which sums are noised, and what the noise lies on."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -11,14 +9,7 @@ import torch
 from torch.nn import functional
 
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.protocol.states import (
-    MOMENTS,
-    Layout,
-    Part,
-    load_states,
-    network_states,
-    unpack,
-)
+from fednas_flwr.protocol.states import MOMENTS, Layout, Part, load_states, network_states, unpack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import no_moments, path_states
 
@@ -28,11 +19,7 @@ METRICS_TERMS = {"noise_multiplier": METRICS["noise_multiplier"]}
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 EVERYTHING = schedule(batch_size=None)
 PATHS = [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7], DIVIDED, [3] * 15]
-ASKED = {
-    "weights": replace(STEP, clip_norm=None),
-    "local_steps": 2,
-    "candidates": PATHS,
-}
+ASKED = {"weights": replace(STEP, clip_norm=None), "local_steps": 2, "candidates": PATHS}
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Private ProxylessNAS behind a site's guard: what is released, of which records, beside what."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -221,7 +219,7 @@ TERMS = {"table": None, "unit": "ms", "target": 1.1, "loss": "additive", "scale"
 TERMS |= {"exponent": 1.0}
 
 
-def costly(per_op: object, fixed: float = 0.5, **terms: object) -> dict[str, object]:
+def costly(per_op, fixed=0.5, **terms):
     return {"hardware": {"terms": TERMS | terms, "fixed": fixed, "per_op": per_op}}
 
 

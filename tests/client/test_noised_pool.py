@@ -1,7 +1,5 @@
 """A private pool of networks: every member clipped by itself, one release of all."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, dataclass, replace

@@ -17,7 +17,6 @@ from fednas_flwr import compose, load, run
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client import answer as entrance
-from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
@@ -28,11 +27,13 @@ from fednas_flwr.data.statistics import (
     largest_norm,
     refined,
 )
-from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.plan import statistics_release
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Describe, TellStatistics
 from fednas_flwr.runs.events import read_events
+
+from ..booked import booked
+from .conftest import noise_of
 
 SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
@@ -152,14 +153,8 @@ def test_a_column_that_noise_drowns_keeps_its_range():
 
 def test_a_reply_is_the_exact_sum_and_noise_and_booked_before_that_is_drawn(site, monkeypatch):
     client, request = site
-    seen = []
-    drawn = release_guard.add_noise
 
-    def noted(total, generator, **terms):
-        seen.append((total, terms, [row.entry for row in client.guard._ledger.entries()]))
-        return drawn(total, generator, **terms)
-
-    monkeypatch.setattr(release_guard, "add_noise", noted)
+    seen = noise_of(client.guard, monkeypatch)
     reply = answer(client, request)
     ((total, terms, booked),) = seen
     norm = math.sqrt(6)  # of three numbers of at most 1 for each of two columns
@@ -272,11 +267,9 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
     first = private["schedule"][0]
     assert (first["kind"], first["noise_multiplier"], first["steps"]) == ("statistics", 0.5, 1)
     for client in range(2):
-        place = folder / "sites" / f"client-{client}"
-        with Ledger(place / "ledger" / "ledger.sqlite", place / "key") as ledger:
-            booked = [row.entry.action for row in ledger.entries()]
-        assert booked[0] == "query.statistics:statistics"
-        assert booked.count("query.statistics:statistics") == 1
+        actions = [row.action for row in booked(folder / "sites", client)]
+        assert actions[0] == "query.statistics:statistics"
+        assert actions.count("query.statistics:statistics") == 1
     assert list(load(folder).inputs.mean) == found["mean"]
     report = (folder / "report.html").read_text()
     assert "query.statistics" in report

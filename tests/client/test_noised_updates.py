@@ -1,7 +1,5 @@
 """Where the unit of privacy is the client: its whole update is one clipped, noised contribution."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -83,19 +83,13 @@ def test_the_site_tests_before_it_reads_and_computes_in_the_size_that_passed(
             yield part
 
     site = make_site(policy={"micro_batch_size": 8})
-    site = replace_cache(site)
+    client = replace(site.client, cache=None)
     monkeypatch.setattr(micro_batches, "micro_batches", watched)
-    site.ask("train.weight_gradient")
+    answer(client, site.request("train.weight_gradient"))
     rehearsed, *computed = sizes
     assert rehearsed == 8
     assert computed
     assert set(computed) == {2}
-
-
-def replace_cache(site):
-    client = replace(site.client, cache=None)
-    site.ask = lambda action, **changes: answer(client, site.request(action, **changes))
-    return site
 
 
 def test_threads_are_those_of_the_policy(make_site, monkeypatch):

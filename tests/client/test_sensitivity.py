@@ -6,8 +6,6 @@ are those of ``ACTIONS``, the networks those of the registries, so that a new on
 itself.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import asdict, dataclass, replace
@@ -44,17 +42,10 @@ from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import (
     Amount,
-    Evaluate,
     LocalSearch,
     LocalTraining,
-    Probe,
-    RewardCandidates,
-    Search,
-    TakeGradients,
-    TakeNetworkGradient,
     TellStatistics,
     Train,
-    TrainCandidates,
     Trial,
 )
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
@@ -68,6 +59,7 @@ from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces import SEARCH_SPACES
 from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 
+from ..asked import SUPERNET, smallest
 from ..patients import patients
 from .conftest import POLICY
 
@@ -103,54 +95,31 @@ class Asked:
     states: Any
 
 
+TRIALS = [Trial(STEP, ALPHAS, 0.0)] * 2
+SEARCHED = LocalSearch(TWO_STEPS, STEP, ALPHAS, Alternating("first_order"))
+
+
 def training(described, split="train"):
     return LocalTraining(described, split, TWO_STEPS, STEP, 0.4, 0.0)
 
 
-def of_network(action, described, states):
-    """Requests of an action about a network that they describe."""
-    trial = Trial(STEP, ALPHAS, 0.0)
-    return {
-        "train.network_gradient": lambda: TakeNetworkGradient(
-            network=described,
-            split="train+validation",
-            step=0,
-            batch_size=None,
-            auxiliary_weight=0.4,
-            drop_path_prob=0.0,
-            data_set=DATA_SET,
-        ),
-        "train.weights": lambda: Train(
-            local=training(described, "train+validation"), data_set=DATA_SET
-        ),
-        "train.probe": lambda: Probe(
-            search=None,
-            training=training(described),
-            trials=[trial] * 2,
-            loss_bound=0.3,
-            data_set=DATA_SET,
-        ),
-        "evaluate.model": lambda: Evaluate(
-            network=described, split="validation", data_set=DATA_SET
-        ),
-        "evaluate.candidates": lambda: RewardCandidates(network=described, data_set=DATA_SET),
-    }[action]()
+def of_network(action, described):
+    """The request of an action about a network that they describe."""
+    split = "train+validation"
+    asked = smallest(DATA_SET, network=described, split=split, weights=STEP, loss_bound=0.3)
+    changes = {
+        "train.network_gradient": {"auxiliary_weight": 0.4},
+        "train.weights": {"local": training(described, split)},
+        "train.probe": {"search": None, "training": training(described), "trials": TRIALS},
+        "evaluate.model": {"network": described},
+        "evaluate.candidates": {"candidates": None, "network": described},
+    }
+    return replace(asked[action], **changes[action])
 
 
 def of_supernet(action, kit):
     """All requests of an action about the supernet."""
-    search = LocalSearch(TWO_STEPS, STEP, ALPHAS, Alternating("first_order"))
-    gradients = TakeGradients(
-        step=0,
-        local_steps=2,
-        local_lrs={"weights": 0.1, "alphas": 0.1},
-        batch_size=None,
-        order=1,
-        inner_lr=0.1,
-        data_set=DATA_SET,
-    )
-    if action in ("train.weight_gradient", "train.alpha_gradient", "train.gradients"):
-        return [gradients]
+    asked = smallest(DATA_SET, network=SUPERNET, weights=STEP, loss_bound=0.3)[action]
     if action == "train.search" and kit.name == "mbconv":
         costs = space_costs(kit.space, None)
         target = (costs.lowest + costs.highest) / 2
@@ -163,53 +132,20 @@ def of_supernet(action, kit):
             for gates, loss in itertools.product(("two", "full"), (None, *losses))
         ]
         paths.append(SampledPaths(gates="two", warm_up=True, hardware=None))
-        return [
-            Search(local=LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p), data_set=DATA_SET)
-            for p in paths
-        ]
+        return [replace(asked, local=LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p)) for p in paths]
     if action == "train.search":
-        return [Search(local=search, data_set=DATA_SET)]
+        return [replace(asked, local=SEARCHED)]
     if action == "train.probe":
-        return [
-            Probe(
-                search=search,
-                training=None,
-                trials=[Trial(STEP, ALPHAS, 0.0)] * 2,
-                loss_bound=0.3,
-                data_set=DATA_SET,
-            )
-        ]
-    if action == "evaluate.model":
-        return [Evaluate(network={"name": "supernet"}, split="validation", data_set=DATA_SET)]
-    if action in ("train.candidate", "evaluate.candidates"):
+        return [replace(asked, search=SEARCHED, trials=TRIALS)]
+    if "candidate" in action:
         if not kit.name.startswith("dp_cells"):
             return []  # a candidate is a path of these spaces
-        paths = all_alike(kit.supernet)[:3]
-        if action == "evaluate.candidates":
-            return [RewardCandidates(candidates=paths, data_set=DATA_SET)]
-        return [
-            TrainCandidates(
-                candidates=paths,
-                step=0,
-                local_steps=2,
-                batch_size=None,
-                weights=STEP,
-                dp_aware=None,
-                data_set=DATA_SET,
-            )
-        ]
-    assert action == "train.network_gradient"
-    return [
-        TakeNetworkGradient(
-            network={"name": "supernet"},
-            split="train",
-            step=0,
-            batch_size=None,
-            auxiliary_weight=0.0,
-            drop_path_prob=0.0,
-            data_set=DATA_SET,
-        )
-    ]
+        steps = {"local_steps": 2} if action == "train.candidate" else {}
+        return [replace(asked, candidates=all_alike(kit.supernet)[:3], **steps)]
+    if action.endswith(("weight_gradient", "alpha_gradient", "gradients")):
+        return [replace(asked, local_steps=2)]
+    assert action in ("train.network_gradient", "evaluate.model")
+    return [asked]
 
 
 NETWORK_ACTIONS = (
@@ -487,7 +423,7 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
     for described in descriptions(kit, pools=pools):
         with seeded(2, "network"):
             states = packed(make_network(described), LARGE)
-        asked = Asked(of_network(action, described, states), states)
+        asked = Asked(of_network(action, described), states)
         if pools and action in ("train.probe", "evaluate.model"):
             with pytest.raises(ConfigError, match="refused, the settings do not fit"):
                 ask(kit, action, asked)
@@ -506,7 +442,7 @@ def test_fixed_networks(name, action, kits, ask, totals):
     described = {"name": name, **kit.shapes, "norm": "group"}
     with seeded(2, "network"):
         states = packed(make_network(described), 1.0)
-    asked = Asked(of_network(action, described, states), states)
+    asked = Asked(of_network(action, described), states)
     assert check(ask, totals, kit, action, asked) > 1e-6
 
 
@@ -531,7 +467,7 @@ def test_secure_sums_of_gradients(action, pool, kits, ask, totals):
     if action == "train.network_gradient":
         with seeded(2, "network"):
             states = packed(make_network(described), 1.0)
-        settings = of_network(action, described, states)
+        settings = of_network(action, described)
     asked = Asked(settings, states or packed(kit.supernet, 1.0))
     if pool and action == "train.network_gradient":
         with pytest.raises(ConfigError, match="rule secure_sum: norm of weights"):

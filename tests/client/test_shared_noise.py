@@ -1,7 +1,5 @@
 """Shared noise at a site: what it releases, what it refuses, and why later steps are out."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -111,7 +109,7 @@ def test_shares_out_of_range_are_never_released():
             add_shared_noise(torch.tensor([bad]), generator, **good)
 
 
-def two_steps(record: bool, rng: np.random.Generator, *, sites: int, share: float) -> float:
+def two_steps(record, rng, *, sites, share):
     """Return the total of replies of two steps of one weight, of sites that share noise.
 
     A record of site 0 has the clipped gradient 1 or, absent, 0 in the first step. In the second

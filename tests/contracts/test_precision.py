@@ -1,13 +1,10 @@
 """Gradients in bfloat16 are near those in float32, in every space."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate, GumbelPath
@@ -17,7 +14,6 @@ from fednas_flwr.search.optimizer_step import Optimizer, make_sgd
 from fednas_flwr.search.proxyless import PathNetwork, draw_paths, drawable_alphas
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
 from fednas_flwr.settings.optimizers import SGD
-from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 from ..small_spaces import CLASSES, SPACES
 
@@ -26,20 +22,20 @@ LABELS = {False: torch.arange(16) % CLASSES, True: (torch.arange(16 * CLASSES) %
 
 
 @pytest.fixture(params=SPACES)
-def space(request: pytest.FixtureRequest) -> SearchSpace:
+def space(request):
     return replace(SPACES[request.param], norm="group", skip="linear")
 
 
-def make(space: SearchSpace) -> Supernet:
+def make(space):
     with seeded(1, "supernet"):
         return space.supernet().train()
 
 
-def exact(space: SearchSpace, precision: str, *, several: bool = False) -> ExactGradients:
+def exact(space, precision, *, several=False):
     """Return gradients of one batch, of which the only step has begun."""
     x = torch.randn(16, *space.input_shape, generator=make_generator(0, "examples"))
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    def batches():
         yield x, LABELS[several]
 
     objective = Objective(multi_label=several)
@@ -48,13 +44,11 @@ def exact(space: SearchSpace, precision: str, *, several: bool = False) -> Exact
     return gradients
 
 
-def alphas_by(
-    rule: str, gradients: ExactGradients, supernet: Supernet, weights: Optimizer
-) -> Mapping[str, Tensor | None]:
+def alphas_by(rule, gradients, supernet, weights):
     return gradients.alphas(supernet, weights, rule=rule, validation_weight=1.0)
 
 
-def check_near(found: Mapping[str, Mapping[str, Tensor | None]]) -> None:
+def check_near(found):
     """Check that gradients differ, that all are float32, and that they point one way."""
     joined = {}
     for precision, gradient in found.items():
@@ -71,7 +65,7 @@ def check_near(found: Mapping[str, Mapping[str, Tensor | None]]) -> None:
 @pytest.mark.parametrize(
     ("norm", "several"), [("batch", True), ("group", False)], ids=["several labels", "one class"]
 )
-def test_gradients_of_weights(space: SearchSpace, norm: str, several: bool) -> None:
+def test_gradients_of_weights(space, norm, several):
     supernet = make(replace(space, norm=norm))
     found = {}
     for precision in PRECISIONS:
@@ -86,13 +80,13 @@ def test_gradients_of_weights(space: SearchSpace, norm: str, several: bool) -> N
 
 
 @pytest.mark.parametrize("rule", ["first_order", "mixed_level"])
-def test_gradients_of_alphas(space: SearchSpace, rule: str) -> None:
+def test_gradients_of_alphas(space, rule):
     supernet = make(space)
     weights = Optimizer(supernet.weights(), make_sgd(supernet.weights().values(), WEIGHTS))
     check_near({p: alphas_by(rule, exact(space, p), supernet, weights) for p in PRECISIONS})
 
 
-def test_finite_differences_stay_float32() -> None:
+def test_finite_differences_stay_float32():
     space = SPACES["mlp"]
     supernet = make(space)
     weights = Optimizer(supernet.weights(), make_sgd(supernet.weights().values(), WEIGHTS))
@@ -100,14 +94,14 @@ def test_finite_differences_stay_float32() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_gradients_of_a_derived_network(space: SearchSpace) -> None:
+def test_gradients_of_a_derived_network(space):
     genotype = space.random_genotype(make_generator(0, "genotype"))
     with seeded(1, "network"):
         network = space.network(genotype).train()
     check_near({p: exact(space, p).weights(network) for p in PRECISIONS})
 
 
-def test_gradients_of_drawn_paths() -> None:
+def test_gradients_of_drawn_paths():
     space = replace(SPACES["mbconv"], norm="group")
     supernet, generator = make(space), make_generator(0, "paths")
     alphas_EO = drawable_alphas(supernet)
@@ -118,20 +112,20 @@ def test_gradients_of_drawn_paths() -> None:
     check_near({p: {"": exact(space, p).gates(supernet, paths_EK, None)} for p in PRECISIONS})
 
 
-def test_gradients_of_single_paths() -> None:
+def test_gradients_of_single_paths():
     space = SPACES["nasbench201"]
     generator = make_generator(0, "path")
     path = GumbelPath(make(space), temperature=1.0, generator=generator)
     check_near({p: exact(space, p).weights(path) for p in PRECISIONS})
 
 
-def test_gradients_of_a_candidate() -> None:
+def test_gradients_of_a_candidate():
     space = SPACES["dp_cells"]
     candidate: nn.Module = Candidate(make(space), [1] * space.cell_kinds["cell"])
     check_near({p: exact(space, p).weights(candidate) for p in PRECISIONS})
 
 
-def test_sums_of_gradients(space: SearchSpace) -> None:
+def test_sums_of_gradients(space):
     supernet = make(space)
     x = torch.randn(16, *space.input_shape, generator=make_generator(0, "examples"))
     for state in ("weights", "alphas"):

@@ -3,8 +3,6 @@
 The deployment on real SuperNodes compares itself with inline in ``scripts/deploy_local.sh``.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

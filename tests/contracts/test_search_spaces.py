@@ -1,7 +1,5 @@
 """What every search space owes to the code that searches, derives and retrains with it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -4,9 +4,7 @@ There ``.item()`` and the like fail, as does an operation of two devices. Left o
 paths that are drawn from the alphas: what is to be computed must be known before.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -20,7 +18,6 @@ from fednas_flwr.search.batch_gradients import BatchGradients
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import Optimizer, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, SGD, Adam
-from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 from ..small_spaces import SPACES
 
@@ -29,45 +26,45 @@ ALPHAS = Adam(lr=0.1, weight_decay=1e-3)
 Given = Mapping[str, Tensor | None]
 
 
-def losses(output: Tensor, labels: Tensor) -> Tensor:
+def losses(output, labels):
     return functional.cross_entropy(output, labels, reduction="none")
 
 
-def records(space: SearchSpace) -> tuple[Tensor, Tensor]:
+def records(space):
     with torch.device("meta"):
         return torch.empty(4, *space.input_shape), torch.empty(4, dtype=torch.long)
 
 
-def take(parameters: Mapping[str, nn.Parameter], given: Given, optimizer: object) -> None:
+def take(parameters, given, optimizer):
     """Take a step, and see that it leaves nothing elsewhere."""
     assert any(gradient is not None for gradient in given.values())
-    Optimizer(parameters, optimizer, WEIGHTS.clip_norm).step(given)  # type: ignore[arg-type]
+    Optimizer(parameters, optimizer, WEIGHTS.clip_norm).step(given)
     assert {parameter.device.type for parameter in parameters.values()} == {"meta"}
 
 
-def step_weights(parameters: Mapping[str, nn.Parameter], given: Given) -> None:
+def step_weights(parameters, given):
     take(parameters, given, make_sgd(parameters.values(), WEIGHTS))
 
 
-def step_alphas(supernet: Supernet, given: Given) -> None:
+def step_alphas(supernet, given):
     alphas = {f"alphas.{kind}": alpha for kind, alpha in supernet.alphas().items()}
     named = {f"alphas.{kind}": gradient for kind, gradient in given.items()}
     take(alphas, named, make_adam(alphas.values(), ALPHAS))
 
 
 @pytest.fixture(params=SPACES)
-def space(request: pytest.FixtureRequest, one_cell: None) -> SearchSpace:
+def space(request, one_cell):
     sizes = {"widths": (8,)} if request.param.startswith("dp_cells") else {}
     return replace(SPACES[request.param], norm="group", skip="linear", **sizes)
 
 
-def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+def on_meta(make):
     with torch.device("meta"):
         return make().train()
 
 
 @pytest.mark.run
-def test_plain_steps_of_a_supernet(space: SearchSpace) -> None:
+def test_plain_steps_of_a_supernet(space):
     supernet = on_meta(replace(space, norm="batch").supernet)
     batch, gradients = records(space), BatchGradients()
     step_weights(supernet.weights(), gradients.weight_gradient(supernet, batch))
@@ -75,7 +72,7 @@ def test_plain_steps_of_a_supernet(space: SearchSpace) -> None:
     assert gradients.train_tally.num_examples == 4
 
 
-def test_private_steps_of_a_supernet(space: SearchSpace) -> None:
+def test_private_steps_of_a_supernet(space):
     supernet = on_meta(space.supernet)
     x, y = records(space)
     given = clipped_gradient_sum(
@@ -90,7 +87,7 @@ def test_private_steps_of_a_supernet(space: SearchSpace) -> None:
     )
 
 
-def test_plain_and_private_steps_of_a_derived_network(space: SearchSpace) -> None:
+def test_plain_and_private_steps_of_a_derived_network(space):
     genotype = space.random_genotype(torch.Generator())
     check_network(on_meta(lambda: space.network(genotype)), *records(space))
 
@@ -102,7 +99,7 @@ def test_plain_and_private_steps_of_a_derived_network(space: SearchSpace) -> Non
         *("resnet8_4", "plain_cnn", "linear", "cnn_tanh"),
     ],
 )
-def test_plain_and_private_steps_of_a_given_network(name: str) -> None:
+def test_plain_and_private_steps_of_a_given_network(name):
     norm = {"norm": "group"} if name in NORMED_NETWORKS else {}
     x = torch.empty(4, 3, 16, 16, device="meta")
     network = on_meta(lambda: FIXED_NETWORKS[name]((3, 16, 16), 5, **norm))
@@ -112,14 +109,14 @@ def test_plain_and_private_steps_of_a_given_network(name: str) -> None:
     check_network(network, x, torch.empty(4, dtype=torch.long, device="meta"))
 
 
-def check_network(network: nn.Module, x: Tensor, y: Tensor) -> None:
+def check_network(network, x, y):
     weights = dict(network.named_parameters())
     step_weights(weights, BatchGradients().weight_gradient(network, (x, y)))
     given = clipped_gradient_sum(network, x, y, loss=losses, parameters=weights, max_norm=1.0)
     step_weights(weights, given)
 
 
-def test_steps_of_a_candidate_that_shares_weights() -> None:
+def test_steps_of_a_candidate_that_shares_weights():
     space = SPACES["dp_cells"]
     supernet = on_meta(space.supernet)
     path = [len(space.ops) - 1] * space.cell_kinds["cell"]
@@ -132,7 +129,7 @@ def test_steps_of_a_candidate_that_shares_weights() -> None:
     step_weights(candidate.weights(), given)
 
 
-def test_the_meta_device_refuses_what_would_wait() -> None:
+def test_the_meta_device_refuses_what_would_wait():
     with pytest.raises(RuntimeError, match="meta"):
         float(torch.empty(3, device="meta").sum())
     with pytest.raises(RuntimeError, match="device"):

@@ -1,7 +1,5 @@
 """What every search algorithm owes to the round loop: two clients, two rounds, inline."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

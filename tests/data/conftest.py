@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -8,7 +6,7 @@ from fednas_flwr.data.records import Records, record_ids
 
 
 @pytest.fixture(scope="session")
-def images() -> Records:
+def images():
     """600 made 3x8x8 images of ten unequal classes."""
     rng = np.random.default_rng(0)
     features = rng.integers(0, 256, (600, 3, 8, 8), dtype=np.uint8)
@@ -23,7 +21,7 @@ def images() -> Records:
 
 
 @pytest.fixture
-def table_csv(tmp_path: Path) -> Path:
+def table_csv(tmp_path):
     path = tmp_path / "patients.csv"
     path.write_text(
         "patient,age,smokes,pressure,site,ill\n"

@@ -18,14 +18,14 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import find_source, fingerprint, load_or_build, load_sites
 from fednas_flwr.data.prepared import partition
 from fednas_flwr.data.readers import data_settings
-from fednas_flwr.data.records import RecordsPair, select_records
+from fednas_flwr.data.records import select_records
 from fednas_flwr.settings.data_settings import Partition
 
 from ..data_sets import prepared, read
 
 
 @pytest.fixture
-def npz(tmp_path: Path) -> Path:
+def npz(tmp_path):
     x = np.random.default_rng(0).integers(0, 256, (200, 6, 6, 3), np.uint8)
     y = np.arange(200) % 4
     np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x[:50], y_test=y[:50])
@@ -33,11 +33,11 @@ def npz(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
+def cache(tmp_path):
     return tmp_path / "cache"
 
 
-def test_digits_are_prepared_once(cache: Path):
+def test_digits_are_prepared_once(cache):
     first = prepared("digits", cache=cache)
     assert first.input_shape == (1, 8, 8)
     assert first.num_classes == 10
@@ -58,14 +58,14 @@ def test_digits_are_prepared_once(cache: Path):
     assert everything.server_test is None
 
 
-def test_an_official_test_part_is_used_or_left(cache: Path, npz: Path):
+def test_an_official_test_part_is_used_or_left(cache, npz):
     data = prepared("npz", cache=cache, root=npz)
     assert (len(data.train), len(data.server_test)) == (200, 50)
     data = prepared("npz", cache=cache, root=npz, server_test=False)
     assert (len(data.train), data.server_test) == (200, None)
 
 
-def test_the_test_part_of_a_table_is_the_servers(cache: Path, tmp_path: Path):
+def test_the_test_part_of_a_table_is_the_servers(cache, tmp_path):
     (tmp_path / "train.csv").write_text("a,y\n1,0\n2,1\n3,0\n")
     (tmp_path / "test.csv").write_text("a,y\n4,1\n5,0\n")
     data = prepared("csv", cache=cache, root=tmp_path)
@@ -74,7 +74,7 @@ def test_the_test_part_of_a_table_is_the_servers(cache: Path, tmp_path: Path):
     assert prepared("csv", cache=cache, root=tmp_path, server_test=False).server_test is None
 
 
-def test_limits_take_the_same_records_always(cache: Path, npz: Path):
+def test_limits_take_the_same_records_always(cache, npz):
     def ids(limit):
         data = prepared("npz", cache=cache, root=npz, limit_train=limit, limit_test=7)
         assert len(data.server_test) == 7
@@ -87,7 +87,7 @@ def test_limits_take_the_same_records_always(cache: Path, npz: Path):
     assert [i for i in whole if i in set(ids(30))] == ids(30)
 
 
-def test_a_file_changed_at_equal_size_is_read_again(cache: Path, npz: Path):
+def test_a_file_changed_at_equal_size_is_read_again(cache, npz):
     """Its name and size are as before; the time of its change is later by any amount."""
     before = npz.stat()
     first = prepared("npz", cache=cache, root=npz).train.features.clone()
@@ -99,14 +99,14 @@ def test_a_file_changed_at_equal_size_is_read_again(cache: Path, npz: Path):
 
 
 @pytest.mark.parametrize(("train", "test"), [(30, 7), (7, 30), (30, 30), (31, 30), (30, None)])
-def test_each_limit_is_of_its_own_records_and_of_its_own_cached_copy(npz: Path, train, test):
+def test_each_limit_is_of_its_own_records_and_of_its_own_cached_copy(npz, train, test):
     shared = npz.parent.parent / "cache of all limits"
     prepared("npz", cache=shared, root=npz, limit_train=30, limit_test=7)
     data = prepared("npz", cache=shared, root=npz, limit_train=train, limit_test=test)
     assert (len(data.train), len(data.server_test)) == (train, test or 50)
 
 
-def test_given_statistics_of_a_table(cache: Path, table_csv: Path):
+def test_given_statistics_of_a_table(cache, table_csv):
     settings = {"cache": cache, "name": "csv", "root": table_csv, "server_test": False}
     settings["ignore"] = ("patient", "site")
     own = prepared(**settings)
@@ -124,7 +124,7 @@ def test_given_statistics_of_a_table(cache: Path, table_csv: Path):
         prepared(**settings, statistics=statistics | {"age": (50.0, 0)})
 
 
-def test_sites_become_a_partition(cache: Path, tmp_path: Path):
+def test_sites_become_a_partition(cache, tmp_path):
     root = tmp_path / "sites"
     root.mkdir()
     (root / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
@@ -143,17 +143,17 @@ def test_sites_become_a_partition(cache: Path, tmp_path: Path):
         ({"statistics": {"a": (0, 1)}}, "are for tables: these are images"),
     ],
 )
-def test_settings_that_do_not_fit(cache: Path, npz: Path, settings, message):
+def test_settings_that_do_not_fit(cache, npz, settings, message):
     with pytest.raises(ConfigError, match=message):
         prepared(**({"cache": cache, "name": "npz", "root": npz} | settings))
 
 
-def test_digits_have_no_sites(cache: Path):
+def test_digits_have_no_sites(cache):
     with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=digits"):
         prepared("digits", cache=cache, sites=True)
 
 
-def test_too_few_records_for_a_server_test(cache: Path, tmp_path: Path):
+def test_too_few_records_for_a_server_test(cache, tmp_path):
     (tmp_path / "t.csv").write_text("a,y\n1,0\n")
     with pytest.raises(ConfigError, match="too few .* dataset.server_test=false"):
         prepared("csv", cache=cache, root=tmp_path / "t.csv")
@@ -167,7 +167,7 @@ OTHER_TESTS = {
 
 
 @pytest.mark.parametrize("kind", OTHER_TESTS)
-def test_a_test_part_of_another_kind_is_refused(cache: Path, tmp_path: Path, kind):
+def test_a_test_part_of_another_kind_is_refused(cache, tmp_path, kind):
     x = np.random.default_rng(0).integers(0, 256, (40, 6, 6, 3), np.uint8)
     y = np.arange(40) % 4
     path = tmp_path / "data.npz"
@@ -177,7 +177,7 @@ def test_a_test_part_of_another_kind_is_refused(cache: Path, tmp_path: Path, kin
     assert not cache.exists()
 
 
-def _png() -> bytes:
+def _png():
     content = io.BytesIO()
     Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3)).save(content, "PNG")
     return content.getvalue()
@@ -197,7 +197,7 @@ BROKEN = {  # name of the data set, path below its root, content
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_file_is_one_sentence(cache: Path, tmp_path: Path, kind):
+def test_a_broken_file_is_one_sentence(cache, tmp_path, kind):
     name, file, content = BROKEN[kind]
     path = tmp_path / "root" / file
     path.parent.mkdir(parents=True)
@@ -211,12 +211,12 @@ def test_a_broken_file_is_one_sentence(cache: Path, tmp_path: Path, kind):
     assert not cache.exists()
 
 
-def test_a_root_that_cannot_be_looked_at_is_one_sentence(cache: Path):
+def test_a_root_that_cannot_be_looked_at_is_one_sentence(cache):
     with pytest.raises(ConfigError, match=r"^dataset.root=/a+ cannot be read: "):
         prepared("npz", cache=cache, root=Path("/" + 300 * "a"))
 
 
-def of_columns(**given: object) -> dict[str, list[float]]:
+def of_columns(**given):
     return data_settings("csv", {"cache": "none", **given}).column_statistics
 
 
@@ -248,7 +248,7 @@ def test_ranges_that_are_none_are_refused(ranges, message):
         of_columns(statistics={"weight": [70, 10]}, ranges=ranges)
 
 
-def test_a_table_is_standardised_by_its_declared_ranges(table_csv: Path, tmp_path: Path):
+def test_a_table_is_standardised_by_its_declared_ranges(table_csv, tmp_path):
     chosen = {"name": "csv", "root": table_csv, "id_column": "patient", "server_test": False}
     pressure = {"statistics": {"pressure": [2, 1]}}
     found = prepared(cache=tmp_path, **chosen, **pressure, ranges={"age": [30, 90]})
@@ -274,7 +274,7 @@ def assert_equal(one, other):
     }
 
 
-def test_round_trip_is_memory_mapped(tmp_path: Path, images):
+def test_round_trip_is_memory_mapped(tmp_path, images):
     persons = replace(select_records(images, np.arange(9)), id_column="patient")
     parts = {"train": images, "server_test": persons}
     for build in (lambda: parts, never):
@@ -287,14 +287,14 @@ def test_round_trip_is_memory_mapped(tmp_path: Path, images):
     assert os.listdir(tmp_path) == ["set"]
 
 
-def test_writing_to_a_loaded_tensor_does_not_change_the_file(tmp_path: Path, images):
+def test_writing_to_a_loaded_tensor_does_not_change_the_file(tmp_path, images):
     load_or_build(tmp_path / "set", lambda: {"train": images})["train"].features.zero_()
     assert_equal(load_or_build(tmp_path / "set", never)["train"], images)
 
 
 @pytest.mark.parametrize("file", ["train-features.npy", "train-ids.npy", "index.json"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_damaged_cache_is_built_again(tmp_path: Path, images, file, damage):
+def test_a_damaged_cache_is_built_again(tmp_path, images, file, damage):
     load_or_build(tmp_path / "set", lambda: {"train": images})
     path = tmp_path / "set" / file
     if damage == "gone":
@@ -320,7 +320,7 @@ DAMAGES = {
 }
 
 
-def overwrite(path: Path, position: int, count: int) -> None:
+def overwrite(path, position, count):
     with path.open("r+b") as file:
         file.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
         file.write(bytes(count))
@@ -329,7 +329,7 @@ def overwrite(path: Path, position: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_cache_with_other_content_is_built_again(tmp_path: Path, images, damage):
+def test_a_cache_with_other_content_is_built_again(tmp_path, images, damage):
     images = replace(images, features=images.features.clone(), labels=images.labels.clone())
     images.features[-1] = 7  # not zeros
     images.labels[-8:] = 1
@@ -340,13 +340,13 @@ def test_a_cache_with_other_content_is_built_again(tmp_path: Path, images, damag
     assert os.listdir(tmp_path) == ["set"]
 
 
-def test_a_copied_cache_is_used(tmp_path: Path, images):
+def test_a_copied_cache_is_used(tmp_path, images):
     load_or_build(tmp_path / "set", lambda: {"train": images})
     shutil.copytree(tmp_path / "set", tmp_path / "copy", copy_function=shutil.copyfile)
     assert_equal(load_or_build(tmp_path / "copy", never)["train"], images)
 
 
-def test_a_process_killed_while_writing_leaves_nothing_that_is_read(tmp_path: Path, images):
+def test_a_process_killed_while_writing_leaves_nothing_that_is_read(tmp_path, images):
     program = f"""
         import os, signal
         from pathlib import Path
@@ -373,7 +373,7 @@ def test_a_process_killed_while_writing_leaves_nothing_that_is_read(tmp_path: Pa
     assert_equal(load_or_build(tmp_path / "set", lambda: {"train": images})["train"], images)
 
 
-def test_two_may_build_at_once(tmp_path: Path, images):
+def test_two_may_build_at_once(tmp_path, images):
     both_building = threading.Barrier(2, timeout=20)
     loaded = []
 
@@ -395,26 +395,26 @@ def test_two_may_build_at_once(tmp_path: Path, images):
     assert os.listdir(tmp_path) == ["set"]
 
 
-def test_an_unwritable_place_is_an_os_error(tmp_path: Path, images):
+def test_an_unwritable_place_is_an_os_error(tmp_path, images):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         load_or_build(tmp_path / "file" / "set", lambda: {"train": images})
 
 
-def _is_mapped(path: Path) -> bool:
+def _is_mapped(path):
     maps = Path("/proc/self/maps")
     return not maps.exists() or str(path) in maps.read_text()
 
 
-def read_csv(path: Path) -> RecordsPair:
+def read_csv(path):
     return read("csv", path)
 
 
-def read_folder(path: Path) -> RecordsPair:
+def read_folder(path):
     return read("image_folder", path)
 
 
-def test_sites_are_sorted_by_name(tmp_path: Path):
+def test_sites_are_sorted_by_name(tmp_path):
     (tmp_path / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
     (tmp_path / "bern.csv").write_text("a,y\n3,0\n4,1\n5,1\n")
     (tmp_path / "readme.txt").write_text("no site")
@@ -423,7 +423,7 @@ def test_sites_are_sorted_by_name(tmp_path: Path):
     assert records.features[:, 0].tolist() == [3, 4, 5, 1, 2]
 
 
-def test_a_folder_of_images_per_site(tmp_path: Path):
+def test_a_folder_of_images_per_site(tmp_path):
     for i, site in enumerate(("b", "a")):
         for kind in ("cat", "dog"):
             (tmp_path / site / kind).mkdir(parents=True)
@@ -441,7 +441,7 @@ def test_a_folder_of_images_per_site(tmp_path: Path):
         load_sites(tmp_path, name="image_folder", read=read_folder)
 
 
-def test_sites_that_do_not_exist_or_fit(tmp_path: Path):
+def test_sites_that_do_not_exist_or_fit(tmp_path):
     with pytest.raises(ConfigError, match="holds no sites"):
         load_sites(tmp_path, name="csv", read=read_csv)
     with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=digits"):
@@ -458,12 +458,12 @@ def test_sites_that_do_not_exist_or_fit(tmp_path: Path):
         load_sites(tmp_path, name="csv", read=read_csv)
 
 
-def find(name: str, root: Path | None, *, sites: bool = False) -> Path:
+def find(name, root, *, sites=False):
     place = None if root is None else str(root)
     return find_source(data_settings(name, {"cache": "none", "root": place}), sites=sites)
 
 
-def test_a_missing_root_is_one_sentence(tmp_path: Path):
+def test_a_missing_root_is_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"dataset=npz needs .* dataset.root="):
         find("npz", None)
     with pytest.raises(ConfigError, match="is not a file"):
@@ -479,7 +479,7 @@ def test_a_missing_root_is_one_sentence(tmp_path: Path):
         find("fashion_mnist", tmp_path)
 
 
-def test_the_fingerprint_changes_with_the_files(tmp_path: Path):
+def test_the_fingerprint_changes_with_the_files(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros(3))
     first = fingerprint("image_folder", tmp_path)
     assert fingerprint("image_folder", tmp_path) == first

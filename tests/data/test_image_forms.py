@@ -1,8 +1,5 @@
 """Images as programs and people leave them: read as they are meant, told, or asked about."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -14,7 +11,7 @@ from ..data_sets import prepared, read
 PIXELS = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
 
 
-def write(root: Path, save: Callable[[np.ndarray, Path], None], suffix: str = ".png") -> Path:
+def write(root, save, suffix=".png"):
     """Two classes of two images, all different."""
     for i in range(4):
         path = root / "ab"[i % 2] / f"{i}{suffix}"
@@ -23,22 +20,22 @@ def write(root: Path, save: Callable[[np.ndarray, Path], None], suffix: str = ".
     return root
 
 
-def gray(pixels: np.ndarray, path: Path) -> None:
+def gray(pixels, path):
     Image.fromarray(pixels).save(path)
 
 
-def ink(pixels: np.ndarray, path: Path) -> None:
+def ink(pixels, path):
     """Black strokes on a transparent ground."""
     clear = np.zeros((*pixels.shape, 4), np.uint8)
     clear[..., 3] = pixels
     Image.fromarray(clear).save(path)
 
 
-def floats(pixels: np.ndarray, path: Path) -> None:
+def floats(pixels, path):
     Image.fromarray((pixels / 255).astype(np.float32)).save(path)
 
 
-def pages(pixels: np.ndarray, path: Path) -> None:
+def pages(pixels, path):
     Image.fromarray(pixels).save(path, save_all=True, append_images=[Image.fromarray(pixels)])
 
 
@@ -50,17 +47,15 @@ def pages(pixels: np.ndarray, path: Path) -> None:
         (pages, ".tif", PIXELS, "4 files have several pages, of which only the first is read"),
     ],
 )
-def test_what_a_file_holds_is_read_and_told(
-    tmp_path: Path, save: Callable[..., None], suffix: str, seen: np.ndarray, note: str
-) -> None:
+def test_what_a_file_holds_is_read_and_told(tmp_path, save, suffix, seen, note):
     records, _ = read("image_folder", write(tmp_path, save, suffix), image_size=8, channels=1)
     assert records.features[0, 0].tolist() == seen.tolist()
     in_colour = ("4 colour images: all become gray",) if save is ink else ()
     assert records.notes == (*in_colour, note)
 
 
-def test_values_beyond_a_types_range_are_asked_about(tmp_path: Path) -> None:
-    def hounsfield(pixels: np.ndarray, path: Path) -> None:
+def test_values_beyond_a_types_range_are_asked_about(tmp_path):
+    def hounsfield(pixels, path):
         Image.fromarray(pixels.astype(np.int32) * 8 - 1024).save(path)
 
     root = write(tmp_path, hounsfield, ".tif")
@@ -70,13 +65,13 @@ def test_values_beyond_a_types_range_are_asked_about(tmp_path: Path) -> None:
     assert records.features.max() == 252
 
 
-def test_one_picture_is_refused(tmp_path: Path) -> None:
+def test_one_picture_is_refused(tmp_path):
     root = write(tmp_path, lambda pixels, path: gray(np.zeros_like(pixels), path))
     with pytest.raises(ConfigError, match="all 4 images are one picture"):
         prepared("image_folder", root=root, cache=tmp_path / "cache", image_size=8)
 
 
-def test_images_that_are_left_out_are_counted(tmp_path: Path) -> None:
+def test_images_that_are_left_out_are_counted(tmp_path):
     write(tmp_path / "train", gray)
     write(tmp_path / "train" / "a" / "more", gray)
     write(tmp_path / "validation", gray)
@@ -108,9 +103,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("arrays", ARRAYS.values(), ids=ARRAYS)
-def test_arrays_of_one_reading_are_taken_and_told(
-    tmp_path: Path, arrays: dict[str, np.ndarray]
-) -> None:
+def test_arrays_of_one_reading_are_taken_and_told(tmp_path, arrays):
     np.savez(tmp_path / "a.npz", **arrays)
     records, _ = read("npz", tmp_path / "a.npz")
     assert records.features[:, 0].tolist() == X.tolist()

@@ -13,7 +13,7 @@ from fednas_flwr.data.records import record_ids
 from ..data_sets import read
 
 
-def save_image(path: Path, *, value=100, size=(6, 4), mode="L") -> None:
+def save_image(path, *, value=100, size=(6, 4), mode="L"):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, size, value if mode == "L" else (value, 0, 255)).save(path)
 
@@ -29,13 +29,13 @@ def test_digits_are_real_and_span_the_bytes():
     assert len(set(train.ids.tolist())) == 1797
 
 
-def write_idx(path: Path, array: np.ndarray) -> None:
+def write_idx(path, array):
     path.parent.mkdir(parents=True, exist_ok=True)
     header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
     path.write_bytes(header + array.tobytes())
 
 
-def test_torchvision_set_from_files_on_disk(tmp_path: Path):
+def test_torchvision_set_from_files_on_disk(tmp_path):
     rng = np.random.default_rng(0)
     raw = tmp_path / "FashionMNIST" / "raw"
     images = {"train": rng.integers(0, 256, (5, 28, 28), np.uint8)}
@@ -50,7 +50,7 @@ def test_torchvision_set_from_files_on_disk(tmp_path: Path):
     assert train.class_names[9] == "Ankle boot"
 
 
-def test_torchvision_without_unpacked_files(tmp_path: Path):
+def test_torchvision_without_unpacked_files(tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     (raw / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b""))
@@ -58,7 +58,7 @@ def test_torchvision_without_unpacked_files(tmp_path: Path):
         read("mnist", tmp_path)
 
 
-def test_folder_of_classes(tmp_path: Path):
+def test_folder_of_classes(tmp_path):
     save_image(tmp_path / "dog" / "1.png", value=10)
     save_image(tmp_path / "cat" / "2.PNG", value=20)
     save_image(tmp_path / "cat" / "1.jpg", value=30)
@@ -74,7 +74,7 @@ def test_folder_of_classes(tmp_path: Path):
     assert train.ids.tolist() == record_ids(pixels).tolist()
 
 
-def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_path: Path):
+def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_path):
     rng = np.random.default_rng(0)
     colours = rng.integers(0, 256, (9, 7, 3), np.uint8)
     gray = rng.integers(0, 256, (9, 7), np.uint8)
@@ -104,7 +104,7 @@ def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_p
     assert told == [one, four]
 
 
-def test_folder_of_classes_and_persons(tmp_path: Path):
+def test_folder_of_classes_and_persons(tmp_path):
     for file in ("dog/ann/1", "cat/bob/2", "cat/ann/1"):
         save_image(tmp_path / f"{file}.png")
     train, _ = read("image_folder", tmp_path, id_column="patient")
@@ -119,7 +119,7 @@ def test_folder_of_classes_and_persons(tmp_path: Path):
         read("image_folder", tmp_path / "dog" / "ann", id_column="patient")
 
 
-def test_folder_with_train_and_test_resized_to_three_channels(tmp_path: Path):
+def test_folder_with_train_and_test_resized_to_three_channels(tmp_path):
     save_image(tmp_path / "train" / "a" / "1.png", value=7, mode="RGB")
     save_image(tmp_path / "train" / "b" / "1.png", value=9, size=(10, 10))
     save_image(tmp_path / "test" / "b" / "1.png", value=9, size=(3, 5))
@@ -129,7 +129,7 @@ def test_folder_with_train_and_test_resized_to_three_channels(tmp_path: Path):
     assert test.labels.tolist() == [1]
 
 
-def test_class_names_given_by_the_user_fix_the_order(tmp_path: Path):
+def test_class_names_given_by_the_user_fix_the_order(tmp_path):
     save_image(tmp_path / "b" / "1.png")
     train, _ = read("image_folder", tmp_path, class_names=("c", "b", "a"))
     assert train.class_names == ("c", "b", "a")
@@ -138,7 +138,7 @@ def test_class_names_given_by_the_user_fix_the_order(tmp_path: Path):
         read("image_folder", tmp_path, class_names=("c", "a"))
 
 
-def test_images_that_cannot_be_used(tmp_path: Path):
+def test_images_that_cannot_be_used(tmp_path):
     with pytest.raises(ConfigError, match="has no images: expected <class>/<image>"):
         read("image_folder", tmp_path)
     save_image(tmp_path / "a" / "1.png")
@@ -147,7 +147,7 @@ def test_images_that_cannot_be_used(tmp_path: Path):
         read("image_folder", tmp_path)
 
 
-def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path: Path):
+def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path):
     for name in ("1", "4"):
         save_image(tmp_path / "a" / f"{name}.png", value=int(name))
     (tmp_path / "a" / "2.png").write_bytes(b"no image")
@@ -168,7 +168,7 @@ def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path: Path):
         read("image_folder", tmp_path / "none", corrupt="skip")
 
 
-def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path: Path):
+def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path):
     (tmp_path / "a").mkdir()
     deep = np.array([[0, 1000, 4095, 65535]], dtype=np.uint16)
     Image.fromarray(deep).save(tmp_path / "a" / "1.png")
@@ -180,7 +180,7 @@ def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path: Path):
     assert cut.ids.tolist() == full.ids.tolist()
 
 
-def test_images_are_turned_upright_and_keep_their_ids(tmp_path: Path):
+def test_images_are_turned_upright_and_keep_their_ids(tmp_path):
     pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
     (tmp_path / "a").mkdir()
     Image.fromarray(pixels).save(tmp_path / "a" / "1.png")
@@ -194,7 +194,7 @@ def test_images_are_turned_upright_and_keep_their_ids(tmp_path: Path):
     assert turned.notes == ("1 images turned upright as their EXIF orientation says",)
 
 
-def test_one_image_in_colour_makes_all_of_them_so(tmp_path: Path):
+def test_one_image_in_colour_makes_all_of_them_so(tmp_path):
     save_image(tmp_path / "a" / "1.png", value=7)
     save_image(tmp_path / "a" / "2.png", value=9, mode="RGB")
     both, _ = read("image_folder", tmp_path)
@@ -204,7 +204,7 @@ def test_one_image_in_colour_makes_all_of_them_so(tmp_path: Path):
     assert gray.features.shape == (2, 1, 4, 6)
 
 
-def test_dicom_is_shown_by_its_own_window(tmp_path: Path):
+def test_dicom_is_shown_by_its_own_window(tmp_path):
     pydicom = pytest.importorskip("pydicom")
     from pydicom.dataset import FileDataset, FileMetaDataset
     from pydicom.uid import ExplicitVRLittleEndian, generate_uid

@@ -1,7 +1,5 @@
 """Images whose labels stand in a table, as chest X-rays come."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ from PIL import Image
 from fednas_flwr import compose, load, run
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.data.records import Records
 from fednas_flwr.runs.events import read_events
 
 from ..data_sets import prepared, read
@@ -25,12 +22,12 @@ ROWS = {  # image -> findings, patient
 }
 
 
-def picture(path: Path, value: int) -> None:
+def picture(path, value):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.full((8, 8), value, np.uint8)).save(path)
 
 
-def written(root: Path, lines: list[str], *, name: str = "labels.csv") -> Path:
+def written(root, lines, *, name="labels.csv"):
     """Four images of different shades, and the table of their labels."""
     for value, image in enumerate(ROWS):
         picture(root / image, 10 * value)
@@ -38,17 +35,17 @@ def written(root: Path, lines: list[str], *, name: str = "labels.csv") -> Path:
     return root
 
 
-def by_findings(root: Path) -> Path:
+def by_findings(root):
     head = "Image Index,Patient ID,Finding Labels"
     rows = [f"{Path(image).name},{person},{found}" for image, (found, person) in ROWS.items()]
     return written(root, [head, *rows])
 
 
-def shades(records: Records) -> list[int]:
+def shades(records):
     return records.features[:, 0, 0, 0].tolist()
 
 
-def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path: Path) -> None:
+def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path):
     root = by_findings(tmp_path)
     picture(root / "images_2" / "extra.png", 99)
     train, test = read(
@@ -69,7 +66,7 @@ def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path: Path)
     assert "1 images that labels.csv does not name are left out" in train.notes
 
 
-def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path: Path) -> None:
+def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path):
     lines = ["path;sex;mass;nodule;site", "images_2/c.png;f;0;1;x", "images_1/a.png;m;1;1;y"]
     root = written(tmp_path, lines)
     train, _ = read("labelled_images", root, labels_file="labels.csv", labels=["nodule", "mass"])
@@ -85,7 +82,7 @@ def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path: Path)
     assert last.class_names == ("x", "y")
 
 
-def test_a_broken_image_takes_its_row_with_it(tmp_path: Path) -> None:
+def test_a_broken_image_takes_its_row_with_it(tmp_path):
     root = by_findings(tmp_path)
     (root / "images_1" / "a.png").write_bytes(b"none")
     own = {"labels_file": "labels.csv", "label_separator": "|", "id_column": "Patient ID"}
@@ -110,9 +107,7 @@ def test_a_broken_image_takes_its_row_with_it(tmp_path: Path) -> None:
         ("", {"labels": ["Patient ID", "Finding Labels"]}, "dataset.label_separator has no effect"),
     ],
 )
-def test_a_table_that_does_not_fit_is_one_sentence(
-    line: str, settings: dict[str, object], sentence: str, tmp_path: Path
-) -> None:
+def test_a_table_that_does_not_fit_is_one_sentence(line, settings, sentence, tmp_path):
     root = by_findings(tmp_path)
     if line:
         with (root / "labels.csv").open("a") as file:
@@ -123,7 +118,7 @@ def test_a_table_that_does_not_fit_is_one_sentence(
     assert "\n" not in str(raised.value)
 
 
-def test_names_that_two_images_share_must_be_paths(tmp_path: Path) -> None:
+def test_names_that_two_images_share_must_be_paths(tmp_path):
     root = by_findings(tmp_path)
     picture(root / "images_2" / "a.png", 77)
     with pytest.raises(ConfigError, match="share their names with others: a.png; give paths"):
@@ -134,7 +129,7 @@ def test_names_that_two_images_share_must_be_paths(tmp_path: Path) -> None:
     assert shades(train)[0] == 77
 
 
-def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
+def test_a_changed_table_is_read_again(tmp_path):
     root = by_findings(tmp_path / "data")
     own = {"labels_file": "labels.csv", "label_separator": "|", "server_test": False}
     terms = {"cache": tmp_path / "cache", "name": "labelled_images", "root": root, **own}
@@ -145,7 +140,7 @@ def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.run
-def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path: Path) -> None:
+def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path):
     """Digits with the labels even and large, of patients with three images each."""
     records, _ = read("digits", Path())
     for part, rows in {"train": range(600), "test": range(600, 800)}.items():
@@ -184,7 +179,7 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path: Path) -> None:
     )
 
 
-def test_fednas_data_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fednas_data_shows_them(tmp_path, capsys):
     root = by_findings(tmp_path / "data")
     own = ["dataset.labels_file=labels.csv", 'dataset.label_separator="|"', "clients=1"]
     own += ["dataset.image_size=8", f"dataset.cache={tmp_path / 'cache'}"]

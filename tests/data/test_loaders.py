@@ -102,7 +102,7 @@ def test_a_client_without_training_records(images):
 
 
 @pytest.fixture
-def table() -> Records:
+def table():
     """Two numeric columns with missing numbers, one constant, two one-hot; 400 rows."""
     rng = np.random.default_rng(0)
     features = np.stack(

@@ -1,5 +1,4 @@
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +15,12 @@ ARRAYS = data_settings("npz", {"cache": "none"})
 LABELS = np.array([0, 2, 1, 2])
 
 
-def save(path: Path, **arrays) -> Path:
+def save(path, **arrays):
     np.savez(path / "data.npz", **arrays)
     return path / "data.npz"
 
 
-def jpegs(count: int, *, size=(8, 8)) -> tuple[list[bytes], np.ndarray]:
+def jpegs(count, *, size=(8, 8)):
     rng = np.random.default_rng(0)
     encoded, decoded = [], []
     for _ in range(count):
@@ -33,7 +32,7 @@ def jpegs(count: int, *, size=(8, 8)) -> tuple[list[bytes], np.ndarray]:
     return encoded, np.stack(decoded)
 
 
-def joined(encoded: list[bytes]) -> dict[str, np.ndarray]:
+def joined(encoded):
     return {
         "bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
         "off": np.cumsum([0, *map(len, encoded)]),
@@ -41,7 +40,7 @@ def joined(encoded: list[bytes]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW", "NHW"])
-def test_plain_images_in_every_layout(tmp_path: Path, layout):
+def test_plain_images_in_every_layout(tmp_path, layout):
     shape = {"NHWC": (4, 5, 6, 3), "NCHW": (4, 3, 5, 6), "NHW": (4, 5, 6)}[layout]
     x = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     path = save(tmp_path, x_train=x, y_train=LABELS, x_test=x[:2], y_test=LABELS[:2])
@@ -57,7 +56,7 @@ def test_plain_images_in_every_layout(tmp_path: Path, layout):
     assert test.ids.tolist() == train.ids[:2].tolist()
 
 
-def test_a_table_of_numbers(tmp_path: Path):
+def test_a_table_of_numbers(tmp_path):
     x = np.array([[1.5, np.nan], [2, 3], [4, 5], [6, 7]])
     train, test = read("npz", save(tmp_path, x_train=x, y_train=LABELS))
     assert test is None
@@ -67,7 +66,7 @@ def test_a_table_of_numbers(tmp_path: Path):
 
 
 @pytest.mark.parametrize("part", ["test", "val"])
-def test_encoded_images(tmp_path: Path, part):
+def test_encoded_images(tmp_path, part):
     encoded, decoded = jpegs(4)
     arrays = {f"train_{k}": v for k, v in joined(encoded).items()}
     arrays |= {f"{part}_{k}": v for k, v in joined(encoded[:2]).items()}
@@ -120,12 +119,12 @@ ENCODED = {"train_bytes": np.zeros(9, np.uint8), "y_train": LABELS}
         ),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, arrays, settings, message):
+def test_files_that_cannot_be_used(tmp_path, arrays, settings, message):
     with pytest.raises(ConfigError, match=message):
         read("npz", save(tmp_path, **arrays), **settings)
 
 
-def test_no_npz_file(tmp_path: Path):
+def test_no_npz_file(tmp_path):
     (tmp_path / "data.npz").write_bytes(b"nothing of the kind")
     with pytest.raises(ConfigError, match="cannot be read as an .npz"):
         read("npz", tmp_path / "data.npz")
@@ -137,7 +136,7 @@ def test_no_npz_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize("label", [4, 3_000_000_000, 2**63 + 7])
-def test_a_label_beyond_the_records_takes_no_memory(tmp_path: Path, label):
+def test_a_label_beyond_the_records_takes_no_memory(tmp_path, label):
     x = np.zeros((4, 5, 5), np.uint8)
     path = save(tmp_path, x_train=x, y_train=np.array([0, 1, 2, label], np.uint64))
     with pytest.raises(ConfigError, match="class numbers 0, 1, ..."):
@@ -153,11 +152,7 @@ def test_a_label_beyond_the_records_takes_no_memory(tmp_path: Path, label):
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        (
-            [[0, 2], [1, 0]],
-            None,
-            "int64 of shape .2, 2. from 0 to 2: expected",
-        ),
+        ([[0, 2], [1, 0]], None, "int64 of shape .2, 2. from 0 to 2: expected"),
         ([[0, 1], [1, 0]], [0, 1], "expected one class per record, or the same labels, in all"),
         ([[0, 1], [1, 0]], [[0, 1, 1], [1, 0, 0]], "or the same labels, in all parts"),
         ([[0.5, 1], [1, 0]], None, r"or \[N, L\] of 0 and 1 for several labels"),

@@ -13,7 +13,7 @@ RNG = np.random.default_rng(0)
 LABELS = RNG.integers(0, 2, N)
 
 
-def table(columns: dict[str, np.ndarray], labels: np.ndarray = LABELS) -> Records:
+def table(columns, labels=LABELS):
     schema, features = [], []
     for name, cells in sorted(columns.items(), key=lambda item: item[1].dtype.kind == "U"):
         if cells.dtype.kind == "U":
@@ -33,7 +33,7 @@ def table(columns: dict[str, np.ndarray], labels: np.ndarray = LABELS) -> Record
     )
 
 
-def images(pixels: np.ndarray, labels: np.ndarray = LABELS, classes: int = 2) -> Records:
+def images(pixels, labels=LABELS, classes=2):
     return Records(
         torch.from_numpy(pixels),
         torch.from_numpy(labels),
@@ -51,11 +51,11 @@ CLEAN = {
 }
 
 
-def test_clean_tables_get_no_note() -> None:
+def test_clean_tables_get_no_note():
     assert oddities(table(CLEAN)) == []
 
 
-def test_codes_that_differ_by_case_only_are_told() -> None:
+def test_codes_that_differ_by_case_only_are_told():
     (note,) = oddities(table({**CLEAN, "smokes": np.array(["Yes", "yes", "no"])[np.arange(N) % 3]}))
     assert note == "smokes holds Yes and yes: join them by dataset.map if they are one"
 
@@ -71,20 +71,20 @@ ODD = {
 
 
 @pytest.mark.parametrize(("columns", "note"), ODD.values(), ids=ODD)
-def test_odd_columns_are_named(columns: dict[str, np.ndarray], note: str) -> None:
+def test_odd_columns_are_named(columns, note):
     found = oddities(table({**CLEAN, **columns}))
     assert len(found) == 1
     assert note in found[0]
     assert "dataset.ignore" in found[0]
 
 
-def test_a_long_table_that_is_sorted_by_class_is_looked_at_evenly() -> None:
+def test_a_long_table_that_is_sorted_by_class_is_looked_at_evenly():
     labels = np.repeat([0, 1], 15_000)
     (note,) = oddities(table({"score": labels + 0.5}, labels))
     assert note.startswith("score alone tells the label")
 
 
-def test_odd_labels_are_told() -> None:
+def test_odd_labels_are_told():
     (note,) = oddities(table(CLEAN, LABELS + 1))
     assert note.startswith("no record has the label 0: do labels begin at 1?")
     (note,) = oddities(table(CLEAN, np.arange(N) % 40))
@@ -97,7 +97,7 @@ def test_odd_labels_are_told() -> None:
     assert oddities(images(pixels, one_hot)) == []
 
 
-def test_odd_images_are_told() -> None:
+def test_odd_images_are_told():
     pixels = RNG.integers(0, 256, (N, 1, 4, 4)).astype(np.uint8)
     assert oddities(images(pixels)) == []
     (note,) = oddities(images(pixels // 16))

@@ -3,7 +3,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ def partition(records, *, name, clients, **changed):
     return prepared.partition(records, settings, clients=clients)
 
 
-def labelled(labels: np.ndarray, num_classes: int) -> Records:
+def labelled(labels, num_classes):
     return Records(
         features=torch.zeros(len(labels), 1),
         labels=torch.from_numpy(labels.astype(np.int64)),
@@ -110,7 +109,7 @@ def test_iid_and_quantity_cover_all_records(size, clients, seed, data):
 
 
 def test_dirichlet_skews_labels_as_alpha_says(images):
-    def skew(alpha: float) -> float:
+    def skew(alpha):
         parts = partition(images, name="dirichlet", clients=4, seed=0, alpha=alpha, min_size=5)
         assert min(map(len, parts)) >= 5
         counts = np.array([np.bincount(images.labels[part], minlength=10) for part in parts])
@@ -187,7 +186,7 @@ def test_a_class_too_small_for_its_clients():
         partition(records, name="label_groups", clients=4, seed=0, groups=((0,), (1,)))
 
 
-def test_saved_partitions_come_back(tmp_path: Path, images):
+def test_saved_partitions_come_back(tmp_path, images):
     parts = partition(images, name="iid", clients=7, seed=0)
     save_partition(tmp_path / "partition.json", parts)
     assert [p.tolist() for p in load_partition(tmp_path / "partition.json")] == [
@@ -210,7 +209,7 @@ def test_saved_partitions_come_back(tmp_path: Path, images):
         (json.dumps({"clients": [[0.5], [2]]}), "saved partition: expected a list"),
     ],
 )
-def test_files_that_hold_no_partition(tmp_path: Path, content, message):
+def test_files_that_hold_no_partition(tmp_path, content, message):
     (tmp_path / "partition.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         load_partition(tmp_path / "partition.json")

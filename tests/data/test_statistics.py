@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +10,7 @@ from fednas_flwr.data.records import Column, Records, record_ids
 from fednas_flwr.data.statistics import REACH, Moments, bounded, column_moments, pooled
 
 
-def table(features: np.ndarray) -> Records:
+def table(features):
     """A table of two columns of numbers and one category."""
     return Records(
         features=torch.from_numpy(features.astype(np.float32)),
@@ -27,7 +25,7 @@ ONE_COLUMN = table(np.zeros((1, 1)))
 
 
 @given(st.lists(st.integers(0, 2), min_size=6, max_size=60), st.integers(0, 2**32 - 1))
-def test_pooled_statistics_are_those_of_all_records_together(owners: list[int], seed: int) -> None:
+def test_pooled_statistics_are_those_of_all_records_together(owners, seed):
     rng = np.random.default_rng(seed)
     features = np.column_stack(
         [rng.normal(1e4, 3, len(owners)), rng.exponential(2, len(owners)), rng.random(len(owners))]
@@ -47,7 +45,7 @@ def test_pooled_statistics_are_those_of_all_records_together(owners: list[int], 
     assert found.std == pytest.approx((*stds, 1.0), rel=1e-6)
 
 
-def test_a_target_that_is_a_number_is_standardised_by_all_records() -> None:
+def test_a_target_that_is_a_number_is_standardised_by_all_records():
     rng = np.random.default_rng(0)
     records = table(rng.normal(size=(30, 3)))
     numbers = torch.from_numpy(rng.exponential(9, 30).astype(np.float32))
@@ -59,7 +57,7 @@ def test_a_target_that_is_a_number_is_standardised_by_all_records() -> None:
     assert found.mean[:2] == pytest.approx(records.features[:, :2].mean(0).tolist(), abs=1e-6)
 
 
-def test_a_constant_or_missing_column_has_deviation_one() -> None:
+def test_a_constant_or_missing_column_has_deviation_one():
     features = np.column_stack([np.full(4, 7.1), np.full(4, np.nan), np.ones(4)])
     moments = column_moments(table(features), torch.arange(4))
     found = pooled([moments, moments], table(features))
@@ -73,7 +71,7 @@ CHOLESTEROL = [  # of the four hospitals of the UCI heart disease data; one has 
 ]
 
 
-def test_honest_moments_stay_as_they_are() -> None:
+def test_honest_moments_stay_as_they_are():
     """Of unlike hospitals, of unlike sizes, of columns that few know or that are constant."""
     few = [Moments(0, 0.0, 0.0), Moments(3, 0.0, 0.0), Moments(0, 0.0, 0.0), Moments(2, 1.0, 0.5)]
     constant = [Moments(9, 1.0, 0.0)] * 3 + [Moments(9, 0.0, 0.0)]
@@ -85,14 +83,8 @@ def test_honest_moments_stay_as_they_are() -> None:
     assert bounded(two) == (two, {})  # whom to believe?
 
 
-@given(
-    st.integers(0, 10**6),
-    st.floats(-1e29, 1e29),
-    st.floats(0, 1e29),
-)
-def test_one_of_four_moves_what_standardises_all_by_little(
-    count: int, mean: float, std: float
-) -> None:
+@given(st.integers(0, 10**6), st.floats(-1e29, 1e29), st.floats(0, 1e29))
+def test_one_of_four_moves_what_standardises_all_by_little(count, mean, std):
     honest = dict(enumerate([of] for of in CHOLESTEROL[:3]))
     found, far = bounded({**honest, 3: [Moments(count, mean, std)]})
     assert {client: found[client] for client in honest} == honest
@@ -106,7 +98,7 @@ def test_one_of_four_moves_what_standardises_all_by_little(
 
 
 @pytest.mark.parametrize("value", [1e-300, 1e-45, 1e29])
-def test_no_deviation_is_one_that_float32_cannot_divide_by(value: float) -> None:
+def test_no_deviation_is_one_that_float32_cannot_divide_by(value):
     for parties in ([0.0, 0.0, value], [value], [value, value]):
         column = [[Moments(9, 0.0, std)] for std in parties]
         found = pooled(column, ONE_COLUMN)

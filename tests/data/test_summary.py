@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -12,7 +8,7 @@ HEADER = "age;ward;seen;outcome\n"
 
 
 @pytest.fixture
-def patients(tmp_path: Path) -> Path:
+def patients(tmp_path):
     """120 rows: 6 ages and 10 wards missing, one row twice, one outcome of ten rare."""
     rows = []
     for i in range(119):
@@ -24,9 +20,7 @@ def patients(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_table_is_told_by_columns_clients_and_what_is_odd(
-    patients: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_is_told_by_columns_clients_and_what_is_odd(patients, tmp_path, capsys):
     cache = f"dataset.cache={tmp_path / 'cache'}"
     own = ["clients=2", "dataset.server_test=false", cache]
     assert main(["data", str(patients), *own]) == 0
@@ -53,9 +47,7 @@ def test_a_table_is_told_by_columns_clients_and_what_is_odd(
     assert sum(told) == 120
 
 
-def test_small_and_lopsided_clients_are_named(
-    patients: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_and_lopsided_clients_are_named(patients, tmp_path, capsys):
     own = ["partition=column", "partition.column=outcome", "clients=2"]
     cache = f"dataset.cache={tmp_path / 'cache'}"
     settings = ["dataset.label=ward", "dataset.server_test=false", cache]
@@ -67,9 +59,7 @@ def test_small_and_lopsided_clients_are_named(
     assert "label ward: e 10, n 56, s 54" in printed
 
 
-def test_images_are_told_with_what_is_done_to_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_are_told_with_what_is_done_to_them(tmp_path, capsys):
     rng = np.random.default_rng(0)
     for i in range(40):
         folder = tmp_path / "images" / "ab"[i % 2]

@@ -1,7 +1,5 @@
 """Tables as programs and people leave them: read as they are meant, told, or asked about."""
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 
@@ -34,7 +32,7 @@ ALIKE = {  # text of a file, and the note on it
 
 
 @pytest.mark.parametrize(("text", "note"), ALIKE.values(), ids=ALIKE)
-def test_forms_of_one_table_are_read_alike(tmp_path: Path, text: str, note: str) -> None:
+def test_forms_of_one_table_are_read_alike(tmp_path, text, note):
     (tmp_path / "plain.csv").write_text(PLAIN)
     (tmp_path / "t.csv").write_text(text, newline="")
     plain, _ = read("csv", tmp_path / "plain.csv")
@@ -79,13 +77,13 @@ ASKED = {
 
 
 @pytest.mark.parametrize(("text", "message"), ASKED.values(), ids=ASKED)
-def test_what_has_no_one_reading_is_asked_about(tmp_path: Path, text: str, message: str) -> None:
+def test_what_has_no_one_reading_is_asked_about(tmp_path, text, message):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read("csv", tmp_path / "t.csv")
 
 
-def test_settings_answer_what_was_asked(tmp_path: Path) -> None:
+def test_settings_answer_what_was_asked(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("50.5,a,0\n61,b,1\n")
     table, _ = read("csv", path, column_names=["age", "group", "y"])
@@ -105,7 +103,7 @@ def test_settings_answer_what_was_asked(tmp_path: Path) -> None:
     assert read("csv", path, decimal="point")[0].features[0, 1] == pytest.approx(1.234)
 
 
-def test_columns_are_renamed_or_refused(tmp_path: Path) -> None:
+def test_columns_are_renamed_or_refused(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("a,b,y\n1,2,0\n3,4,1\n")
     assert read("csv", path, rename={"a": "age"})[0].feature_names == ("age", "b")
@@ -115,7 +113,7 @@ def test_columns_are_renamed_or_refused(tmp_path: Path) -> None:
         read("csv", path, rename={"c": "d"})
 
 
-def test_decimal_commas_change_neither_labels_nor_ids_nor_categories(tmp_path: Path) -> None:
+def test_decimal_commas_change_neither_labels_nor_ids_nor_categories(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("who;pay;ward;found\n1,1;1,5;2,1;1,3\n1,2;2,25;2,2;2\n")
     table, _ = read(
@@ -127,7 +125,7 @@ def test_decimal_commas_change_neither_labels_nor_ids_nor_categories(tmp_path: P
     assert table.columns["who"].tolist() == ["1,1", "1,2"]
 
 
-def test_sheets_that_are_not_read_are_named(tmp_path: Path) -> None:
+def test_sheets_that_are_not_read_are_named(tmp_path):
     with pd.ExcelWriter(tmp_path / "t.xlsx") as book:
         frame = pd.DataFrame({"age ": [50.5, 61], "y": ["a", "b "]})
         frame.to_excel(book, sheet_name="ward", index=False)

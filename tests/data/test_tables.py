@@ -1,6 +1,5 @@
 import gzip
 from datetime import date
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,7 +11,7 @@ from fednas_flwr.data.records import record_ids
 from ..data_sets import read
 
 
-def test_columns_are_detected(table_csv: Path):
+def test_columns_are_detected(table_csv):
     table, test = read("csv", table_csv, id_column="patient")
     assert test is None
     assert table.by_person
@@ -36,7 +35,7 @@ def test_columns_are_detected(table_csv: Path):
     assert table.columns["site"].tolist() == ["A", "B", "A", "B"]
 
 
-def test_columns_are_chosen(table_csv: Path):
+def test_columns_are_chosen(table_csv):
     table_csv.write_text(table_csv.read_text().replace("p1,70,,2.5,A,1\n", ""))
     table, _ = read(
         "csv",
@@ -53,7 +52,7 @@ def test_columns_are_chosen(table_csv: Path):
     assert table.class_names == ("yes", "no", "unknown")
 
 
-def test_ignored_columns_and_numeric_categories(table_csv: Path):
+def test_ignored_columns_and_numeric_categories(table_csv):
     table, _ = read(
         "csv",
         table_csv,
@@ -76,22 +75,22 @@ OTHER = {
 }
 
 
-def ids_of(path: Path, text: str, **settings: object) -> list[bytes]:
+def ids_of(path, text, **settings):
     path.write_text(text)
     return sorted(read("csv", path, label="y", **settings)[0].ids.tolist())
 
 
 @pytest.mark.parametrize("text", SAME.values(), ids=SAME)
-def test_an_id_is_of_a_rows_parsed_features(tmp_path: Path, text: str):
+def test_an_id_is_of_a_rows_parsed_features(tmp_path, text):
     assert ids_of(tmp_path / "two.csv", text) == ids_of(tmp_path / "one.csv", ROWS)
 
 
 @pytest.mark.parametrize("text", OTHER.values(), ids=OTHER)
-def test_other_features_make_other_records_unless_a_column_gives_ids(tmp_path: Path, text: str):
+def test_other_features_make_other_records_unless_a_column_gives_ids(tmp_path, text):
     one, two = ids_of(tmp_path / "one.csv", ROWS), ids_of(tmp_path / "two.csv", text)
     assert one != two
 
-    def named(text: str) -> str:
+    def named(text):
         lines = zip("npqr", text.splitlines(), strict=True)
         return "\n".join(f"{name},{line}" for name, line in lines)
 
@@ -99,7 +98,7 @@ def test_other_features_make_other_records_unless_a_column_gives_ids(tmp_path: P
     assert one == two == sorted(record_ids([b"p", b"q", b"r"]).tolist())
 
 
-def test_a_column_that_is_no_feature_changes_no_id(tmp_path: Path):
+def test_a_column_that_is_no_feature_changes_no_id(tmp_path):
     features = {"numeric": ("a",), "categorical": ("b",)}
     more = OTHER["one more feature"]
     assert ids_of(tmp_path / "1.csv", ROWS, **features) == ids_of(
@@ -107,7 +106,7 @@ def test_a_column_that_is_no_feature_changes_no_id(tmp_path: Path):
     )
 
 
-def test_compressed_with_mark_and_text_labels(tmp_path: Path):
+def test_compressed_with_mark_and_text_labels(tmp_path):
     text = "\ufeffa,kind\n1,pear\n2,apple\n3,pear\n"
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(text.encode()))
     table, _ = read("csv", tmp_path / "t.csv.gz")
@@ -116,7 +115,7 @@ def test_compressed_with_mark_and_text_labels(tmp_path: Path):
     assert table.labels.tolist() == [1, 0, 1]
 
 
-def test_whole_number_labels_are_in_order_of_number(tmp_path: Path):
+def test_whole_number_labels_are_in_order_of_number(tmp_path):
     (tmp_path / "t.csv").write_text("a,y\n1,10\n2,9\n3,-1\n")
     table, _ = read("csv", tmp_path / "t.csv")
     assert table.class_names == ("-1", "9", "10")
@@ -138,7 +137,7 @@ def test_whole_number_labels_are_in_order_of_number(tmp_path: Path):
         ({"ignore": ("patient", "age", "smokes", "pressure", "site")}, "no feature columns"),
     ],
 )
-def test_tables_that_do_not_fit(table_csv: Path, settings, message):
+def test_tables_that_do_not_fit(table_csv, settings, message):
     with pytest.raises(ConfigError, match=message):
         read("csv", table_csv, **settings)
 
@@ -154,7 +153,7 @@ def test_tables_that_do_not_fit(table_csv: Path, settings, message):
         ("a,y\n" + "".join(f"t{i},0\n" for i in range(300)), "300 different texts"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, text, message):
+def test_files_that_cannot_be_used(tmp_path, text, message):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read("csv", tmp_path / "t.csv")
@@ -162,14 +161,14 @@ def test_files_that_cannot_be_used(tmp_path: Path, text, message):
         read("csv", tmp_path / "missing.csv")
 
 
-def test_a_parsers_error_is_told_in_one_line(tmp_path: Path):
+def test_a_parsers_error_is_told_in_one_line(tmp_path):
     (tmp_path / "t.csv").write_text("a,y\n1,2\n1,2,3,4\n")
     with pytest.raises(ConfigError) as told:
         read("csv", tmp_path / "t.csv")
     assert "\n" not in str(told.value)
 
 
-def test_a_folder_has_an_official_test_part(tmp_path: Path):
+def test_a_folder_has_an_official_test_part(tmp_path):
     (tmp_path / "train.csv").write_text("a,colour,y\n1,red,no\n2,blue,yes\n3,red,no\n")
     text = "y,colour,more,a\nyes,red,x,4\n"  # columns by name, and no blue in it
     (tmp_path / "test.csv.gz").write_bytes(gzip.compress(text.encode()))
@@ -185,7 +184,7 @@ def test_a_folder_has_an_official_test_part(tmp_path: Path):
     assert alone.ids.tolist() == train.ids.tolist()
 
 
-def test_features_of_a_test_part_are_in_the_order_of_the_train_part(tmp_path: Path):
+def test_features_of_a_test_part_are_in_the_order_of_the_train_part(tmp_path):
     (tmp_path / "train.csv").write_text("a,b,c,y\n1,10,u,no\n2,20,v,yes\n")
     (tmp_path / "test.csv").write_text("c,b,y,a\nv,30,yes,3\n")
     train, test = read("csv", tmp_path, label="y")
@@ -205,7 +204,7 @@ def test_features_of_a_test_part_are_in_the_order_of_the_train_part(tmp_path: Pa
         ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "a,y\nx,0\n"}, "test.csv is numeric but"),
     ],
 )
-def test_folders_that_do_not_fit(tmp_path: Path, files, message):
+def test_folders_that_do_not_fit(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -215,7 +214,7 @@ def test_folders_that_do_not_fit(tmp_path: Path, files, message):
 PATIENTS = "name;age;blood;seen;sex;ill\nAsa;50,5;1,25;2024-05-31;f;ja\nOle;61;;31.05.2024;m;nein\n"
 
 
-def write_forms(folder: Path) -> dict[str, Path]:
+def write_forms(folder):
     """The same table as semicolons with decimal commas, as UTF-16, tabs, Excel and Parquet."""
     paths = {
         "german": folder / "g.csv",
@@ -244,7 +243,7 @@ def write_forms(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("form", ["german", "utf-16", "tabs", "excel", "parquet"])
-def test_a_table_is_read_as_it_is(tmp_path: Path, form: str):
+def test_a_table_is_read_as_it_is(tmp_path, form):
     table, _ = read("csv", write_forms(tmp_path)[form], id_column="name")
     assert table.feature_names == ("age", "blood", "seen", "sex=f", "sex=m")
     days = (date(2024, 5, 31) - date(1970, 1, 1)).days
@@ -258,7 +257,7 @@ def test_a_table_is_read_as_it_is(tmp_path: Path, form: str):
     assert table.notes == ((told[form],) if form in told else ())
 
 
-def test_a_form_that_is_given_is_not_looked_for(tmp_path: Path):
+def test_a_form_that_is_given_is_not_looked_for(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("a;b,y\n1;2,0\n3;4,1\n", encoding="utf-16-le")
     table, _ = read("csv", path, separator=",", encoding="utf-16-le")
@@ -268,7 +267,7 @@ def test_a_form_that_is_given_is_not_looked_for(tmp_path: Path):
     assert read("csv", path, decimal="point")[0].feature_names == ("a=1,5", "a=2,5")
 
 
-def test_a_column_of_numbers_with_a_few_texts_is_an_error_that_names_them(tmp_path: Path):
+def test_a_column_of_numbers_with_a_few_texts_is_an_error_that_names_them(tmp_path):
     path = tmp_path / "t.csv"
     cells = [str(i) for i in range(40)]
     cells[6], cells[30] = "unknown", "?"
@@ -286,7 +285,7 @@ def test_a_column_of_numbers_with_a_few_texts_is_an_error_that_names_them(tmp_pa
         read("csv", path, dates=("age",))
 
 
-def test_an_indicator_says_which_numbers_are_missing(table_csv: Path):
+def test_an_indicator_says_which_numbers_are_missing(table_csv):
     table, _ = read("csv", table_csv, ignore=("patient", "smokes", "site"), missing="indicator")
     names = ("age", "pressure", "age is missing", "pressure is missing")
     assert table.feature_names == names
@@ -300,13 +299,13 @@ LABELLED = "age,a,b,found\n50,1,no,x;y\n60,0,YES,\n70,1.0,true,y\n40,False,0, z 
 
 
 @pytest.fixture
-def labelled(tmp_path: Path) -> Path:
+def labelled(tmp_path):
     path = tmp_path / "labelled.csv"
     path.write_text(LABELLED)
     return path
 
 
-def test_a_column_per_label_makes_several_labels(labelled: Path):
+def test_a_column_per_label_makes_several_labels(labelled):
     table, _ = read("csv", labelled, labels=("b", "a"), ignore=("found",))
     assert table.multi_label
     assert table.class_names == ("b", "a")
@@ -315,7 +314,7 @@ def test_a_column_per_label_makes_several_labels(labelled: Path):
     assert set(table.columns) == {"age", "found"}
 
 
-def test_a_column_of_lists_makes_several_labels(labelled: Path):
+def test_a_column_of_lists_makes_several_labels(labelled):
     chosen = {"label_separator": ";", "ignore": ("a", "b")}
     table, _ = read("csv", labelled, **chosen)
     assert table.class_names == ("x", "y", "z")
@@ -333,17 +332,11 @@ def test_a_column_of_lists_makes_several_labels(labelled: Path):
         ({"labels": ("a", "b"), "label": "found"}, "dataset.label has no effect with dataset.lab"),
         ({"labels": ("a", "b"), "label_separator": ";"}, "dataset.label_separator has no effect"),
         ({"labels": ("a", "b"), "class_names": ("a", "b")}, "dataset.class_names has no effect"),
-        (
-            {"labels": ("a", "b"), "numeric": ("a",)},
-            "dataset.labels, .* holds a more than once",
-        ),
-        (
-            {"label_separator": ";", "class_names": ("x", "y")},
-            "label z, which is not in",
-        ),
+        ({"labels": ("a", "b"), "numeric": ("a",)}, "dataset.labels, .* holds a more than once"),
+        ({"label_separator": ";", "class_names": ("x", "y")}, "label z, which is not in"),
         ({"label": "age", "label_separator": ";", "class_names": ("50",)}, "at least 2"),
     ],
 )
-def test_labels_that_cannot_be_read_are_refused(settings, message, labelled: Path):
+def test_labels_that_cannot_be_read_are_refused(settings, message, labelled):
     with pytest.raises(ConfigError, match=message):
         read("csv", labelled, **settings)

@@ -1,7 +1,5 @@
 """At a private site a record that cannot be read is left out by itself: no other record changes."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable
@@ -22,11 +20,10 @@ from PIL import Image
 from pyarrow import parquet
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.datasets import Prepared, prepare
+from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.decoding import decode_images
 from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.table_files import read_texts
-from fednas_flwr.settings import Dataset
 from fednas_flwr.settings.data_settings import ANY_FORM, EncodedImages
 
 HEADER = ["patient", "age", "seen", "ward", "note", "outcome"]
@@ -89,20 +86,20 @@ READABLE = {
 }
 
 
-def dataset_of(folder: Path, described: dict[str, Any], *, cache: str = "cache") -> Dataset:
+def dataset_of(folder, described, *, cache="cache"):
     """What a private site's file says of its data."""
     path = folder / "dataset.yaml"
     path.write_text(yaml.safe_dump(described))
     return site_dataset(path, cache=str(folder / cache))
 
 
-def read(path: Path, described: dict[str, Any]) -> Prepared:
+def read(path, described):
     """A private site's records, read anew."""
     dataset = dataset_of(path.parent, described, cache=f"cache-{path.name}")
     return prepare(replace(dataset.at(str(path)), server_test=False))
 
 
-def assert_untouched(found: Prepared, alone: Prepared, *, left_out: bool, place: int) -> None:
+def assert_untouched(found, alone, *, left_out, place):
     """The records but the one at ``place`` are bit for bit those of a file that lacks it."""
     assert len(found.train) == len(alone.train) + (not left_out)
     others = np.arange(len(found.train))
@@ -119,13 +116,13 @@ def assert_untouched(found: Prepared, alone: Prepared, *, left_out: bool, place:
         assert f"1 of {len(b) + 1} records" in told[0] or "1 broken images" in told[0]
 
 
-def write_csv(path: Path, rows: list[list[str]]) -> Path:
+def write_csv(path, rows):
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([HEADER, *rows])
     return path
 
 
-def with_cell(column: str, cell: Any, *, place: int) -> tuple[list[list[Any]], int]:
+def with_cell(column, cell, *, place):
     """Return the rows, a further one with the cell in it, and where that is."""
     new = ["p9", "33", "2020-02-02", "north", "n", "left"]
     new[HEADER.index(column)] = cell
@@ -137,9 +134,7 @@ CELLS += [(c, cell, False) for c, cells in READABLE.items() for cell in cells]
 
 
 @pytest.mark.parametrize(("id_column", "place"), [("patient", 0), (None, 3)])
-def test_a_cell_of_a_csv_changes_no_other_record(
-    tmp_path: Path, id_column: str | None, place: int
-) -> None:
+def test_a_cell_of_a_csv_changes_no_other_record(tmp_path, id_column, place):
     own = TABLE | {"id_column": id_column}
     own |= {"ignore": ["patient"]} if id_column is None else {}
     alone = read(write_csv(tmp_path / "alone.csv", ROWS), own)
@@ -157,9 +152,7 @@ CELL = TEXT | st.floats().map(str) | st.dates().map(str) | st.integers().map(str
 
 
 @given(cells=st.lists(CELL, min_size=6, max_size=6), place=st.integers(0, len(ROWS)))
-def test_any_row_of_texts_changes_no_other_record(
-    tmp_path_factory: pytest.TempPathFactory, cells: list[str], place: int
-) -> None:
+def test_any_row_of_texts_changes_no_other_record(tmp_path_factory, cells, place):
     folder = tmp_path_factory.mktemp("any")
     alone = read(write_csv(folder / "alone.csv", ROWS), TABLE)
     found = read(write_csv(folder / "with.csv", [*ROWS[:place], cells, *ROWS[place:]]), TABLE)
@@ -167,7 +160,7 @@ def test_any_row_of_texts_changes_no_other_record(
     assert_untouched(found, alone, left_out=left_out, place=place)
 
 
-def test_a_table_is_read_alike_with_and_without_leaving_out(tmp_path: Path) -> None:
+def test_a_table_is_read_alike_with_and_without_leaving_out(tmp_path):
     texts = [HEADER, *ROWS, ["", "NA", "null", "n/a", "<NA>", "#N/A N/A"], [" ", "-nan", *"    "]]
     buffer = io.StringIO()
     csv.writer(buffer).writerows(texts)
@@ -195,19 +188,19 @@ def test_a_table_is_read_alike_with_and_without_leaving_out(tmp_path: Path) -> N
         (",".join(HEADER[:-1]) + "\np1,50,2024-05-31,north,x\n", "no column outcome"),
     ],
 )
-def test_what_is_not_of_one_record_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_what_is_not_of_one_record_is_refused(tmp_path, text, message):
     path = tmp_path / "table.csv"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=message):
         read(path, TABLE)
 
 
-def test_a_list_of_labels_is_left_out_by_itself(tmp_path: Path) -> None:
+def test_a_list_of_labels_is_left_out_by_itself(tmp_path):
     good, wrong = ["a;b", "", "c", "a"], ["a;d", "d"]
     own = {"name": "csv", "label": "found", "label_separator": ";", "id_column": None}
     own |= {"class_names": [*"abc"], "numeric": ["age"], "statistics": {"age": [0, 1]}}
 
-    def written(cells: list[str]) -> Path:
+    def written(cells):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"
         with path.open("w", newline="") as file:
             csv.writer(file).writerows(
@@ -221,11 +214,11 @@ def test_a_list_of_labels_is_left_out_by_itself(tmp_path: Path) -> None:
         assert_untouched(found, alone, left_out=True, place=len(good))
 
 
-def test_a_number_to_predict_is_left_out_by_itself(tmp_path: Path) -> None:
+def test_a_number_to_predict_is_left_out_by_itself(tmp_path):
     own = {"name": "csv", "label": "days", "id_column": None, "numeric": ["age"]}
     own |= {"statistics": {"age": [0, 1]}, "target_range": [0, 60]}
 
-    def written(cells: list[str]) -> Path:
+    def written(cells):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"
         with path.open("w", newline="") as file:
             csv.writer(file).writerows(
@@ -242,7 +235,7 @@ def test_a_number_to_predict_is_left_out_by_itself(tmp_path: Path) -> None:
         assert_untouched(found, alone, left_out=True, place=len(good))
 
 
-def test_no_record_tells_a_private_site_that_numbers_are_predicted(tmp_path: Path) -> None:
+def test_no_record_tells_a_private_site_that_numbers_are_predicted(tmp_path):
     own = {"name": "csv", "label": "days", "id_column": None, "numeric": ["age"]}
     own |= {"statistics": {"age": [0, 1]}}
     path = tmp_path / "table.csv"
@@ -253,7 +246,7 @@ def test_no_record_tells_a_private_site_that_numbers_are_predicted(tmp_path: Pat
         prepare(dataset)  # which elsewhere is found, and then asks for a range
 
 
-def test_a_column_per_label_is_left_out_by_itself(tmp_path: Path) -> None:
+def test_a_column_per_label_is_left_out_by_itself(tmp_path):
     own = {"name": "csv", "labels": ["a", "b"], "id_column": None, "numeric": ["age"]}
     own |= {"statistics": {"age": [0, 1]}}
     path = tmp_path / "alone.csv"
@@ -288,10 +281,10 @@ EXCEL_CELLS = [
 ]
 
 
-def test_a_cell_of_excel_changes_no_other_record(tmp_path: Path) -> None:
+def test_a_cell_of_excel_changes_no_other_record(tmp_path):
     """Above all no id: pandas would make floats of whole numbers, and texts of dates."""
 
-    def written(name: str, rows: list[list[Any]]) -> Path:
+    def written(name, rows):
         path = tmp_path / name
         pd.DataFrame(rows, columns=HEADER, dtype=object).to_excel(path, index=False)
         return path
@@ -330,11 +323,11 @@ PARQUET_CELLS = [
 ]
 
 
-def test_a_cell_of_parquet_changes_no_other_record(tmp_path: Path) -> None:
+def test_a_cell_of_parquet_changes_no_other_record(tmp_path):
     """Above all no id beyond 2^53, which becomes a float beside a missing one; all years."""
     own = TABLE | {"class_names": ["False", "True"], "categories": {"ward": ["0", "1"]}}
 
-    def written(name: str, rows: list[list[Any]]) -> Path:
+    def written(name, rows):
         columns = [
             pa.array(cells, pa.int32()).cast(field.type)
             if pa.types.is_date(field.type)
@@ -354,7 +347,7 @@ def test_a_cell_of_parquet_changes_no_other_record(tmp_path: Path) -> None:
         assert_untouched(found, alone, left_out=left_out, place=2)
 
 
-def png(value: int, *, mode: str = "L", size: tuple[int, int] = (8, 8)) -> bytes:
+def png(value, *, mode="L", size=(8, 8)):
     buffer = io.BytesIO()
     Image.new(mode, size, value).save(buffer, format="PNG")
     return buffer.getvalue()
@@ -372,7 +365,7 @@ ODD = [png(9, size=(8, 9)), png(9, mode="RGB"), png(9, mode="I;16"), png(9, mode
 IMAGES = {"class_names": ["a", "b"], "image_size": 8, "channels": 1}
 
 
-def test_an_array_entry_changes_no_other_record(tmp_path: Path) -> None:
+def test_an_array_entry_changes_no_other_record(tmp_path):
     rng = np.random.default_rng(0)
     rows, pixels = rng.normal(size=(6, 3)), rng.integers(0, 256, (6, 8, 8), np.uint8)
     labels, marks = np.arange(6) % 2, np.array([[0, 1], [1, 1]] * 3)
@@ -394,7 +387,7 @@ def test_an_array_entry_changes_no_other_record(tmp_path: Path) -> None:
         (encoded, labels, (encoded[0], 2), IMAGES | {"name": "npz"}, True),
     ]
 
-    def written(name: str, x: Any, y: Any) -> Path:
+    def written(name, x, y):
         arrays: dict[str, Any] = {"y_train": np.array(y)}
         if isinstance(x, list):
             arrays["train_bytes"] = np.frombuffer(b"".join(x), np.uint8)
@@ -411,16 +404,16 @@ def test_an_array_entry_changes_no_other_record(tmp_path: Path) -> None:
         assert_untouched(found, alone, left_out=left_out, place=2)
 
 
-def test_a_file_in_a_folder_changes_no_other_record(tmp_path: Path) -> None:
-    def fill(name: str, *, persons: bool) -> Path:
+def test_a_file_in_a_folder_changes_no_other_record(tmp_path):
+    def fill(name, *, persons):
         for i in range(6):
             path = tmp_path / name / "ab"[i % 2] / (f"p{i}" if persons else "") / f"m{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(png(10 * i))
         return tmp_path / name
 
-    def put(content: bytes | None) -> Callable[[Path], object]:
-        def write(path: Path) -> None:
+    def put(content):
+        def write(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir() if content is None else path.write_bytes(content)
 
@@ -456,13 +449,13 @@ def test_a_file_in_a_folder_changes_no_other_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".xlsx"])
-def test_a_row_of_a_labels_file_changes_no_other_record(tmp_path: Path, suffix: str) -> None:
+def test_a_row_of_a_labels_file_changes_no_other_record(tmp_path, suffix):
     own = IMAGES | {"name": "labelled_images", "labels_file": f"labels{suffix}", "label": "found"}
     own |= {"id_column": "patient"}
     header = ["image", "patient", "found"]
     rows = [[f"m{i}.png", f"{i}", "ab"[i % 2]] for i in range(5)]
 
-    def fill(name: str, rows: list[list[Any]], new: bytes) -> Path:
+    def fill(name, rows, new):
         root = tmp_path / name
         root.mkdir()
         for i in range(5):
@@ -488,7 +481,7 @@ def test_a_row_of_a_labels_file_changes_no_other_record(tmp_path: Path, suffix: 
 
 
 @pytest.mark.parametrize("other", ["y", "."])
-def test_a_bare_name_that_images_share_is_refused(tmp_path: Path, other: str) -> None:
+def test_a_bare_name_that_images_share_is_refused(tmp_path, other):
     for folder in ("x", other):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "m.png").write_bytes(png(1))
@@ -498,7 +491,7 @@ def test_a_bare_name_that_images_share_is_refused(tmp_path: Path, other: str) ->
         read(tmp_path, own)
 
 
-def test_a_site_may_have_no_record_that_can_be_read(tmp_path: Path) -> None:
+def test_a_site_may_have_no_record_that_can_be_read(tmp_path):
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "x.png").write_bytes(b"")
     x = np.full((1, 2), np.inf)
@@ -516,14 +509,14 @@ def test_a_site_may_have_no_record_that_can_be_read(tmp_path: Path) -> None:
     assert prepared.input_shape == (1, 8, 8)
 
 
-def test_other_sites_keep_refusing(tmp_path: Path) -> None:
+def test_other_sites_keep_refusing(tmp_path):
     path = write_csv(tmp_path / "table.csv", with_cell("ward", "east", place=1)[0])
     dataset = dataset_of(tmp_path, TABLE).at(str(path))
     with pytest.raises(ConfigError, match="holds east, which is not in dataset.categories.ward"):
         prepare(replace(dataset, corrupt="refuse", server_test=False))
 
 
-def test_a_private_site_cannot_refuse_for_one_record(tmp_path: Path) -> None:
+def test_a_private_site_cannot_refuse_for_one_record(tmp_path):
     with pytest.raises(ConfigError, match="corrupt=refuse in .* would end every run"):
         dataset_of(tmp_path, TABLE | {"corrupt": "refuse"})
 

@@ -4,13 +4,9 @@ An honest client fails a test with a chance of 1e-6 at most, to which the confid
 are so large that they are found with another 1e-6 or so, but where a test says more.
 """
 
-from __future__ import annotations
-
 import io
 import math
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +16,7 @@ from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, main
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.deploy import audit_run as audit
 from fednas_flwr.deploy.audit_run import audit_run
-from fednas_flwr.pipeline.schedule import Schedule
-from fednas_flwr.protocol.messages import Request
-from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings import dump_config
 
 from .faulty_client import FAULTS, audited_only, broken
 
@@ -54,7 +48,7 @@ REWARDS = "search/train.probe/rewards/validation"
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def table(tmp_path_factory):
     """Overrides of a private run on a made table, whose steps take milliseconds."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(360, 3)).round(3)
@@ -79,11 +73,11 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _begun_once() -> Iterator[None]:
+def _begun_once():
     """Begin each run once: what it asks clients does not depend on what they answer."""
     recorded, known = audit._recorded, {}
 
-    def once(config: Config) -> tuple[Schedule, dict[str, Request]]:
+    def once(config):
         text = dump_config(config)
         if text not in known:
             known[text] = recorded(config)
@@ -94,7 +88,7 @@ def _begun_once() -> Iterator[None]:
     audit._recorded = recorded
 
 
-def command(*arguments: str) -> tuple[int, str]:
+def command(*arguments):
     """Return exit code and output of `fednas audit`."""
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
@@ -102,14 +96,14 @@ def command(*arguments: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
-def faulty(fault: str, key: str, *overrides: str) -> tuple[int, str]:
+def faulty(fault, key, *overrides):
     """Return those of a client with a fault in the one kind of release that is asked for."""
     with audited_only(key), broken(fault, key):
         return command(*SURE, *overrides)
 
 
 @pytest.mark.run
-def test_every_kind_of_release_of_an_honest_run_is_audited_and_passes(table: list[str]) -> None:
+def test_every_kind_of_release_of_an_honest_run_is_audited_and_passes(table):
     code, said = command(*SURE, *table, *PERSONS)
     assert code == 0, said
     lines = said.splitlines()
@@ -124,7 +118,7 @@ def test_every_kind_of_release_of_an_honest_run_is_audited_and_passes(table: lis
 @pytest.mark.parametrize(
     "key", [ALPHAS, *(pytest.param(k, marks=pytest.mark.run) for k in (RETRAIN, VALIDATION, TEST))]
 )
-def test_no_noise_is_found_in_any_kind_of_release(table: list[str], key: str) -> None:
+def test_no_noise_is_found_in_any_kind_of_release(table, key):
     code, said = faulty("no noise", key, *table, *DP_FNAS)
     assert code == RUN_FAILED, said
     assert f"{key}: noise 0.00" in said
@@ -145,14 +139,14 @@ def test_no_noise_is_found_in_any_kind_of_release(table: list[str], key: str) ->
         ("the same batch in every step", "the same units are drawn in several steps"),
     ],
 )
-def test_faults_of_gradients_are_found_and_named(table: list[str], fault: str, told: str) -> None:
+def test_faults_of_gradients_are_found_and_named(table, fault, told):
     code, said = faulty(fault, ALPHAS, *table, *DP_FNAS)
     assert code == RUN_FAILED, said
     assert told in said
 
 
 @pytest.mark.run
-def test_noise_that_the_steps_of_one_request_share_is_found(table: list[str]) -> None:
+def test_noise_that_the_steps_of_one_request_share_is_found(table):
     code, said = faulty("the same noise in the steps of a request", SEARCHED, *table, *LOCAL)
     assert code == RUN_FAILED, said
     assert "two steps together have 1." in said
@@ -160,7 +154,7 @@ def test_noise_that_the_steps_of_one_request_share_is_found(table: list[str]) ->
 
 @pytest.mark.run
 @pytest.mark.parametrize("fault", ["half the noise", "no clipping"])
-def test_faults_of_statistics_within_ranges_are_found(table: list[str], fault: str) -> None:
+def test_faults_of_statistics_within_ranges_are_found(table, fault):
     code, said = faulty(fault, STATISTICS, *table, *PERSONS)
     assert code == RUN_FAILED, said
 
@@ -174,17 +168,13 @@ def test_faults_of_statistics_within_ranges_are_found(table: list[str], fault: s
         ("no clipping", "search/train.search/weights/train+validation+test", CLIENTS),
     ],
 )
-def test_faults_are_found_in_totals(
-    table: list[str], fault: str, key: str, overrides: tuple[str, ...]
-) -> None:
+def test_faults_are_found_in_totals(table, fault, key, overrides):
     code, said = faulty(fault, key, *table, *overrides)
     assert code == RUN_FAILED, said
 
 
 @pytest.mark.run
-def test_sites_with_other_commitments_in_one_sum_are_found(
-    table: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sites_with_other_commitments_in_one_sum_are_found(table, monkeypatch):
     agreed = entrance.agreed
     monkeypatch.setattr(entrance, "agreed", lambda *args: agreed(*args) | {"releases": None})
     with audited_only(ALPHAS):
@@ -194,7 +184,7 @@ def test_sites_with_other_commitments_in_one_sum_are_found(
 
 
 @pytest.mark.run
-def test_what_no_reply_tells_is_said_and_inconclusive(table: list[str]) -> None:
+def test_what_no_reply_tells_is_said_and_inconclusive(table):
     with audited_only(REWARDS):
         code, said = command(*SURE, *table, *TRIALS)
     assert code == INCONCLUSIVE, said
@@ -205,7 +195,7 @@ def test_what_no_reply_tells_is_said_and_inconclusive(table: list[str]) -> None:
 
 
 @pytest.mark.run
-def test_more_noise_than_canaries_can_show_is_inconclusive(table: list[str]) -> None:
+def test_more_noise_than_canaries_can_show_is_inconclusive(table):
     alphas = "privacy.alphas.noise_multiplier=5000"
     with audited_only(ALPHAS):
         code, said = command(*SURE, *table, "algorithm=dp_fnas", *STATED, alphas)
@@ -214,7 +204,7 @@ def test_more_noise_than_canaries_can_show_is_inconclusive(table: list[str]) -> 
 
 
 @pytest.mark.run
-def test_canaries_move_nearly_all_layers(table: list[str], compose_config: object) -> None:
+def test_canaries_move_nearly_all_layers(table, compose_config):
     """Loud ones, whose clipping is seen; of a probe and of statistics nobody tells them exactly."""
     with audited_only(WEIGHTS):
         said = command(*SURE, *table, *DP_FNAS)[1]
@@ -232,19 +222,19 @@ def test_canaries_move_nearly_all_layers(table: list[str], compose_config: objec
         (("runtime=deployment", "runtime.superlink=site"), "only the sites know their records"),
     ],
 )
-def test_what_cannot_be_audited_is_said(compose_config, overrides, reason) -> None:
+def test_what_cannot_be_audited_is_said(compose_config, overrides, reason):
     with pytest.raises(ConfigError, match=reason):
         audit_run(compose_config("privacy=dp", *overrides))
 
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0, math.nan])
-def test_a_confidence_out_of_range_is_refused(compose_config, confidence: float) -> None:
+def test_a_confidence_out_of_range_is_refused(compose_config, confidence):
     with pytest.raises(ConfigError, match="expected a number between 0 and 1"):
         audit_run(compose_config("privacy=dp"), confidence=confidence)
 
 
 @pytest.mark.run
-def test_nothing_is_booked_on_budgets_of_the_user(table: list[str], tmp_path: Path) -> None:
+def test_nothing_is_booked_on_budgets_of_the_user(table, tmp_path):
     sites = tmp_path / "sites"
     sites.mkdir()
     with audited_only(ALPHAS):
@@ -254,7 +244,7 @@ def test_nothing_is_booked_on_budgets_of_the_user(table: list[str], tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [LOCAL, POOL, (*DP_FNAS, *SUMS), CLIENTS])
-def test_honest_runs_of_other_kinds_pass(table: list[str], overrides: tuple[str, ...]) -> None:
+def test_honest_runs_of_other_kinds_pass(table, overrides):
     code, said = command(*SURE, *table, *overrides)
     assert code == 0, said
 
@@ -263,13 +253,13 @@ def test_honest_runs_of_other_kinds_pass(table: list[str], overrides: tuple[str,
 @pytest.mark.parametrize(
     "algorithm", ["dp_fnas", "fed_darts", "fdnas", "dpnas", "fedavg", "successive_halving"]
 )
-def test_private_algorithms_pass_on_the_first_data_set(algorithm: str) -> None:
+def test_private_algorithms_pass_on_the_first_data_set(algorithm):
     code, said = command(*SURE, f"algorithm={algorithm}", "privacy=dp")
     assert code == 0, said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_found(table: list[str], fault: str) -> None:
+def test_every_fault_is_found(table, fault):
     code, said = faulty(fault, SEARCHED, *table, *LOCAL)
     assert code == RUN_FAILED, said

@@ -1,7 +1,5 @@
 """``runtime=deployment`` and the settings of a real site's node."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,8 +37,10 @@ from fednas_flwr.protocol.requests import Describe
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.configuration import load_config
+
+from ..processes import told
 
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=site")
 REAL_SITES = (*DEPLOYMENT, "partition=sites", "dataset.server_test=false")
@@ -83,16 +82,10 @@ LISTING = """{
 
 
 @pytest.mark.run
-def test_flower_builds_the_bundle_and_it_holds_no_code_of_ours(tmp_path: Path) -> None:
+def test_flower_builds_the_bundle_and_it_holds_no_code_of_ours(tmp_path):
     bundle = write_bundle(tmp_path / deployment.BUNDLE)
-    done = subprocess.run(
-        [sys.executable, "-m", "flwr.cli.app", "build", "--app", str(bundle)],
-        cwd=tmp_path,
-        env=os.environ | {"FLWR_HOME": str(tmp_path / "home")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    home = {"FLWR_HOME": str(tmp_path / "home")}
+    told("-m", "flwr.cli.app", "build", "--app", bundle, cwd=tmp_path, env=home)
     (fab,) = tmp_path.glob("*.fab")
     with zipfile.ZipFile(io.BytesIO(fab.read_bytes())) as archive:
         names = set(archive.namelist())
@@ -102,9 +95,7 @@ def test_flower_builds_the_bundle_and_it_holds_no_code_of_ours(tmp_path: Path) -
     assert apps["clientapp"] == "fednas_flwr.deploy.client_app:app"
 
 
-def test_run_configuration_survives_flowers_toml(
-    tmp_path: Path, compose_config: Callable[..., Config]
-) -> None:
+def test_run_configuration_survives_flowers_toml(tmp_path, compose_config):
     config = compose_config(*DEPLOYMENT)
     awkward = ["Größe", 'a "quoted" name', "back\\slash", "new\nline", "😀", "key = 'value'"]
     config = replace(config, dataset=replace(config.dataset, class_names=awkward))
@@ -117,7 +108,7 @@ def test_run_configuration_survives_flowers_toml(
 # --- what Flower says
 
 
-def test_status_of_a_real_listing() -> None:
+def test_status_of_a_real_listing():
     listing = json.loads(LISTING)
     assert read_status(listing) == ("running", "")
     failed = {"status": "finished:failed", "status-details": "ServerApp failed"}
@@ -125,7 +116,7 @@ def test_status_of_a_real_listing() -> None:
     assert read_status(listing) == ("finished:failed", "ServerApp failed")
 
 
-def test_events_are_lines_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_are_lines_of_the_log(capsys):
     event = {"event": "client_failed", "client": 1, "reason": "no\nöther", "loss": None}
     print_event(event)
     line, rest = capsys.readouterr().out.split("\n")
@@ -159,7 +150,7 @@ else:
 
 
 @pytest.fixture
-def fake_flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def fake_flwr(tmp_path, monkeypatch):
     """``fake_flwr(events, status)``: commands that answer as Flower's; returns their folder."""
     folder = tmp_path / "fake"
     folder.mkdir()
@@ -167,7 +158,7 @@ def fake_flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     (folder / "run.json").write_text('{"success": true, "run-id": "7"}')
     monkeypatch.setattr(deployment, "_FLWR", (sys.executable, str(folder / "flwr.py"), str(folder)))
 
-    def prepare(events: list[dict], *status: str) -> Path:
+    def prepare(events, *status):
         lines = [
             "INFO : flower's own",
             *(f"{deployment.EVENT_MARK}{json.dumps(e)}" for e in events),
@@ -185,13 +176,11 @@ FINISHED = STAMP | {"event": "run_finished", "status": "completed", "reason": No
 
 
 @pytest.fixture
-def deployed_config(tmp_path: Path, compose_config: Callable[..., Config]) -> Config:
+def deployed_config(tmp_path, compose_config):
     return create_run_folder(compose_config(*DEPLOYMENT, f"run_dir={tmp_path / 'run'}"))
 
 
-def test_events_of_another_machine_are_seen_once_each_and_kept_here(
-    fake_flwr: Callable[..., Path], deployed_config: Config
-) -> None:
+def test_events_of_another_machine_are_seen_once_each_and_kept_here(fake_flwr, deployed_config):
     events = [STARTED, STAMP | {"event": "warning", "message": "it is slow"}, FINISHED]
     folder = fake_flwr(events, "finished:completed", "N/A")
     seen: list[dict] = []
@@ -206,11 +195,8 @@ def test_events_of_another_machine_are_seen_once_each_and_kept_here(
 
 
 def test_a_model_on_another_machine_has_no_baselines_here_and_that_is_told(
-    fake_flwr: Callable[..., Path],
-    tmp_path: Path,
-    compose_config: Callable[..., Config],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    fake_flwr, tmp_path, compose_config, capsys
+):
     folder = tmp_path / "run"
     config = compose_config(*DEPLOYMENT, "evaluation.baselines=2", f"run_dir={folder}")
     fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
@@ -223,9 +209,7 @@ def test_a_model_on_another_machine_has_no_baselines_here_and_that_is_told(
     assert not (folder / "baselines").exists()
 
 
-def test_events_of_this_machine_are_not_written_twice(
-    fake_flwr: Callable[..., Path], deployed_config: Config
-) -> None:
+def test_events_of_this_machine_are_not_written_twice(fake_flwr, deployed_config):
     fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
     file = Path(str(deployed_config.run_dir)) / "events.jsonl"
     text = f"{json.dumps(STARTED)}\n{json.dumps(FINISHED)}\n"
@@ -258,13 +242,8 @@ def test_events_of_this_machine_are_not_written_twice(
     ],
 )
 def test_failed_run_says_the_first_error_and_keeps_the_log_for_debugging(
-    fake_flwr: Callable[..., Path],
-    deployed_config: Config,
-    events: list[dict],
-    details: str,
-    kind: type[Exception],
-    message: str,
-) -> None:
+    fake_flwr, deployed_config, events, details, kind, message
+):
     fake_flwr(events, "finished:failed", details)
     with pytest.raises(kind) as caught:
         deploy(deployed_config, listeners=[], resumed=False)
@@ -272,12 +251,10 @@ def test_failed_run_says_the_first_error_and_keeps_the_log_for_debugging(
     assert "Traceback" in str(caught.value.__cause__)
 
 
-def test_run_is_stopped_with_its_launcher(
-    fake_flwr: Callable[..., Path], deployed_config: Config
-) -> None:
+def test_run_is_stopped_with_its_launcher(fake_flwr, deployed_config):
     folder = fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
 
-    def ctrl_c(event: dict) -> None:
+    def ctrl_c(event):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -285,9 +262,7 @@ def test_run_is_stopped_with_its_launcher(
     assert (folder / "commands").read_text().splitlines()[-1] == "stop 7 site --format json"
 
 
-def test_unknown_superlink_is_one_sentence(
-    fake_flwr: Callable[..., Path], deployed_config: Config
-) -> None:
+def test_unknown_superlink_is_one_sentence(fake_flwr, deployed_config):
     folder = fake_flwr([], "finished:completed", "N/A")
     answer = {"success": False, "error-message": "SuperLink connection\n 'site' not found."}
     (folder / "run.json").write_text(json.dumps(answer))
@@ -298,7 +273,7 @@ def test_unknown_superlink_is_one_sentence(
 # --- the server app
 
 
-def server_context(config: Config, *, resumed: bool) -> Context:
+def server_context(config, *, resumed):
     return Context(
         run_id=1,
         node_id=1,
@@ -308,9 +283,7 @@ def server_context(config: Config, *, resumed: bool) -> Context:
     )
 
 
-def test_resumed_is_what_the_launcher_says(
-    tmp_path: Path, compose_config: Callable[..., Config]
-) -> None:
+def test_resumed_is_what_the_launcher_says(tmp_path, compose_config):
     config = create_run_folder(compose_config("stages=[search]", f"run_dir={tmp_path / 'run'}"))
     grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     file = tmp_path / "run" / "events.jsonl"
@@ -325,9 +298,7 @@ def test_resumed_is_what_the_launcher_says(
     assert sum(event["event"] == "round" for event in events) == config.rounds
 
 
-def test_server_app_makes_a_missing_folder(
-    tmp_path: Path, compose_config: Callable[..., Config]
-) -> None:
+def test_server_app_makes_a_missing_folder(tmp_path, compose_config):
     config = compose_config("stages=[search]", "rounds=1", f"run_dir={tmp_path / 'new'}")
     grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     server_app.main(grid, server_context(config, resumed=False))
@@ -338,7 +309,7 @@ def test_server_app_makes_a_missing_folder(
 
 
 @pytest.fixture
-def sites(tmp_path: Path, made_data: Path) -> Path:
+def sites(tmp_path, made_data):
     """A folder with an npz file per site, of unequal sizes."""
     folder = tmp_path / "sites"
     folder.mkdir()
@@ -352,7 +323,7 @@ def sites(tmp_path: Path, made_data: Path) -> Path:
     return folder
 
 
-def site_grid(config: Config, sites: Path) -> InProcessGrid:
+def site_grid(config, sites):
     """Return a grid whose nodes have the configuration of real sites."""
     grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     for context, name in zip(grid._contexts.values(), "abc", strict=True):
@@ -360,7 +331,7 @@ def site_grid(config: Config, sites: Path) -> InProcessGrid:
     return grid
 
 
-def describe(config: Config, node_config: dict[str, str | int]) -> dict:
+def describe(config, node_config):
     """Return the properties in a client app's answer, or raise its error."""
     grid = InProcessGrid(make_client_app(dump_config(config)), 1)
     (context,) = grid._contexts.values()
@@ -373,9 +344,7 @@ def describe(config: Config, node_config: dict[str, str | int]) -> dict:
     return dict(decode_reply(reply.content)[1].properties)
 
 
-def test_nodes_own_data_are_all_the_clients(
-    tmp_path: Path, sites: Path, compose_config: Callable[..., Config]
-) -> None:
+def test_nodes_own_data_are_all_the_clients(tmp_path, sites, compose_config):
     config = compose_config(*REAL_SITES, "dataset.root=/nowhere", "runtime.device=cuda")
     properties = describe(
         config,
@@ -398,16 +367,12 @@ def test_nodes_own_data_are_all_the_clients(
     ("overrides", "node_config"),
     [(DEPLOYMENT, {"data-path": "/x"}), (REAL_SITES, {}), ((), {"data-path": "/x"})],
 )
-def test_own_data_and_pooled_data_do_not_mix(
-    compose_config: Callable[..., Config],
-    overrides: tuple[str, ...],
-    node_config: dict[str, str | int],
-) -> None:
+def test_own_data_and_pooled_data_do_not_mix(compose_config, overrides, node_config):
     with pytest.raises(RuntimeError, match="a node with data of its own needs runtime=deploy"):
         describe(compose_config(*overrides), node_config)
 
 
-def test_node_overrules_the_servers_settings(compose_config: Callable[..., Config]) -> None:
+def test_node_overrules_the_servers_settings(compose_config):
     config = compose_config(*REAL_SITES)
     own = site_config(config, {"data-path": "/data", "device": "cuda", "cache": "/fast"})
     assert (own.dataset.root, own.runtime.device, own.dataset.cache) == ("/data", "cuda", "/fast")
@@ -423,9 +388,7 @@ FEATURES = ("dataset.scattering={scales: 1, angles: 2}",)
     "features",
     [pytest.param((), id="images"), pytest.param(FEATURES, id="features", marks=pytest.mark.run)],
 )
-def test_real_sites_give_the_same_bits_as_simulated_ones(
-    tmp_path: Path, sites: Path, compose_config: Callable[..., Config], features: tuple[str, ...]
-) -> None:
+def test_real_sites_give_the_same_bits_as_simulated_ones(tmp_path, sites, compose_config, features):
     common = ("partition=sites", "dataset.server_test=false", *features)
     simulated = create_run_folder(
         compose_config(*common, f"dataset.root={sites}", f"run_dir={tmp_path / 'inline'}")
@@ -446,8 +409,8 @@ def test_real_sites_give_the_same_bits_as_simulated_ones(
 
 
 def test_server_of_real_sites_may_hold_a_public_test_set(
-    tmp_path: Path, sites: Path, made_data: Path, compose_config: Callable[..., Config]
-) -> None:
+    tmp_path, sites, made_data, compose_config
+):
     overrides = (*DEPLOYMENT, "partition=sites", "rounds=1", "retrain.rounds=1")
     config = create_run_folder(compose_config(*overrides, f"run_dir={tmp_path / 'run'}"))
     server_app.serve(config, site_grid(config, sites), listeners=[], resumed=False)
@@ -457,9 +420,7 @@ def test_server_of_real_sites_may_hold_a_public_test_set(
     assert len(evaluated["clients"]) == 3
 
 
-def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(
-    compose_config: Callable[..., Config],
-) -> None:
+def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(compose_config):
     config = compose_config(*REAL_SITES)
     properties = {
         "input_shape": [3, 8, 8],
@@ -486,12 +447,8 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(
     ids=["sites lack it", "other scales", "other angles"],
 )
 def test_a_transform_that_the_run_names_and_sites_do_not_share_is_refused(
-    tmp_path: Path,
-    sites: Path,
-    compose_config: Callable[..., Config],
-    run: tuple[str, ...],
-    own: list[int] | None,
-) -> None:
+    tmp_path, sites, compose_config, run, own
+):
     """The sites' dataset.yaml decides what they do; the run's setting would do nothing."""
     folder = tmp_path / "run"
     config = create_run_folder(compose_config(*REAL_SITES, *run, f"run_dir={folder}"))
@@ -511,9 +468,7 @@ def test_a_transform_that_the_run_names_and_sites_do_not_share_is_refused(
     assert "round" not in {event["event"] for event in read_events(folder / "events.jsonl")}
 
 
-def test_first_error_of_a_site_is_in_the_runs_error(
-    tmp_path: Path, sites: Path, compose_config: Callable[..., Config]
-) -> None:
+def test_first_error_of_a_site_is_in_the_runs_error(tmp_path, sites, compose_config):
     config = create_run_folder(compose_config(*REAL_SITES, f"run_dir={tmp_path / 'run'}"))
     grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     for context in grid._contexts.values():
@@ -525,9 +480,7 @@ def test_first_error_of_a_site_is_in_the_runs_error(
 # --- the model returns
 
 
-def run_where_sites_keep_models(
-    config: Config, sites: Path, folder: Path, *, keeping: str
-) -> tuple[list[dict], dict[str, Path]]:
+def run_where_sites_keep_models(config, sites, folder, *, keeping):
     """Run; return its events, and where each site that keeps models has them."""
     config = create_run_folder(replace(config, run_dir=str(folder / "run")))
     grid, places = site_grid(config, sites), {}
@@ -544,12 +497,8 @@ ONE_ROUND = (*REAL_SITES, "rounds=1", "retrain.rounds=1")
 
 
 def test_every_site_that_keeps_models_has_the_runs(
-    tmp_path: Path,
-    sites: Path,
-    compose_config: Callable[..., Config],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path, sites, compose_config, monkeypatch, capsys
+):
     make_signing_key(tmp_path / "signing.key")
     monkeypatch.setenv(SIGNING_KEY, str(tmp_path / "signing.key"))
     config = compose_config(*ONE_ROUND)
@@ -574,11 +523,8 @@ def test_every_site_that_keeps_models_has_the_runs(
 
 
 def test_a_server_without_a_key_warns_and_its_run_has_its_model(
-    tmp_path: Path,
-    sites: Path,
-    compose_config: Callable[..., Config],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, sites, compose_config, monkeypatch
+):
     make_signing_key(tmp_path / "signing.key")
     monkeypatch.delenv(SIGNING_KEY, raising=False)
     config = compose_config(*ONE_ROUND)
@@ -589,9 +535,7 @@ def test_a_server_without_a_key_warns_and_its_run_has_its_model(
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-def test_a_site_that_does_not_say_whose_models_it_keeps_is_refused(
-    sites: Path, compose_config: Callable[..., Config]
-) -> None:
+def test_a_site_that_does_not_say_whose_models_it_keeps_is_refused(sites, compose_config):
     node = {"partition-id": 0, "data-path": str(sites / "a.npz"), "models": "/models"}
     with pytest.raises(RuntimeError, match="the node keeps models but lacks signer"):
         describe(compose_config(*REAL_SITES), node)
@@ -601,7 +545,7 @@ def test_a_site_that_does_not_say_whose_models_it_keeps_is_refused(
 
 
 @pytest.mark.slow
-def test_deployment_on_loopback_gives_the_bits_of_inline(tmp_path: Path) -> None:
+def test_deployment_on_loopback_gives_the_bits_of_inline(tmp_path):
     script = Path(__file__).parents[2] / "scripts" / "deploy_local.sh"
     environment = os.environ | {"FEDNAS_VENV": str(Path(sys.executable).parents[1])}
     done = subprocess.run(

@@ -1,7 +1,5 @@
 """What is changed in Flower: all of it is in one table, and missing in Flower it is refused."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 import re
@@ -11,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
-from flwr.app import Message, RecordDict
+from flwr.app import RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.task_identity import TaskIdentity
@@ -28,10 +26,7 @@ CHANGES = {  # of each function: what it replaces, and a call of it
         [(start_client_internal, "_push_messages")],
         lambda: flower_patches.give_up_replies(list),
     ),
-    "ask_sooner": (
-        [(start_client_internal, "time")],
-        lambda: flower_patches.ask_sooner(float),
-    ),
+    "ask_sooner": ([(start_client_internal, "time")], lambda: flower_patches.ask_sooner(float)),
     "start_clients_by": (
         [(SubprocessExecutor, "launch")],
         lambda: flower_patches.start_clients_by(print),
@@ -124,7 +119,7 @@ def test_an_error_of_a_client_has_flowers_code():
     app = ClientApp()
 
     @app.query("x")
-    def fail(message: Message, context: object) -> Message:
+    def fail(message, context):
         raise ValueError("no")
 
     grid = InProcessGrid(app, 1)

@@ -1,7 +1,5 @@
 """``flwr run .`` in the project's root: what Flower's own commands make of the project."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +20,8 @@ from fednas_flwr.deploy.bundle import check_bundle
 from fednas_flwr.deploy.server_app import configure
 from fednas_flwr.runs.events import read_events
 
+from ..processes import told
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 600.0
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within flwr
@@ -31,11 +30,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within 
 # --- the bundle
 
 
-def test_sites_accept_what_flower_builds_of_the_root() -> None:
+def test_sites_accept_what_flower_builds_of_the_root():
     check_bundle(build_fab_from_disk(ROOT))
 
 
-def test_the_environment_of_a_run_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_run_is_empty(tmp_path, monkeypatch):
     """By Flower's command, but with the installed hatchling, so that nothing is downloaded."""
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
     folder = install_from_fab(build_fab_from_disk(ROOT), skip_prompt=True)
@@ -68,16 +67,14 @@ def test_the_environment_of_a_run_is_empty(tmp_path: Path, monkeypatch: pytest.M
         ("resume=/nowhere", "resume=/nowhere: /nowhere/config.yaml does not exist"),
     ],
 )
-def test_wrong_overrides_are_one_sentence(text: str, words: str) -> None:
+def test_wrong_overrides_are_one_sentence(text, words):
     before = set(ROOT.glob("runs/*"))
     with pytest.raises(ConfigError, match=re.escape(words)):
         configure(text, num_nodes=2)
     assert set(ROOT.glob("runs/*")) == before
 
 
-def test_a_run_has_a_client_for_every_node_and_lies_in_the_projects_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_has_a_client_for_every_node_and_lies_in_the_projects_runs(tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "fednas_flwr").mkdir()
     monkeypatch.chdir(tmp_path)  # a clone; another one is installed
@@ -90,9 +87,7 @@ def test_a_run_has_a_client_for_every_node_and_lies_in_the_projects_runs(
     assert resumed
 
 
-def test_elsewhere_a_run_lies_in_the_installed_project(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elsewhere_a_run_lies_in_the_installed_project(tmp_path, monkeypatch):
     (tmp_path / "installed" / "fednas_flwr").mkdir(parents=True)
     monkeypatch.setattr(bundle, "checkout", lambda: tmp_path / "installed")
     monkeypatch.chdir(tmp_path)
@@ -101,7 +96,7 @@ def test_elsewhere_a_run_lies_in_the_installed_project(
     assert bundle.typed_in() == tmp_path
 
 
-def test_nodes_that_hold_the_data_are_sites(tmp_path: Path) -> None:
+def test_nodes_that_hold_the_data_are_sites(tmp_path):
     text = f"partition=sites dataset=npz dataset.server_test=false run_dir={tmp_path / 'run'}"
     config, _ = configure(text, num_nodes=3)
     assert (config.runtime.name, config.clients) == ("deployment", 3)
@@ -113,7 +108,7 @@ def test_nodes_that_hold_the_data_are_sites(tmp_path: Path) -> None:
 class Flower:
     """The commands of Flower on a SuperLink of our own that simulates."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home):
         """Name the SuperLink in Flower's configuration."""
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port = found.getsockname()[1]
@@ -126,32 +121,25 @@ class Flower:
         self.environment = os.environ | settings
         self.environment["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"  # tested above
 
-    def __call__(self, *arguments: str) -> str:
+    def __call__(self, *arguments):
         """Run a command in the project's root and return what it prints."""
-        done = subprocess.run(
-            [sys.executable, "-m", "flwr.cli.app", *arguments],
-            cwd=ROOT,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return re.sub(r"\x1b\[\d+m", "", done.stdout)
+        printed = told("-m", "flwr.cli.app", *arguments, cwd=ROOT, env=self.environment)
+        return re.sub(r"\x1b\[\d+m", "", printed)
 
-    def run(self, overrides: list[str], *options: str) -> str:
+    def run(self, overrides, *options):
         """``flwr run .`` with overrides and two clients; returns what it prints."""
         run_config = f"overrides={json.dumps(' '.join(overrides))}"
         nodes = ("--federation-config", "num-supernodes=2")
         return self("run", ".", "here", "--run-config", run_config, *nodes, *options)
 
-    def status(self, run_id: str = "") -> str:
+    def status(self, run_id=""):
         """Return what ``flwr ls`` says of a run, by default of the newest."""
         chosen = ("--run-id", run_id) if run_id else ()
         return json.loads(self("ls", "here", *chosen, "--format", "json"))["runs"][0]["status"]
 
 
 @pytest.fixture(scope="module")
-def flwr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flower]:
+def flwr(tmp_path_factory):
     """Flower's commands, with a SuperLink that ends with the tests."""
     flower = Flower(tmp_path_factory.mktemp("flower") / "home")
     command = [str(Path(sys.executable).parent / "flower-superlink"), "--insecure", "--simulation"]
@@ -169,13 +157,13 @@ def flwr(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flower]:
         superlink.wait()
 
 
-def answers(port: int) -> bool:
+def answers(port):
     """Return whether something listens on a port of this machine."""
     with socket.socket() as tried:
         return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
-def wait_for(happened: Callable[[], object]) -> None:
+def wait_for(happened):
     """Return when something has happened."""
     deadline = time.monotonic() + PATIENCE_S
     while not happened():
@@ -186,8 +174,8 @@ def wait_for(happened: Callable[[], object]) -> None:
 @pytest.mark.slow
 @pytest.mark.ray
 def test_flwr_run_gives_the_bits_of_fednas_run_and_ends_with_the_report(
-    flwr: Flower, tiny_overrides: list[str], tmp_path: Path
-) -> None:
+    flwr, tiny_overrides, tmp_path
+):
     overrides = [*tiny_overrides, "rounds=1", "retrain.rounds=1"]
     output = flwr.run([*overrides, f"run_dir={tmp_path / 'flwr'}"], "--stream")
     assert flwr.status() == "finished:completed", output
@@ -206,15 +194,13 @@ def test_flwr_run_gives_the_bits_of_fednas_run_and_ends_with_the_report(
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_run_that_flwr_stops_goes_on_where_it_was(
-    flwr: Flower, tiny_overrides: list[str], tmp_path: Path
-) -> None:
+def test_a_run_that_flwr_stops_goes_on_where_it_was(flwr, tiny_overrides, tmp_path):
     folder = tmp_path / "run"
     overrides = [*tiny_overrides, "rounds=40", f"run_dir={folder}"]
     started = json.loads(flwr.run(overrides, "--format", "json"))
     run_id, file = started["run-id"], folder / "events.jsonl"
 
-    def has_checkpoint() -> bool:
+    def has_checkpoint():
         assert not flwr.status(run_id).startswith("finished"), flwr("log", run_id, "here", "--show")
         return bool(list((folder / "checkpoints").glob("search-*")))
 

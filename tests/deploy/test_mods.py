@@ -1,30 +1,19 @@
 """Flower's mods around the client app."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
-
-from flwr.app import Context, Message
 from flwr.clientapp.mod import message_size_mod
 
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.runs.run_folder import create_run_folder
-from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings import dump_config
 
 
-def test_mods_are_around_every_answer_and_change_no_bit(
-    compose_config: Callable[..., Config],
-    run_inline: Callable[..., SimpleNamespace],
-    tmp_path: Path,
-) -> None:
+def test_mods_are_around_every_answer_and_change_no_bit(compose_config, run_inline, tmp_path):
     brief = ["clients=2", "rounds=1", "retrain.rounds=1"]
     asked: list[str] = []
 
-    def noting(message: Message, context: Context, answer: Callable[..., Message]) -> Message:
+    def noting(message, context, answer):
         asked.append(message.metadata.message_type)
         return answer(message, context)
 

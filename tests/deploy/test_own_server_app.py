@@ -1,26 +1,16 @@
 """Our strategies in a ServerApp of the user's own, written as Flower's quickstart-pytorch is."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import SimpleNamespace
-
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
-from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import ServerApp
 
 from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.models.networks import describe_network
-from fednas_flwr.settings import Config
 
 
 @pytest.mark.parametrize("algorithm", ["fed_darts", "fnas", "random_search", "fedavg"])
-def test_a_strategy_runs_in_a_server_app(
-    algorithm: str,
-    compose_config: Callable[..., Config],
-    federate: Callable[..., SimpleNamespace],
-) -> None:
+def test_a_strategy_runs_in_a_server_app(algorithm, compose_config, federate):
     federation = federate(
         compose_config("algorithm=fed_darts" if algorithm == "fedavg" else f"algorithm={algorithm}")
     )
@@ -31,12 +21,12 @@ def test_a_strategy_runs_in_a_server_app(
         strategy, _ = make_retraining(given, described, federation.cohort, None)
     app, seen = ServerApp(), {}
 
-    def global_evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    def global_evaluate(server_round, arrays):
         seen[server_round] = arrays.to_torch_state_dict()
         return MetricRecord({"weights": float(len(seen[server_round]))})
 
     @app.main()
-    def main(grid: Grid, context: Context) -> None:
+    def main(grid, context):
         num_rounds = context.run_config["num-server-rounds"]
         assert isinstance(num_rounds, int)
         initial = strategy.named_arrays().to_torch_state_dict()

@@ -1,11 +1,8 @@
 """A Ray that is silent or too small, or an unknown SuperLink, is refused before a run begins."""
 
-from __future__ import annotations
-
 import os
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -18,23 +15,21 @@ Compose = Callable[..., Config]
 
 
 @pytest.fixture
-def silent() -> Iterator[str]:
+def silent():
     """The address of a host that takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture
-def closed() -> str:
+def closed():
     """The address of a port where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("kind", [pytest.param("silent", marks=pytest.mark.slow), "closed"])
-def test_a_cluster_that_does_not_answer_is_refused(
-    compose_config: Compose, request: pytest.FixtureRequest, kind: str
-) -> None:
+def test_a_cluster_that_does_not_answer_is_refused(compose_config, request, kind):
     address = request.getfixturevalue(kind)
     config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
     with pytest.raises(ConfigError, match=f"^runtime.ray_address={address}: no Ray cluster answer"):
@@ -42,14 +37,14 @@ def test_a_cluster_that_does_not_answer_is_refused(
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "127.0.0.1:99999999"])
-def test_what_is_no_address_is_refused(compose_config: Compose, address: str) -> None:
+def test_what_is_no_address_is_refused(compose_config, address):
     config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
     with pytest.raises(ConfigError, match=f"^runtime.ray_address={address}: "):
         check_cluster(config)
 
 
 @pytest.mark.parametrize("kind", ["client_cpus", "client_gpus"])
-def test_clients_that_fit_on_no_machine_are_refused(compose_config: Compose, kind: str) -> None:
+def test_clients_that_fit_on_no_machine_are_refused(compose_config, kind):
     config = compose_config("runtime=ray", f"runtime.{kind}=5000")
     with pytest.raises(ConfigError, match=rf"runtime.{kind}=5000.*there are {os.cpu_count()} CPUs"):
         check_cluster(config)
@@ -65,13 +60,8 @@ def test_clients_that_fit_on_no_machine_are_refused(compose_config: Compose, kin
     ],
 )
 def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
-    compose_config: Compose,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    text: str | None,
-    good: str,
-    known: str,
-) -> None:
+    compose_config, tmp_path, monkeypatch, text, good, known
+):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     if text is not None:
         (tmp_path / "config.toml").write_text(text)
@@ -90,9 +80,7 @@ def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
 
 
 @pytest.mark.parametrize("text", ["=", "superlink = 3", "", "\x00"])
-def test_a_broken_configuration_of_flower_is_named(
-    compose_config: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_broken_configuration_of_flower_is_named(compose_config, tmp_path, monkeypatch, text):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     (tmp_path / "config.toml").write_text(text)
     with pytest.raises(ConfigError, match=f"^runtime.superlink=a: {tmp_path / 'config.toml'} has"):

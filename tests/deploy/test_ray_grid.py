@@ -1,17 +1,10 @@
 """Clients in actors of Ray: how many at a time, and what those cost that die."""
 
-from __future__ import annotations
-
 import json
-import os
 import pickle
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +14,12 @@ from hypothesis import strategies as st
 
 from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.grids import places, without_arrays
-from fednas_flwr.settings import Config
-from fednas_flwr.settings.run_settings import RayRuntime
+
+from ..processes import told
 
 
 @pytest.fixture(scope="module")
-def runtime(compose_config: Callable[..., Config]) -> RayRuntime:
+def runtime(compose_config):
     return compose_config("runtime=ray").runtime
 
 
@@ -35,9 +28,7 @@ def runtime(compose_config: Callable[..., Config]) -> RayRuntime:
     st.sampled_from([0.1, 0.5, 1.0, 3.0]),
     st.sampled_from([0.0, 0.25, 1.0]),
 )
-def test_a_machine_holds_what_fits_it_alone(
-    runtime: RayRuntime, nodes: list[tuple[int, int]], cpus: float, gpus: float
-) -> None:
+def test_a_machine_holds_what_fits_it_alone(runtime, nodes, cpus, gpus):
     runtime = replace(runtime, client_cpus=cpus, client_gpus=gpus)
     by_filling = 0
     for node_cpus, node_gpus in nodes:
@@ -48,7 +39,7 @@ def test_a_machine_holds_what_fits_it_alone(
     assert places(runtime, tuple(nodes)) == by_filling
 
 
-def test_arrays_are_parted_from_a_message_and_the_message_stays_as_it_is() -> None:
+def test_arrays_are_parted_from_a_message_and_the_message_stays_as_it_is():
     flower_patches.begin_task(1)  # Flower makes no message before
     weights = ArrayRecord({"float32": Array(np.zeros(50_000, np.float32))})
     message = Message(
@@ -130,22 +121,15 @@ with ray_grid(app, len(CLIENTS), runtime) as grid:
 """
 
 
-def asked(script: str, folder: Path, **environment: str) -> Any:
+def asked(script, folder, **environment):
     """Return what a script in a process of its own tells in its last line."""
-    done = subprocess.run(
-        [sys.executable, "-c", ASKING + script],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = told("-c", ASKING + script, cwd=folder, env=environment)
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.run
 @pytest.mark.ray
-def test_a_client_process_that_dies_costs_the_replies_that_it_worked_on(tmp_path: Path) -> None:
+def test_a_client_process_that_dies_costs_the_replies_that_it_worked_on(tmp_path):
     with tempfile.TemporaryDirectory(
         prefix="ray_", dir="/tmp"
     ) as short:  # sockets have short names
@@ -187,7 +171,7 @@ print("\\n" + json.dumps(found))
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_machine_that_is_lost_costs_the_replies_that_it_worked_on(tmp_path: Path) -> None:
+def test_a_machine_that_is_lost_costs_the_replies_that_it_worked_on(tmp_path):
     lost, first, meanwhile, again = asked(LOSING, tmp_path)
     assert lost in {told["node"] for told in first}
     (error,) = {told for told in meanwhile if isinstance(told, str)}

@@ -1,14 +1,11 @@
 """Networks that are trained side by side: the same bits as one after the other, and no orphans."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +14,6 @@ import pytest
 from fednas_flwr.deploy import whole_run
 from fednas_flwr.runs.numbers import is_complete, read_run
 from fednas_flwr.runs.run_folder import create_run_folder
-from fednas_flwr.settings import Config
 
 LINEAR = (
     *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
@@ -26,8 +22,8 @@ LINEAR = (
 
 
 @pytest.fixture
-def folders(compose_config: Callable[..., Config], tmp_path: Path) -> Callable[..., list[Path]]:
-    def make(*names: str, rounds: int = 1) -> list[Path]:
+def folders(compose_config, tmp_path):
+    def make(*names, rounds=1):
         made = []
         for seed, name in enumerate(names):
             config = compose_config(*LINEAR, f"retrain.rounds={rounds}", f"seed={seed % 2}")
@@ -74,9 +70,7 @@ def test_one_that_fails_says_why_and_the_others_go_on(
 
 
 @pytest.mark.run
-def test_no_process_outlives_the_one_that_has_started_it(
-    folders: Callable[..., list[Path]],
-) -> None:
+def test_no_process_outlives_the_one_that_has_started_it(folders):
     names = [str(folder) for folder in folders("a", "b", rounds=100_000)]
     script = (
         "import json, os, sys; from pathlib import Path; from fednas_flwr.deploy import whole_run;"
@@ -97,7 +91,7 @@ def test_no_process_outlives_the_one_that_has_started_it(
         time.sleep(0.1)
 
 
-def _alive(folder: Path) -> list[str]:
+def _alive(folder):
     """The processes that have a file of the folder open."""
     found = []
     for place in Path("/proc").glob("[0-9]*/fd/*"):

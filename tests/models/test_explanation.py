@@ -1,7 +1,5 @@
 """What a network relies on, of networks that are known."""
 
-from __future__ import annotations
-
 import base64
 import io
 
@@ -29,11 +27,11 @@ MEAN, STD = (10.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), (2.0, 1.0, 1.0, 1.0, 1.0, 1.0,
 class Known(nn.Module):
     """Class 1 where ``used`` is above its mean, surer for the kind c."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.stack([torch.zeros(len(x)), 3 * x[:, 0] + 2 * x[:, 6]], 1)
 
 
-def table() -> tuple[Split, torch.Tensor]:
+def table():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(NUMBER, 7, generator=generator)
     x[:, 1] = x[:, 0] + 0.1 * x[:, 1]  # goes with what is used, and is not used
@@ -44,7 +42,7 @@ def table() -> tuple[Split, torch.Tensor]:
     return Split(x, labels, torch.arange(NUMBER), MEAN, STD), labels
 
 
-def explained(metric: str = "accuracy", sites: np.ndarray | None = None) -> dict:
+def explained(metric="accuracy", sites=None):
     split, _ = table()
     given = np.empty(0) if sites is None else sites
     how = {"objective": Objective(), "metric": metric, "sites": given, "seed": 0}
@@ -52,7 +50,7 @@ def explained(metric: str = "accuracy", sites: np.ndarray | None = None) -> dict
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "auroc", "average_precision", "f1", "log_loss"])
-def test_only_what_the_network_reads_is_important(metric: str) -> None:
+def test_only_what_the_network_reads_is_important(metric):
     by_name = {column["name"]: column for column in explained(metric)["columns"]}
     assert set(by_name) == {"used", "twin", "idle", "kind"}
     assert by_name["used"]["drop"] > 0.2
@@ -62,13 +60,13 @@ def test_only_what_the_network_reads_is_important(metric: str) -> None:
     assert by_name["idle"]["interval"] == [0.0, 0.0]
 
 
-def test_columns_that_go_together_are_named() -> None:
+def test_columns_that_go_together_are_named():
     ((a, b, correlation),) = explained()["correlated"]
     assert {a, b} == {"used", "twin"}
     assert correlation > 0.9
 
 
-def test_values_are_shuffled_within_a_site() -> None:
+def test_values_are_shuffled_within_a_site():
     """Where the column tells nothing within each site, shuffling there changes nothing."""
     split, labels = table()
     constant = Split(split.features.clone(), labels, split.rows, MEAN, STD)
@@ -84,7 +82,7 @@ def test_values_are_shuffled_within_a_site() -> None:
     assert outside["drop"] > 0.3
 
 
-def test_effects_are_in_the_units_of_the_column() -> None:
+def test_effects_are_in_the_units_of_the_column():
     split, _ = table()
     effects = {effect["name"]: effect for effect in explained()["effects"]}
     used = effects["used"]
@@ -101,7 +99,7 @@ def test_effects_are_in_the_units_of_the_column() -> None:
     assert effects["idle"]["y"] == pytest.approx([effects["idle"]["y"][0]] * 11)
 
 
-def test_the_surest_mistakes_come_first_and_are_the_images() -> None:
+def test_the_surest_mistakes_come_first_and_are_the_images():
     images = torch.randint(0, 256, (20, 1, 8, 8), dtype=torch.uint8)
     labels = torch.zeros(20, dtype=torch.int64)
     logits = torch.zeros(20, 3)
@@ -120,7 +118,7 @@ def test_the_surest_mistakes_come_first_and_are_the_images() -> None:
     assert (first == images[7, 0].numpy()).all()
 
 
-def test_large_and_many_mistakes_are_cut() -> None:
+def test_large_and_many_mistakes_are_cut():
     images = torch.zeros(30, 3, 100, 60, dtype=torch.uint8)
     labels, logits = torch.zeros(30, dtype=torch.int64), torch.tensor([[0.0, 1.0]] * 30)
     records = Records(images, labels, np.array([str(i) for i in range(30)]), ("a", "b"))

@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -25,7 +21,7 @@ from fednas_flwr.spaces.genotype import to_json
 SHAPE = (3, 10, 12)
 
 
-def derived(name: str, norm: str, *, auxiliary: bool = False, **sizes: Any) -> dict[str, Any]:
+def derived(name, norm, *, auxiliary=False, **sizes):
     """Return the description of a random derived network."""
     space = make_space(name, input_shape=SHAPE, num_classes=5, norm=norm, **sizes)
     genotype = space.random_genotype(torch.Generator().manual_seed(3))
@@ -43,7 +39,7 @@ DESCRIPTIONS = {
 }
 
 
-def trained(description: dict[str, Any]) -> nn.Module:
+def trained(description):
     """Return the network with weights and batch statistics that are not the initial ones."""
     torch.manual_seed(0)
     network = make_network(description)
@@ -75,12 +71,12 @@ TABLE = Inputs(
 )
 
 
-def images(count: int) -> torch.Tensor:
+def images(count):
     return torch.randint(0, 256, (count, *SHAPE), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
-def test_safetensors_gives_the_same_model_back(name: str, tmp_path: Path) -> None:
+def test_safetensors_gives_the_same_model_back(name, tmp_path):
     description = DESCRIPTIONS[name]
     model = Model(trained(description), IMAGES, description)
     path = export_safetensors(model, tmp_path)
@@ -103,7 +99,7 @@ def test_safetensors_gives_the_same_model_back(name: str, tmp_path: Path) -> Non
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_loading_before_the_export_says_so(tmp_path: Path) -> None:
+def test_loading_before_the_export_says_so(tmp_path):
     with pytest.raises(ConfigError, match="has not reached its export"):
         load(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -112,7 +108,7 @@ def test_loading_before_the_export_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
-def test_onnx_equals_torch_for_any_batch_size(name: str, tmp_path: Path) -> None:
+def test_onnx_equals_torch_for_any_batch_size(name, tmp_path):
     model = Model(trained(DESCRIPTIONS[name]), IMAGES)
     path, difference = export_onnx(model, tmp_path)
     assert difference < 1e-4
@@ -128,7 +124,7 @@ def test_onnx_equals_torch_for_any_batch_size(name: str, tmp_path: Path) -> None
         assert labels.tolist() == [IMAGES.class_names[i] for i in probabilities.argmax(1)]
 
 
-def test_onnx_of_a_table_has_an_input_for_every_column(tmp_path: Path) -> None:
+def test_onnx_of_a_table_has_an_input_for_every_column(tmp_path):
     torch.manual_seed(0)
     model = Model(nn.Linear(7, 2), TABLE)
     path, _ = export_onnx(model, tmp_path)
@@ -169,17 +165,17 @@ def test_onnx_of_a_table_has_an_input_for_every_column(tmp_path: Path) -> None:
 class _Treacherous(nn.Module):
     """Answers differently while it is exported."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.dense = nn.Linear(7, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         scale = 1.5 if torch.onnx.is_in_onnx_export() else 1.0
         logits: torch.Tensor = self.dense(x) * scale
         return logits
 
 
-def test_onnx_that_differs_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+def test_onnx_that_differs_is_refused_and_leaves_no_file(tmp_path):
     torch.manual_seed(0)
     (tmp_path / "model.onnx").write_text("of an earlier run")
     with pytest.raises(RuntimeError, match=r"differs from torch by 0\.0"):
@@ -189,7 +185,7 @@ def test_onnx_that_differs_is_refused_and_leaves_no_file(tmp_path: Path) -> None
     }
 
 
-def test_data_that_a_model_does_not_take(tmp_path: Path) -> None:
+def test_data_that_a_model_does_not_take(tmp_path):
     pictures = Model(trained(DESCRIPTIONS["plain_cnn"]), IMAGES)
     patients = Model(nn.Linear(7, 2), TABLE)
     (tmp_path / "t.csv").write_text("age,site\n1,A\n")
@@ -203,11 +199,7 @@ def test_data_that_a_model_does_not_take(tmp_path: Path) -> None:
         (pictures, tmp_path / "empty", "holds no images"),
         (patients, tmp_path / "t.csv", "has no column seen: it has age, site"),
         (patients, tmp_path / "b.csv", "column age .* numeric but holds old in row 1"),
-        (
-            patients,
-            np.zeros((2, 4)),
-            r"numbers \[N, 7\], whose columns are age, seen, age",
-        ),
+        (patients, np.zeros((2, 4)), r"numbers \[N, 7\], whose columns are age, seen, age"),
         (patients, tmp_path / "empty", "is no table"),
     ]:
         with pytest.raises(ConfigError, match=message):
@@ -215,7 +207,7 @@ def test_data_that_a_model_does_not_take(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["label", "probabilities", "features", "encoded_1", "<column 1>"])
-def test_onnx_gives_every_name_once(name: str, tmp_path: Path) -> None:
+def test_onnx_gives_every_name_once(name, tmp_path):
     schema = (Column(name), Column("site", "category", ("A", "B")))
     inputs = Inputs(
         shape=(3,), schema=schema, mean=(1.0, 0, 0), std=(2.0, 1, 1), class_names=("no", "yes")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, replace
@@ -11,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import confusion_matrix, f1_score
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from fednas_flwr.data.loaders import Split
@@ -39,7 +37,7 @@ from ..search.test_objective import pairs_ranked_right, slow_scores
 CPU = torch.device("cpu")
 
 
-def make_split(rows: list[int], *, seed: int = 0) -> Split:
+def make_split(rows, *, seed=0):
     """Rows of 600 made 2x4x4 images whose brightness tells the class, of 3."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 3, 600)
@@ -54,12 +52,12 @@ def make_split(rows: list[int], *, seed: int = 0) -> Split:
 
 
 @pytest.fixture
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
 
 
-def test_evaluate_equals_a_loop_over_single_examples(network: nn.Module) -> None:
+def test_evaluate_equals_a_loop_over_single_examples(network):
     split = make_split(list(range(599, 0, -2)))  # more than one batch, the last one smaller
     network.eval()
     losses, hits = [], 0
@@ -80,7 +78,7 @@ def test_evaluate_equals_a_loop_over_single_examples(network: nn.Module) -> None
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_evaluate_leaves_the_network_as_it_was(network: nn.Module, training: bool) -> None:
+def test_evaluate_leaves_the_network_as_it_was(network, training):
     network.train(training)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     evaluate(network, make_split(list(range(100))), CPU)
@@ -90,9 +88,7 @@ def test_evaluate_leaves_the_network_as_it_was(network: nn.Module, training: boo
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_evaluate_does_not_depend_on_batches_or_order(
-    network: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluate_does_not_depend_on_batches_or_order(network, monkeypatch):
     rows = list(range(50))
     whole = evaluate(network.train(), make_split(rows), CPU, with_scores=True)
     monkeypatch.setattr(metrics, "BATCH_SIZE", 7)
@@ -103,16 +99,16 @@ def test_evaluate_does_not_depend_on_batches_or_order(
         assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
 
 
-def test_evaluate_refuses_an_empty_split(network: nn.Module) -> None:
+def test_evaluate_refuses_an_empty_split(network):
     with pytest.raises(ValueError, match="the split is empty"):
         evaluate(network, make_split([]), CPU)
 
 
-def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records() -> None:
+def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records():
     clients = [make_split(list(range(0, 150))), make_split(list(range(150, 400)))]
     test = make_split(list(range(400, 600)))
 
-    def arrays(split: Split) -> tuple[np.ndarray, np.ndarray]:
+    def arrays(split):
         x, y = split.batch(torch.arange(len(split)), CPU)
         return x.flatten(1).numpy(), y.numpy()
 
@@ -128,7 +124,7 @@ def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records() -> None:
 
 
 @pytest.mark.parametrize("classes", [(0, 1, 2), (1, 2), (1,)])
-def test_scores_are_those_of_the_networks_logits(network: nn.Module, classes: tuple) -> None:
+def test_scores_are_those_of_the_networks_logits(network, classes):
     """Against counts of records and of pairs; a class alone has no area."""
     made = make_split(list(range(300)))
     rows = torch.tensor([row for row in made.rows.tolist() if made.labels[row] in classes])
@@ -146,7 +142,7 @@ def test_scores_are_those_of_the_networks_logits(network: nn.Module, classes: tu
     assert found.as_dict() == plain.as_dict()  # what clients send has no scores
 
 
-def test_measured_losses_are_without_class_factors(network: nn.Module) -> None:
+def test_measured_losses_are_without_class_factors(network):
     split, weighed = make_split(list(range(60))), Objective(torch.tensor([1.0, 0.1, 0.2]))
     found = evaluate(network, split, CPU, objective=weighed)
     assert found == evaluate(network, split, CPU)
@@ -155,7 +151,7 @@ def test_measured_losses_are_without_class_factors(network: nn.Module) -> None:
     assert found.loss == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
-def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties() -> None:
+def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties():
     """Class 1 is in no training record: every record of it has the same score for it."""
     made = make_split(list(range(300)))
     seen = made.rows[made.labels[made.rows] != 1]
@@ -177,7 +173,7 @@ def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties() -> None:
     assert scores["f1"] == pytest.approx(f1_score(y_test, predictions, average="macro"))
 
 
-def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one() -> None:
+def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one():
     """Features so far apart that the probabilities underflow."""
     features = torch.tensor([[-1.0], [1.0]] * 20 + [[-1e4], [1e4], [2e4], [-2e4]])
     labels = torch.tensor([0, 1] * 20 + [0, 1, 0, 1])
@@ -188,7 +184,7 @@ def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one(
     assert scores["accuracy"] == 0.5
 
 
-def test_boosted_trees_are_a_baseline_of_tables_alone() -> None:
+def test_boosted_trees_are_a_baseline_of_tables_alone():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(600, 3)).astype(np.float32)
     labels = torch.from_numpy((x[:, 0] * x[:, 1] > 0).astype(np.int64))  # no line parts these
@@ -208,11 +204,11 @@ def test_boosted_trees_are_a_baseline_of_tables_alone() -> None:
 class Bright(SkipNetwork):
     """Calls every record class 1."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.joined(torch.tensor([0.0, 1.0, 0.0]).expand(len(x), 3), x)
 
 
-def test_parts_of_a_network_with_a_skip_are_measured_alone() -> None:
+def test_parts_of_a_network_with_a_skip_are_measured_alone():
     split, network = make_split(list(range(200))), Bright()
     network.skip = nn.Linear(32, 3)
     nn.init.zeros_(network.skip.weight)
@@ -232,7 +228,7 @@ PROBABILITIES = st.lists(st.integers(0, 999), min_size=2, max_size=40)
 
 
 @given(PROBABILITIES, st.integers(0, 2**32 - 1))
-def test_the_threshold_is_the_best_of_all(thousandths: list[int], seed: int) -> None:
+def test_the_threshold_is_the_best_of_all(thousandths, seed):
     shares = torch.tensor(thousandths, dtype=torch.float64) / 1000 + 5e-4
     positive = torch.from_numpy(np.random.default_rng(seed).random(len(shares)) < 0.5)
     parts = [histogram(shares[i::2], positive[i::2]) for i in (0, 1)]  # of two clients
@@ -241,7 +237,7 @@ def test_the_threshold_is_the_best_of_all(thousandths: list[int], seed: int) -> 
         assert threshold is None
         return
 
-    def youden(at: float) -> float:
+    def youden(at):
         sensitivity = (shares[positive] >= at).double().mean()
         return float(sensitivity + (shares[~positive] < at).double().mean() - 1)
 
@@ -253,7 +249,7 @@ def test_the_threshold_is_the_best_of_all(thousandths: list[int], seed: int) -> 
     assert found["sensitivity"] + found["specificity"] - 1 == pytest.approx(youden(threshold))
 
 
-def test_calibration_of_records_counted_by_hand() -> None:
+def test_calibration_of_records_counted_by_hand():
     probabilities = torch.tensor([[0.95, 0.05], [0.91, 0.09], [0.35, 0.65], [0.62, 0.38]])
     found = calibration(probabilities, torch.tensor([0, 1, 1, 0]))
     assert [n for _, _, n in found["bins"]] == [2, 2]
@@ -261,13 +257,13 @@ def test_calibration_of_records_counted_by_hand() -> None:
     assert found["expected_error"] == pytest.approx(0.5 * 0.365 + 0.5 * 0.43)
 
 
-def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
+def test_intervals_cover_the_mean_as_often_as_they_say():
     """Of 200 samples about 95 % of the intervals hold the true share."""
     covered = 0
     for seed in range(200):
         hits = torch.rand(80, generator=torch.Generator().manual_seed(seed)).le(0.7).double()
 
-        def measure(weights: torch.Tensor, hits: torch.Tensor = hits) -> dict[str, torch.Tensor]:
+        def measure(weights, hits=hits):
             return {"share": weights @ hits / weights.sum(1)}
 
         low, high = intervals(measure, 80, seed=seed)["share"]
@@ -276,7 +272,7 @@ def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
 
 
 @pytest.mark.parametrize("num_classes", [2, 4])
-def test_a_report_has_all_scores_as_json(num_classes: int) -> None:
+def test_a_report_has_all_scores_as_json(num_classes):
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(200) % num_classes
     logits = torch.randn(200, num_classes, generator=generator)
@@ -304,9 +300,7 @@ def test_a_report_has_all_scores_as_json(num_classes: int) -> None:
     st.integers(1, 3),
     st.integers(0, 2**31 - 1),
 )
-def test_added_sums_of_clients_give_the_score_of_all_their_records(
-    metric: str, classes: int, clients: int, seed: int
-) -> None:
+def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, classes, clients, seed):
     drawn = torch.Generator().manual_seed(seed)
     parts = []
     for _ in range(clients):
@@ -341,9 +335,7 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(
 
 @settings(max_examples=30)
 @given(st.sampled_from(NUMBER_METRICS), st.integers(1, 3), st.integers(0, 2**31 - 1))
-def test_added_sums_of_numbers_give_the_score_of_all_records(
-    metric: str, clients: int, seed: int
-) -> None:
+def test_added_sums_of_numbers_give_the_score_of_all_records(metric, clients, seed):
     drawn = torch.Generator().manual_seed(seed)
     sizes = [int(torch.randint(2, 40, (), generator=drawn)) for _ in range(clients)]
     parts = [
@@ -366,7 +358,7 @@ def test_added_sums_of_numbers_give_the_score_of_all_records(
     assert score[1:].isfinite().any()
 
 
-def test_resamples_of_two_networks_are_of_the_same_records() -> None:
+def test_resamples_of_two_networks_are_of_the_same_records():
     logits = torch.randn(50, 2, generator=torch.Generator().manual_seed(0)).double()
     labels = (torch.arange(50) % 3 == 0).long()
     one, same, other = (

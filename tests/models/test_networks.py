@@ -1,21 +1,14 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.models.networks import (
-    FIXED_NETWORKS,
-    ResidualBlock,
-    linear,
-    plain_cnn,
-)
+from fednas_flwr.models.networks import FIXED_NETWORKS, ResidualBlock, linear, plain_cnn
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 
 
-def test_mobilenet_v2_has_the_published_size() -> None:
+def test_mobilenet_v2_has_the_published_size():
     """Sandler et al. (2018), Table 4: 3.4 M parameters, 300 M multiply-adds at 224x224.
 
     torchvision's documentation gives 3,504,872 parameters.
@@ -27,9 +20,7 @@ def test_mobilenet_v2_has_the_published_size() -> None:
 
 @pytest.mark.parametrize("name", ["efficientnet_b0", "mobilenet_v2"])
 @pytest.mark.parametrize(("shape", "stride"), [((1, 32, 32), 1), ((3, 64, 64), 2)])
-def test_networks_of_torchvision_take_small_and_grey_images(
-    name: str, shape: tuple[int, int, int], stride: int
-) -> None:
+def test_networks_of_torchvision_take_small_and_grey_images(name, shape, stride):
     network = FIXED_NETWORKS[name](shape, 7, norm="group")
     assert network.features[0][0].stride == (stride, stride)
     assert network(torch.zeros(2, *shape)).shape == (2, 7)
@@ -44,17 +35,17 @@ ODD = [(1, 14, 15), (1, 29, 33), (3, 8, 9), (4, 33, 8)]
     [(name, shape) for name in ("plain_cnn", "linear", "resnet8_4") for shape in SMALL]
     + [("cnn_elu", shape) for shape in ODD],
 )
-def test_small_networks_take_any_size(name: str, shape: tuple[int, int, int]) -> None:
+def test_small_networks_take_any_size(name, shape):
     norm = {"norm": "group"} if name in NORMED_NETWORKS else {}
     assert FIXED_NETWORKS[name](shape, 5, **norm)(torch.zeros(3, *shape)).shape == (3, 5)
 
 
-def test_resnet8_needs_images() -> None:
+def test_resnet8_needs_images():
     with pytest.raises(ConfigError, match="algorithm.network=resnet8_4 needs images"):
         FIXED_NETWORKS["resnet8_4"]((8,), 5, norm="group")
 
 
-def test_resnet8_has_the_parameters_and_multiply_adds_counted_by_hand() -> None:
+def test_resnet8_has_the_parameters_and_multiply_adds_counted_by_hand():
     """Of width w: 9 values per 3x3 kernel, 1 per shortcut, 2 per channel of a norm."""
     network = FIXED_NETWORKS["resnet8_16"]((3, 32, 32), 10, norm="group")
     kernels = 9 * (3 * 16 + 2 * 16 * 16 + 16 * 32 + 32 * 32 + 32 * 64 + 64 * 64)
@@ -66,20 +57,20 @@ def test_resnet8_has_the_parameters_and_multiply_adds_counted_by_hand() -> None:
     assert count_multiply_adds(network, (3, 32, 32)) == first + second + third + 64 * 10
 
 
-def test_a_residual_block_adds_its_input() -> None:
+def test_a_residual_block_adds_its_input():
     block = ResidualBlock(4, 4, stride=1, norm="batch").eval()
     nn.init.zeros_(block.second[0].weight)
     x = torch.rand(2, 4, 5, 5)
     torch.testing.assert_close(block(x), x)
 
 
-def test_plain_cnn_has_the_parameters_counted_by_hand() -> None:
+def test_plain_cnn_has_the_parameters_counted_by_hand():
     convolutions = (9 * 1 + 1) * 16 + (9 * 16 + 1) * 32
     dense = (7 * 7 * 32 + 1) * 64 + (64 + 1) * 10
     assert count_parameters(plain_cnn((1, 28, 28), 10)) == convolutions + dense
 
 
-def test_linear_is_logistic_regression_on_any_records() -> None:
+def test_linear_is_logistic_regression_on_any_records():
     network = linear((6,), 4)
     x = torch.randn(5, 6)
     (dense,) = [m for m in network.modules() if isinstance(m, nn.Linear)]
@@ -89,9 +80,7 @@ def test_linear_is_logistic_regression_on_any_records() -> None:
 
 @pytest.mark.parametrize("name", ["cnn_tanh", "cnn_selu"])
 @pytest.mark.parametrize(("shape", "parameters"), [((1, 28, 28), 26_010), ((3, 32, 32), 550_570)])
-def test_cnn_tanh_and_cnn_selu_have_the_published_size(
-    name: str, shape: tuple[int, int, int], parameters: int
-) -> None:
+def test_cnn_tanh_and_cnn_selu_have_the_published_size(name, shape, parameters):
     """DPNAS, Table 1: .03 M for MNIST and Fashion-MNIST, .55 M for CIFAR-10."""
     network = FIXED_NETWORKS[name](shape, 10)
     assert count_parameters(network) == parameters
@@ -100,17 +89,17 @@ def test_cnn_tanh_and_cnn_selu_have_the_published_size(
 
 
 @pytest.mark.parametrize("shape", [(1, 13, 28), (3, 32, 7)])
-def test_cnn_refuses_images_that_its_strides_would_use_up(shape: tuple[int, int, int]) -> None:
+def test_cnn_refuses_images_that_its_strides_would_use_up(shape):
     with pytest.raises(ConfigError, match="need images of at least"):
         FIXED_NETWORKS["cnn_tanh"](shape, 5)
 
 
 @pytest.mark.parametrize("name", FIXED_NETWORKS)
-def test_networks_train_and_take_drop_path(name: str) -> None:
+def test_networks_train_and_take_drop_path(name):
     """The trainer sets ``drop_path_prob`` on every network; these have no path to drop."""
     norm = {"norm": "group"} if name in NORMED_NETWORKS else {}
     network = FIXED_NETWORKS[name]((3, 32, 32), 2, **norm)
-    network.drop_path_prob = 0.5  # type: ignore[assignment]
+    network.drop_path_prob = 0.5
     network.train()(torch.randn(4, 3, 32, 32)).sum().backward()
     assert all(parameter.grad is not None for parameter in network.parameters())
     assert not any("drop_path" in name for name in network.state_dict())

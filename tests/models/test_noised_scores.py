@@ -1,7 +1,5 @@
 """AUROC and a threshold from noised counts, against scikit-learn and many draws of noise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A model reads data as it was trained to: from a file, and from the same table as a DataFrame."""
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -36,7 +34,7 @@ LABELS = {
 }
 
 
-def model_of(path: Path, tmp_path: Path, **given: object) -> Model:
+def model_of(path, tmp_path, **given):
     data = prepared("csv", root=path, cache=tmp_path / "cache", server_test=False, **given)
     inputs = data.inputs
     if not inputs.mean:
@@ -49,7 +47,7 @@ def model_of(path: Path, tmp_path: Path, **given: object) -> Model:
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_a_column_is_read_alike(tmp_path: Path, kind: str) -> None:
+def test_a_column_is_read_alike(tmp_path, kind):
     frame = pd.DataFrame({"x": COLUMNS[kind], "age": range(N), "y": [0, 1] * (N // 2)})
     frame.to_csv(tmp_path / "t.csv", index=False)
     given = {"categorical": ["x"], "numeric": ["age"]} if kind in CATEGORIES else {}
@@ -62,7 +60,7 @@ def test_a_column_is_read_alike(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LABELS)
-def test_labels_are_read_alike(tmp_path: Path, kind: str) -> None:
+def test_labels_are_read_alike(tmp_path, kind):
     frame = pd.DataFrame({"age": range(N), "y": LABELS[kind] * (N // 2)})
     frame.to_csv(tmp_path / "t.csv", index=False)
     model = model_of(tmp_path / "t.csv", tmp_path)
@@ -71,7 +69,7 @@ def test_labels_are_read_alike(tmp_path: Path, kind: str) -> None:
     assert set(of_file.truth or ()) == set(model.class_names)
 
 
-def test_the_signs_of_a_file_are_kept_with_the_model(tmp_path: Path) -> None:
+def test_the_signs_of_a_file_are_kept_with_the_model(tmp_path):
     text = "pay;y\n1.234,5;0\n12,25;1\n975;1\n"
     (tmp_path / "t.csv").write_text(text)
     model = model_of(tmp_path / "t.csv", tmp_path)
@@ -83,7 +81,7 @@ def test_the_signs_of_a_file_are_kept_with_the_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(one, model.predict(pd.DataFrame({"pay": [1234]})).probabilities)
 
 
-def test_unknown_categories_are_a_warning(tmp_path: Path) -> None:
+def test_unknown_categories_are_a_warning(tmp_path):
     (tmp_path / "t.csv").write_text("ward,y\nnorth,0\nsouth,1\n")
     model = model_of(tmp_path / "t.csv", tmp_path)
     with pytest.warns(UserWarning, match="column ward: 2 of 2 cells, such as zzz"):
@@ -92,7 +90,7 @@ def test_unknown_categories_are_a_warning(tmp_path: Path) -> None:
     assert model.predict(pd.DataFrame({"ward": ["north", None]})).notes == ()
 
 
-def test_labels_that_are_no_classes_are_a_warning(tmp_path: Path) -> None:
+def test_labels_that_are_no_classes_are_a_warning(tmp_path):
     (tmp_path / "t.csv").write_text("age,y\n1,benign\n2,malignant\n")
     model = model_of(tmp_path / "t.csv", tmp_path)
     with pytest.warns(UserWarning, match="holds labels such as 0, 1, and not only benign, mal"):
@@ -101,9 +99,7 @@ def test_labels_that_are_no_classes_are_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("positive", "expected"), [(None, "b"), (0, "a")])
-def test_a_threshold_is_of_the_positive_class(
-    tmp_path: Path, positive: int | None, expected: str
-) -> None:
+def test_a_threshold_is_of_the_positive_class(tmp_path, positive, expected):
     (tmp_path / "t.csv").write_text("age,y\n1,a\n20,b\n300,a\n")
     model = model_of(tmp_path / "t.csv", tmp_path)
     found = model.predict(tmp_path / "t.csv", threshold=0.0, positive=positive)
@@ -112,7 +108,7 @@ def test_a_threshold_is_of_the_positive_class(
     assert set(never.labels) == {"a", "b"} - {expected}
 
 
-def test_a_threshold_of_three_classes_needs_a_positive_one(tmp_path: Path) -> None:
+def test_a_threshold_of_three_classes_needs_a_positive_one(tmp_path):
     (tmp_path / "t.csv").write_text("age,y\n1,a\n20,b\n300,c\n")
     model = model_of(tmp_path / "t.csv", tmp_path)
     with pytest.raises(ConfigError, match="this one has 3 classes: leave it out"):
@@ -122,7 +118,7 @@ def test_a_threshold_of_three_classes_needs_a_positive_one(tmp_path: Path) -> No
     assert never.labels == ["bc"[place] for place in most]
 
 
-def test_two_columns_of_one_name_are_one_sentence(tmp_path: Path) -> None:
+def test_two_columns_of_one_name_are_one_sentence(tmp_path):
     (tmp_path / "t.csv").write_text("age,y\n1,0\n2,1\n")
     model = model_of(tmp_path / "t.csv", tmp_path)
     frame = pd.DataFrame([[1, 2]], columns=["age", "age"])
@@ -130,7 +126,7 @@ def test_two_columns_of_one_name_are_one_sentence(tmp_path: Path) -> None:
         model.predict(frame)
 
 
-def test_predictions_keep_the_ids(tmp_path: Path) -> None:
+def test_predictions_keep_the_ids(tmp_path):
     (tmp_path / "t.csv").write_text("label,age,y\np1,1,0\np7,2,1\n")
     model = model_of(tmp_path / "t.csv", tmp_path, id_column="label")
     table = model.predict(tmp_path / "t.csv").table()

@@ -1,11 +1,7 @@
 """A client in a process of its own, which kills itself (SIGKILL) at a moment of a message."""
 
-from __future__ import annotations
-
 import os
 import signal
-from multiprocessing.connection import Connection
-from typing import Any
 
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
@@ -18,7 +14,7 @@ RECORDS = {
 }  # the method that writes into the journal what is about to be sent
 
 
-def serve(pipe: Connection, config: str, num_clients: int, action: str, moment: str) -> None:
+def serve(pipe, config, num_clients, action, moment):
     """Answer messages; at the first one of an action, die. Without an action, never."""
     grid = InProcessGrid(make_client_app(config), num_clients)
     if moment == "recorded":
@@ -36,16 +32,16 @@ def serve(pipe: Connection, config: str, num_clients: int, action: str, moment: 
             die()
 
 
-def die_after(method: str) -> None:
+def die_after(method):
     """Have a method of the site's part of secure sums end with the process."""
     real = getattr(SumSite, method)
 
-    def recorded(*arguments: Any, **named: Any) -> None:
+    def recorded(*arguments, **named):
         real(*arguments, **named)
         die()
 
     setattr(SumSite, method, recorded)
 
 
-def die() -> None:
+def die():
     os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,6 @@ from fednas_flwr.api import compose, run
 from fednas_flwr.base.errors import NoEffectError
 from fednas_flwr.models.networks import FIXED_NETWORKS, load_description
 from fednas_flwr.pipeline import baselines
-from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.report.comparison import run_folders
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import read_run
@@ -23,6 +22,8 @@ from fednas_flwr.runs.run_folder import open_run_folder
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.optimizers import RESNETS
 from fednas_flwr.spaces.costs import count_multiply_adds
+
+from ..booked import booked
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
 
@@ -151,15 +152,10 @@ def test_a_completed_run_that_is_resumed_releases_nothing_more(
     overrides += ["search_space.norm=group", "retrain.norm=group", "rounds=1"]
     run(compose_config(*overrides, "privacy.metrics_noise_multiplier=5", f"run_dir={folder}"))
 
-    def booked() -> list[str]:
-        site = folder / "sites" / "client-0"
-        with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
-            return [row.entry.action for row in ledger.entries()]
-
-    before = booked()
-    assert before[-1] == "evaluate.model:metrics"
+    before = booked(folder / "sites")
+    assert before[-1].action == "evaluate.model:metrics"
     run(folder)
-    assert booked() == before
+    assert booked(folder / "sites") == before
 
 
 @pytest.mark.parametrize(

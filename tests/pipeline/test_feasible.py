@@ -1,13 +1,9 @@
 """What the data, the sites or the files rule out is refused before a run begins."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +26,7 @@ GROUP_NORM = ("search_space.norm=group", "retrain.norm=group")
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> tuple[str, ...]:
+def table(tmp_path):
     """Overrides of 120 rows of a table with the columns age and size."""
     rng = np.random.default_rng(0)
     rows = [f"{rng.normal(40, 10):.2f},{rng.normal():.2f},{i % 2}" for i in range(120)]
@@ -38,7 +34,7 @@ def table(tmp_path: Path) -> tuple[str, ...]:
     return ("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}", *TABLE)
 
 
-def refused(config: Config) -> str:
+def refused(config):
     """Return the sentence with which a configuration is refused."""
     with pytest.raises(ConfigError) as raised:
         api.check(config)
@@ -48,7 +44,7 @@ def refused(config: Config) -> str:
     return sentence
 
 
-def saved(path: Path, labels: np.ndarray, test_labels: np.ndarray, **more: np.ndarray) -> str:
+def saved(path, labels, test_labels, **more):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (len(labels) + len(test_labels), 3, 8, 8)).astype(np.uint8)
     arrays = {"x_train": images[: len(labels)], "y_train": labels}
@@ -57,9 +53,7 @@ def saved(path: Path, labels: np.ndarray, test_labels: np.ndarray, **more: np.nd
     return f"dataset.root={path / 'own.npz'}"
 
 
-def test_secure_sums_take_no_table_whose_statistics_each_client_tells(
-    compose_config: Compose, table: tuple[str, ...]
-) -> None:
+def test_secure_sums_take_no_table_whose_statistics_each_client_tells(compose_config, table):
     own = (*table, "clients=3", "secure_sum={least_sites: 3, colluding: 0}")
     sentence = refused(compose_config(*own))
     assert sentence.startswith("secure_sum=true with a table whose dataset.statistics are not")
@@ -76,17 +70,13 @@ def test_secure_sums_take_no_table_whose_statistics_each_client_tells(
         ("{age: [40, 1], size: [1e300, 1]}", "size"),
     ],
 )
-def test_statistics_that_overflow_are_refused(
-    compose_config: Compose, table: tuple[str, ...], statistics: str, named: str
-) -> None:
+def test_statistics_that_overflow_are_refused(compose_config, table, statistics, named):
     sentence = refused(compose_config(*table, f"dataset.statistics={statistics}"))
     assert f"feature {named} of client 0 is beyond 1e+18" in sentence
     assert f"dataset.statistics.{named}" in sentence
 
 
-def test_a_private_table_needs_declared_ranges_or_statistics(
-    compose_config: Compose, table: tuple[str, ...]
-) -> None:
+def test_a_private_table_needs_declared_ranges_or_statistics(compose_config, table):
     sentence = refused(compose_config(*table, "privacy=dp", *GROUP_NORM))
     assert "declare public ranges, dataset.ranges={column: [low, high], ...}" in sentence
     declared = "dataset.ranges={age: [0, 100], size: [-3, 3]}"
@@ -94,9 +84,7 @@ def test_a_private_table_needs_declared_ranges_or_statistics(
     check_public(config, make_data(config)[0])
 
 
-def test_values_of_the_server_that_overflow_are_refused(
-    compose_config: Compose, table: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_values_of_the_server_that_overflow_are_refused(compose_config, table, tmp_path):
     text = (tmp_path / "table.csv").read_text()
     (tmp_path / "train.csv").write_text(text)
     (tmp_path / "test.csv").write_text("age,size,ill\n40,1e30,1\n41,0,0\n")
@@ -106,23 +94,7 @@ def test_values_of_the_server_that_overflow_are_refused(
     assert "feature size of the server's test set is beyond" in refused(config)
 
 
-def test_an_image_statistic_that_overflows_is_refused(compose_config: Compose) -> None:
-    config = compose_config("dataset.mean=[0,0,0]", "dataset.std=[1,1e-300,1]")
-    assert "channel 1 of client 0" in refused(config)
-
-
-def test_a_search_without_validation_records_is_refused(compose_config: Compose) -> None:
-    few = "dataset.fractions={train: .99, validation: .005, test: .005}"
-    sentence = refused(compose_config(few))
-    assert sentence.startswith("client 0 has no validation record, by which fed_darts chooses")
-    assert "dataset.fractions.validation=0.005" in sentence
-    none = "dataset.fractions={train: 0, validation: .9, test: .1}"
-    assert "client 0 has no train record" in refused(compose_config(none))
-
-
-def test_batch_norm_of_a_single_record_is_refused(
-    compose_config: Compose, table: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_batch_norm_of_a_single_record_is_refused(compose_config, table, tmp_path):
     config = compose_config(*table)
     prepared, _ = make_data(config)
     key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
@@ -146,103 +118,128 @@ def test_batch_norm_of_a_single_record_is_refused(
         assert "client 0 trains on in search (batch_size=1)" in sentence
 
 
-def test_batch_norm_over_places_takes_a_single_image(compose_config: Compose) -> None:
+def test_batch_norm_over_places_takes_a_single_image(compose_config):
     api.check(compose_config("algorithm.batch_size=1"))
 
 
-def test_retraining_with_batches_of_one_record_is_refused(
-    compose_config: Compose, table: tuple[str, ...]
-) -> None:
+def test_retraining_with_batches_of_one_record_is_refused(compose_config, table):
     sentence = refused(compose_config(*table, "retrain.batch_size=1"))
     assert sentence.startswith("retrain.norm=batch")
     assert "batch_size=1" in sentence
 
 
-def test_logistic_regression_on_one_class_is_refused(
-    compose_config: Compose, tmp_path: Path
-) -> None:
+def test_logistic_regression_on_one_class_is_refused(compose_config, tmp_path):
     root = saved(tmp_path, np.zeros(60, int), np.arange(20) % 2)
     assert "of the class 0" in refused(compose_config(root, "dataset.linear_baseline=true"))
     api.check(compose_config(root))
     api.check(compose_config(root, "dataset.linear_baseline=true", "dataset.server_test=false"))
 
 
-POLICY_REFUSES = {
-    "privacy.retrain.noise_multiplier=.05": ["privacy.retrain.noise_multiplier=0.05", "not 0.1 to"],
-    "privacy.weights.noise_multiplier=1 privacy.weights.max_grad_norm=1e-9 privacy.epsilon=50": [
-        "privacy.weights.noise_multiplier=1 with max_grad_norm=1e-09: client 0: refused",
-        "rule largest_grad_norm",
-    ],
-    "privacy.retrain.noise_multiplier=1 privacy.metrics_noise_multiplier=.05 "
-    "privacy.weights.noise_multiplier=1 privacy.alphas.noise_multiplier=1": [
-        "privacy.metrics_noise_multiplier=0.05: client 0: refused",
-    ],
-    "privacy.weights.noise_multiplier=.2 privacy.retrain.noise_multiplier=1": [
-        "search takes 2 rounds, more than",
-        "client 0: 0",
-    ],
-    "privacy.epsilon=50 privacy.metrics_noise_multiplier=3 "
-    "dataset.fractions={train:.5,validation:.499,test:.001}": [
-        "privacy.metrics_noise_multiplier=3",
-        "test has no declared record",
-    ],
-}
+FEW = "dataset.fractions={train: .99, validation: .005, test: .005}"
+SPLIT = "a client has no train record, of 1 in all and dataset.fractions."
+HEADS = " networks have no auxiliary head: set retrain.auxiliary_weight=0."
+LINEAR_DP = ("privacy=dp", "algorithm=fedavg", "algorithm.network=linear", "privacy.epsilon=50")
+REFUSED = [  # overrides, and parts of the sentence; {tmp} has a file
+    (["dataset.mean=[0,0,0]", "dataset.std=[1,1e-300,1]"], ["channel 1 of client 0"]),
+    ([FEW], ["client 0 has no validation record, by which fed_darts chooses", "validation=0.005"]),
+    (["dataset.fractions={train: 0, validation: .9, test: .1}"], ["client 0 has no train record"]),
+    (["clients=80"], [SPLIT, "train=0.5: raise that share, or give it more records"]),
+    *(
+        (
+            [
+                f"search_space={space}",
+                f"retrain={retrain}",
+                "stages=[search,retrain]",
+                "retrain.auxiliary_weight=1",
+            ],
+            [HEADS],
+        )
+        for space, retrain in (
+            *(("nasbench201_small", "small"), ("mbconv_small", "mbconv")),
+            ("dp_cells_small", "dp_cells"),
+        )
+    ),
+    (
+        [*LINEAR_DP, "privacy.metrics_noise_multiplier=.1", "privacy.retrain.noise_multiplier=2"],
+        ["evaluate takes 1 round, more than", "raise privacy.metrics_noise_multiplier=0.1 or set"],
+    ),
+    (
+        ["partition=saved", "partition.file={tmp}/none"],
+        ["partition.file={tmp}/none cannot be read"],
+    ),
+    (["dataset.cache={tmp}/file"], ["dataset.cache={tmp}/file cannot hold the prepared data"]),
+    ([*PRIVATE, "privacy.sites={tmp}/file"], ["privacy.sites=", " cannot be used "]),
+    *(
+        ([*PRIVATE, *f"{setting}='~nobody-of-that-name/here'".split()], [f"{name}=~nobody-of-that"])
+        for setting, name in (
+            *((one, one) for one in ("dataset.root", "dataset.cache", "run_dir", "privacy.sites")),
+            ("partition=saved partition.file", "partition.file"),
+        )
+    ),
+    (
+        [*NOISED, "privacy.retrain.noise_multiplier=.05"],
+        ["privacy.retrain.noise_multiplier=0.05", "not 0.1 to"],
+    ),
+    (
+        [*PRIVATE, "privacy.weights.noise_multiplier=1", "privacy.weights.max_grad_norm=1e-9"],
+        [
+            "privacy.weights.noise_multiplier=1 with max_grad_norm=1e-09: client 0: refused",
+            "rule largest_grad_norm",
+        ],
+    ),
+    (
+        [
+            *(*NOISED, "privacy.metrics_noise_multiplier=.05"),
+            *(f"privacy.{kind}.noise_multiplier=1" for kind in ("retrain", "weights", "alphas")),
+        ],
+        ["privacy.metrics_noise_multiplier=0.05: client 0: refused"],
+    ),
+    (
+        [*NOISED, "privacy.weights.noise_multiplier=.2", "privacy.retrain.noise_multiplier=1"],
+        ["search takes 2 rounds, more than", "client 0: 0"],
+    ),
+    (
+        [
+            *PRIVATE,
+            "privacy.metrics_noise_multiplier=3",
+            "dataset.fractions={train:.5,validation:.499,test:.001}",
+        ],
+        ["privacy.metrics_noise_multiplier=3", "test has no declared record"],
+    ),
+]
 
 
-@pytest.mark.parametrize("overrides", POLICY_REFUSES)
-def test_a_plan_that_simulated_sites_refuse_is_refused_by_its_settings(
-    compose_config: Compose, overrides: str
-) -> None:
-    sentence = refused(compose_config(*NOISED, *overrides.split()))
-    for part in POLICY_REFUSES[overrides]:
-        assert part in sentence
-
-
-def test_metrics_that_no_budget_covers_are_refused(compose_config: Compose) -> None:
-    config = compose_config(
-        *("privacy=dp", "algorithm=fedavg", "algorithm.network=linear", "privacy.epsilon=50"),
-        *("privacy.metrics_noise_multiplier=.1", "privacy.retrain.noise_multiplier=2"),
-    )
-    sentence = refused(config)
-    assert "evaluate takes 1 round, more than" in sentence
-    assert "raise privacy.metrics_noise_multiplier=0.1 or set it to null" in sentence
+@pytest.mark.parametrize(("overrides", "parts"), REFUSED)
+def test_what_cannot_be_done_is_refused_by_its_settings(compose_config, tmp_path, overrides, parts):
+    (tmp_path / "file").write_text("")
+    sentence = refused(compose_config(*(o.replace("{tmp}", str(tmp_path)) for o in overrides)))
+    for part in parts:
+        assert part.replace("{tmp}", str(tmp_path)) in sentence
 
 
 def test_sites_that_have_spent_their_budget_refuse_the_next_run(
-    compose_config: Compose, tmp_path: Path, run_inline: Callable
-) -> None:
+    compose_config, tmp_path, run_inline
+):
     own = (*PRIVATE, "clients=2", f"privacy.sites={tmp_path / 'sites'}")
     config = compose_config(*own)
     api.check(config)
     assert not (tmp_path / "sites").exists()
-    assert run_inline(*own).error is None
+    run_inline(*own)
     assert "more than what is left of budgets covers (client 0: " in refused(config)
     shutil.rmtree(tmp_path / "sites" / "client-1")  # so that it has a budget again
     api.check(config)  # half of the clients are a quorum
     assert "covers (client 0: " in refused(compose_config(*own, "runtime.quorum=0.51"))
 
 
-def test_private_runs_that_fit_pass(compose_config: Compose) -> None:
+def test_private_runs_that_fit_pass(compose_config):
     for more in ((), ("privacy.test_seed=1",)):
         api.check(compose_config(*PRIVATE, *more))
 
 
 @pytest.mark.parametrize(
-    "setting",
-    ["dataset.root", "dataset.cache", "run_dir", "partition=saved partition.file", "privacy.sites"],
-)
-def test_a_home_that_nobody_has_is_refused(compose_config: Compose, setting: str) -> None:
-    config = compose_config(*PRIVATE, *f"{setting}='~nobody-of-that-name/here'".split())
-    sentence = refused(config)
-    assert sentence.startswith(f"{setting.split()[-1]}=~nobody-of-that-name/here: ")
-
-
-@pytest.mark.parametrize(
     ("content", "said"), [(None, "cannot be read"), ("cell,accuracy\n|a|,90\n", "no table")]
 )
-def test_a_table_of_accuracies_that_is_none_is_refused(
-    compose_config: Compose, tmp_path: Path, content: str | None, said: str
-) -> None:
+def test_a_table_of_accuracies_that_is_none_is_refused(compose_config, tmp_path, content, said):
     path = tmp_path / "accuracies.csv"
     if content is not None:
         path.write_text(content)
@@ -259,7 +256,7 @@ def test_a_table_of_accuracies_that_is_none_is_refused(
 @pytest.mark.parametrize(
     "algorithm", ["zero_cost", pytest.param("successive_halving", marks=pytest.mark.run)]
 )
-def test_limits_that_no_network_keeps_are_refused(compose_config: Compose, algorithm: str) -> None:
+def test_limits_that_no_network_keeps_are_refused(compose_config, algorithm):
     group = "algorithm.limits" if algorithm == "zero_cost" else "algorithm.pool.limits"
     sentence = refused(compose_config(f"algorithm={algorithm}", f"{group}.parameters=1"))
     assert sentence.startswith("no network of search_space=nasbench201 is within the limits")
@@ -270,9 +267,7 @@ def test_limits_that_no_network_keeps_are_refused(compose_config: Compose, algor
     assert "exceed parameters=20000: raise them, or lower" in refused(compose_config(*small))
 
 
-def test_more_threads_than_cores_can_run_are_refused(
-    compose_config: Compose, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_threads_than_cores_can_run_are_refused(compose_config, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     sentence = refused(compose_config("runtime.threads=17"))
     assert sentence.startswith(
@@ -284,21 +279,9 @@ def test_more_threads_than_cores_can_run_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("space", "retrain"),
-    [("nasbench201_small", "small"), ("mbconv_small", "mbconv"), ("dp_cells_small", "dp_cells")],
-)
-def test_an_auxiliary_head_that_there_is_not_is_refused(
-    compose_config: Compose, space: str, retrain: str
-) -> None:
-    own = (f"search_space={space}", f"retrain={retrain}", "stages=[search,retrain]")
-    sentence = refused(compose_config(*own, "retrain.auxiliary_weight=1"))
-    assert sentence.endswith(" networks have no auxiliary head: set retrain.auxiliary_weight=0.")
-
-
-@pytest.mark.parametrize(
     "algorithm", ["random_search", pytest.param("dpnas", marks=pytest.mark.run)]
 )
-def test_a_group_norm_of_a_single_value_is_refused(compose_config: Compose, algorithm: str) -> None:
+def test_a_group_norm_of_a_single_value_is_refused(compose_config, algorithm):
     own = [f"algorithm={algorithm}", "search_space=dp_cells", "retrain=dp_cells"]
     own += ["search_space.widths=[2,2,4]"]
     sentence = refused(compose_config(*own, "search_space.head=1"))
@@ -307,36 +290,8 @@ def test_a_group_norm_of_a_single_value_is_refused(compose_config: Compose, algo
     api.check(compose_config(*own, "search_space.head=2"))
 
 
-def test_a_partition_file_that_is_none_is_named(compose_config: Compose, tmp_path: Path) -> None:
-    sentence = refused(
-        compose_config("partition=saved", f"partition.file={tmp_path / 'none.json'}")
-    )
-    assert sentence.startswith(f"partition.file={tmp_path / 'none.json'} cannot be read")
-
-
-def test_a_client_without_a_train_record_is_refused(compose_config: Compose) -> None:
-    sentence = refused(compose_config("clients=80"))
-    assert sentence.startswith("a client has no train record, of 1 in all and dataset.fractions.")
-    assert "train=0.5: raise that share, or give it more records" in sentence
-
-
-def test_a_cache_that_is_a_file_is_refused(compose_config: Compose, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    sentence = refused(compose_config(f"dataset.cache={tmp_path / 'file'}"))
-    assert sentence.startswith(f"dataset.cache={tmp_path / 'file'} cannot hold the prepared data")
-
-
-def test_sites_below_a_file_are_refused(compose_config: Compose, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    sentence = refused(compose_config(*PRIVATE, f"privacy.sites={tmp_path / 'file'}"))
-    assert sentence.startswith(f"privacy.sites={tmp_path / 'file'}"[:60])
-    assert " cannot be used " in sentence
-
-
 @pytest.mark.parametrize("run_dir", ["file", "file/run", "/proc/run"])
-def test_a_run_folder_that_cannot_be_made_is_refused(
-    compose_config: Compose, tmp_path: Path, run_dir: str
-) -> None:
+def test_a_run_folder_that_cannot_be_made_is_refused(compose_config, tmp_path, run_dir):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^run_dir=.* cannot be used \(.*\): choose another"):
         create_run_folder(compose_config(f"run_dir={tmp_path / run_dir}"))
@@ -352,10 +307,9 @@ ROOM = ("retrain.rounds=4", "stages=[retrain,evaluate,export]", "algorithm=fedav
 
 @pytest.mark.parametrize("overrides", [SEARCHED, ROOM])
 def test_a_run_writes_at_least_what_is_estimated_and_not_far_more(
-    overrides: tuple[str, ...], compose_config: Compose, finished_run: Callable[..., Any]
-) -> None:
+    overrides, compose_config, finished_run
+):
     ran = finished_run(*overrides)
-    assert ran.error is None
     least = written_bytes(ran.config, check_buildable(ran.config).networks)
     files = [*ran.folder.glob("checkpoints/*"), *ran.folder.glob("model.*")]
     assert len(files) == (6 if overrides == SEARCHED else 8)
@@ -363,14 +317,14 @@ def test_a_run_writes_at_least_what_is_estimated_and_not_far_more(
 
 
 def test_a_run_that_cannot_fit_on_its_disk_is_refused_before_it_begins(
-    compose_config: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    compose_config, tmp_path, monkeypatch
+):
     folder = tmp_path / "runs" / "new"
     config = compose_config("rounds=4", f"run_dir={folder}")
     least = written_bytes(config, check_buildable(config).networks)
     asked = []
 
-    def usage(path: Path) -> SimpleNamespace:
+    def usage(path):
         asked.append(path)
         return SimpleNamespace(free=least - 1)
 

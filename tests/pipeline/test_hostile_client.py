@@ -3,8 +3,6 @@
 Whole runs, inline; the hostile client is the real one, with its answers changed on their way out.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -72,7 +70,6 @@ def failures(run):
 
 
 def assert_sound(run):
-    assert run.error is None
     network = load(run.folder).network
     assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
     (exported,) = (e for e in run.events if e["event"] == "exported")
@@ -118,8 +115,7 @@ def test_a_negative_variance_spoils_nothing(lying, run_inline):
 def test_no_metric_of_a_client_stands_in_place_of_the_servers(lying, run_inline):
     for action, name in (("train.weights", "central_accuracy"), ("evaluate.model", "client")):
         lying(
-            action,
-            lambda reply, name=name: replace(reply, metrics={**reply.metrics, name: 0.125}),
+            action, lambda reply, name=name: replace(reply, metrics={**reply.metrics, name: 0.125})
         )
     run = run_inline(*EXACT)
     told = failures(run)
@@ -147,7 +143,6 @@ def test_a_client_that_declares_one_record_raises_nobodys_noise(lying, run_inlin
     two = run_inline(*overrides, "clients=3")
     lying("query.describe", telling(splits={"train": 1, "validation": 1, "test": 1}))
     run = run_inline(*overrides)
-    assert run.error is None
     (failure,) = failures(run)
     assert failure[0] == BAD
     assert f"client {BAD}: it declares 1 train records, where the median client has" in failure[1]
@@ -173,7 +168,6 @@ def test_a_client_that_declares_many_records_has_half_of_an_average(lying, run_i
     lying("query.describe", lambda reply: replace(reply, num_examples=2000))
     lying("train.weights", lambda reply: replace(reply, num_examples=2000))
     run = run_inline(*EXACT, "stages=[retrain]")
-    assert run.error is None
     assert failures(run) == []
     (warning,) = (e["message"] for e in run.events if e["event"] == "warning")
     assert f"client {BAD} may weigh 2000 of" in warning
@@ -192,7 +186,6 @@ def test_a_tag_that_names_no_group_leaves_a_client_out(properties, lying, run_in
     run = run_inline(
         *CFDNAS, "algorithm.inherit=false", "stages=[search]", "algorithm.group_rounds=1"
     )
-    assert run.error is None
     (failure,) = failures(run)
     assert failure[0] == BAD
     groups = json.loads((run.folder / "groups.json").read_text())
@@ -204,7 +197,7 @@ def test_too_few_honest_clients_end_the_run_and_the_sentence_names_the_hostile_o
     lying, run_inline
 ):
     lying("query.describe", telling(tag=7))
-    run = run_inline(*EXACT, "runtime.quorum=1")
+    run = run_inline(*EXACT, "runtime.quorum=1", fails=True)
     with pytest.raises(QuorumError, match="says tag=7 has the wrong type: expected text"):
         raise run.error
 

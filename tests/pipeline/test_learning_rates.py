@@ -1,7 +1,5 @@
 """What a private run takes from its records, budget and noise arrives where it acts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +32,7 @@ Compose = Callable[..., Config]
 class Listening(InProcessGrid):
     """Keeps the learning rates that clients train with, and the norms of moments they are sent."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config):
         super().__init__(make_client_app(dump_config(config)), config.clients)
         self.trained: list[tuple[float, float]] = []
 
@@ -49,7 +47,7 @@ class Listening(InProcessGrid):
 
 
 @pytest.fixture(scope="module")
-def trained(compose_config: Compose, tmp_path_factory: pytest.TempPathFactory):
+def trained(compose_config, tmp_path_factory):
     """A private training of a linear model: its configuration, events and requests."""
     folder = tmp_path_factory.mktemp("recipe") / "run"
     config = create_run_folder(compose_config(*LINEAR, f"run_dir={folder}"))
@@ -64,7 +62,7 @@ def named(events, name):
     return [event for event in events if event["event"] == name]
 
 
-def test_clients_train_at_the_rate_that_noise_and_records_give(trained) -> None:
+def test_clients_train_at_the_rate_that_noise_and_records_give(trained):
     """By hand: walk (1 - m) / (sigma R sqrt(K) / sum B  sqrt(T)), which falls to a tenth."""
     (told,) = named(trained.events, "learning_rate")
     (promised,) = named(trained.events, "privacy")
@@ -78,7 +76,7 @@ def test_clients_train_at_the_rate_that_noise_and_records_give(trained) -> None:
     assert 0.1 * told["lr"] < rates[-1] < 0.5 * told["lr"]
 
 
-def test_report_and_card_tell_the_rates_that_were_taken(trained) -> None:
+def test_report_and_card_tell_the_rates_that_were_taken(trained):
     (told,) = named(trained.events, "learning_rate")
     shown = read_run(trained.folder).settings["retrain"]
     assert shown["weights"]["lr"] == told["lr"] != trained.config.retrain.weights.lr
@@ -87,27 +85,27 @@ def test_report_and_card_tell_the_rates_that_were_taken(trained) -> None:
     assert "batch_size" not in shown
 
 
-def test_momentum_goes_on_from_round_to_round(trained) -> None:
+def test_momentum_goes_on_from_round_to_round(trained):
     moments = [of_moments for _, of_moments in trained.trained]
     assert moments[:2] == [0.0, 0.0]
     assert moments[2] == moments[3] > 0
 
 
-def test_every_step_draws_a_share_of_each_clients_records(trained) -> None:
+def test_every_step_draws_a_share_of_each_clients_records(trained):
     (promised,) = named(trained.events, "privacy")
     assert {rate for client in promised["clients"] for rate in client["rates"]} == {0.125}
 
 
-def test_a_resumed_run_keeps_its_learning_rate(trained) -> None:
+def test_a_resumed_run_keeps_its_learning_rate(trained):
     """Although all of its clients are gone."""
     (told,) = named(trained.events, "learning_rate")
     cohort = SimpleNamespace(properties={})
     gone = SimpleNamespace(config=trained.config, folder=trained.folder, schedule=[], cohort=cohort)
-    again = with_learning_rate(gone).retrain.weights  # type: ignore[arg-type]
+    again = with_learning_rate(gone).retrain.weights
     assert (again.lr, again.min_lr) == (told["lr"], 0.1 * told["lr"])
 
 
-def test_calibrate_tells_what_the_run_takes(trained, compose_config: Compose) -> None:
+def test_calibrate_tells_what_the_run_takes(trained, compose_config):
     (told,) = named(trained.events, "learning_rate")
     (planned,) = named(trained.events, "privacy")[0]["schedule"]
     lines = private_terms(compose_config(*LINEAR))
@@ -120,7 +118,7 @@ def test_calibrate_tells_what_the_run_takes(trained, compose_config: Compose) ->
     assert lines[-1].startswith("(epsilon, delta) at most (")
 
 
-def test_calibrate_refuses_what_has_no_noise(compose_config: Compose) -> None:
+def test_calibrate_refuses_what_has_no_noise(compose_config):
     with pytest.raises(ConfigError, match="privacy=none: nothing is to be calibrated"):
         private_terms(compose_config())
     assert not list(Path().glob("fednas-calibrate-*"))

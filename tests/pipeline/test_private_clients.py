@@ -1,7 +1,5 @@
 """Whole private runs of which the unit is the client: what is released, shared and promised."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -10,11 +8,12 @@ import pytest
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import release_guard
 from fednas_flwr.pipeline.feasible import check_buildable
-from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.unused import without_effect
+
+from ..booked import booked
 
 SIZES = ("channels=2", "num_cells=1")
 CLIENTS = [
@@ -58,7 +57,6 @@ def quick_accounting(monkeypatch):
 @pytest.mark.parametrize("algorithm", RUNS)
 def test_clients_release_one_update_an_exchange(algorithm, run_inline):
     ran = run_inline(*CLIENTS, f"algorithm={algorithm}", *RUNS[algorithm])
-    assert ran.error is None
     (private,) = [event for event in ran.events if event["event"] == "privacy"]
     schedule = private["schedule"]
     assert {tuple(planned["splits"]) for planned in schedule} == {SPLITS}
@@ -69,12 +67,9 @@ def test_clients_release_one_update_an_exchange(algorithm, run_inline):
         assert (client["unit"], client["records"]) == ("client", dict.fromkeys(SPLITS, 1))
         assert set(client["rates"]) == {1.0}
         assert len(set(client["epsilon"]["prv"].values())) == 1  # of all splits alike
-    site = ran.folder / "sites" / "client-0"
-    with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
-        entries = [row.entry for row in ledger.entries()]
+    entries = booked(ran.folder / "sites")
     assert {entry.splits for entry in entries} == {SPLITS}
-    booked = {entry.action for entry in entries}
-    assert booked == {
+    assert {entry.action for entry in entries} == {
         f"{action}:{kind}{' (noise of 2 sites)' if shared else ''}"
         for action, kind, _, shared in PLANS[algorithm]
     }
@@ -104,7 +99,6 @@ def test_the_total_of_updates_carries_the_noise_that_is_booked(run_inline):
             *("algorithm=fedavg", "algorithm.network=resnet8_4", "stages=[retrain]"),
             *("retrain.weights.lr=1e-30", "retrain.weights.min_lr=0", "retrain.rounds=4"),
         )
-    assert ran.error is None
     assert len(totals) == 4
     (private,) = [event for event in ran.events if event["event"] == "privacy"]
     (planned,) = private["schedule"]

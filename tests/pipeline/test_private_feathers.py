@@ -1,28 +1,19 @@
 """Whole private runs of FEATHERS, federated DARTS, FDNAS and DPNAS: what is booked and promised."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
-from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 
 from fednas_flwr.algorithms.feathers.strategy import BOUND_PER_SCALE
 from fednas_flwr.client import release_guard
-from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.pipeline.stages import run_stages
-from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.runs.checkpoints import CheckpointFolder
-from fednas_flwr.runs.events import EventLog, read_events
-from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
-from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND
+
+from ..booked import booked
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 PRIVATE = [
@@ -38,33 +29,17 @@ FEATHERS = [
 
 
 @pytest.fixture(scope="module")
-def run(compose_config, tmp_path_factory):
-    """``run(*overrides, resume=None)``: the stages inline; events and all clients' entries."""
-    patch = pytest.MonkeyPatch()
-    patch.setitem(
-        release_guard.ACCOUNTANTS, "prv", rdp_epsilon
-    )  # PRV takes up to a second per client
+def run(run_inline):
+    """``run(*overrides, resume=None)``: a whole run inline, and all clients' entries."""
 
     def ran(*overrides, resume=None):
-        if resume is None:
-            folder = tmp_path_factory.mktemp("run") / "run"
-            config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
-        else:
-            folder, config = resume, open_run_folder(str(resume))
-        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-        with EventLog(folder / "events.jsonl", []) as log:
-            run_stages(config, grid, log, resumed=resume is not None)
-        events = read_events(folder / "events.jsonl")
-        booked = [entries(folder / "sites" / f"client-{k}") for k in range(config.clients)]
-        return SimpleNamespace(config=config, folder=folder, events=events, booked=booked)
+        done = run_inline(*overrides, resume=resume)
+        done.booked = [booked(done.folder / "sites", k) for k in range(done.config.clients)]
+        return done
 
-    yield ran
-    patch.undo()
-
-
-def entries(site: Path):
-    with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
-        return [row.entry for row in ledger.entries()]
+    with pytest.MonkeyPatch.context() as patch:  # PRV takes up to a second per client
+        patch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
+        yield ran
 
 
 def named(run, name):
@@ -100,22 +75,22 @@ def test_every_step_of_every_trial_is_booked_and_none_beyond_the_schedule(search
         (i["stage"], f"{i['action']}:{i['kind']}", tuple(i["splits"])): i["steps"]
         for i in promise["schedule"]
     }
-    for booked in searched.booked:
-        counts = Counter((row.stage, row.action, row.splits) for row in booked)
+    for rows in searched.booked:
+        counts = Counter((row.stage, row.action, row.splits) for row in rows)
         assert counts == expected
         assert set(counts) == set(promised)
         assert all(counts[key] <= promised[key] for key in counts)
         assert all(
-            row.committed_steps == promised[row.stage, row.action, row.splits] for row in booked
+            row.committed_steps == promised[row.stage, row.action, row.splits] for row in rows
         )
     assert not named(searched, "client_left") + named(searched, "client_failed")
 
 
 @pytest.mark.run
 def test_one_composed_epsilon_covers_search_trials_rewards_and_retraining(searched):
-    for booked in searched.booked:
+    for rows in searched.booked:
         for split in ("train", "validation"):
-            releases = [row.release for row in booked if split in row.splits]
+            releases = [row.release for row in rows if split in row.splits]
             assert filter_epsilon(releases, 1e-5) <= 30
     (spent,) = named(searched, "privacy_spent")
     assert all(0 < client["spent"] <= 30 for client in spent["clients"])
@@ -148,18 +123,6 @@ def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_recor
         assert all(metrics == {} for metrics in event["clients"].values())
 
 
-@pytest.mark.run
-def test_private_federated_darts_takes_its_steps_and_no_more(run):
-    darts = run(*PRIVATE, "algorithm=fed_darts", "rounds=2", "retrain.rounds=2")
-    for booked in darts.booked:
-        counts = Counter((row.action, row.splits) for row in booked)
-        assert counts == {
-            ("train.search:weights", ("train",)): 2 * 2,
-            ("train.search:alphas", ("validation",)): 2 * 2,
-            ("train.weights:weights", ("train", "validation")): 2 * 3,
-        }
-
-
 FDNAS = [
     *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "privacy=dp", "clients=2"),
     *("search_space.norm=group", "search_space.width=0.25", "retrain.norm=group"),
@@ -175,26 +138,18 @@ def test_private_fdnas_releases_no_alphas_in_its_warm_up(run):
     fdnas = run(*FDNAS)
     assert not named(fdnas, "client_left") + named(fdnas, "client_failed")
     (promise,) = named(fdnas, "privacy")
-    for booked in fdnas.booked:
-        counts = Counter((row.action, row.splits) for row in booked)
+    for rows in fdnas.booked:
+        counts = Counter((row.action, row.splits) for row in rows)
         assert counts == {
             ("train.search:weights", ("train",)): 3 * 2,
             ("train.search:alphas", ("validation",)): 2 * 2,
             ("train.weights:weights", ("train", "validation")): 2 * 3,
         }
         assert [item["steps"] for item in promise["schedule"]] == [6, 4, 6]
-        assert {row.round for row in booked if row.action == "train.search:alphas"} == {2, 3}
+        assert {row.round for row in rows if row.action == "train.search:alphas"} == {2, 3}
         for split in ("train", "validation"):
-            releases = [row.release for row in booked if split in row.splits]
+            releases = [row.release for row in rows if split in row.splits]
             assert filter_epsilon(releases, 1e-5) <= 30
-
-
-@pytest.mark.run
-def test_a_search_that_only_warms_up_commits_no_alphas(run):
-    warm = run(*FDNAS, "algorithm.warm_up_rounds=4", "stages=[search]", "rounds=1")
-    (promise,) = named(warm, "privacy")
-    assert [item["kind"] for item in promise["schedule"]] == ["weights"]
-    assert {row.action for booked in warm.booked for row in booked} == {"train.search:weights"}
 
 
 DPNAS = [
@@ -214,20 +169,20 @@ def test_private_dpnas_books_every_step_of_candidates_and_one_vector_of_rewards(
     assert not named(dpnas, "client_left") + named(dpnas, "client_failed")
     (promise,) = named(dpnas, "privacy")
     sigma = next(i["noise_multiplier"] for i in promise["schedule"] if i["kind"] == "rewards")
-    for told, booked in zip(promise["clients"], dpnas.booked, strict=True):
-        counts = Counter((row.action, row.splits) for row in booked)
+    for told, rows in zip(promise["clients"], dpnas.booked, strict=True):
+        counts = Counter((row.action, row.splits) for row in rows)
         assert counts == {
             ("train.candidate:weights", ("train",)): 3 * 3 * 2,
             ("evaluate.candidates:rewards", ("validation",)): 2 + 1,
             ("train.weights:weights", ("train", "validation")): 2 * 3,
         }
         assert [item["steps"] for item in promise["schedule"]] == [18, 3, 6]
-        assert {r.round for r in booked if r.action.startswith("evaluate")} == {2, 3}
+        assert {r.round for r in rows if r.action.startswith("evaluate")} == {2, 3}
         for split in ("train", "validation"):
-            releases = [row.release for row in booked if split in row.splits]
+            releases = [row.release for row in rows if split in row.splits]
             assert filter_epsilon(releases, 1e-5) <= 30
             assert told["epsilon"]["rdp"][split] == pytest.approx(rdp_epsilon(releases, 1e-5))
-        searched = [row for row in booked if row.stage == "search"]
+        searched = [row for row in rows if row.stage == "search"]
         assert told["search_epsilon"] == pytest.approx(
             max(
                 rdp_epsilon([row.release for row in searched if split in row.splits], 1e-5)
@@ -260,13 +215,13 @@ def test_a_resumed_private_dpnas_goes_on_with_its_controller_and_books_the_round
     again = run(resume=first.folder)
     assert not named(again, "client_left") + named(again, "client_failed")
     assert [e["round"] for e in named(again, "round")] == [1, 2, 3, 3]
-    for booked in again.booked:
-        assert Counter(row.action for row in booked) == {
+    for rows in again.booked:
+        assert Counter(row.action for row in rows) == {
             "train.candidate:weights": (3 + 1) * 3 * 2,
             "evaluate.candidates:rewards": (2 + 1) + (1 + 1),
         }
         for split in ("train", "validation"):
-            releases = [row.release for row in booked if split in row.splits]
+            releases = [row.release for row in rows if split in row.splits]
             assert filter_epsilon(releases, 1e-5) <= 30
     promise = named(again, "privacy")[-1]
     assert [item["steps"] for item in promise["schedule"]] == [6, 2]

@@ -8,8 +8,9 @@ import pytest
 
 from fednas_flwr import cli, compose, run
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
+
+from ..booked import booked
 
 SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 PERSONS = 60
@@ -51,9 +52,7 @@ def test_persons_are_drawn_declared_and_promised(overrides, tmp_path):
     declared = [client["records"] for client in private["clients"]]
     # rounded down for each split, of 30 persons each
     assert [sum(records.values()) for records in declared] == [30, 30]
-    site = folder / "sites" / "client-0"
-    with Ledger(site / "ledger" / "ledger.sqlite", site / "key") as ledger:
-        rates = {row.entry.action: row.entry.release.sample_rate for row in ledger.entries()}
+    rates = {row.action: row.release.sample_rate for row in booked(folder / "sites")}
     assert rates["train.weight_gradient:weights"] == pytest.approx(6 / declared[0]["train"])
     card = re.sub(r"\s+", " ", (folder / "MODEL_CARD.md").read_text())
     assert "per person, add/remove" in card
@@ -112,11 +111,7 @@ def test_another_unit_keeps_the_budget_and_a_new_budget_says_what_it_leaves_out(
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     left_out = "per-person does not count what was booked on records (per record), if that was of"
     assert f"{left_out} the same records." in shown
-    for path in kept.glob("*/ledger/ledger.sqlite"):  # the refused run has booked nothing
-        with Ledger(path, path.parent.parent / "key") as ledger:
-            assert {row.entry.unit for row in ledger.entries()} == {"record"}
-    with Ledger(
-        sites / "client-0" / "ledger" / "ledger.sqlite", sites / "client-0" / "key"
-    ) as books:
-        units = {row.entry.account: row.entry.unit for row in books.entries()}
+    for client in range(2):  # the refused run has booked nothing
+        assert {row.unit for row in booked(kept, client)} == {"record"}
+    units = {row.account: row.unit for row in booked(sites)}
     assert units["per-person"] == "person by patient"

@@ -1,11 +1,7 @@
 """Raw data, fed to the model of a run through each of its doors, has the reported accuracy."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -16,10 +12,10 @@ from PIL import Image
 
 from fednas_flwr import load
 from fednas_flwr.cli import main
-from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
 
 from ..data_sets import read
+from ..finished_runs import looked_at
 from ..patients import patients
 
 FIXED = (
@@ -32,12 +28,12 @@ SEARCHED = (
 )
 
 
-def digits(folder: Path) -> SimpleNamespace:
+def digits(folder):
     """The 8x8 digits as their 0..16 are scaled to bytes; users have them as an array."""
     return SimpleNamespace(overrides=("dataset=digits", *FIXED), raw=None)
 
 
-def npz(folder: Path) -> SimpleNamespace:
+def npz(folder):
     """Digits in colours [N, H, W, C], with classes that have names."""
     records, _ = read("digits", Path())
     x = records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3)
@@ -49,7 +45,7 @@ def npz(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(overrides=(*overrides, "dataset.std=[.3,.3,.4]", *FIXED), raw=path)
 
 
-def numbers(folder: Path) -> SimpleNamespace:
+def numbers(folder):
     """A table without names in an npz file: the digits' pixels, some of them missing."""
     records, _ = read("digits", Path())
     x = records.features.flatten(1).numpy().astype(np.float32)
@@ -60,7 +56,7 @@ def numbers(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(overrides=("dataset=npz", f"dataset.root={path}", *FIXED), raw=path)
 
 
-def image_folder(folder: Path) -> SimpleNamespace:
+def image_folder(folder):
     """Digits as png files of two sizes, some in colours."""
     records, _ = read("digits", Path())
     root = folder / "images"
@@ -76,7 +72,7 @@ def image_folder(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(overrides=overrides, raw=root / "test")
 
 
-def csv(folder: Path) -> SimpleNamespace:
+def csv(folder):
     """A table as people have it: semicolons, decimal commas, missing cells, texts, dates."""
     table = patients()
     root = folder / "patients"
@@ -91,29 +87,17 @@ KINDS = {made.__name__: made for made in (digits, npz, numbers, image_folder, cs
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def finished(
-    request: pytest.FixtureRequest,
-    finished_run: Callable[..., Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> SimpleNamespace:
+def finished(request, finished_run, tmp_path_factory):
     """A finished run on data of one kind, its raw test data and what was reported of it."""
     kind = KINDS[request.param](tmp_path_factory.mktemp(request.param))
     run = finished_run(*kind.overrides)
-    assert run.error is None
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
-    test = make_data(run.config)[0].server_test
-    return SimpleNamespace(
-        folder=run.folder,
-        made_in=run.made_in,
-        events=run.events,
-        test=test,
-        raw=kind.raw,
-        truth=[test.class_names[label] for label in test.labels.tolist()],
-        accuracy=evaluated["central"]["accuracy"],
-    )
+    made = looked_at(run, raw=kind.raw)
+    made.truth = [made.test.class_names[label] for label in made.test.labels.tolist()]
+    made.accuracy = made.central["accuracy"]
+    return made
 
 
-def test_python_takes_raw_data(finished: SimpleNamespace) -> None:
+def test_python_takes_raw_data(finished):
     model = load(finished.folder)
     array = finished.test.features.numpy()  # bytes, or rows of a table, as the file has them
     found = model.predict(array)
@@ -133,9 +117,7 @@ def test_python_takes_raw_data(finished: SimpleNamespace) -> None:
         assert again.accuracy is None
 
 
-def test_the_command_takes_raw_data(
-    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_raw_data(finished, tmp_path, capsys):
     data = finished.raw
     if data is None:
         data = tmp_path / "data.npz"
@@ -153,7 +135,7 @@ def test_the_command_takes_raw_data(
     assert [n.removeprefix("probability of ") for n in shares] == list(finished.test.class_names)
     assert main(command) == 0  # by the threshold of the report, where it has one
     printed = " ".join(capsys.readouterr().out.split())
-    (central,) = (e["central"] for e in finished.events if e["event"] == "evaluated")
+    central = finished.central
     for name in (
         "f1",
         "auroc",
@@ -168,7 +150,7 @@ def test_the_command_takes_raw_data(
         assert f"the label is left from a probability of {central['threshold']:g} on" in printed
 
 
-def test_onnxruntime_takes_raw_data(finished: SimpleNamespace) -> None:
+def test_onnxruntime_takes_raw_data(finished):
     session = onnxruntime.InferenceSession(finished.folder / "model.onnx")
     inputs = load(finished.folder).inputs
     if inputs.is_table and finished.raw.suffix == ".csv":
@@ -185,16 +167,14 @@ def test_onnxruntime_takes_raw_data(finished: SimpleNamespace) -> None:
     assert np.mean(labels == np.array(finished.truth)) == finished.accuracy
 
 
-def test_what_the_model_takes_is_told(finished: SimpleNamespace) -> None:
+def test_what_the_model_takes_is_told(finished):
     card = (finished.folder / "MODEL_CARD.md").read_text()
     assert "## What it takes and gives" in card
     assert all(name in card for name in finished.test.class_names)
     assert all(column.name in card for column in finished.test.schema)
 
 
-def test_the_model_is_ready_to_publish(
-    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_model_is_ready_to_publish(finished, tmp_path, capsys):
     from huggingface_hub import ModelCard
 
     hub = tmp_path / "hub"
@@ -211,9 +191,7 @@ def test_the_model_is_ready_to_publish(
     assert "must be a new folder" in capsys.readouterr().err
 
 
-def test_the_model_of_real_sites_takes_raw_data(
-    run_inline: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_model_of_real_sites_takes_raw_data(run_inline, tmp_path):
     """Three sites with files of their own, whose ages differ; the server has a test table."""
     csv(tmp_path)
     table = pd.read_csv(tmp_path / "patients" / "train.csv", sep=";", decimal=",")
@@ -230,7 +208,6 @@ def test_the_model_of_real_sites_takes_raw_data(
         f"dataset.cache={tmp_path / 'cache'}",
         sites=files,
     )
-    assert ran.error is None
     (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
     found = load(ran.folder).predict(test)
     assert found.accuracy == evaluated["central"]["accuracy"] > 0.6

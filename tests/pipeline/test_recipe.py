@@ -1,7 +1,5 @@
 """The learning rate by which noise moves every weight as far as it is to."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -20,7 +18,7 @@ RELEASE = PlannedRelease(
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("clients", [1, 4])
-def test_steps_of_mere_noise_move_weights_as_far_as_the_rule_says(momentum: float, clients: int):
+def test_steps_of_mere_noise_move_weights_as_far_as_the_rule_says(momentum, clients):
     """Plain SGD on the mean of clients' noise, each of its own, and on nothing else."""
     torch.manual_seed(0)
     steps, walk = 2000, 0.2
@@ -38,7 +36,7 @@ def test_steps_of_mere_noise_move_weights_as_far_as_the_rule_says(momentum: floa
 
 
 @given(st.integers(1, 20), st.floats(1, 1e4), st.floats(0.1, 10), st.floats(0.01, 10))
-def test_rates_scale_as_the_noise_does(clients: int, batch: float, sigma: float, norm: float):
+def test_rates_scale_as_the_noise_does(clients, batch, sigma, norm):
     release = replace(RELEASE, noise_multiplier=sigma, max_grad_norm=norm)
     one = noise_per_step(release, [batch], asked=1)
     many = noise_per_step(release, [batch] * clients, asked=clients)

@@ -24,6 +24,8 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
 from fednas_flwr.pipeline.feasible import check_buildable
 
+from ..finished_runs import looked_at
+
 STAYS = 1200
 RANGES = (
     "dataset.ranges={age:[0,100],crp:[0,60]}",
@@ -73,18 +75,7 @@ def finished(
         "huber": ("training.loss=huber", "partition=label_groups", "retrain.evaluate_every=2"),
     }
     run = finished_run(*written(folder), *LINEAR, *more[request.param])
-    assert run.error is None
-    events = {event["event"]: event for event in run.events}
-    return SimpleNamespace(
-        kind=request.param,
-        folder=run.folder,
-        config=run.config,
-        test=make_data(run.config)[0].server_test,
-        raw=folder / "test.csv",
-        evaluated=events["evaluated"],
-        central=events["evaluated"]["central"],
-        events=run.events,
-    )
+    return looked_at(run, kind=request.param, raw=folder / "test.csv")
 
 
 pytestmark = pytest.mark.run
@@ -121,8 +112,7 @@ def test_what_standardises_is_of_all_clients_or_public(finished: SimpleNamespace
         assert target == pytest.approx((6, 12**0.5, 0, 12))
         return
     prepared, parts = make_data(finished.config)
-    (statistics,) = (e for e in finished.events if e["event"] == "statistics")
-    assert list(target) == statistics["target"]
+    assert list(target) == finished.statistics["target"]
     division = finished.config.dataset.division
     train = [make_client_data(prepared, part, **division).train for part in parts]
     numbers = torch.cat([split.labels[split.rows] for split in train]).double()
@@ -201,7 +191,6 @@ def test_searches_that_need_no_classes_find_a_network(
     run = finished_run(
         *overrides[:1], *written(tmp_path, stays()[:200]), *TINY, *SMALL, *overrides[1:]
     )
-    assert run.error is None
     assert not [e for e in run.events if e["event"] == "client_failed"]
     central = (
         run.events[-2]["central"]
@@ -233,7 +222,6 @@ def test_private_clients_learn_within_the_declared_range(
         "privacy.epsilon=8",
     )
     run = finished_run(*given, "evaluation.baselines=0", *overrides[1:])
-    assert run.error is None
     assert not [e for e in run.events if e["event"] == "client_failed"]
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
     model = load(run.folder)
@@ -251,7 +239,6 @@ def test_secure_sums_tell_the_errors_of_all_records(
 ) -> None:
     private = ("privacy=dp", "privacy.epsilon=8", "privacy.metrics_noise_multiplier=1")
     run = finished_run(*written(tmp_path), *RANGES, *LINEAR, *private, "secure_sum=true")
-    assert run.error is None
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
     assert evaluated["total"]["sites"] == 3
     assert 0 <= evaluated["total"]["rmse"] < 12  # noise may leave nothing of it
@@ -275,7 +262,6 @@ def photographs(folder: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
 def test_numbers_are_predicted_of_images(finished_run: Callable[..., Any], tmp_path: Path) -> None:
     table, of_images = photographs(tmp_path)
     run = finished_run(*of_images, *LINEAR)
-    assert run.error is None
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
     assert evaluated["central"]["r2"] > 0.8
     found = load(run.folder).predict(tmp_path)
@@ -303,7 +289,6 @@ def test_all_algorithms_take_numbers_of_images(
 ) -> None:
     _, of_images = photographs(tmp_path)
     run = finished_run(*of_images, "clients=2", "rounds=1", *overrides, "retrain.rounds=1")
-    assert run.error is None
     assert not [e for e in run.events if e["event"] == "client_failed"]
     models = [file.parent for file in run.folder.rglob("model.onnx")]  # of each group its own
     assert models
@@ -325,7 +310,6 @@ def test_sites_with_tables_of_their_own_find_one_target(
         f"dataset.cache={tmp_path / 'cache'}",
         sites=files,
     )
-    assert ran.error is None
     (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
     assert evaluated["central"]["r2"] > 0.6
     assert all(client["r2"] > 0.4 for client in evaluated["clients"])

@@ -1,12 +1,9 @@
 """Which run ``resume=auto`` continues, and that no two processes run in one folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +13,11 @@ from fednas_flwr import api
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.runs.run_folder import create_run_folder, find_unfinished, occupied
-from fednas_flwr.settings import Config
 
 STAMP = {"time": "2026-11-20T18:45:16.000+00:00", "elapsed": 1.0}
 
 
-def begun(config: Config, name: str, *statuses: str, age_s: float) -> Config:
+def begun(config, name, *statuses, age_s):
     """Make the folder of a run with one attempt per status, the newest ``age_s`` ago."""
     run = create_run_folder(replace(config, run_dir=str(Path("runs") / name)))
     folder = Path(str(run.run_dir))
@@ -36,8 +32,8 @@ def begun(config: Config, name: str, *statuses: str, age_s: float) -> Config:
 
 
 def test_the_newest_unfinished_run_of_the_same_configuration_is_continued(
-    compose_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    compose_config, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     config, other = compose_config(), compose_config("seed=2")
     assert find_unfinished(config) is None
@@ -65,7 +61,7 @@ with occupied(Path(sys.argv[1])):
 """
 
 
-def test_a_folder_has_one_process_at_a_time_and_is_free_after_a_kill(tmp_path: Path) -> None:
+def test_a_folder_has_one_process_at_a_time_and_is_free_after_a_kill(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=-1, stdout=-1, text=True
     ) as holder:
@@ -94,9 +90,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("content", FOREIGN)
 @pytest.mark.parametrize("own_strategy", [False, True])
-def test_a_foreign_configuration_is_not_continued(
-    tmp_path: Path, content: str, own_strategy: bool
-) -> None:
+def test_a_foreign_configuration_is_not_continued(tmp_path, content, own_strategy):
     (tmp_path / "config.yaml").write_bytes(FOREIGN[content])
     with pytest.raises(ConfigError) as raised:
         api.run(tmp_path, strategy=FedDARTS if own_strategy else None)
@@ -105,9 +99,7 @@ def test_a_foreign_configuration_is_not_continued(
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_resume_auto_passes_a_foreign_configuration(
-    compose_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_auto_passes_a_foreign_configuration(compose_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = compose_config()
     run = begun(config, "run", "failed", age_s=10)

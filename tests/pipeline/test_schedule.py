@@ -53,6 +53,11 @@ SEARCH = {
 FUSED = {("search", "train.gradients", kind): 18 for kind in ("weights", "alphas")}
 RETRAIN = {("retrain", "train.weights", "weights"): 20}
 MEASURED = ("search", "evaluate.model", "metrics")
+WARM = [
+    *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "stages=[search]"),
+    *("privacy.local_steps=1", "algorithm.warm_up_rounds=7"),
+]
+WARMED = {("search", "train.search", kind): n for kind, n in {"weights": 6, "alphas": 2}.items()}
 TESTED = {("evaluate", "evaluate.model", "metrics"): 1}
 
 
@@ -78,6 +83,8 @@ TESTED = {("evaluate", "evaluate.model", "metrics"): 1}
         ([], {"search": 6, "retrain": 3}, {("retrain", "train.weights", "weights"): 8}),
         (["stages=[search]"], {}, SEARCH),
         (["algorithm=fedavg", "algorithm.network=plain_cnn"], {}, RETRAIN),
+        (WARM, {}, {("search", "train.search", "weights"): 6}),
+        ([*WARM, "algorithm.warm_up_rounds=4"], {}, WARMED),
     ],
 )
 def test_as_many_steps_as_the_rounds_still_to_do_take(compose_config, overrides, done, expected):

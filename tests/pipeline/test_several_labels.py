@@ -1,12 +1,7 @@
 """Records that can have several labels: from raw data to scores, in all forms, and refusals."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -23,6 +18,7 @@ from fednas_flwr.models.export import onnx_inputs
 from fednas_flwr.pipeline.feasible import check_buildable
 
 from ..data_sets import read
+from ..finished_runs import looked_at
 
 NAMES = ("even", "large", "prime")
 LINEAR = (
@@ -31,7 +27,7 @@ LINEAR = (
 )
 
 
-def digits() -> tuple[np.ndarray, np.ndarray]:
+def digits():
     """Return the digits [N, 8, 8] and which of three properties each has [N, 3]; 1 has none."""
     records, _ = read("digits", Path())
     y = records.labels.numpy()
@@ -39,20 +35,20 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     return records.features[:, 0].numpy(), np.stack(marks, axis=1).astype(np.int64)
 
 
-def table(x: np.ndarray, y: np.ndarray) -> pd.DataFrame:
+def table(x, y):
     """Return the mean brightness of each row and column of an image, and the labels' columns."""
     sums = np.concatenate([x.mean(1), x.mean(2)], axis=1).round(3)
     columns = {f"p{i}": sums[:, i] for i in range(16)}
     return pd.DataFrame(columns | {n: y[:, i] for i, n in enumerate(NAMES)})
 
 
-def as_lists(own: pd.DataFrame, separator: str) -> pd.DataFrame:
+def as_lists(own, separator):
     """Return the same table with the labels in one column."""
     found = [[n for n in NAMES if row[n]] for _, row in own.iterrows()]
     return own.drop(columns=list(NAMES)).assign(findings=[separator.join(names) for names in found])
 
 
-def images(folder: Path) -> tuple[str, ...]:
+def images(folder):
     """An npz file with y [N, 3], of which a network is searched."""
     x, y = digits()
     np.savez(folder / "raw.npz", x_train=x[:900], y_train=y[:900], x_test=x[900:], y_test=y[900:])
@@ -61,7 +57,7 @@ def images(folder: Path) -> tuple[str, ...]:
     return ("dataset=npz", f"dataset.root={folder / 'raw.npz'}", names, "clients=2", *searched)
 
 
-def columns(folder: Path) -> tuple[str, ...]:
+def columns(folder):
     """A table with a column per label, also as yes and no."""
     own = table(*digits())
     own["large"] = np.where(own["large"] == 1, "Yes", "no")
@@ -71,7 +67,7 @@ def columns(folder: Path) -> tuple[str, ...]:
     return ("dataset=csv", f"dataset.root={folder}", labels, *LINEAR)
 
 
-def lists(folder: Path) -> tuple[str, ...]:
+def lists(folder):
     """A table with a column of lists; ``prime`` is the positive label."""
     own = as_lists(table(*digits()), "; ")
     own[:900].to_csv(folder / "train.csv", index=False)
@@ -84,30 +80,15 @@ KINDS = {made.__name__: made for made in (images, columns, lists)}
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def finished(
-    request: pytest.FixtureRequest,
-    finished_run: Callable[..., Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> SimpleNamespace:
+def finished(request, finished_run, tmp_path_factory):
     """A finished run on data of one kind, its raw test data and what was reported of it."""
     folder = tmp_path_factory.mktemp(request.param)
     run = finished_run(*KINDS[request.param](folder))
-    assert run.error is None
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
-    (partition,) = (e for e in run.events if e["event"] == "partition")
-    return SimpleNamespace(
-        kind=request.param,
-        folder=run.folder,
-        config=run.config,
-        test=make_data(run.config)[0].server_test,
-        raw=folder / ("raw.npz" if request.param == "images" else "test.csv"),
-        evaluated=evaluated,
-        central=evaluated["central"],
-        partition=partition,
-    )
+    raw = folder / ("raw.npz" if request.param == "images" else "test.csv")
+    return looked_at(run, kind=request.param, raw=raw)
 
 
-def test_python_says_what_is_reported(finished: SimpleNamespace) -> None:
+def test_python_says_what_is_reported(finished):
     y = finished.test.labels.numpy()
     found = load(finished.folder).predict(finished.raw)
     shares = found.probabilities
@@ -139,9 +120,7 @@ def test_python_says_what_is_reported(finished: SimpleNamespace) -> None:
     assert "confusion" not in finished.central
 
 
-def test_the_command_writes_labels_and_a_probability_each(
-    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_labels_and_a_probability_each(finished, tmp_path, capsys):
     output = tmp_path / "found.csv"
     assert main(["predict", str(finished.folder), str(finished.raw), "--output", str(output)]) == 0
     accuracy = finished.central["accuracy"]
@@ -157,7 +136,7 @@ def test_the_command_writes_labels_and_a_probability_each(
     assert 1 - np.mean(wrong) / 3 == pytest.approx(accuracy)
 
 
-def test_onnxruntime_gives_labels_and_probabilities(finished: SimpleNamespace) -> None:
+def test_onnxruntime_gives_labels_and_probabilities(finished):
     session = onnxruntime.InferenceSession(finished.folder / "model.onnx")
     fed = onnx_inputs(finished.test.features, load(finished.folder).inputs)
     labels, shares = session.run(["labels", "probabilities"], fed)
@@ -171,7 +150,7 @@ def test_onnxruntime_gives_labels_and_probabilities(finished: SimpleNamespace) -
     assert json.loads(meta["class_names"]) == list(NAMES)
 
 
-def test_report_card_and_counts_are_of_labels(finished: SimpleNamespace) -> None:
+def test_report_card_and_counts_are_of_labels(finished):
     report = (finished.folder / "report.html").read_text()
     card = (finished.folder / "MODEL_CARD.md").read_text()
     assert "Each label" in report
@@ -188,24 +167,19 @@ def test_report_card_and_counts_are_of_labels(finished: SimpleNamespace) -> None
         assert finished.evaluated["trees"]["auroc"] > finished.evaluated["linear"]["auroc"]
 
 
-def test_private_clients_search_and_train_on_several_labels(
-    finished_run: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_private_clients_search_and_train_on_several_labels(finished_run, tmp_path):
     images(tmp_path)
     run = finished_run(
         *("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=8", "clients=2", "rounds=2"),
         *("dataset=npz", f"dataset.root={tmp_path / 'raw.npz'}", "retrain.rounds=1"),
         "dataset.class_names=[even,large,prime]",
     )
-    assert run.error is None
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
     assert not [e for e in run.events if e["event"] == "client_failed"]
     assert 0 < evaluated["central"]["accuracy"] < 1
 
 
-def test_real_sites_say_that_records_can_have_several_labels(
-    run_inline: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_real_sites_say_that_records_can_have_several_labels(run_inline, tmp_path):
     """Two sites and the server's test set have tables with lists."""
     own = as_lists(table(*digits()), "|")
     files = [tmp_path / "0.csv", tmp_path / "1.csv"]
@@ -218,7 +192,6 @@ def test_real_sites_say_that_records_can_have_several_labels(
         f"dataset.cache={tmp_path / 'cache'}",
         sites=files,
     )
-    assert ran.error is None
     found = load(ran.folder).predict(tmp_path / "new.csv")
     assert found.multi_label
     (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
@@ -245,12 +218,7 @@ def test_real_sites_say_that_records_can_have_several_labels(
         (("dataset.labels=[a,b]",), "setting=dataset.labels is unknown"),
     ],
 )
-def test_what_is_for_one_class_is_refused(
-    overrides: tuple[str, ...],
-    message: str,
-    compose_config: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
+def test_what_is_for_one_class_is_refused(overrides, message, compose_config, tmp_path):
     changed = {override.split("=")[0] for override in overrides}
     given = [o for o in images(tmp_path) if o.split("=")[0] not in changed]
     with pytest.raises(ConfigError, match=message):
@@ -258,7 +226,7 @@ def test_what_is_for_one_class_is_refused(
 
 
 @pytest.mark.run
-def test_several_labels_are_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_labels_are_audited(tmp_path, capsys):
     images(tmp_path)
     status = main(
         [
@@ -271,7 +239,7 @@ def test_several_labels_are_audited(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "The audit does not refute" in capsys.readouterr().out
 
 
-def test_torch_gets_probabilities_that_need_not_sum_to_1(finished: SimpleNamespace) -> None:
+def test_torch_gets_probabilities_that_need_not_sum_to_1(finished):
     model = load(finished.folder)
     x = finished.test.features[:9]
     with torch.no_grad():

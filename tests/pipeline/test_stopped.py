@@ -1,22 +1,17 @@
 """A run that is stopped ends in one sentence, and goes on from its last checkpoint."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fednas_flwr.cli import RUN_FAILED, STOPPED
 from fednas_flwr.runs.events import read_events
-
-from ..fork_server import ForkServer
 
 MOMENTS = 50
 TIMEOUT_S = 900
@@ -25,7 +20,7 @@ TIMEOUT_S = 900
 Start = Callable[..., Any]  # of `fednas <arguments>`; returns what has the methods of a Popen
 
 
-def interpreter(*arguments: str) -> subprocess.Popen[str]:
+def interpreter(*arguments):
     """Start ``fednas`` as a new interpreter in a process group of its own, as a terminal would."""
     return subprocess.Popen(
         [sys.executable, "-m", "fednas_flwr", *arguments],
@@ -37,7 +32,7 @@ def interpreter(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def complete(start: Start, *arguments: str) -> float:
+def complete(start, *arguments):
     """Return how long a run takes, in seconds, that must complete."""
     started = time.monotonic()
     with start("run", *arguments) as process:
@@ -46,7 +41,7 @@ def complete(start: Start, *arguments: str) -> float:
     return time.monotonic() - started
 
 
-def stop_when(start: Start, moment: Callable[[], bool], *arguments: str) -> None:
+def stop_when(start, moment, *arguments):
     """Press Ctrl-C at a moment, and check that the command ends without a trace."""
     with start("run", *arguments) as process:
         while process.poll() is None and not moment():
@@ -63,7 +58,7 @@ def stop_when(start: Start, moment: Callable[[], bool], *arguments: str) -> None
         assert all(line.startswith("To go on: fednas run resume=") for line in lines[:-1])
 
 
-def assert_goes_on(start: Start, folder: Path, whole: Path) -> None:
+def assert_goes_on(start, folder, whole):
     """Continue what a folder holds of a run, to the results of one that nobody stopped."""
     if not (folder / "config.yaml").exists():  # stopped before there was a run
         assert not list(folder.glob("*.*"))
@@ -74,12 +69,12 @@ def assert_goes_on(start: Start, folder: Path, whole: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def overrides(tiny_overrides: list[str]) -> list[str]:
+def overrides(tiny_overrides):
     return [*tiny_overrides, "clients=2", "search_space.num_cells=1"]
 
 
 @pytest.fixture(scope="module")
-def whole(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+def whole(overrides, tmp_path_factory):
     """The folder of a run that nobody stopped, and the seconds that it took."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     return folder, complete(interpreter, *overrides, f"run_dir={folder}")
@@ -94,16 +89,10 @@ def whole(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tup
         pytest.param("exported", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_stopped_goes_on(
-    fednas: ForkServer,
-    overrides: list[str],
-    whole: tuple[Path, float],
-    tmp_path: Path,
-    event: str,
-) -> None:
+def test_a_run_that_is_stopped_goes_on(fednas, overrides, whole, tmp_path, event):
     log = tmp_path / "run" / "events.jsonl"
 
-    def told() -> bool:
+    def told():
         return log.exists() and event in [told["event"] for told in read_events(log)]
 
     stop_when(fednas, told, *overrides, f"run_dir={tmp_path / 'run'}")
@@ -112,9 +101,7 @@ def test_a_run_that_is_stopped_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", range(MOMENTS))
-def test_a_run_that_is_stopped_at_any_moment_goes_on(
-    overrides: list[str], whole: tuple[Path, float], tmp_path: Path, moment: int
-) -> None:
+def test_a_run_that_is_stopped_at_any_moment_goes_on(overrides, whole, tmp_path, moment):
     folder, seconds = whole
     end = time.monotonic() + seconds * (moment + 0.5) / MOMENTS
     run = [*overrides, f"run_dir={tmp_path / 'run'}"]
@@ -122,7 +109,7 @@ def test_a_run_that_is_stopped_at_any_moment_goes_on(
     assert_goes_on(interpreter, tmp_path / "run", folder)
 
 
-def descendants(pid: int) -> list[tuple[int, str]]:
+def descendants(pid):
     """Return ids and command lines of the processes that a process and those of it have started."""
     listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True)
     rows = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
@@ -139,12 +126,12 @@ def descendants(pid: int) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("victim", ["ray::Worker", "raylet/raylet", "gcs/gcs_server"])
 @pytest.mark.parametrize("stage", ["search", "retrain"])
 def test_a_run_goes_on_after_processes_of_ray_were_killed(
-    overrides: list[str], whole: tuple[Path, float], tmp_path: Path, stage: str, victim: str
-) -> None:
+    overrides, whole, tmp_path, stage, victim
+):
     folder = tmp_path / "run"
     own = ("runtime=ray", "runtime.client_cpus=0.5", "runtime.quorum=1", f"run_dir={folder}")
 
-    def begun() -> bool:
+    def begun():
         log = folder / "events.jsonl"
         told = read_events(log) if log.exists() else []
         return any(event["event"] == "round" and event["stage"] == stage for event in told)
@@ -180,12 +167,8 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
     ],
 )
 def test_a_run_on_a_full_disk_goes_on_when_there_is_room(
-    fednas: ForkServer,
-    overrides: list[str],
-    whole: tuple[Path, float],
-    tmp_path: Path,
-    largest_file: int,
-) -> None:
+    fednas, overrides, whole, tmp_path, largest_file
+):
     own = (*overrides, f"run_dir={tmp_path / 'run'}")
     with fednas("run", *own, largest_file=largest_file) as process:
         _, errors = process.communicate(timeout=TIMEOUT_S)

@@ -1,7 +1,5 @@
 """A run with a time limit ends in time, keeps what it has, and goes on when it is resumed."""
 
-from __future__ import annotations
-
 import pytest
 
 from fednas_flwr import load, run

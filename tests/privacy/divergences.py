@@ -5,7 +5,7 @@ import math
 KERNEL_STD = 4.0  # cells, of the Gaussian that makes a discrete one of a continuous one
 
 
-def continuous_divergence(num_values: int, *, kernel_std: float = KERNEL_STD) -> float:
+def continuous_divergence(num_values, *, kernel_std=KERNEL_STD):
     """Return a bound on what discrete noise can tell beyond continuous noise: an epsilon.
 
     Formulas for the Poisson-sampled Gaussian mechanism speak of continuous noise. They hold for
@@ -47,7 +47,7 @@ def continuous_divergence(num_values: int, *, kernel_std: float = KERNEL_STD) ->
     return num_values * (math.log1p(e) - math.log1p(-e))
 
 
-def sum_divergence(num_values: int, *, sigma: int, sites: int) -> float:
+def sum_divergence(num_values, *, sigma, sites):
     """Return the distance of a sum of discrete Gaussians from one: an epsilon, as a logarithm.
 
     Every outcome of ``num_values`` sums of ``sites`` independent discrete Gaussians of ``sigma`` is

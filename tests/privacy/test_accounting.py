@@ -41,36 +41,36 @@ releases = st.builds(
 )
 
 
-def event(release: Release) -> dp_accounting.DpEvent:
+def event(release):
     gaussian = dp_accounting.GaussianDpEvent(release.noise_multiplier)
     sampled = dp_accounting.PoissonSampledDpEvent(release.sample_rate, gaussian)
     return dp_accounting.SelfComposedDpEvent(sampled, release.steps)
 
 
-def gaussian_epsilon(mu: float, delta: float) -> float:
+def gaussian_epsilon(mu, delta):
     """Exact epsilon of the Gaussian mechanism (Balle and Wang 2018)."""
 
-    def excess(e: float) -> float:
+    def excess(e):
         second = math.exp(e + norm.logcdf(-mu / 2 - e / mu))
         return float(norm.cdf(mu / 2 - e / mu)) - second - delta
 
     return 0.0 if excess(0.0) <= 0 else float(brentq(excess, 0.0, mu**2 + 40 * mu, xtol=1e-12))
 
 
-def one_step_epsilon(sigma: float, rate: float, delta: float) -> float:
+def one_step_epsilon(sigma, rate, delta):
     """Exact epsilon of one Poisson-subsampled Gaussian, the larger of adding and removing."""
 
-    def point(ratio: float) -> float:  # where mixture / plain equals this ratio
+    def point(ratio):  # where mixture / plain equals this ratio
         return 0.5 + sigma**2 * math.log((ratio - 1 + rate) / rate)
 
-    def mixture(z: float) -> float:  # P(mixture > z)
+    def mixture(z):  # P(mixture > z)
         return (1 - rate) * norm.sf(z / sigma) + rate * norm.sf((z - 1) / sigma)
 
-    def removing(e: float) -> float:
+    def removing(e):
         z = point(math.exp(e))
         return mixture(z) - math.exp(e) * norm.sf(z / sigma) - delta
 
-    def adding(e: float) -> float:
+    def adding(e):
         if math.exp(-e) <= 1 - rate:
             return -delta
         z = point(math.exp(-e))
@@ -84,15 +84,13 @@ def one_step_epsilon(sigma: float, rate: float, delta: float) -> float:
 
 
 @pytest.mark.parametrize(("release", "gdp", "tight", "renyi"), REFERENCES)
-def test_reference_values(
-    release: Release, gdp: float, tight: float, renyi: tuple[float, float]
-) -> None:
+def test_reference_values(release, gdp, tight, renyi):
     assert gdp_epsilon([release], DELTA) == pytest.approx(gdp, abs=0.006 if gdp < 10 else 0.06)
     assert prv_epsilon([release], DELTA) == pytest.approx(tight, rel=0.005)
     assert renyi[0] * 0.998 <= rdp_epsilon([release], DELTA) <= renyi[1] * 1.002
 
 
-def test_rdp_agrees_with_dp_accounting() -> None:
+def test_rdp_agrees_with_dp_accounting():
     for release, *_ in REFERENCES[:5]:
         accountant = rdp.RdpAccountant(RDP_ORDERS)
         theirs = accountant.compose(event(release)).get_epsilon(DELTA)
@@ -105,7 +103,7 @@ def test_rdp_agrees_with_dp_accounting() -> None:
     assert rdp_epsilon(mixed, DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-4)
 
 
-def test_prv_agrees_with_a_fine_grid_and_with_opacus() -> None:
+def test_prv_agrees_with_a_fine_grid_and_with_opacus():
     mixed = [Release(1.0, 0.05, 10), Release(2.0, 0.02, 40)]
     fine = pld.PLDAccountant(value_discretization_interval=2e-4)
     for release in mixed:
@@ -122,7 +120,7 @@ def test_prv_agrees_with_a_fine_grid_and_with_opacus() -> None:
 
 
 @pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-8])
-def test_prv_bounds_the_exact_gaussian_tightly(delta: float) -> None:
+def test_prv_bounds_the_exact_gaussian_tightly(delta):
     schedule = [Release(6.0, 1.0, 5), Release(9.0, 1.0, 7), Release(6.0, 1.0, 2)]
     exact = gaussian_epsilon(math.sqrt(7 / 36 + 7 / 81), delta)
     assert exact <= prv_epsilon(schedule, delta) <= exact * 1.005
@@ -130,12 +128,12 @@ def test_prv_bounds_the_exact_gaussian_tightly(delta: float) -> None:
 
 
 @pytest.mark.parametrize(("sigma", "rate"), [(0.7, 0.01), (1.0, 0.05), (0.5, 0.5), (2.0, 0.9)])
-def test_prv_bounds_one_exact_subsampled_step_tightly(sigma: float, rate: float) -> None:
+def test_prv_bounds_one_exact_subsampled_step_tightly(sigma, rate):
     exact = one_step_epsilon(sigma, rate, DELTA)
     assert exact <= prv_epsilon([Release(sigma, rate, 1)], DELTA) <= exact * 1.01
 
 
-def test_gdp_agrees_with_opacus_and_composes_by_squares() -> None:
+def test_gdp_agrees_with_opacus_and_composes_by_squares():
     for release, *_ in REFERENCES[:3]:
         theirs = opacus_gdp.compute_eps_poisson(
             steps=release.steps,
@@ -151,7 +149,7 @@ def test_gdp_agrees_with_opacus_and_composes_by_squares() -> None:
     assert gaussian_epsilon(0.01024 * math.sqrt(4900), DELTA) < 3.0
 
 
-def test_gdp_at_its_ends() -> None:
+def test_gdp_at_its_ends():
     assert gdp_epsilon([Release(0.03, 0.5, 10)], DELTA) == math.inf
     assert gdp_epsilon([Release(1e6, 1e-9, 1)], DELTA) == 0.0
     large = gdp_epsilon([Release(0.2, 1.0, 1)], DELTA)  # mu = 2.7e5: nothing overflows
@@ -161,7 +159,7 @@ def test_gdp_at_its_ends() -> None:
 
 @settings(max_examples=8)
 @given(releases)
-def test_rdp_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta(release: Release) -> None:
+def test_rdp_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta(release):
     s, p, n = release.noise_multiplier, release.sample_rate, release.steps
     epsilon = rdp_epsilon([release], DELTA)
     assert 0 <= epsilon <= rdp_epsilon([Release(s, p, n + 1 + n // 10)], DELTA)
@@ -171,7 +169,7 @@ def test_rdp_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta(release:
     assert epsilon <= rdp_epsilon([release, Release(2.0, 0.1, 1)], DELTA)
 
 
-def test_prv_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta() -> None:
+def test_prv_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta():
     epsilon = prv_epsilon([Release(1.0, 0.02, 200)], DELTA)
     assert epsilon < prv_epsilon([Release(1.0, 0.02, 240)], DELTA)
     assert epsilon < prv_epsilon([Release(1.0, 0.024, 200)], DELTA)
@@ -181,7 +179,7 @@ def test_prv_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta() -> Non
 
 
 @pytest.mark.parametrize("accountant", [prv_epsilon, rdp_epsilon, gdp_epsilon, filter_epsilon])
-def test_contracts_of_every_accountant(accountant) -> None:
+def test_contracts_of_every_accountant(accountant):
     assert accountant([], DELTA) == 0.0
     two, three, five = (Release(1.0, 0.05, n) for n in (2, 3, 5))
     assert accountant([two, three], DELTA) == pytest.approx(accountant([five], DELTA), rel=1e-9)
@@ -193,7 +191,7 @@ def test_contracts_of_every_accountant(accountant) -> None:
             accountant([two], bad)
 
 
-def test_bounds_are_ordered() -> None:
+def test_bounds_are_ordered():
     for release in (Release(1.0, 0.05, 10), Release(1.0, 0.02, 500)):
         tight, renyi, enforced = (
             f([release], DELTA) for f in (prv_epsilon, rdp_epsilon, filter_epsilon)
@@ -201,14 +199,14 @@ def test_bounds_are_ordered() -> None:
         assert tight <= renyi <= enforced * 1.001
 
 
-def test_prv_gives_the_renyi_bound_where_it_cannot_compute() -> None:
+def test_prv_gives_the_renyi_bound_where_it_cannot_compute():
     hopeless = [Release(0.02, 0.5, 100)]
     assert prv_epsilon(hopeless, DELTA) == rdp_epsilon(hopeless, DELTA) > 500
     usual = [Release(1.0, 0.02, 200)]
     assert prv_epsilon(usual, 1e-12) == rdp_epsilon(usual, 1e-12)
 
 
-def test_every_release_counts_on_every_split_it_read() -> None:
+def test_every_release_counts_on_every_split_it_read():
     weights, alphas = Release(1.0, 0.05, 20), Release(2.0, 0.1, 20)
     both = Release(4.0, 0.1, 30)
     apart = [(weights, {"train"}), (alphas, ["validation"])]
@@ -229,7 +227,7 @@ def test_every_release_counts_on_every_split_it_read() -> None:
 
 @pytest.mark.parametrize("accountant", [rdp_epsilon, filter_epsilon])
 @pytest.mark.parametrize("target", [0.3, 3.0, 40.0])
-def test_calibrated_noise_meets_its_target_and_no_less_would(accountant, target: float) -> None:
+def test_calibrated_noise_meets_its_target_and_no_less_would(accountant, target):
     sigma = calibrate_noise(
         target_epsilon=target, delta=DELTA, sample_rate=0.02, steps=300, accountant=accountant
     )
@@ -237,15 +235,15 @@ def test_calibrated_noise_meets_its_target_and_no_less_would(accountant, target:
     assert accountant([Release(sigma * 0.998, 0.02, 300)], DELTA) > target
 
 
-def test_calibration_with_the_tight_accountant_needs_less_noise() -> None:
+def test_calibration_with_the_tight_accountant_needs_less_noise():
     plan = {"target_epsilon": 1.0, "delta": DELTA, "sample_rate": 0.05, "steps": 50}
     tight = calibrate_noise(**plan, accountant=prv_epsilon)
     assert prv_epsilon([Release(tight, 0.05, 50)], DELTA) <= 1.0
     assert tight < calibrate_noise(**plan, accountant=rdp_epsilon)
 
 
-def test_calibrated_noise_grows_with_steps_and_rate_and_shrinks_with_the_target() -> None:
-    def noise(target: float = 2.0, rate: float = 0.02, steps: int = 300) -> float:
+def test_calibrated_noise_grows_with_steps_and_rate_and_shrinks_with_the_target():
+    def noise(target=2.0, rate=0.02, steps=300):
         return calibrate_noise(
             target_epsilon=target,
             delta=DELTA,
@@ -260,7 +258,7 @@ def test_calibrated_noise_grows_with_steps_and_rate_and_shrinks_with_the_target(
     assert noise(target=1e5) >= 0.01
 
 
-def test_calibration_refuses_what_cannot_be_met() -> None:
+def test_calibration_refuses_what_cannot_be_met():
     plan = {"target_epsilon": 1.0, "delta": DELTA, "sample_rate": 0.05, "steps": 50}
     with pytest.raises(ValueError, match="no noise_multiplier"):
         calibrate_noise(**{**plan, "target_epsilon": 1e-7}, accountant=lambda r, d: 1.0)

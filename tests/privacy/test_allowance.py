@@ -1,7 +1,6 @@
 """The one counter of what requests make a site write in a day."""
 
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,11 +13,11 @@ DAY = 86_400
 
 
 @pytest.fixture
-def counter(tmp_path: Path) -> Path:
+def counter(tmp_path):
     return counter_of(tmp_path / "ledger.key")
 
 
-def test_a_day_takes_so_much_and_the_next_one_as_much_again(counter: Path) -> None:
+def test_a_day_takes_so_much_and_the_next_one_as_much_again(counter):
     take(counter, MOST_BYTES - 10, now=5 * DAY)
     for _ in range(3):
         with pytest.raises(DayFullError, match="^refused: .*as it writes in a day .* tomorrow.$"):
@@ -32,7 +31,7 @@ def test_a_day_takes_so_much_and_the_next_one_as_much_again(counter: Path) -> No
     assert list(map(int, counter.read_text().split())) == [6, MOST_BYTES, 0]
 
 
-def test_refusals_write_nothing_but_their_number(counter: Path) -> None:
+def test_refusals_write_nothing_but_their_number(counter):
     take(counter, MOST_BYTES, now=0)
     before = sorted(counter.parent.iterdir()), counter.stat().st_size
     for _ in range(1000):
@@ -43,7 +42,7 @@ def test_refusals_write_nothing_but_their_number(counter: Path) -> None:
     assert counter.stat().st_mode & 0o077 == 0
 
 
-def test_what_says_that_it_is_spent_may_go_a_little_beyond(counter: Path) -> None:
+def test_what_says_that_it_is_spent_may_go_a_little_beyond(counter):
     take(counter, MOST_BYTES, now=0)
     take(counter, 60, now=0, beyond=100)
     with pytest.raises(DayFullError):
@@ -53,7 +52,7 @@ def test_what_says_that_it_is_spent_may_go_a_little_beyond(counter: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "5 6", "a b c", "0" * 500])
-def test_a_counter_that_is_none_starts_anew(counter: Path, text: str) -> None:
+def test_a_counter_that_is_none_starts_anew(counter, text):
     take(counter, 1, now=0)
     counter.write_text(text)
     take(counter, 7, now=0)
@@ -61,9 +60,7 @@ def test_a_counter_that_is_none_starts_anew(counter: Path, text: str) -> None:
 
 
 @given(amounts=st.lists(st.integers(0, MOST_BYTES), max_size=20))
-def test_no_sequence_takes_more_than_the_allowance(
-    amounts: list[int], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_no_sequence_takes_more_than_the_allowance(amounts, tmp_path_factory):
     counter, taken = counter_of(tmp_path_factory.mktemp("site") / "key"), 0
     for amount in amounts:
         try:
@@ -75,8 +72,8 @@ def test_no_sequence_takes_more_than_the_allowance(
     assert taken <= MOST_BYTES
 
 
-def test_threads_share_a_counter(counter: Path) -> None:
-    def some() -> None:
+def test_threads_share_a_counter(counter):
+    def some():
         for _ in range(50):
             take(counter, 3, now=0)
 

@@ -1,7 +1,5 @@
 """Limits of the audit against exact distributions: how often each is wrong, what is shown."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -24,7 +22,7 @@ MISSES = (1e-2, 1e-6, 1e-9)
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("miss", MISSES)
-def test_limits_of_a_variance_are_wrong_as_often_as_they_say(count: int, miss: float) -> None:
+def test_limits_of_a_variance_are_wrong_as_often_as_they_say(count, miss):
     """At the squares at which a limit is the true variance, 1, the rest of the tail is ``miss``."""
     low, high = variance_limits(1.0, count, miss=miss)
     assert stats.chi2.sf(1 / low, count) == pytest.approx(miss, rel=1e-3)
@@ -33,8 +31,8 @@ def test_limits_of_a_variance_are_wrong_as_often_as_they_say(count: int, miss: f
 
 
 @pytest.mark.parametrize("miss", MISSES)
-def test_so_many_values_show_half_the_noise_and_fewer_do_not(miss: float) -> None:
-    def often(count: int) -> float:
+def test_so_many_values_show_half_the_noise_and_fewer_do_not(miss):
+    def often(count):
         """How often the upper limit of a variance of 1/4 is below 1."""
         return float(stats.chi2.cdf(stats.chi2.ppf(miss, count) * 4, count))
 
@@ -45,9 +43,7 @@ def test_so_many_values_show_half_the_noise_and_fewer_do_not(miss: float) -> Non
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("length", [0.0, 1.0, 30.0, 1000.0])
 @pytest.mark.parametrize("miss", MISSES)
-def test_limits_of_a_length_are_wrong_as_seldom_as_they_say(
-    count: int, length: float, miss: float
-) -> None:
+def test_limits_of_a_length_are_wrong_as_seldom_as_they_say(count, length, miss):
     squares = torch.linspace(0, 1, 2001).double() ** 2
     squares = (squares * 4 * (count + length**2 + 100)).tolist()
     limits = [length_limits(value, count, miss=miss) for value in squares]
@@ -62,7 +58,7 @@ def test_limits_of_a_length_are_wrong_as_seldom_as_they_say(
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("miss", MISSES)
-def test_what_is_shown_of_lengths_is_as_often_as_it_says(count: int, miss: float) -> None:
+def test_what_is_shown_of_lengths_is_as_often_as_it_says(count, miss):
     """Twice is told from once, and a quarter from half, from some length on, with room to spare."""
     lengths = [1.2**power for power in range(60)]
     twice = next(own for own in lengths if shows_twice(own, count, miss=miss))
@@ -78,9 +74,7 @@ def test_what_is_shown_of_lengths_is_as_often_as_it_says(count: int, miss: float
 
 @pytest.mark.parametrize(("units", "rate"), [(10, 0.5), (500, 0.125), (5000, 0.01)])
 @pytest.mark.parametrize("miss", MISSES)
-def test_limits_of_a_rate_are_wrong_as_seldom_as_they_say(
-    units: int, rate: float, miss: float
-) -> None:
+def test_limits_of_a_rate_are_wrong_as_seldom_as_they_say(units, rate, miss):
     limits = [rate_limit(drawn, units, miss=miss) for drawn in range(units + 1)]
     assert limits == sorted(limits)
     wrong = [drawn for drawn, limit in enumerate(limits) if limit > rate]
@@ -90,7 +84,7 @@ def test_limits_of_a_rate_are_wrong_as_seldom_as_they_say(
     assert rate_limit(units + 9.5, units, miss=miss) == limits[-1] < 1
 
 
-def test_limits_of_a_length_that_is_seen_exactly() -> None:
+def test_limits_of_a_length_that_is_seen_exactly():
     low, high = length_limits(1e8, 1, miss=1e-6)
     assert low == pytest.approx(1e4, rel=1e-3)
     assert high == pytest.approx(1e4, rel=1e-3)

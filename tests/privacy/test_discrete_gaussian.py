@@ -13,7 +13,6 @@ from fednas_flwr.privacy.mechanism.noise import (
     LEAST_BLOCK,
     PROPOSALS_PER_SAMPLE,
     SecureGenerator,
-    Words,
     _Keystream,
     sample_discrete_gaussian,
 )
@@ -23,12 +22,12 @@ from .divergences import continuous_divergence
 KEY = bytes(range(32))
 
 
-def keystream(key: bytes = KEY) -> Words:
+def keystream(key=KEY):
     return _Keystream(key).words
 
 
 @functools.cache
-def probability(k: int, sigma: int) -> float:
+def probability(k, sigma):
     """To 1e-15 of itself."""
     terms = (math.exp(-(j**2) / (2 * sigma**2)) for j in range(-40 * sigma, 40 * sigma + 1))
     return math.exp(-(k**2) / (2 * sigma**2)) / math.fsum(terms)
@@ -41,10 +40,10 @@ def probability(k: int, sigma: int) -> float:
 class Reference:
     """Algorithms 1 to 3 in fractions, on the words of a stream."""
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words):
         self.words: Callable[[int], list[int]] = lambda count: [int(w) for w in words(count)]
 
-    def uniform(self, stops: list[int]) -> list[int]:
+    def uniform(self, stops):
         """One integer below each stop (all equal): a word from the last, short run is no use."""
         if not stops:
             return []
@@ -55,11 +54,11 @@ class Reference:
                 drawn[i] = word
         return [word // run for word in drawn]
 
-    def bernoulli(self, chances: list[tuple[int, int]]) -> list[bool]:
+    def bernoulli(self, chances):
         drawn = self.uniform([stop for _, stop in chances])
         return [u < numerator for u, (numerator, _) in zip(drawn, chances, strict=True)]
 
-    def bernoulli_exp(self, gammas: list[tuple[int, int]], k: int = 1) -> list[bool]:
+    def bernoulli_exp(self, gammas, k=1):
         """Algorithm 1, lines 1 to 7: gamma (a numerator and a denominator) is at most 1."""
         results = [False] * len(gammas)
         going = list(range(len(gammas)))
@@ -71,11 +70,11 @@ class Reference:
             k += 1
         return results
 
-    def bernoulli_exp_one(self, count: int) -> list[bool]:
+    def bernoulli_exp_one(self, count):
         """With gamma = 1 the first Bernoulli(gamma / 1) is true; no word is spent on it."""
         return self.bernoulli_exp([(1, 1)] * count, k=2)
 
-    def bernoulli_exp_any(self, numerators: list[int], denominator: int) -> list[bool]:
+    def bernoulli_exp_any(self, numerators, denominator):
         """Algorithm 1, lines 9 to 17; the part below 1 comes first."""
         floors = [math.floor(Fraction(n, denominator)) for n in numerators]
         rests = [n - f * denominator for n, f in zip(numerators, floors, strict=True)]
@@ -89,7 +88,7 @@ class Reference:
                     del left[i]
         return results
 
-    def discrete_laplace(self, count: int, t: int) -> list[int]:
+    def discrete_laplace(self, count, t):
         """Algorithm 2 with s = 1, once for each of some attempts."""
         u = self.uniform([t] * count)
         u = [x for x, d in zip(u, self.bernoulli_exp([(x, t) for x in u]), strict=True) if d]
@@ -103,7 +102,7 @@ class Reference:
         both = [(b, x + t * min(n, 62)) for b, x, n in zip(signs, u, v, strict=True)]
         return [-y if b else y for b, y in both if not (b and y == 0)]
 
-    def samples(self, count: int, sigma: int) -> list[int]:
+    def samples(self, count, sigma):
         """Algorithm 3 with t = sigma."""
         samples: list[int] = []
         while (missing := count - len(samples)) > 0:
@@ -117,17 +116,17 @@ class Reference:
 
 
 @pytest.mark.parametrize("sigma", [2, 3, 1000, 2**24, 2**25 - 1, 3 * 2**24 + 1, LARGEST_SIGMA])
-def test_it_draws_what_the_algorithms_in_fractions_draw(sigma: int) -> None:
+def test_it_draws_what_the_algorithms_in_fractions_draw(sigma):
     got = sample_discrete_gaussian(keystream(), 5000, sigma=sigma)
     assert got.dtype == np.int64
     assert got.tolist() == Reference(keystream()).samples(5000, sigma)
 
 
-def lopsided(chance: float) -> Words:
+def lopsided(chance):
     """A stream that has words of [.34, .5) 2^64 more often: Bernoulli(exp(-1)) is mostly true."""
     random = np.random.default_rng(0)
 
-    def words(count: int) -> np.ndarray:
+    def words(count):
         usual = random.integers(0, 2**64, count, dtype=np.uint64)
         true = random.integers(int(0.34 * 2**64), 2**63, count, dtype=np.uint64)
         return np.where(random.random(count) < chance, true, usual)
@@ -136,19 +135,19 @@ def lopsided(chance: float) -> Words:
 
 
 @pytest.mark.parametrize("sigma", [2, LARGEST_SIGMA])
-def test_also_far_in_the_tails(sigma: int) -> None:
+def test_also_far_in_the_tails(sigma):
     """Box and Muller's noise ended at 9.4 standard deviations."""
     got = sample_discrete_gaussian(lopsided(0.98), 400, sigma=sigma)
     assert got.tolist() == Reference(lopsided(0.98)).samples(400, sigma)
     assert np.abs(got).max() > 12 * sigma
 
 
-def test_the_largest_proposals_do_not_overflow() -> None:
+def test_the_largest_proposals_do_not_overflow():
     """Of the longest runs, 62, the exponent is (62 - 1 + u)^2 / 2 at most."""
     attempts: list[int] = []
 
     class Noted(Reference):
-        def bernoulli_exp_any(self, numerators: list[int], denominator: int) -> list[bool]:
+        def bernoulli_exp_any(self, numerators, denominator):
             attempts.extend(numerators)
             return super().bernoulli_exp_any(numerators, denominator)
 
@@ -157,18 +156,18 @@ def test_the_largest_proposals_do_not_overflow() -> None:
     assert 2**63 < max(attempts) < 2**64
 
 
-def test_words_of_the_last_short_run_are_drawn_again() -> None:
+def test_words_of_the_last_short_run_are_drawn_again():
     """2^64 = 3 x 6148914691236517205 + 1: the last word stands for nothing below 3."""
     stream = keystream()
 
-    def words(count: int) -> np.ndarray:
+    def words(count):
         drawn = stream(count).copy()
         drawn[drawn % np.uint64(5) == 0] = np.uint64(2**64 - 1)
         return drawn
 
     seen: list[np.ndarray] = []
 
-    def noted(count: int) -> np.ndarray:
+    def noted(count):
         seen.append(words(count))
         return seen[-1]
 
@@ -181,7 +180,7 @@ def test_words_of_the_last_short_run_are_drawn_again() -> None:
 
 
 @pytest.mark.parametrize("sigma", [2, 3, 7, 40])
-def test_frequencies_are_the_discrete_gaussians(sigma: int) -> None:
+def test_frequencies_are_the_discrete_gaussians(sigma):
     count = 400_000
     samples = sample_discrete_gaussian(keystream(), count, sigma=sigma)
     edge = 1
@@ -193,19 +192,19 @@ def test_frequencies_are_the_discrete_gaussians(sigma: int) -> None:
     assert stats.chisquare([*inside, outside[0]], [*expected, outside[1]]).pvalue > 1e-3
 
 
-def test_a_stream_gives_the_same_samples_again_and_another_key_others() -> None:
+def test_a_stream_gives_the_same_samples_again_and_another_key_others():
     first, again = (sample_discrete_gaussian(keystream(), 100, sigma=2**24) for _ in range(2))
     assert first.tolist() == again.tolist()
     other = sample_discrete_gaussian(keystream(bytes(32)), 100, sigma=2**24)
     assert not set(first.tolist()) & set(other.tolist())
 
 
-def test_however_few_are_wanted_thousands_are_proposed() -> None:
+def test_however_few_are_wanted_thousands_are_proposed():
     """The time taken tells nothing of one sample alone."""
     drawn: list[int] = []
     stream = keystream()
 
-    def counted(count: int) -> np.ndarray:
+    def counted(count):
         drawn.append(count)
         return stream(count)
 
@@ -219,7 +218,7 @@ def test_however_few_are_wanted_thousands_are_proposed() -> None:
 
 
 @pytest.mark.parametrize("sigma", [0, 1, -1, 2**26 + 1, 1.5, 2.0**24, math.nan])
-def test_what_does_not_fit_the_words_is_refused(sigma: int) -> None:
+def test_what_does_not_fit_the_words_is_refused(sigma):
     with pytest.raises(ValueError, match="sigma must be a whole number from 2 to 2\\^26"):
         sample_discrete_gaussian(keystream(), 1, sigma=sigma)
     with pytest.raises(ValueError, match="sigma must be a whole number"):
@@ -228,9 +227,7 @@ def test_what_does_not_fit_the_words_is_refused(sigma: int) -> None:
 
 @pytest.mark.parametrize("kernel_std", [0.5, 0.6, 0.8, 0.9])
 @pytest.mark.parametrize("sigma", [1, 2, 5])
-def test_discrete_noise_is_continuous_noise_rounded_at_random(
-    sigma: int, kernel_std: float
-) -> None:
+def test_discrete_noise_is_continuous_noise_rounded_at_random(sigma, kernel_std):
     """By quadrature: how much likelier an integer can be than after continuous noise and K."""
     r, s = kernel_std, math.sqrt(sigma**2 - kernel_std**2)
     x = np.arange(-14 * sigma, 14 * sigma, 1 / 64)  # of analytic functions, exact to 1e-15
@@ -249,7 +246,7 @@ def test_discrete_noise_is_continuous_noise_rounded_at_random(
         assert max(ratios) > 1e-3 * bound
 
 
-def test_what_discrete_noise_adds_changes_no_digit_of_an_epsilon() -> None:
+def test_what_discrete_noise_adds_changes_no_digit_of_an_epsilon():
     """A million weights, a billion steps."""
     assert 0 < continuous_divergence(1) < 3e-137
     assert continuous_divergence(10**15) == pytest.approx(1e15 * continuous_divergence(1))

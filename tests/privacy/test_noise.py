@@ -14,12 +14,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from fednas_flwr.privacy.mechanism.noise import (
-    SecureGenerator,
-    _Keystream,
-    add_noise,
-    noise_grid,
-)
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream, add_noise, noise_grid
 from fednas_flwr.privacy.mechanism.shared_noise import noise_range
 
 from .divergences import KERNEL_STD
@@ -27,26 +22,20 @@ from .divergences import KERNEL_STD
 SEEDED = b"only for tests"
 
 
-def seeded() -> SecureGenerator:
+def seeded():
     return SecureGenerator(test_seed=SEEDED)
 
 
-def normals(generator: SecureGenerator, count: int) -> torch.Tensor:
+def normals(generator, count):
     return generator.discrete_gaussian((count,), sigma=2**24) / 2**24
 
 
-def noised(
-    total: torch.Tensor,
-    generator: SecureGenerator | None = None,
-    *,
-    sigma: float = 1.0,
-    norm: float = 1.0,
-) -> torch.Tensor:
+def noised(total, generator=None, *, sigma=1.0, norm=1.0):
     """Return the total with noise from a seed, or from another generator."""
     return add_noise(total, generator or seeded(), noise_multiplier=sigma, max_grad_norm=norm)
 
 
-def test_the_keystream_is_aes_of_a_counter() -> None:
+def test_the_keystream_is_aes_of_a_counter():
     # FIPS 197, appendix C.3: the cipher itself, then blocks 0, 1, 2, ... through another mode.
     key = bytes(range(32))
     block_cipher = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
@@ -59,7 +48,7 @@ def test_the_keystream_is_aes_of_a_counter() -> None:
     assert got.astype("<u8").tobytes() == expected
 
 
-def test_masks_compare_the_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_compare_the_whole_word(monkeypatch):
     monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
     words = [int(word) for word in _Keystream(bytes(range(32))).words(50)]
     for probability in (0.3, words[7] / 2**64, 1 - 2**-53, 2**-60):
@@ -67,13 +56,13 @@ def test_masks_compare_the_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mask.tolist() == [word < int(probability * 2**64) for word in words]
 
 
-def test_a_word_at_the_threshold_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_at_the_threshold_is_no_hit(monkeypatch):
     edge = np.array([2**63 - 1, 2**63, 2**63 + 1], dtype=np.uint64)
     monkeypatch.setattr(_Keystream, "words", lambda self, count: edge[:count])
     assert SecureGenerator().poisson_mask(3, probability=0.5).tolist() == [True, False, False]
 
 
-def test_normals_are_normal() -> None:
+def test_normals_are_normal():
     sigma = 3 * 2**24 - 1
     values = seeded().discrete_gaussian((500, 2000), sigma=sigma).numpy().ravel() / sigma
     assert stats.kstest(values[:200_000], "norm").pvalue > 1e-3
@@ -88,7 +77,7 @@ def test_normals_are_normal() -> None:
             assert abs(tail - expected) < 4 * math.sqrt(expected)
 
 
-def test_secure_draws_have_the_right_moments() -> None:
+def test_secure_draws_have_the_right_moments():
     drawn = SecureGenerator().discrete_gaussian((100_001,), sigma=1000)
     assert drawn.dtype == torch.int64
     values = drawn.double()
@@ -96,7 +85,7 @@ def test_secure_draws_have_the_right_moments() -> None:
     assert float(values.var()) == pytest.approx(1e6, rel=6 * math.sqrt(2e-5))
 
 
-def test_draws_do_not_depend_on_one_another() -> None:
+def test_draws_do_not_depend_on_one_another():
     generator = seeded()
     draws = torch.stack([normals(generator, 65_536) for _ in range(6)])
     limit = 4.5 / math.sqrt(65_536)
@@ -115,7 +104,7 @@ def test_draws_do_not_depend_on_one_another() -> None:
         assert len(values.unique()) > 0.99 * size
 
 
-def test_low_bits_of_the_noise_are_even() -> None:
+def test_low_bits_of_the_noise_are_even():
     cells = seeded().discrete_gaussian((100_000,), sigma=2**24)
     for bit in range(16):
         ones = int(((cells >> bit) & 1).sum())
@@ -125,7 +114,7 @@ def test_low_bits_of_the_noise_are_even() -> None:
 
 
 @pytest.mark.parametrize("std", [1.0, 0.999, 1e-3, 3.7e5, 1e-100, 1e100])
-def test_noise_lies_on_a_grid_fine_enough_for_its_std(std: float) -> None:
+def test_noise_lies_on_a_grid_fine_enough_for_its_std(std):
     grid = noise_grid(std)
     assert 2**-25 <= grid / std <= 2**-24
     assert math.frexp(grid)[0] == 0.5
@@ -137,7 +126,7 @@ def test_noise_lies_on_a_grid_fine_enough_for_its_std(std: float) -> None:
 
 
 @pytest.mark.parametrize(("probability", "count"), [(0.01, 500_000), (0.37, 200_000)])
-def test_masks_have_their_rate(probability: float, count: int) -> None:
+def test_masks_have_their_rate(probability, count):
     for generator in (seeded(), SecureGenerator()):
         mask = generator.poisson_mask(count, probability=probability)
         assert mask.dtype == torch.bool
@@ -151,7 +140,7 @@ def test_masks_have_their_rate(probability: float, count: int) -> None:
     assert low <= both <= high
 
 
-def test_masks_at_their_ends() -> None:
+def test_masks_at_their_ends():
     generator = SecureGenerator()
     assert generator.poisson_mask(1000, probability=1.0).all()
     assert not generator.poisson_mask(1000, probability=1e-18).any()
@@ -159,19 +148,19 @@ def test_masks_at_their_ends() -> None:
 
 
 @pytest.mark.parametrize("std", [0.0, -1.0, math.nan, math.inf, 1e-101])
-def test_noise_that_would_be_none_is_refused(std: float) -> None:
+def test_noise_that_would_be_none_is_refused(std):
     with pytest.raises(ValueError, match="std must be"):
         noised(torch.zeros(3), norm=std)
 
 
-def test_shapes() -> None:
+def test_shapes():
     generator = SecureGenerator()
     assert generator.discrete_gaussian((), sigma=2**24).shape == ()
     assert generator.discrete_gaussian((0, 3), sigma=2**24).shape == (0, 3)
     assert generator.discrete_gaussian((3, 5, 7), sigma=2**24).shape == (3, 5, 7)
 
 
-def test_only_a_test_seed_repeats() -> None:
+def test_only_a_test_seed_repeats():
     assert torch.equal(normals(seeded(), 9), normals(seeded(), 9))
     one, two = seeded(), seeded()
     for generator in (one, two):
@@ -191,11 +180,11 @@ def test_only_a_test_seed_repeats() -> None:
     torch.set_rng_state(state)
 
 
-def test_no_key_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_is_used_twice(monkeypatch):
     keys = []
     original = _Keystream.__init__
 
-    def recorded(self: _Keystream, key: bytes) -> None:
+    def recorded(self, key):
         keys.append(key)
         original(self, key)
 
@@ -208,11 +197,11 @@ def test_no_key_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {len(key) for key in keys} == {32}
 
 
-def test_threads_draw_different_noise() -> None:
+def test_threads_draw_different_noise():
     for generator in (SecureGenerator(), seeded()):
         drawn: list[bytes] = []
 
-        def draw(source: SecureGenerator = generator, into: list[bytes] = drawn) -> None:
+        def draw(source=generator, into=drawn):
             for _ in range(50):
                 into.append(source.discrete_gaussian((4,), sigma=2**24).numpy().tobytes())
 
@@ -224,7 +213,7 @@ def test_threads_draw_different_noise() -> None:
         assert len(set(drawn)) == 400
 
 
-def forked(draw) -> bytes:
+def forked(draw):
     """Return what ``draw`` gives in a process forked from this one."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():  # the test process has threads (Python 3.12 and later warn)
@@ -243,11 +232,11 @@ def forked(draw) -> bytes:
     return answer
 
 
-def test_a_forked_process_draws_its_own_noise() -> None:
+def test_a_forked_process_draws_its_own_noise():
     generator = SecureGenerator()
     generator.discrete_gaussian((3,), sigma=2**24)
 
-    def draw() -> bytes:
+    def draw():
         mask = generator.poisson_mask(256, probability=0.5).numpy().tobytes()
         return generator.discrete_gaussian((16,), sigma=2**24).numpy().tobytes() + mask
 
@@ -257,10 +246,10 @@ def test_a_forked_process_draws_its_own_noise() -> None:
     assert len({part[128:] for part in drawn}) == 3
 
 
-def test_a_test_seed_does_not_survive_a_fork() -> None:
+def test_a_test_seed_does_not_survive_a_fork():
     generator = seeded()
 
-    def draw() -> bytes:
+    def draw():
         try:
             generator.discrete_gaussian((3,), sigma=2**24)
         except RuntimeError as error:
@@ -271,11 +260,11 @@ def test_a_test_seed_does_not_survive_a_fork() -> None:
     generator.discrete_gaussian((3,), sigma=2**24)  # the parent goes on
 
 
-def _draw_into(queue, generator: SecureGenerator) -> None:
+def _draw_into(queue, generator):
     queue.put(generator.discrete_gaussian((16,), sigma=2**24).tolist())
 
 
-def test_worker_processes_draw_different_noise() -> None:
+def test_worker_processes_draw_different_noise():
     context = multiprocessing.get_context("fork")
     generator, queue = SecureGenerator(), context.SimpleQueue()
     workers = [context.Process(target=_draw_into, args=(queue, generator)) for _ in range(3)]
@@ -291,13 +280,13 @@ def test_worker_processes_draw_different_noise() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_it_is_neither_copied_nor_pickled(duplicate) -> None:
+def test_it_is_neither_copied_nor_pickled(duplicate):
     for generator in (SecureGenerator(), seeded()):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             duplicate(generator)
 
 
-def test_added_noise_is_the_rounded_total_plus_noise_of_the_booked_std() -> None:
+def test_added_noise_is_the_rounded_total_plus_noise_of_the_booked_std():
     total = torch.linspace(-3, 3, 60_000, dtype=torch.float32).reshape(100, 600)
     found = noised(total, sigma=2.0, norm=0.3)
     assert found.shape == total.shape
@@ -307,7 +296,7 @@ def test_added_noise_is_the_rounded_total_plus_noise_of_the_booked_std() -> None
     assert float(added.std()) == pytest.approx(0.6, rel=4 / math.sqrt(2 * 60_000))
 
 
-def test_added_noise_hides_the_low_bits_of_the_total() -> None:
+def test_added_noise_hides_the_low_bits_of_the_total():
     for value in (0.0, 1 / 3, math.pi * 1e-9, -7.123456789e3):
         total = torch.full((2000,), value, dtype=torch.float64)
         cells = noised(total, sigma=0.5) / noise_grid(0.5)
@@ -321,14 +310,14 @@ def test_added_noise_hides_the_low_bits_of_the_total() -> None:
 )
 @pytest.mark.parametrize("norm", [0.25, 0.3, 1e-5])
 def test_noise_is_enlarged_by_what_rounding_adds_to_the_sensitivity(
-    noise_multiplier: float, count: int, norm: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    noise_multiplier, count, norm, monkeypatch
+):
     """In fractions: (sigma^2 - 4^2) grid^2 covers the multiplier times the rounded sensitivity."""
     asked = []
     generator = seeded()
     original = generator.discrete_gaussian
 
-    def recorded(shape: tuple[int, ...], *, sigma: int) -> torch.Tensor:
+    def recorded(shape, *, sigma):
         asked.append(sigma)
         return original(shape, sigma=sigma)
 
@@ -342,7 +331,7 @@ def test_noise_is_enlarged_by_what_rounding_adds_to_the_sensitivity(
     assert sigma <= needed * (1 + Fraction(1, 2**50)) + 2
 
 
-def test_neighbouring_totals_are_rounded_apart_by_no_more_than_is_covered() -> None:
+def test_neighbouring_totals_are_rounded_apart_by_no_more_than_is_covered():
     """The worst case: one total just below the middle of every cell, the other just above."""
     count, norm = 10_000, 1.0
     grid = noise_grid(1.0)
@@ -356,9 +345,7 @@ def test_neighbouring_totals_are_rounded_apart_by_no_more_than_is_covered() -> N
 
 @pytest.mark.parametrize("norm", [1e-6, 0.3, 1.0, 1e30])
 @pytest.mark.parametrize(("num_values", "num_records"), [(1, 1), (7, 10**6), (3000, 2**24)])
-def test_within_its_range_noise_can_always_be_added(
-    num_values: int, num_records: int, norm: float
-) -> None:
+def test_within_its_range_noise_can_always_be_added(num_values, num_records, norm):
     """Also at both ends and to twice the declared records; far outside it cannot."""
     low, high = noise_range(num_values=num_values, num_records=num_records)
     largest = torch.zeros(num_values, dtype=torch.float64)
@@ -371,14 +358,14 @@ def test_within_its_range_noise_can_always_be_added(
         noised(largest, sigma=4 * high, norm=norm)
 
 
-def test_an_empty_batch_is_pure_noise() -> None:
+def test_an_empty_batch_is_pure_noise():
     first, second = (noised(torch.zeros(50), SecureGenerator()) for _ in range(2))
     assert not torch.equal(first, second)
     assert float(first.abs().min()) > 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e18])
-def test_a_total_that_noise_cannot_hide_is_refused(value: float) -> None:
+def test_a_total_that_noise_cannot_hide_is_refused(value):
     total = torch.tensor([0.0, value])
     with pytest.raises(ValueError, match="total must be finite"):
         noised(total)
@@ -389,8 +376,6 @@ def test_a_total_that_noise_cannot_hide_is_refused(value: float) -> None:
     [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (-1.0, -1.0)]
     + [(math.nan, 1.0), (1.0, math.inf), (1e7, 1.0)],
 )
-def test_noise_without_a_usable_scale_is_refused(
-    noise_multiplier: float, max_grad_norm: float
-) -> None:
+def test_noise_without_a_usable_scale_is_refused(noise_multiplier, max_grad_norm):
     with pytest.raises(ValueError, match="must be"):
         noised(torch.zeros(3), sigma=noise_multiplier, norm=max_grad_norm)

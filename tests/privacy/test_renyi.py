@@ -21,11 +21,11 @@ GRID = [
 ]
 
 
-def divergence(sigma: float, rate: float, order: float) -> float:
+def divergence(sigma, rate, order):
     return renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
 
 
-def integer_order(sigma: float, rate: float, order: int) -> float:
+def integer_order(sigma, rate, order):
     """Mironov, Talwar and Zhang (2019), section 3.3, without the terms that cancel."""
     logs = []
     for k in range(2, order + 1):
@@ -37,9 +37,7 @@ def integer_order(sigma: float, rate: float, order: int) -> float:
 
 @pytest.mark.parametrize(("sigma", "rate"), GRID)
 @pytest.mark.parametrize("order", [2, 3, 7, 32, 200])
-def test_integer_orders_equal_the_closed_form_and_are_never_below(
-    sigma: float, rate: float, order: int
-) -> None:
+def test_integer_orders_equal_the_closed_form_and_are_never_below(sigma, rate, order):
     exact = integer_order(sigma, rate, order)
     got = divergence(sigma, rate, order)
     assert exact <= got <= exact * (1 + 3e-9) + 1e-300
@@ -47,9 +45,7 @@ def test_integer_orders_equal_the_closed_form_and_are_never_below(
 
 @pytest.mark.parametrize(("sigma", "rate"), [(0.5, 0.0192), (1.0, 0.01024), (2.0664, 0.041)])
 @pytest.mark.parametrize("order", [1.5, 2.5, 4.7, 10.9])
-def test_fractional_orders_equal_opacus_and_are_below_dp_accounting(
-    sigma: float, rate: float, order: float
-) -> None:
+def test_fractional_orders_equal_opacus_and_are_below_dp_accounting(sigma, rate, order):
     ours = 1000 * divergence(sigma, rate, order)
     series = compute_rdp(q=rate, noise_multiplier=sigma, steps=1000, orders=order)
     assert ours == pytest.approx(series, rel=1e-7)
@@ -64,7 +60,7 @@ def test_fractional_orders_equal_opacus_and_are_below_dp_accounting(
 
 @pytest.mark.parametrize(("sigma", "rate"), [(0.6, 0.01), (1.0, 0.3), (3.0, 0.05)])
 @pytest.mark.parametrize("order", [1.3, 2.0, 6.5])
-def test_the_other_neighbour_loses_less(sigma: float, rate: float, order: float) -> None:
+def test_the_other_neighbour_loses_less(sigma, rate, order):
     z = np.arange(-30 * sigma - order, order + 30 * sigma, sigma / 400)
     ratio = np.log1p(rate * np.expm1((2 * z - 1) / (2 * sigma**2)))
     weights = np.exp(-0.5 * (z / sigma) ** 2) / (400 * math.sqrt(2 * math.pi))
@@ -75,14 +71,14 @@ def test_the_other_neighbour_loses_less(sigma: float, rate: float, order: float)
     assert got > backward
 
 
-def test_tiny_rates_keep_their_digits() -> None:
+def test_tiny_rates_keep_their_digits():
     # For p -> 0 the divergence is order / 2 * p^2 * (exp(1 / s^2) - 1).
     for rate in (1e-7, 1e-9, 1e-12):
         got = divergence(1.0, rate, 4.0)
         assert got == pytest.approx(2 * rate**2 * math.expm1(1.0), rel=1e-5)
 
 
-def test_edges_of_rate_and_noise() -> None:
+def test_edges_of_rate_and_noise():
     full = divergence(2.0, 1.0, 8.0)
     assert full == pytest.approx(8 / (2 * 4), rel=1e-8)
     almost = divergence(2.0, 1 - 1e-12, 8.0)
@@ -92,7 +88,7 @@ def test_edges_of_rate_and_noise() -> None:
     assert tiny == pytest.approx(64 / 2e-6, rel=1e-8)
 
 
-def test_it_grows_with_order_and_rate_and_shrinks_with_noise() -> None:
+def test_it_grows_with_order_and_rate_and_shrinks_with_noise():
     for sigma in (0.4, 1.0, 5.0):
         costs = [divergence(sigma, 0.02, a) for a in (1.05, 1.5, 2.0, 3.7, 9.0, 40.0, 300.0)]
         assert costs == sorted(costs)
@@ -103,7 +99,7 @@ def test_it_grows_with_order_and_rate_and_shrinks_with_noise() -> None:
     assert by_noise[-1] > 0
 
 
-def test_conversion_is_the_maximum_of_the_hockey_stick() -> None:
+def test_conversion_is_the_maximum_of_the_hockey_stick():
     # max over losses L of (1 - e^(eps - L)) e^(-(a - 1) L), at a divergence of 0, is delta.
     for order, delta in ((1.5, 1e-5), (4.0, 1e-6), (60.0, 1e-3)):
         epsilon = epsilon_at_order(order=order, divergence=0.0, delta=delta)
@@ -122,13 +118,13 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize(
     ("term", "value"), [(term, value) for term, values in IMPOSSIBLE.items() for value in values]
 )
-def test_a_release_of_impossible_terms_is_refused(term: str, value: object) -> None:
+def test_a_release_of_impossible_terms_is_refused(term, value):
     terms = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 1, term: value}
     with pytest.raises(ValueError, match=f"^{term}=.* is out of range"):
         Release(**terms)
 
 
-def test_merging_adds_up_the_steps_of_equal_mechanisms() -> None:
+def test_merging_adds_up_the_steps_of_equal_mechanisms():
     a, b = Release(1.0, 0.1, 2), Release(1.0, 0.2, 3)
     assert merge_releases([a, b, a]) == [Release(1.0, 0.1, 4), b]
     assert merge_releases([]) == []
@@ -138,7 +134,5 @@ def test_merging_adds_up_the_steps_of_equal_mechanisms() -> None:
     ("batch_size", "num_records", "rate"),
     [(8, 40, 0.2), (None, 40, 1.0), (40, 40, 1.0), (41, 40, 1.0), (10**400, 40, 1.0), (8, 0, 1.0)],
 )
-def test_the_rate_is_the_expected_batch_over_the_declared_records(
-    batch_size: float | None, num_records: int, rate: float
-) -> None:
+def test_the_rate_is_the_expected_batch_over_the_declared_records(batch_size, num_records, rate):
     assert poisson_rate(batch_size, num_records) == rate

@@ -30,7 +30,7 @@ def state_of(site):
     return {"epsilon": site.epsilon, "delta": site.delta, **kept}
 
 
-def cost(release: Release, order: float) -> float:
+def cost(release, order):
     return release.steps * renyi_divergence(
         noise_multiplier=release.noise_multiplier, sample_rate=release.sample_rate, order=order
     )
@@ -38,9 +38,7 @@ def cost(release: Release, order: float) -> float:
 
 @settings(max_examples=25)
 @given(st.lists(requests, max_size=8), st.floats(0.1, 10.0))
-def test_whatever_is_asked_what_is_spent_converts_to_the_budget(
-    asked: list[Release], epsilon: float
-) -> None:
+def test_whatever_is_asked_what_is_spent_converts_to_the_budget(asked, epsilon):
     site = RenyiFilter(epsilon=epsilon, delta=1e-5)
     accepted = []
     for release in asked:
@@ -64,7 +62,7 @@ def test_whatever_is_asked_what_is_spent_converts_to_the_budget(
     assert 0 <= site.spent() <= epsilon * (1 + 1e-9)
 
 
-def test_one_order_is_the_plain_renyi_filter_to_the_step() -> None:
+def test_one_order_is_the_plain_renyi_filter_to_the_step():
     site = RenyiFilter(epsilon=1.0, delta=1e-5, orders=[16.0])
     budget = 1.0 - epsilon_at_order(order=16.0, divergence=0.0, delta=1e-5)
     steps = int(budget / cost(STEP, 16.0))
@@ -74,7 +72,7 @@ def test_one_order_is_the_plain_renyi_filter_to_the_step() -> None:
     assert site.totals[0] == pytest.approx(steps * cost(STEP, 16.0))
 
 
-def test_several_orders_share_delta() -> None:
+def test_several_orders_share_delta():
     # Which order survives may depend on the outputs, so none may use the whole delta.
     one = RenyiFilter(epsilon=2.0, delta=1e-5, orders=[8.0])
     two = RenyiFilter(epsilon=2.0, delta=1e-5, orders=[8.0, 4.0])
@@ -83,7 +81,7 @@ def test_several_orders_share_delta() -> None:
     assert one.budgets[0] - two.budgets[0] == pytest.approx(math.log(2) / 7)
 
 
-def test_one_surviving_order_is_enough_and_none_is_not() -> None:
+def test_one_surviving_order_is_enough_and_none_is_not():
     site = RenyiFilter(epsilon=14.0, delta=1e-5, orders=[2.0, 30.0])
     coarse = Release(noise_multiplier=0.6, sample_rate=0.01, steps=500)
     site.spend(coarse)  # ruinous at order 30, cheap at order 2
@@ -92,13 +90,13 @@ def test_one_surviving_order_is_enough_and_none_is_not() -> None:
     assert not site.affords(Release(noise_multiplier=0.3, sample_rate=1.0, steps=1))
 
 
-def test_a_budget_too_small_for_its_orders_affords_nothing() -> None:
+def test_a_budget_too_small_for_its_orders_affords_nothing():
     site = RenyiFilter(epsilon=0.5, delta=1e-5, orders=[2.0])
     assert site.budgets[0] < 0
     assert not site.affords(Release(noise_multiplier=1e6, sample_rate=1e-9, steps=1))
 
 
-def test_a_refusal_names_the_numbers() -> None:
+def test_a_refusal_names_the_numbers():
     site = RenyiFilter(epsilon=2.0, delta=1e-5)
     site.spend(Release(noise_multiplier=2.0, sample_rate=0.02, steps=500))
     with pytest.raises(BudgetExceededError) as refusal:
@@ -108,7 +106,7 @@ def test_a_refusal_names_the_numbers() -> None:
     assert f"{site.spent():.4g} is spent" in str(refusal.value)
 
 
-def test_the_state_is_plain_and_goes_on_where_it_was() -> None:
+def test_the_state_is_plain_and_goes_on_where_it_was():
     site = RenyiFilter(epsilon=3.0, delta=1e-6)
     site.spend(Release(1.0, 0.01, 200))
     again = RenyiFilter(**json.loads(json.dumps(state_of(site), allow_nan=False)))
@@ -118,13 +116,13 @@ def test_the_state_is_plain_and_goes_on_where_it_was() -> None:
     assert again.spent() == site.spent() > 0
 
 
-def test_nothing_spent_is_zero_and_asking_spends_nothing() -> None:
+def test_nothing_spent_is_zero_and_asking_spends_nothing():
     site = RenyiFilter(epsilon=1.0, delta=1e-5)
     assert site.affords(Release(2.0, 0.02, 1))
     assert site.spent() == 0.0
 
 
-def test_a_mechanism_is_analysed_once() -> None:
+def test_a_mechanism_is_analysed_once():
     renyi_divergence.cache_clear()
     site = RenyiFilter(epsilon=2.0, delta=1e-5)
     for _ in range(100):
@@ -137,7 +135,7 @@ def test_a_mechanism_is_analysed_once() -> None:
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 0.5, 2.0, 8.0, 50.0])
-def test_default_orders_come_from_the_budget_and_suit_it(epsilon: float) -> None:
+def test_default_orders_come_from_the_budget_and_suit_it(epsilon):
     orders = default_orders(epsilon=epsilon, delta=1e-5)
     assert RenyiFilter(epsilon=epsilon, delta=1e-5).orders == orders
     sigma = calibrate_noise(
@@ -147,11 +145,11 @@ def test_default_orders_come_from_the_budget_and_suit_it(epsilon: float) -> None
     assert epsilon * 0.99 < needed < epsilon * 1.15
 
 
-def test_filter_epsilon_is_the_least_budget_that_lasts() -> None:
+def test_filter_epsilon_is_the_least_budget_that_lasts():
     schedule = [Release(1.0, 0.0205, 2450), Release(4.0, 1.0, 3)]
     epsilon = filter_epsilon(schedule, 1e-5)
 
-    def lasts(budget: float) -> bool:
+    def lasts(budget):
         site = RenyiFilter(epsilon=budget, delta=1e-5)
         try:
             for release in schedule:
@@ -172,12 +170,10 @@ def test_filter_epsilon_is_the_least_budget_that_lasts() -> None:
     steps=st.tuples(*(st.integers(1, 12) for _ in range(3))),
     booked=st.integers(0, 20),
 )
-def test_covered_steps_are_those_that_the_filters_afford_one_by_one(
-    sigma: float, steps: tuple[int, int, int], booked: int
-) -> None:
+def test_covered_steps_are_those_that_the_filters_afford_one_by_one(sigma, steps, booked):
     """Two kinds of release that step together, then a stage that reads both splits."""
 
-    def step(rate: float, count: int = 1) -> Release:
+    def step(rate, count=1):
         return Release(noise_multiplier=sigma, sample_rate=rate, steps=count)
 
     left = {split: RenyiFilter(epsilon=4.0, delta=1e-5) for split in ("train", "validation")}

@@ -1,7 +1,5 @@
 """Sums of discrete Gaussians against their exact probabilities, in 60 digits."""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal, localcontext
 
@@ -16,14 +14,14 @@ from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, share_sigma
 from .divergences import sum_divergence
 
 
-def gaussian(variance: Decimal, reach: int) -> list[Decimal]:
+def gaussian(variance, reach):
     """Return the probabilities of the discrete Gaussian of -reach to reach."""
     weights = [(-Decimal(k * k) / (2 * variance)).exp() for k in range(-reach, reach + 1)]
     total = sum(weights)
     return [weight / total for weight in weights]
 
 
-def convolved(left: list[Decimal], right: list[Decimal], reach: int) -> list[Decimal]:
+def convolved(left, right, reach):
     """Return the probabilities of a sum, of -reach to reach, by adding up all pairs."""
     found = []
     for k in range(-reach, reach + 1):

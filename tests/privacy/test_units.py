@@ -20,7 +20,7 @@ from fednas_flwr.settings.names import CLIENT, PERSON, RECORD
 BY_A, BY_B = booked_unit(PERSON, "a column"), booked_unit(PERSON, "b")
 
 
-def divergence(release: Release | None, order: float) -> float:
+def divergence(release, order):
     """Return what the ledger books of all steps; infinite of what promises nothing."""
     if release is None:
         return math.inf
@@ -28,11 +28,11 @@ def divergence(release: Release | None, order: float) -> float:
     return release.steps * renyi_divergence(**terms, order=order)
 
 
-def replaced(sigma: float, rate: float, order: float, shift: float) -> float:
+def replaced(sigma, rate, order, shift):
     """Return the divergence, by summation, where one drawn contribution 1 becomes ``1 - shift``."""
     z = np.arange(-20 * sigma - 30, 20 * sigma + 30, sigma / 100)
 
-    def noised(mean: float) -> np.ndarray:
+    def noised(mean):
         """Return the log density of the noise around 0 or, where it is drawn, around the mean."""
         around = [-0.5 * ((z - m) / sigma) ** 2 for m in (0, mean)]
         drawn = around[1] + math.log(rate)
@@ -53,8 +53,8 @@ def replaced(sigma: float, rate: float, order: float, shift: float) -> float:
     ],
 )
 def test_a_finer_or_another_unit_costs_infinitely_much_and_a_coarser_one_no_less(
-    booked: str, unit: str, protected: bool
-) -> None:
+    booked, unit, protected
+):
     release = Release(noise_multiplier=2.0, sample_rate=0.1, steps=3)
     assert protects(booked, unit) == protected
     assert (counted(release, booked, unit) is not None) == protected
@@ -64,7 +64,7 @@ def test_a_finer_or_another_unit_costs_infinitely_much_and_a_coarser_one_no_less
         assert divergence(counted(release, booked, unit), 4.0) > divergence(release, 4.0)
 
 
-def test_the_kind_of_a_booked_unit_is_told_whatever_the_columns_name() -> None:
+def test_the_kind_of_a_booked_unit_is_told_whatever_the_columns_name():
     assert [kind_of(unit) for unit in (RECORD, BY_A, CLIENT)] == [RECORD, PERSON, CLIENT]
     assert kind_of(booked_unit(PERSON, "")) == PERSON
     assert booked_unit(RECORD, "ignored") == RECORD
@@ -78,8 +78,8 @@ def test_the_kind_of_a_booked_unit_is_told_whatever_the_columns_name() -> None:
     shift=st.floats(0, 2),
 )
 def test_a_record_of_a_person_with_others_is_never_counted_below_what_it_changes(
-    sigma: float, rate: float, order: float, shift: float
-) -> None:
+    sigma, rate, order, shift
+):
     """One record more moves a drawn person's clipped mean by anything up to twice the norm."""
     for coarser in (BY_A, CLIENT):
         step = Release(noise_multiplier=sigma, sample_rate=rate, steps=1)
@@ -87,7 +87,7 @@ def test_a_record_of_a_person_with_others_is_never_counted_below_what_it_changes
         assert replaced(sigma, rate, order, shift) <= booked * (1 + 1e-6) + 1e-9
 
 
-def test_what_was_booked_for_a_person_is_too_little_for_one_of_their_records() -> None:
+def test_what_was_booked_for_a_person_is_too_little_for_one_of_their_records():
     for rate in (0.05, 1.0):
         step = Release(noise_multiplier=2.0, sample_rate=rate, steps=1)
         assert replaced(2.0, rate, 4.0, 2.0) > 1.5 * divergence(step, 4.0)
@@ -96,6 +96,6 @@ def test_what_was_booked_for_a_person_is_too_little_for_one_of_their_records() -
     assert replaced(2.0, 1.0, 4.0, 2.0) == pytest.approx(exact, rel=1e-6)
 
 
-def test_noise_that_cannot_be_halved_costs_infinitely_much() -> None:
+def test_noise_that_cannot_be_halved_costs_infinitely_much():
     assert counted(Release(0.0015, 1.0, 1), CLIENT, RECORD) is None
     assert counted(Release(0.0015, 1.0, 1), CLIENT, CLIENT) is not None

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -173,7 +171,7 @@ def test_payload_counts_every_vector():
 
 
 @pytest.mark.parametrize("name", ["run", "stage", "nonce"])
-def test_names_that_a_site_would_keep_are_short(name: str) -> None:
+def test_names_that_a_site_would_keep_are_short(name):
     content = encode_request(HEADER, Describe(), {})
     text = json.loads(str(content[messages.HEADER][messages.JSON]))
     for length in (300, 301):
@@ -193,7 +191,7 @@ ROUNDED = ["float16", "int8"]
 STEP = {"float16": 2.0**-10, "int8": 1 / 127}  # relative to a block's largest magnitude
 
 
-def made(seed: int, scale: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
+def made(seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     return {
         "weights": {"a": scale * torch.randn(LENGTH, generator=generator)},
@@ -202,7 +200,7 @@ def made(seed: int, scale: float = 1.0) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def reply_of(tensors: dict[str, dict[str, torch.Tensor]]) -> Reply:
+def reply_of(tensors):
     return Reply(
         num_examples=4.0,
         states={name: pack(own) for name, own in tensors.items()},
@@ -210,11 +208,11 @@ def reply_of(tensors: dict[str, dict[str, torch.Tensor]]) -> Reply:
     )
 
 
-def generator_of(seed: int) -> torch.Generator:
+def generator_of(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def accepted(reply: Reply, wire: str, base: dict | None, tensors: dict | None = None) -> Reply:
+def accepted(reply, wire, base, tensors=None):
     InProcessGrid(ClientApp(), 1)  # Flower makes messages for a task only
     message = Message(encode_reply(HEADER, reply), dst_node_id=1, message_type="train.search")
     layouts = {name: Layout.of(own) for name, own in (tensors or made(0)).items()}
@@ -225,7 +223,7 @@ def accepted(reply: Reply, wire: str, base: dict | None, tensors: dict | None = 
 
 
 @pytest.mark.parametrize("wire", ROUNDED)
-def test_a_variance_that_rounding_takes_below_zero_is_zero(wire: str) -> None:
+def test_a_variance_that_rounding_takes_below_zero_is_zero(wire):
     """Beside one that rises much: steps are larger than what is left."""
     before = {"buffers": {"norm.running_var": torch.full((BLOCK,), 0.5)}}
     variances = torch.full((BLOCK,), 1e-6)
@@ -243,7 +241,7 @@ def test_a_variance_that_rounding_takes_below_zero_is_zero(wire: str) -> None:
         accepted(reply_of(below), "float32", base, tensors)
 
 
-def test_256_values_have_one_scale() -> None:
+def test_256_values_have_one_scale():
     vector = torch.cat([torch.full((256,), 2.0**20), torch.full((256,), 2.0**-20)])
     _, scales = round_vector(vector, wire="int8", generator=generator_of(0))
     assert len(scales) == 2
@@ -259,7 +257,7 @@ def test_256_values_have_one_scale() -> None:
     st.sampled_from(ROUNDED),
     st.integers(0, 2**32),
 )
-def test_every_value_is_one_of_its_two_neighbours(values: np.ndarray, wire: str, seed: int) -> None:
+def test_every_value_is_one_of_its_two_neighbours(values, wire, seed):
     vector = torch.from_numpy(values.copy())
     rounded, scales = round_vector(vector, wire=wire, generator=generator_of(seed))
     assert str(rounded.dtype) == f"torch.{wire}"
@@ -276,7 +274,7 @@ def test_every_value_is_one_of_its_two_neighbours(values: np.ndarray, wire: str,
     st.sampled_from(ROUNDED),
     st.integers(0, 2**32),
 )
-def test_rounding_is_unbiased(values: list[float], wire: str, seed: int) -> None:
+def test_rounding_is_unbiased(values, wire, seed):
     """The mean of many draws is as near as chance allows, for rare steps too."""
     block = torch.zeros(BLOCK)
     block[: len(values)] = torch.tensor(values)
@@ -291,7 +289,7 @@ def test_rounding_is_unbiased(values: list[float], wire: str, seed: int) -> None
 
 
 @pytest.mark.parametrize("wire", ROUNDED)
-def test_a_trained_model_is_sent_as_a_difference(wire: str) -> None:
+def test_a_trained_model_is_sent_as_a_difference(wire):
     sent = {name: pack(own) for name, own in made(0).items()}
     near = made(0)
     for name, own in made(1, scale=1.0).items():
@@ -313,7 +311,7 @@ def test_a_trained_model_is_sent_as_a_difference(wire: str) -> None:
         assert torch.equal(vector, twice[1].states["weights"][key])
 
 
-def test_what_travels_is_a_half_and_a_quarter() -> None:
+def test_what_travels_is_a_half_and_a_quarter():
     tensors = {"weights": {"a": torch.randn(10**5)}}
     whole = payload_bytes(encode_reply(HEADER, reply_of(tensors)))
     for wire, share in (("float16", 0.5), ("int8", 0.25)):
@@ -322,7 +320,7 @@ def test_what_travels_is_a_half_and_a_quarter() -> None:
         assert payload_bytes(encode_reply(HEADER, rounded)) < (share + 0.005) * whole
 
 
-def float32_as_it_is(packed: dict) -> dict:
+def float32_as_it_is(packed):
     return {"float32": torch.zeros(LENGTH)}
 
 
@@ -345,7 +343,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_rounding_is_refused(name: str) -> None:
+def test_hostile_rounding_is_refused(name):
     damage, words = HOSTILE[name]
     request = Request("train.weight_gradient", HEADER, SEARCH)
     good = round_reply(reply_of(made(0)), request, wire="int8", generator=generator_of(1))
@@ -355,7 +353,7 @@ def test_hostile_rounding_is_refused(name: str) -> None:
         accepted(replace(good, states={**good.states, "weights": weights}), "int8", None)
 
 
-def test_a_diverged_model_is_refused_as_it_would_be_unrounded() -> None:
+def test_a_diverged_model_is_refused_as_it_would_be_unrounded():
     for value in (torch.nan, torch.inf):
         tensors = made(0)
         tensors["weights"]["a"][5] = value

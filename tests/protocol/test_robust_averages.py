@@ -1,7 +1,5 @@
 """Trimmed means and medians against numpy and scipy, their memory, and what an attack does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from fednas_flwr.protocol.states import CHUNK, TrimmedMean, median_rewards
 VALUES = st.floats(-1e6, 1e6, width=32)
 
 
-def result_of(values_NP: np.ndarray, trim: int | None) -> torch.Tensor:
+def result_of(values_NP, trim):
     average = TrimmedMean(trim)
     for number, row in enumerate(values_NP):
         vector = torch.from_numpy(row.copy())
@@ -30,7 +28,7 @@ def result_of(values_NP: np.ndarray, trim: int | None) -> torch.Tensor:
     hnp.arrays(np.float32, st.tuples(st.integers(1, 9), st.integers(1, 5)), elements=VALUES),
     st.integers(1, 4),
 )
-def test_agrees_with_numpy_and_scipy(values_NP: np.ndarray, trim: int) -> None:
+def test_agrees_with_numpy_and_scipy(values_NP, trim):
     wide = values_NP.astype(np.float64)
     np.testing.assert_allclose(result_of(values_NP, None), np.median(wide, axis=0), 1e-6, 1e-6)
     if len(values_NP) <= 2 * trim:
@@ -46,9 +44,7 @@ def test_agrees_with_numpy_and_scipy(values_NP: np.ndarray, trim: int) -> None:
     hnp.arrays(np.float32, (2, 3), elements=st.floats(-(2.0**60), 2.0**60, width=32)),
     st.permutations(range(7)),
 )
-def test_two_hostile_of_seven_stay_between_honest_values(
-    honest_NP: np.ndarray, hostile_NP: np.ndarray, order: list[int]
-) -> None:
+def test_two_hostile_of_seven_stay_between_honest_values(honest_NP, hostile_NP, order):
     values_NP = np.concatenate([honest_NP, hostile_NP])[order]
     for trim in (2, None):
         result = result_of(values_NP, trim).numpy()
@@ -62,9 +58,7 @@ def test_two_hostile_of_seven_stay_between_honest_values(
     hnp.arrays(np.float64, (2, 4), elements=st.floats(0, 1)),
     st.permutations(range(5)),
 )
-def test_rewards_lie_between_those_of_honest_clients(
-    honest_NP: np.ndarray, hostile_NP: np.ndarray, order: list[int]
-) -> None:
+def test_rewards_lie_between_those_of_honest_clients(honest_NP, hostile_NP, order):
     """Of each candidate, against the client's own mean; where all agree, they decide."""
     rewards_NC = torch.from_numpy(np.concatenate([honest_NP, hostile_NP])[order])
     found_C = median_rewards(rewards_NC).numpy()
@@ -76,7 +70,7 @@ def test_rewards_lie_between_those_of_honest_clients(
     np.testing.assert_allclose(alike, honest_NP[0], atol=1e-12)
 
 
-def test_counters_keep_their_dtype_and_large_values() -> None:
+def test_counters_keep_their_dtype_and_large_values():
     values_NP = np.array([[2**40 + 1], [7], [2**40 + 3], [2**40 + 5]], dtype=np.int64)
     result = result_of(values_NP, None)
     assert result.dtype == torch.int64
@@ -96,7 +90,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_long_vectors_are_sorted_in_pieces() -> None:
+def test_long_vectors_are_sorted_in_pieces():
     length, clients = 4 * CHUNK + 3, 3
     average = TrimmedMean(1)
     for number in range(clients):

@@ -7,7 +7,7 @@ import pytest
 from fednas_flwr.report import cells
 
 
-def cell_svg(edges: list[dict], *, title: str) -> str:
+def cell_svg(edges, *, title):
     """Return the picture of a cell, whose width is the one that is told."""
     picture, width = cells.cell_svg(edges, title=title)
     assert f' width="{width:.0f}"' in picture
@@ -17,11 +17,11 @@ def cell_svg(edges: list[dict], *, title: str) -> str:
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def _parse(svg: str) -> ET.Element:
+def _parse(svg):
     return ET.fromstring(svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
 
 
-def _boxes(root: ET.Element) -> list[tuple[float, float, float, float]]:
+def _boxes(root):
     return [
         (x, y, x + float(rect.get("width", "")), y + float(rect.get("height", "")))
         for rect in root.iter(f"{SVG}rect")
@@ -29,7 +29,7 @@ def _boxes(root: ET.Element) -> list[tuple[float, float, float, float]]:
     ]
 
 
-def _random_cell(seed: int, nodes: int) -> list[dict]:
+def _random_cell(seed, nodes):
     draw = random.Random(seed)
     ops = ["sep_conv_3x3", "max_pool_3x3", "skip_connect", "dil_conv_5x5"]
     return [
@@ -40,7 +40,7 @@ def _random_cell(seed: int, nodes: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_overlaps_and_all_lies_inside(seed: int) -> None:
+def test_nothing_overlaps_and_all_lies_inside(seed):
     root = _parse(cell_svg(_random_cell(seed, nodes=4 + seed % 3), title="cell"))
     width, height = (float(root.get(name, "")) for name in ("width", "height"))
     boxes = _boxes(root)
@@ -52,7 +52,7 @@ def test_nothing_overlaps_and_all_lies_inside(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_straight_pieces_of_lines_run_through_no_label(seed: int) -> None:
+def test_straight_pieces_of_lines_run_through_no_label(seed):
     root = _parse(cell_svg(_random_cell(seed, nodes=5), title="cell"))
     boxes = _boxes(root)
     for path in root.iter(f"{SVG}path"):
@@ -65,7 +65,7 @@ def test_straight_pieces_of_lines_run_through_no_label(seed: int) -> None:
                     assert stop <= left or right <= x or not top < y < bottom
 
 
-def test_a_darts_cell_shows_inputs_nodes_ops_and_the_joined_output() -> None:
+def test_a_darts_cell_shows_inputs_nodes_ops_and_the_joined_output():
     from_one = [{"op": "skip_connect", "source": 0, "target": n} for n in range(2, 6)]
     edges = from_one + [{"op": "sep_conv_3x3", "source": 1, "target": n} for n in range(2, 6)]
     root = _parse(cell_svg(edges, title="normal cell"))
@@ -76,13 +76,13 @@ def test_a_darts_cell_shows_inputs_nodes_ops_and_the_joined_output() -> None:
     assert len(list(root.iter(f"{SVG}g"))) == 8 + 4  # the edges, and the four joined nodes
 
 
-def test_an_unused_input_is_drawn() -> None:
+def test_an_unused_input_is_drawn():
     edges = [{"op": "skip_connect", "source": 1, "target": 2}]
     texts = [text.text for text in _parse(cell_svg(edges, title="x")).iter(f"{SVG}text")]
     assert texts == ["c(k−2)", "c(k−1)", "0", "c(k)", "skip_connect"]
 
 
-def test_a_nasbench_cell_ends_in_its_last_node_and_none_is_dashed() -> None:
+def test_a_nasbench_cell_ends_in_its_last_node_and_none_is_dashed():
     ops = {(0, 1): "nor_conv_3x3", (0, 2): "none", (1, 2): "avg_pool_3x3"}
     ops |= {(0, 3): "skip_connect", (1, 3): "none", (2, 3): "nor_conv_1x1"}
     edges = [{"op": op, "source": a, "target": b} for (a, b), op in ops.items()]
@@ -92,12 +92,12 @@ def test_a_nasbench_cell_ends_in_its_last_node_and_none_is_dashed() -> None:
     assert svg.count("stroke-dasharray") == 2
 
 
-def test_names_are_escaped() -> None:
+def test_names_are_escaped():
     root = _parse(cell_svg([{"op": "<op>&", "source": 0, "target": 1}], title='"<cell>"'))
     assert "<op>&" in [text.text for text in root.iter(f"{SVG}text")]
     assert root.get("aria-label") == '"<cell>"'
 
 
-def test_a_cell_without_edges_is_refused() -> None:
+def test_a_cell_without_edges_is_refused():
     with pytest.raises(ValueError, match="without edges"):
         cell_svg([], title="empty")

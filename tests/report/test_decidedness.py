@@ -1,7 +1,5 @@
 """How decided the edges of made cells are, by hand, and what a report says of it."""
 
-from __future__ import annotations
-
 import io
 import re
 import statistics

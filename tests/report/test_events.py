@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from fednas_flwr.runs.events import (
 )
 
 
-def test_events_come_back_and_reach_the_listeners(tmp_path: Path) -> None:
+def test_events_come_back_and_reach_the_listeners(tmp_path):
     seen: list[dict] = []
     with EventLog(tmp_path / "new" / "events.jsonl", listeners=[seen.append]) as log:
         log.emit("warning", message="ä <b>")
@@ -29,11 +28,11 @@ def test_events_come_back_and_reach_the_listeners(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("-inf"), torch.nan])
-def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
+def test_a_number_that_is_not_finite_becomes_null(tmp_path, value):
     with EventLog(tmp_path / "events.jsonl") as log:
         log.emit("round", metrics={"loss": value, "list": [1.0, (value,)]}, array=np.array([value]))
 
-    def refuse(constant: str) -> None:
+    def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     line = json.loads((tmp_path / "events.jsonl").read_text(), parse_constant=refuse)
@@ -42,7 +41,7 @@ def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path, value: float) 
 
 
 @pytest.mark.parametrize("lost", [1, 2, 20])
-def test_a_torn_line_is_left_out_and_not_glued_to_the_next(tmp_path: Path, lost: int) -> None:
+def test_a_torn_line_is_left_out_and_not_glued_to_the_next(tmp_path, lost):
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         log.emit("warning", message="first")
@@ -55,7 +54,7 @@ def test_a_torn_line_is_left_out_and_not_glued_to_the_next(tmp_path: Path, lost:
     assert [event["message"] for event in read_events(path)] == [*whole, "after"]
 
 
-def test_what_json_cannot_hold_writes_nothing(tmp_path: Path) -> None:
+def test_what_json_cannot_hold_writes_nothing(tmp_path):
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         with pytest.raises(TypeError, match="not JSON serializable"):
@@ -64,7 +63,7 @@ def test_what_json_cannot_hold_writes_nothing(tmp_path: Path) -> None:
     assert [event["message"] for event in read_events(path)] == ["fine"]
 
 
-def test_later_rounds_replace_earlier_ones() -> None:
+def test_later_rounds_replace_earlier_ones():
     events = [
         {"event": "round", "stage": stage, "round": number, "seconds": seconds}
         for stage, number, seconds in [
@@ -83,7 +82,7 @@ def test_later_rounds_replace_earlier_ones() -> None:
     ]
 
 
-def test_clients_are_printed_by_their_names_and_stay_numbers() -> None:
+def test_clients_are_printed_by_their_names_and_stay_numbers():
     partition = {"event": "partition", "clients": [0, 2], "names": ["cleveland", "va"]}
     names = names_by_client(partition)
     failed = with_names({"event": "client_failed", "client": 2, "round": 2}, names)

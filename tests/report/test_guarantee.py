@@ -5,9 +5,7 @@ from fednas_flwr.report.templates import epsilon_text, paragraphs, sentence
 from fednas_flwr.runs.numbers import overall
 
 
-def _client(
-    client: int, prv: dict | None, *, delta: float = 1e-5, train: int = 300, **more
-) -> dict:
+def _client(client, prv, *, delta=1e-5, train=300, **more):
     return {
         "client": client,
         "records": {"train": train, "validation": 200, "test": 0},
@@ -18,7 +16,7 @@ def _client(
     }
 
 
-def _release(**more: object) -> dict:
+def _release(**more):
     return {
         "stage": "search",
         "action": "train.weight_gradient",
@@ -44,12 +42,12 @@ def _release(**more: object) -> dict:
         (None, "∞"),
     ],
 )
-def test_an_epsilon_is_never_shown_smaller_than_it_is(epsilon: float | None, text: str) -> None:
+def test_an_epsilon_is_never_shown_smaller_than_it_is(epsilon, text):
     assert epsilon_text(epsilon) == text
 
 
-def test_each_client_is_told_how_far_its_budget_reaches() -> None:
-    def covers(search: int, retrain: int) -> list[dict]:
+def test_each_client_is_told_how_far_its_budget_reaches():
+    def covers(search, retrain):
         return [
             {"stage": "search", "rounds": search, "of": 40},
             {"stage": "retrain", "rounds": retrain, "of": 8},
@@ -64,25 +62,25 @@ def test_each_client_is_told_how_far_its_budget_reaches() -> None:
     assert paragraphs("coverage", {"clients": [_client(0, {})]}) == []  # an older run
 
 
-def test_the_overall_pair_holds_for_every_client() -> None:
+def test_the_overall_pair_holds_for_every_client():
     clients = [_client(0, {"train": 3.0}, delta=1e-6), _client(1, {"train": 2.0, "test": 1.0})]
     assert overall({"clients": clients}) == (3.0, 1e-5)
     assert sentence("overall_text", {"clients": clients}) == "(3.00, 1e-05) per record, add/remove"
 
 
 @pytest.mark.parametrize("prv", [{"train": 3.0, "validation": None}, None])
-def test_an_epsilon_that_is_not_known_is_not_left_out_of_the_maximum(prv: dict | None) -> None:
+def test_an_epsilon_that_is_not_known_is_not_left_out_of_the_maximum(prv):
     event = {"clients": [_client(0, {"train": 2.0}), _client(1, prv)]}
     assert overall(event)[0] is None
     assert sentence("overall_text", event).startswith("(∞, ")
 
 
-def test_without_clients_there_is_no_epsilon_and_without_releases_it_is_0() -> None:
+def test_without_clients_there_is_no_epsilon_and_without_releases_it_is_0():
     assert overall({"clients": []})[0] is None
     assert overall({"clients": [_client(0, {})]})[0] == 0.0
 
 
-def test_the_warning_names_every_client_whose_noise_is_known() -> None:
+def test_the_warning_names_every_client_whose_noise_is_known():
     safe = _client(0, {"train": 1.0})
     assert sentence("test_seed", {"clients": [safe]}) == ""
     one = _client(2, {"train": 1.0}, secure_noise=False)
@@ -101,9 +99,7 @@ def test_the_warning_names_every_client_whose_noise_is_known() -> None:
         ({}, [], "16", "not recorded"),  # nobody has accepted
     ],
 )
-def test_the_rate_is_that_of_the_clients(
-    release: dict, rates: list[float], batch: str, rate: str
-) -> None:
+def test_the_rate_is_that_of_the_clients(release, rates, batch, rate):
     clients = [_client(client, {}, rates=[0.5, rate]) for client, rate in enumerate(rates)]
     schedule = [_release(), _release(**release)]
     head, (_, row) = tables.release_table({"schedule": schedule, "clients": clients})
@@ -116,7 +112,7 @@ def test_the_rate_is_that_of_the_clients(
     assert (cells["noise multiplier"], cells["clipping norm"]) == ("1.25", "0.5")
 
 
-def test_each_client_has_its_epsilons_and_what_its_filter_spent() -> None:
+def test_each_client_has_its_epsilons_and_what_its_filter_spent():
     clients = [_client(0, {"train": 3.1, "validation": 2.2}), _client(1, {"train": 1.0})]
     clients[0]["epsilon"] |= {"rdp": {"train": 3.5, "validation": 2.5}, "gdp": {"train": None}}
     clients[1]["secure_noise"] = False
@@ -132,7 +128,7 @@ def test_each_client_has_its_epsilons_and_what_its_filter_spent() -> None:
     assert first["records: train / validation / test"] == "300 / 200 / 0"
 
 
-def test_the_kind_of_search_and_its_own_epsilon_are_told() -> None:
+def test_the_kind_of_search_and_its_own_epsilon_are_told():
     plain = {"algorithm": {"name": "dpnas", "dp_aware": None}}
     assert sentence("search_privacy", plain, None) == (
         "without clipping or noise, no claim of privacy: its epsilon is infinite"

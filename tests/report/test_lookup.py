@@ -296,7 +296,6 @@ def test_the_report_draws_the_percentile_over_rounds(algorithm, finished_run, tm
         *(f"algorithm={algorithm}", given, "stages=[search]", "clients=2"),
         *(f"algorithm.{setting}" for setting in SMALL[algorithm]),
     )
-    assert run.error is None
     (told,) = [event for event in run.events if event["event"] == "looked_up"]
     found = read_run(run.folder)
     assert told["cells"] == len(CELLS)
@@ -323,7 +322,7 @@ def test_a_table_is_for_its_own_space(compose_config, override, sentence):
 
 
 def test_a_run_with_a_table_that_cannot_be_read_does_not_begin(run_inline):
-    run = run_inline(NO_FILE, "stages=[search]")
+    run = run_inline(NO_FILE, "stages=[search]", fails=True)
     assert "the table none.csv cannot be read: No such file" in str(run.error)
     assert not [event for event in run.events if event["event"] == "round"]
 

@@ -11,7 +11,7 @@ from fednas_flwr.report.templates import count, duration, mean_and_deviation, nu
         *[(9.996e11, "1 T"), (9.996e14, "1000 T"), (5e15, "5000 T")],
     ],
 )
-def test_count(value: float | None, text: str) -> None:
+def test_count(value, text):
     assert count(value) == text
 
 
@@ -19,11 +19,11 @@ def test_count(value: float | None, text: str) -> None:
     ("seconds", "text"),
     [(8.24, "8.2 s"), (59.96, "1:00 min"), (185, "3:05 min"), (3599.6, "1:00 h"), (7800, "2:10 h")],
 )
-def test_duration(seconds: float, text: str) -> None:
+def test_duration(seconds, text):
     assert duration(seconds) == text
 
 
-def test_percent_and_bytes() -> None:
+def test_percent_and_bytes():
     assert (percent(0.9144), percent(None)) == ("91.4 %", "–")
     assert (num_bytes(512), num_bytes(7_720_000), num_bytes(None)) == ("512 B", "7.72 MB", "–")
 
@@ -38,7 +38,7 @@ def test_percent_and_bytes() -> None:
         ([0], "0"),
     ],
 )
-def test_mean_and_deviation(values: list[float], text: str) -> None:
+def test_mean_and_deviation(values, text):
     assert mean_and_deviation(values) == text
 
 
@@ -49,5 +49,5 @@ def test_mean_and_deviation(values: list[float], text: str) -> None:
         *[(999_600_000, "1 GB"), (9.996e11, "1 TB"), (5e15, "5000 TB")],
     ],
 )
-def test_bytes_are_carried_to_the_next_unit(value: float, text: str) -> None:
+def test_bytes_are_carried_to_the_next_unit(value, text):
     assert num_bytes(value) == text

@@ -1,15 +1,12 @@
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fednas_flwr.report.trackers import TRACKERS
 from fednas_flwr.runs.events import read_events
 
+from ..processes import told
 
-def test_every_metric_is_a_scalar_over_rounds(make_run: Callable[..., Path]) -> None:
+
+def test_every_metric_is_a_scalar_over_rounds(make_run):
     folder = make_run("run")
     with TRACKERS["tensorboard"](folder) as writer:
         for event in read_events(folder / "events.jsonl"):
@@ -24,7 +21,7 @@ def test_every_metric_is_a_scalar_over_rounds(make_run: Callable[..., Path]) -> 
     assert read.Scalars("evaluate/central_f1")[0].value == 0.625
 
 
-def test_a_number_that_is_missing_is_left_out(tmp_path: Path) -> None:
+def test_a_number_that_is_missing_is_left_out(tmp_path):
     event = {
         "event": "round",
         "time": "2026-01-01T00:00:00+00:00",
@@ -42,19 +39,16 @@ def test_a_number_that_is_missing_is_left_out(tmp_path: Path) -> None:
     assert read.Tags()["scalars"] == ["search/seconds", "search/mb_sent", "search/mb_received"]
 
 
-def test_reports_do_not_load_torch() -> None:
+def test_reports_do_not_load_torch():
     modules = ("comparison", "model_card", "terminal", "html_report", "trackers")
     code = "".join(f"import fednas_flwr.report.{name}\n" for name in modules)
     code += (
         "import sys\nprint([name for name in ('torch', 'flwr', 'pandas') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert told("-c", code).strip() == "[]"
 
 
-def test_what_clients_of_a_private_run_measured_is_called_noised(
-    make_run: Callable[..., Path],
-) -> None:
+def test_what_clients_of_a_private_run_measured_is_called_noised(make_run):
     folder = make_run("run", private=True)
     with TRACKERS["tensorboard"](folder) as writer:
         for event in read_events(folder / "events.jsonl"):

@@ -1,7 +1,5 @@
 import io
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,7 +13,7 @@ from fednas_flwr.runs.events import read_events
 from .conftest import EVIL, make_hostile
 
 
-def _round(number: int, rounds: int, elapsed: float) -> dict:
+def _round(number, rounds, elapsed):
     metrics = {"train_loss": 1.25, "validation_accuracy": 0.5}
     return {
         "event": "round",
@@ -28,7 +26,7 @@ def _round(number: int, rounds: int, elapsed: float) -> dict:
     }
 
 
-def _show(events: list[dict], *, terminal: bool = False) -> str:
+def _show(events, *, terminal=False):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, legacy_windows=False)
     with ProgressDisplay(console) as display:
@@ -37,7 +35,7 @@ def _show(events: list[dict], *, terminal: bool = False) -> str:
     return out.getvalue()
 
 
-def test_a_short_stage_has_one_line_per_round_with_time_left() -> None:
+def test_a_short_stage_has_one_line_per_round_with_time_left():
     started = {"event": "stage_started", "stage": "search", "rounds": 3}
     lines = _show([started, *(_round(n, 3, 2.0 * n) for n in (1, 2, 3))]).splitlines()
     assert len(lines) == 4
@@ -51,14 +49,14 @@ def test_a_short_stage_has_one_line_per_round_with_time_left() -> None:
     assert "left" not in lines[3]
 
 
-def test_a_long_stage_has_about_one_line_per_five_seconds_and_the_last() -> None:
+def test_a_long_stage_has_about_one_line_per_five_seconds_and_the_last():
     rounds = 400
     text = _show([_round(n, rounds, 0.1 * n) for n in range(1, rounds + 1)])
     shown = [int(line.split()[1].split("/")[0]) for line in text.splitlines()]
     assert shown == [1, 51, 101, 151, 201, 251, 301, 351, 400]
 
 
-def test_warnings_and_failures_are_printed_whole_and_a_repeated_failure_once() -> None:
+def test_warnings_and_failures_are_printed_whole_and_a_repeated_failure_once():
     failure = {
         "event": "client_failed",
         "stage": "search",
@@ -74,7 +72,7 @@ def test_warnings_and_failures_are_printed_whole_and_a_repeated_failure_once() -
         assert "warning: the newest checkpoint is damaged" in text
 
 
-def test_what_fails_before_the_first_round_has_no_round() -> None:
+def test_what_fails_before_the_first_round_has_no_round():
     failure = {"event": "client_failed", "stage": "connect", "round": 0, "client": 2}
     text = _show([failure | {"action": "query.describe", "reason": "KeyError: x"}])
     assert text == (
@@ -83,7 +81,7 @@ def test_what_fails_before_the_first_round_has_no_round() -> None:
     )
 
 
-def test_whoever_waits_for_a_person_is_told_with_the_command() -> None:
+def test_whoever_waits_for_a_person_is_told_with_the_command():
     awaited = [{"client": client, "schedule": "a1" * 16} for client in (0, 2)]
     text = _show([{"event": "approval_awaited", "run": "r", "clients": awaited}], terminal=False)
     assert text.splitlines() == [
@@ -92,7 +90,7 @@ def test_whoever_waits_for_a_person_is_told_with_the_command() -> None:
     ]
 
 
-def test_a_terminal_gets_bars_and_its_cursor_back(make_run: Callable[..., Path]) -> None:
+def test_a_terminal_gets_bars_and_its_cursor_back(make_run):
     text = _show(read_events(make_run("run") / "events.jsonl"), terminal=True)
     assert "search" in text
     assert "3/3" in text
@@ -100,7 +98,7 @@ def test_a_terminal_gets_bars_and_its_cursor_back(make_run: Callable[..., Path])
     assert text.rstrip().endswith("\x1b[?25h")
 
 
-def test_the_summary_names_numbers_and_report(make_run: Callable[..., Path]) -> None:
+def test_the_summary_names_numbers_and_report(make_run):
     folder = make_run("run")
     out = io.StringIO()
     print_summary(folder, Console(file=out, width=80))
@@ -112,7 +110,7 @@ def test_the_summary_names_numbers_and_report(make_run: Callable[..., Path]) -> 
         assert part in text
 
 
-def test_the_summary_of_a_failed_run_gives_the_reason(make_run: Callable[..., Path]) -> None:
+def test_the_summary_of_a_failed_run_gives_the_reason(make_run):
     out = io.StringIO()
     print_summary(make_run("run", until="search"), Console(file=out))
     assert "run failed" in out.getvalue()
@@ -121,9 +119,7 @@ def test_the_summary_of_a_failed_run_gives_the_reason(make_run: Callable[..., Pa
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_private_run_says_what_it_promises_and_what_is_noised(
-    make_run: Callable[..., Path], terminal: bool
-) -> None:
+def test_a_private_run_says_what_it_promises_and_what_is_noised(make_run, terminal):
     text = _show(read_events(make_run("run", private=True) / "events.jsonl"), terminal=terminal)
     assert "privacy: (epsilon, delta) at most (5.11, 1e-05) per record, add/remove" in text
     assert "budget of client 1: covers 2 of 3 rounds of search, then the client leaves" in text
@@ -134,9 +130,7 @@ def test_a_private_run_says_what_it_promises_and_what_is_noised(
     assert "est seed" not in text
 
 
-def test_a_private_run_with_a_test_seed_is_warned_of_at_start_and_end(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_private_run_with_a_test_seed_is_warned_of_at_start_and_end(make_run):
     folder = make_run("run", private=True, secure_noise=False)
     shown = _show(read_events(folder / "events.jsonl"))
     assert "warning: Test seed: no privacy. Noise and sampling of client 2" in shown
@@ -151,9 +145,7 @@ def test_a_private_run_with_a_test_seed_is_warned_of_at_start_and_end(
     assert table["clients that left"] == "1"
 
 
-def test_the_summary_of_a_run_without_privacy_does_not_speak_of_it(
-    make_run: Callable[..., Path],
-) -> None:
+def test_the_summary_of_a_run_without_privacy_does_not_speak_of_it(make_run):
     out = io.StringIO()
     print_summary(make_run("run"), Console(file=out))
     assert [line.split()[-2] for line in out.getvalue().splitlines() if "F1" in line] == ["0.625"]
@@ -170,16 +162,10 @@ def test_the_summary_of_a_run_without_privacy_does_not_speak_of_it(
             "No: the network has accuracy 90.0 % on 100 test records of the server and is no "
             "better than the pooled linear model with 95.0 %",
         ),
-        (
-            0.9,
-            0.91,
-            "is no better than its linear skip alone with 91.0 %",
-        ),
+        (0.9, 0.91, "is no better than its linear skip alone with 91.0 %"),
     ],
 )
-def test_a_run_says_what_its_network_is_no_better_than(
-    make_run: Callable[..., Path], linear: float, without_cells: float, sentence: str
-) -> None:
+def test_a_run_says_what_its_network_is_no_better_than(make_run, linear, without_cells, sentence):
     folder = make_run("run")
     path = folder / "events.jsonl"
     events = read_events(path)
@@ -196,9 +182,7 @@ def test_a_run_says_what_its_network_is_no_better_than(
 
 
 @pytest.mark.parametrize("evil", EVIL)
-def test_strangers_words_only_print_themselves(
-    make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str], evil: str
-) -> None:
+def test_strangers_words_only_print_themselves(make_run, capsys, evil):
     """No word moves the cursor, sets a colour or a title, begins a line, or is markup of rich."""
     folder = make_hostile(make_run("run"), evil)
     group = folder / "baselines" / "random_[red]\x1b[31m"
@@ -219,7 +203,7 @@ def test_strangers_words_only_print_themselves(
     assert "random_[red]" in out.getvalue()
 
 
-def test_an_error_that_ends_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_that_ends_a_command_is_one_line(capsys):
     fail(RuntimeError("client 2: \x1b]0;title\x07\r\nfednas: all is well\u202e"), debug=False)
     err = capsys.readouterr().err
     assert err.count("\n") == 1

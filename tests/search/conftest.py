@@ -1,7 +1,5 @@
 """Tiny modules with weights and alphas, in double precision, whose gradients one can write down."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -16,19 +14,19 @@ class TwoParameters(nn.Module):
 
     OFFSET = 20.0  # keeps the loss above 0, as a cross-entropy is
 
-    def __init__(self, w: float, a: float) -> None:
+    def __init__(self, w, a):
         super().__init__()
         self.w = nn.Parameter(torch.tensor([w], dtype=torch.float64))
         self.a = nn.Parameter(torch.tensor([a], dtype=torch.float64))
         self.unused = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
 
-    def weights(self) -> dict[str, nn.Parameter]:
+    def weights(self):
         return {"w": self.w, "unused": self.unused}
 
-    def alphas(self) -> dict[str, nn.Parameter]:
+    def alphas(self):
         return {"cell": self.a}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, t, c = x.unbind(1)
         loss = self.OFFSET + q * (self.w - self.a * t) ** 2 / 2 + c * self.a * self.w
         return torch.stack([torch.zeros_like(loss), torch.expm1(loss).log()], 1)
@@ -37,7 +35,7 @@ class TwoParameters(nn.Module):
 class SmoothNet(nn.Module):
     """Two mixed edges with smooth activations; alphas by kind, logits [B, 3]."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, dtype=torch.float64):
         super().__init__()
         self.first = nn.Linear(4, 5, dtype=dtype)
         self.second = nn.Linear(5, 3, dtype=dtype)
@@ -45,13 +43,13 @@ class SmoothNet(nn.Module):
             {k: 0.3 * torch.randn(1, 3, dtype=dtype) for k in ("normal", "reduction")}
         )
 
-    def weights(self) -> dict[str, nn.Parameter]:
+    def weights(self):
         return {n: p for n, p in self.named_parameters() if not n.startswith("a.")}
 
-    def alphas(self) -> dict[str, nn.Parameter]:
+    def alphas(self):
         return dict(self.a.items())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer, kind in ((self.first, "normal"), (self.second, "reduction")):
             x = layer(x)
             mix = self.a[kind].softmax(-1)[0]
@@ -74,7 +72,7 @@ def net():
 def batch():
     """``batch(size, seed)``: features [B, 4] in double precision and labels [B] of 3 classes."""
 
-    def make(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make(size, seed):
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
         return x, torch.randint(0, 3, (size,), generator=generator)
@@ -86,7 +84,7 @@ def batch():
 def untouched():
     """``check = untouched(net)``; ``check()`` fails if a parameter or its ``.grad`` has changed."""
 
-    def remember(network: nn.Module):
+    def remember(network):
         for index, parameter in enumerate(network.parameters()):
             if index % 2:
                 parameter.grad = torch.full_like(parameter, 0.25)
@@ -95,7 +93,7 @@ def untouched():
             for n, p in network.named_parameters()
         }
 
-        def check() -> None:
+        def check():
             for name, parameter in network.named_parameters():
                 value, grad = before[name]
                 assert torch.equal(parameter, value), name

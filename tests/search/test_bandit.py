@@ -1,7 +1,5 @@
 """The bandit and theta: rules as properties, oracles, and simulations."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -15,28 +13,12 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.search.bandit import (
-    EQUAL,
-    LEAST,
-    Bandit,
-    Theta,
-    Trial,
-)
+from fednas_flwr.search.bandit import EQUAL, LEAST, Bandit, Theta, Trial
 from fednas_flwr.settings.hydra_config import compose_tree
-from fednas_flwr.settings.optimizers import (
-    SCHEDULES,
-    BanditSettings,
-    Range,
-    ThetaSettings,
-)
+from fednas_flwr.settings.optimizers import SCHEDULES, BanditSettings, Range, ThetaSettings
 
 SETTINGS = BanditSettings(
-    beta=3.0,
-    step_size=0.5,
-    retention=0.9,
-    temperature=0.25,
-    scaled=True,
-    scale_retention=0.5,
+    beta=3.0, step_size=0.5, retention=0.9, temperature=0.25, scaled=True, scale_retention=0.5
 )
 rewards = st.floats(-10, 10)
 

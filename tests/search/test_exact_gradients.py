@@ -1,7 +1,5 @@
 """Which batches exact gradients are of, and the gradients, against explicit ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

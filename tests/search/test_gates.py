@@ -1,7 +1,5 @@
 """Gates against enumeration: of ops, of pairs of ops, and of all paths of a tiny supernet."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,12 +1,9 @@
 """Alternating steps against explicit loops: an alpha step, then a weight step, batch by batch."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
@@ -21,9 +18,7 @@ ALPHAS = Adam(0.05, weight_decay=1e-3)
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
-def optimizers_of(
-    network: nn.Module, weights: SGD, alphas: Adam, *, beta: float = 0.5, nesterov: bool = False
-) -> Optimizers:
+def optimizers_of(network, weights, alphas, *, beta=0.5, nesterov=False):
     """Make the optimisers of a search."""
     own, others = network.weights(), network.alphas()
     sgd = make_sgd(own.values(), weights, nesterov=nesterov)

@@ -1,7 +1,5 @@
 """Losses against log-softmax by hand, scores against counts of records and of pairs."""
 
-from __future__ import annotations
-
 import ast
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps and handed-over moments against torch's optimisers and one uninterrupted training."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,25 +37,25 @@ CELLS = DPCellSpace(input_shape=(2, 6, 5), num_classes=3, widths=(4, 4, 8), head
 class Parts(nn.Module):
     """Weights and alphas of which any may lack a gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.parts = nn.ParameterDict({n: torch.randn(3, 2) for n in "abc"})
         self.mixing = nn.ParameterDict({n: torch.randn(2, 4) for n in ("normal", "reduction")})
 
-    def weights(self) -> dict[str, nn.Parameter]:
+    def weights(self):
         return {f"parts.{name}": weight for name, weight in self.parts.items()}
 
-    def alphas(self) -> dict[str, nn.Parameter]:
+    def alphas(self):
         return dict(self.mixing.items())
 
 
 @pytest.fixture
-def parts() -> Parts:
+def parts():
     torch.manual_seed(0)
     return Parts()
 
 
-def drawn_gradients(network: Parts, steps: int) -> list[dict[str, dict[str, torch.Tensor | None]]]:
+def drawn_gradients(network, steps):
     """Random gradients of each step by state; some are left out, some are None, some come late."""
     generator = torch.Generator().manual_seed(0)
     found = []
@@ -75,7 +73,7 @@ def drawn_gradients(network: Parts, steps: int) -> list[dict[str, dict[str, torc
     return found
 
 
-def kept_moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: str):
+def kept_moments(named, optimizer, state):
     """What an optimiser keeps, named as moments are; what it has not begun is left out."""
     return {
         f"{state}.{moment}.{name}": value
@@ -85,7 +83,7 @@ def kept_moments(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimize
     }
 
 
-def assert_moments(moments: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+def assert_moments(moments, kept):
     """Check that moments are what optimisers keep, and zeros of what they have not begun."""
     assert set(kept) <= set(moments)
     for name, value in moments.items():
@@ -152,20 +150,20 @@ class Stream:
     nesterov: bool = False
     beta: float | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         with seeded(1, "supernet"):
             self.network = self.space.supernet()
         self.train, self.validation = self.batches("train"), self.batches("validation")
         self.generator = make_generator(2, "paths")
 
-    def batches(self, name: str):
+    def batches(self, name):
         generator = make_generator(0, name)
         shape = self.space.input_shape
         while True:
             x = torch.randn(5, *shape, generator=generator)
             yield x, torch.randint(3, (5,), generator=generator)
 
-    def optimizers(self, sent: dict[str, torch.Tensor]) -> Optimizers:
+    def optimizers(self, sent):
         """Make new optimisers that go on with what was sent."""
         weights, alphas = self.network.weights(), self.network.alphas()
         settings = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
@@ -175,20 +173,20 @@ class Stream:
         adam = make_adam(alphas.values(), ALPHAS, beta=self.beta)
         return Optimizers(own, Optimizer(alphas, adam), sent)
 
-    def take(self, steps: int, optimizers: Optimizers) -> None:
+    def take(self, steps, optimizers):
         gradients = ExactGradients(lambda: self.train, lambda: self.validation, num_steps=steps)
         self.steps = steps
         self.loop(self, gradients, optimizers)
 
 
-def all_ops(rule: str) -> Callable[[], Stream]:
+def all_ops(rule):
     def loop(stream, gradients, optimizers):
         alternate(stream.network, gradients, optimizers, Alternating(rule))
 
     return partial(Stream, MLP, loop, beta=0.5)
 
 
-def paths(*, gates: str, warm_up: bool) -> Callable[[], Stream]:
+def paths(*, gates, warm_up):
     settings = SampledPaths(gates, warm_up, None)
 
     def loop(stream, gradients, optimizers):
@@ -246,8 +244,7 @@ def test_two_requests_of_every_loop_are_one_training(name):
 
 
 @pytest.mark.parametrize(
-    "forgotten",
-    ["weights.momentum_buffer", "alphas.exp_avg.", "alphas.exp_avg_sq", "alphas.step"],
+    "forgotten", ["weights.momentum_buffer", "alphas.exp_avg.", "alphas.exp_avg_sq", "alphas.step"]
 )
 def test_a_request_without_one_of_the_moments_differs(forgotten):
     """What the tests above compare is there to be seen."""
@@ -290,10 +287,7 @@ def test_moments_are_named_and_shaped_as_those_of_the_network(name):
 def test_a_network_without_alphas_has_moments_of_its_parameters():
     network = nn.Linear(2, 3)
     found = {key: value.shape for key, value in no_moments(network).items()}
-    assert found == {
-        "weights.momentum_buffer.weight": (3, 2),
-        "weights.momentum_buffer.bias": (3,),
-    }
+    assert found == {"weights.momentum_buffer.weight": (3, 2), "weights.momentum_buffer.bias": (3,)}
 
 
 @pytest.mark.parametrize("name", STREAMS)

@@ -1,7 +1,5 @@
 """Drawn paths as networks: clipped sums against loops over records, and draws that cannot fail."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

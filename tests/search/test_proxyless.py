@@ -1,7 +1,5 @@
 """Local steps of ProxylessNAS against explicit ones of torch's optimisers on derived networks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

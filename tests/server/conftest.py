@@ -1,13 +1,10 @@
 """A federation of small real ClientApps whose clients, and whose grid, misbehave on demand."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fednas_flwr.deploy.grids import InProcessGrid
@@ -30,7 +27,7 @@ SEARCH = Search(
 )
 
 
-def client_tensors(client: int) -> dict[str, dict[str, torch.Tensor]]:
+def client_tensors(client):
     generator = torch.Generator().manual_seed(client)
     return {
         "weights": {
@@ -41,7 +38,7 @@ def client_tensors(client: int) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def client_reply(client: int) -> Reply:
+def client_reply(client):
     states = client_tensors(client)
     return Reply(
         num_examples=10.0 + 7 * client,
@@ -51,11 +48,7 @@ def client_reply(client: int) -> Reply:
     )
 
 
-def make_app(
-    damage: dict[int, Callable[[RecordDict], RecordDict]],
-    claims: dict[int, object],
-    properties: dict[int, dict],
-):
+def make_app(damage, claims, properties):
     app = ClientApp()
 
     @app.query("describe")
@@ -86,15 +79,15 @@ def federation():
     """
 
     def make(
-        num_clients: int = 3,
+        num_clients=3,
         *,
-        nodes: int | None = None,
-        damage: dict | None = None,
-        claims: dict | None = None,
-        properties: dict | None = None,
-        grid: Callable[..., InProcessGrid] = InProcessGrid,
+        nodes=None,
+        damage=None,
+        claims=None,
+        properties=None,
+        grid=InProcessGrid,
         **settings,
-    ) -> SimpleNamespace:
+    ):
         events: list[dict] = []
         app = make_app(damage or {}, claims or {}, properties or {})
         cohort = Cohort(
@@ -105,7 +98,7 @@ def federation():
         )
         layouts = {name: Layout.of(tensors) for name, tensors in client_tensors(0).items()}
 
-        def ask(server_round: int = 1, **terms):
+        def ask(server_round=1, **terms):
             return cohort.ask(
                 Exchange(
                     "train.search",

@@ -1,7 +1,5 @@
 """Who is asked in a round: unbiased to the last fraction, and the same whenever it is asked."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from itertools import permutations

@@ -1,7 +1,5 @@
 """What honest clients send is within the limits, and the limits are not far beyond."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

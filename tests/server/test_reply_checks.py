@@ -1,7 +1,5 @@
 """Whatever one client sends, the aggregate is bit-equal to the one without that client."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -104,7 +102,7 @@ def set_data(edit, stype="numpy.ndarray"):
     return damage
 
 
-def npy(header: str) -> bytes:
+def npy(header):
     body = header.encode() + b"\n"
     return b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body
 

@@ -1,11 +1,9 @@
 """Whatever a reply is made of: it is refused with ReplyError, or what passes is sound."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -66,7 +64,7 @@ NAMES = st.sampled_from(["float32", "int64", "float16", "int8", "object", ""])
 Damage = Callable[[RecordDict], None]
 
 
-def edited(text: Any, path: tuple[str, ...], value: Any) -> Any:
+def edited(text, path, value):
     """Return JSON values with another one at ``path``, where there is such a place."""
     if not path:
         return value
@@ -75,15 +73,15 @@ def edited(text: Any, path: tuple[str, ...], value: Any) -> Any:
     return {**text, path[0]: edited(text.get(path[0]), path[1:], value)}
 
 
-def put_record(name: str, record: Any) -> Damage:
-    def damage(content: RecordDict) -> None:
+def put_record(name, record):
+    def damage(content):
         content[name] = record
 
     return damage
 
 
-def put_vector(state: str, name: str, values: np.ndarray) -> Damage:
-    def damage(content: RecordDict) -> None:
+def put_vector(state, name, values):
+    def damage(content):
         record = content.array_records.get(f"state.{state}")
         if record is not None:
             record[name] = Array(values)
@@ -91,8 +89,8 @@ def put_vector(state: str, name: str, values: np.ndarray) -> Damage:
     return damage
 
 
-def edit_bytes(state: str, start: int, length: int, new: bytes) -> Damage:
-    def damage(content: RecordDict) -> None:
+def edit_bytes(state, start, length, new):
+    def damage(content):
         record = content.array_records.get(f"state.{state}")
         if record is not None and "float32" in record:
             data = record["float32"].data
@@ -102,15 +100,15 @@ def edit_bytes(state: str, start: int, length: int, new: bytes) -> Damage:
     return damage
 
 
-def set_header(text: str) -> Damage:
-    def damage(content: RecordDict) -> None:
+def set_header(text):
+    def damage(content):
         content["header"] = ConfigRecord({"json": text})
 
     return damage
 
 
-def announce(state: str, shape: tuple[int, ...], descr: str) -> Damage:
-    def damage(content: RecordDict) -> None:
+def announce(state, shape, descr):
+    def damage(content):
         record = content.array_records.get(f"state.{state}")
         if record is not None:
             header = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}\n"
@@ -120,8 +118,8 @@ def announce(state: str, shape: tuple[int, ...], descr: str) -> Damage:
     return damage
 
 
-def set_metric(name: str, value: float) -> Damage:
-    def damage(content: RecordDict) -> None:
+def set_metric(name, value):
+    def damage(content):
         record = content.metric_records.get("metrics")
         if record is not None:
             record[name] = value
@@ -161,7 +159,7 @@ DAMAGES = st.one_of(
 )
 
 
-def message_with(content: RecordDict) -> Message:
+def message_with(content):
     InProcessGrid(ClientApp(), 1)  # Flower makes messages for a task only
     return Message(content, dst_node_id=1, message_type="train.search")
 
@@ -172,9 +170,7 @@ def message_with(content: RecordDict) -> Message:
     damages=st.lists(DAMAGES, max_size=2),
 )
 @example(edits=[], damages=[set_header("[" * 990 + "]" * 990)])
-def test_a_reply_is_refused_or_sound(
-    edits: list[tuple[tuple[str, ...], Any]], damages: list[Damage]
-) -> None:
+def test_a_reply_is_refused_or_sound(edits, damages):
     content = encode_reply(HEADER, GOOD)
     text = json.loads(str(content["header"]["json"]))
     for path, value in edits:
@@ -183,12 +179,7 @@ def test_a_reply_is_refused_or_sound(
     for damage in damages:
         damage(content)
     try:
-        reply = accept_reply(
-            message_with(content),
-            ASKED,
-            header=HEADER,
-            limits=Limits(MOST),
-        )
+        reply = accept_reply(message_with(content), ASKED, header=HEADER, limits=Limits(MOST))
     except ReplyError:
         assert damages or edits
         return
@@ -207,7 +198,7 @@ def test_a_reply_is_refused_or_sound(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FORMS)), JSON), st.sampled_from(sorted(PROPERTIES)))
-def test_properties_are_refused_or_pass_and_nothing_else(said: dict[str, Any], action: str) -> None:
+def test_properties_are_refused_or_pass_and_nothing_else(said, action):
     form, _ = PROPERTIES[action]
     try:
         properties = decode_properties(action, json.loads(json.dumps(said)))
@@ -219,9 +210,7 @@ def test_properties_are_refused_or_pass_and_nothing_else(said: dict[str, Any], a
 
 @pytest.mark.parametrize("descr", ["<f4", "<f8", "|V1000"])
 @pytest.mark.parametrize("shape", [(10**9,), (2**62,), (10**6, 10**6)])
-def test_memory_is_that_of_what_was_sent_not_of_what_it_announces(
-    descr: str, shape: tuple[int, ...]
-) -> None:
+def test_memory_is_that_of_what_was_sent_not_of_what_it_announces(descr, shape):
     content = encode_reply(HEADER, GOOD)
     announce("weights", shape, descr)(content)
     message = message_with(content)

@@ -1,14 +1,10 @@
 """What tests of whole runs and of real processes share."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -20,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def loopback() -> ModuleType:
+def loopback():
     """``scripts/loopback.py``."""
     path = ROOT / "scripts" / "loopback.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -33,15 +29,13 @@ def loopback() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def free_ports(loopback: ModuleType) -> Callable[[int], list[int]]:
+def free_ports(loopback):
     """``free_ports(number)``: ports of loopback on which nothing listens."""
     return loopback.free_ports
 
 
 @pytest.fixture(scope="module")
-def machines(
-    tmp_path_factory: pytest.TempPathFactory, loopback: ModuleType
-) -> Iterator[Callable[..., object]]:
+def machines(tmp_path_factory, loopback):
     """``machines(private=True)``: a server and three sites that run what docker/compose.yaml says.
 
     Each host name in the file is replaced by 127.0.0.1; ``sums`` are terms of secure sums.
@@ -76,7 +70,7 @@ def machines(
         parts=parts,
     )
 
-    def begin(*, private: bool, sums: str | None = None) -> object:
+    def begin(*, private, sums=None):
         made.make_private(private)
         made.begin(sums=sums)
         return made

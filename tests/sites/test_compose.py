@@ -1,14 +1,7 @@
 """docker/compose.yaml: its form, and its own commands as processes on loopback, three sites."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
@@ -19,19 +12,19 @@ from fednas_flwr.deploy.sites.doctor import examine
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 
+from ..processes import told
+
 DOCKER = Path(__file__).parents[2] / "docker"
 COMPOSE = DOCKER / "compose.yaml"
 SITES = ("north", "south", "east")
 SERVICES = yaml.safe_load(COMPOSE.read_text())["services"]
 
 
-def test_compose_file_is_of_the_compose_specification() -> None:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run([*command, str(COMPOSE)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_compose_file_is_of_the_compose_specification():
+    told("-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
 
 
-def test_every_service_is_confined_and_comes_back() -> None:
+def test_every_service_is_confined_and_comes_back():
     pairs = {f"{site}-{part}" for site in SITES for part in ("supernode", "clientapp")}
     assert set(SERVICES) == {"superlink", "serverapp"} | pairs
     for name, service in SERVICES.items():
@@ -47,7 +40,7 @@ def test_every_service_is_confined_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_a_sites_runtime_interface_is_on_its_own_network(site: str) -> None:
+def test_a_sites_runtime_interface_is_on_its_own_network(site):
     supernode, clientapp = SERVICES[f"{site}-supernode"], SERVICES[f"{site}-clientapp"]
     assert supernode["networks"] == {"sites": {}, site: {"aliases": ["runtime"]}}
     assert clientapp["networks"] == [site]
@@ -55,7 +48,7 @@ def test_a_sites_runtime_interface_is_on_its_own_network(site: str) -> None:
         assert service["environment"] == {"RUNTIME_HOST": "runtime"}
 
 
-def test_images_are_flowers_of_the_version_in_use() -> None:
+def test_images_are_flowers_of_the_version_in_use():
 
     text = (DOCKER / "Dockerfile").read_text()
     assert re.search(r"ARG FLOWER=(\d+\.\d+)\.\d+-", text)[1] in VERSIONS
@@ -97,13 +90,13 @@ def describe(message, context):
 
 
 @pytest.fixture(scope="module")
-def cluster(machines: Callable[..., Any]) -> Any:
+def cluster(machines):
     """All services of the compose file, of sites with a policy."""
     return machines(private=True)
 
 
 @pytest.mark.slow
-def test_code_that_comes_with_a_run_is_never_executed_at_a_site(cluster: Any) -> None:
+def test_code_that_comes_with_a_run_is_never_executed_at_a_site(cluster):
     app = write_bundle(cluster.base / "foreign")
     marker = cluster.base / "executed"
     project = (app / "pyproject.toml").read_text()
@@ -123,7 +116,7 @@ def test_code_that_comes_with_a_run_is_never_executed_at_a_site(cluster: Any) ->
 
 
 @pytest.mark.slow
-def test_a_private_search_on_three_sites(cluster: Any, loopback: ModuleType) -> None:
+def test_a_private_search_on_three_sites(cluster, loopback):
     """At one of them a person types the command that releases the schedule."""
     run_dir = cluster.folder / "server" / "state" / "run"
     loopback.edit(cluster.folder / SITES[0] / "policy.yaml", r"approve: \w+", "approve: manual")
@@ -137,7 +130,7 @@ def test_a_private_search_on_three_sites(cluster: Any, loopback: ModuleType) -> 
     )
     file = run_dir / "events.jsonl"
 
-    def awaited() -> list[Any]:
+    def awaited():
         events = read_events(file) if file.exists() else []
         assert running.poll() is None, running.communicate()[0]
         return [event["clients"] for event in events if event["event"] == "approval_awaited"]
@@ -145,14 +138,8 @@ def test_a_private_search_on_three_sites(cluster: Any, loopback: ModuleType) -> 
     ((asked,),) = loopback.until("the question for approval", awaited)
     assert asked["client"] == 0
     for command in (["approve"], ["approve", asked["schedule"]]):
-        done = subprocess.run(
-            [sys.executable, "-m", "fednas_flwr", *command],
-            cwd=cluster.folder / SITES[0],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "train.weight_gradient" in done.stdout
+        printed = told("-m", "fednas_flwr", *command, cwd=cluster.folder / SITES[0])
+        assert "train.weight_gradient" in printed
     assert f"fednas approve {asked['schedule']}" in cluster.read(f"{SITES[0]}-clientapp")
     output, _ = running.communicate()
     assert running.returncode == 0, output

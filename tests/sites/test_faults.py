@@ -4,8 +4,6 @@ One deployment for all of it, whose fixture ends by proving that no process is l
 time goes into Flower's patience: it takes up to a minute to give up a process or a node.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -13,17 +11,13 @@ import select
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 from fednas_flwr.cli import main
 from fednas_flwr.client.audit_trail import verify_trail
 from fednas_flwr.privacy.books.ledger import Ledger
-from fednas_flwr.runs.events import Event, read_events
+from fednas_flwr.runs.events import read_events
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +40,7 @@ PRIVATE = (
 
 
 @pytest.fixture(scope="module")
-def cluster(machines: Callable[..., Any]) -> Any:
+def cluster(machines):
     """All services of docker/compose.yaml, of sites that also answer what is not private."""
     return machines(private=False)
 
@@ -54,29 +48,29 @@ def cluster(machines: Callable[..., Any]) -> Any:
 class Watched:
     """``fednas run resume=auto`` on a cluster, and the events that its server writes."""
 
-    def __init__(self, cluster: Any, until: Callable[..., Any], folder: Path, *overrides: str):
+    def __init__(self, cluster, until, folder, *overrides):
         self.until, self.folder = until, folder
         self.before = len(self.events())
         command = ("fednas", "run", "resume=auto", *DEPLOYMENT, *overrides, f"run_dir={folder}")
         self.process: subprocess.Popen[str] = cluster.launch(*command)
 
-    def events(self, kind: str = "") -> list[Event]:
+    def events(self, kind=""):
         file = self.folder / "events.jsonl"
         events = read_events(file) if file.exists() else []
         return [event for event in events if not kind or event["event"] == kind]
 
-    def wait(self, what: str, found: Callable[[], object]) -> None:
+    def wait(self, what, found):
         """Wait for something in the run, which must not end meanwhile."""
         self.until(what, lambda: found() or self.process.poll() is not None)
         assert self.process.poll() is None, self.process.communicate()[0]
 
-    def wait_for_search(self) -> None:
-        def begun() -> bool:
+    def wait_for_search(self):
+        def begun():
             return any(e["event"] == "stage_started" for e in self.events()[self.before :])
 
         self.wait("the search", begun)
 
-    def end(self) -> tuple[int, Event]:
+    def end(self):
         """Return the command's code and the last event, by which the run has ended."""
         output, _ = self.process.communicate()
         print(output)
@@ -86,12 +80,12 @@ class Watched:
 
 
 @pytest.fixture
-def start(cluster: Any, loopback: ModuleType) -> Callable[..., Watched]:
+def start(cluster, loopback):
     return lambda folder, *overrides: Watched(cluster, loopback.until, folder, *overrides)
 
 
 @pytest.fixture(scope="module")
-def inline(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inline(cluster, tmp_path_factory):
     """Folder of the same run in this process, which nothing disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     data = f"dataset.root={cluster.base / 'data'}"
@@ -99,20 +93,20 @@ def inline(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_same(run: Path, inline: Path) -> None:
+def assert_same(run, inline):
     for name in ("genotype.json", "checkpoints/search-000002.safetensors"):
         assert (run / name).read_bytes() == (inline / name).read_bytes(), name
 
 
-def send(processes: dict[int, str], number: signal.Signals) -> None:
+def send(processes, number):
     assert processes
     for process in processes:
         os.kill(process, number)
 
 
 def test_a_site_that_is_missing_at_the_start_is_waited_for_no_longer_than_was_set(
-    cluster: Any, start: Callable[..., Watched], tmp_path: Path
-) -> None:
+    cluster, start, tmp_path
+):
     cluster.end(["east-supernode"])
     all_sites, two = ("runtime.connect_s=1", "runtime.quorum=1"), ("runtime.quorum=0.6",)
     code, finished = start(tmp_path / "all", *RUN, *all_sites).end()
@@ -126,8 +120,8 @@ def test_a_site_that_is_missing_at_the_start_is_waited_for_no_longer_than_was_se
 
 
 def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not(
-    cluster: Any, start: Callable[..., Watched], inline: Path, tmp_path: Path
-) -> None:
+    cluster, start, inline, tmp_path
+):
     run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
     work, killed = "train.search: begun", {"north": signal.SIGKILL, "east": signal.SIGTERM}
     before = {site: cluster.read(f"{site}-clientapp").count(work) for site in killed}
@@ -159,12 +153,12 @@ def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not
 
 
 def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing(
-    cluster: Any, start: Callable[..., Watched], inline: Path, tmp_path: Path
-) -> None:
+    cluster, start, inline, tmp_path
+):
     """What receives is stopped first, so that what sends is in the middle of it when it dies."""
     run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
 
-    def begin_and_stop(site: str) -> Watched:
+    def begin_and_stop(site):
         """Begin an attempt; stop the site's SuperNode before it has the client's reply."""
         log = f"{site}-clientapp"
         said = len(cluster.read(log))
@@ -174,7 +168,7 @@ def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing
         attempt.wait("a reply", lambda: "search: answered" in cluster.read(log)[said:])
         return attempt
 
-    def assert_lost(attempt: Watched, client: int) -> None:
+    def assert_lost(attempt, client):
         code, finished = attempt.end()
         assert (code, finished["status"]) == (1, "failed")
         assert attempt.events("client_failed")[-1]["client"] == client
@@ -217,9 +211,7 @@ def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing
     assert_same(run, inline)
 
 
-def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(
-    cluster: Any, start: Callable[..., Watched], tmp_path: Path
-) -> None:
+def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(cluster, start, tmp_path):
     cluster.make_private(True)
     sites = [f"{site}-supernode" for site in cluster.sites]
     cluster.end(sites)

@@ -1,11 +1,7 @@
 """``flwr run .`` onto real sites, as `fednas provision` makes them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_sites_run_what_flwr_run_sends_and_nothing_else(machines: Callable[..., Any]) -> None:
+def test_sites_run_what_flwr_run_sends_and_nothing_else(machines):
     cluster = machines(private=False)
     run_dir = cluster.folder / "server" / "state" / "run"
     overrides = (

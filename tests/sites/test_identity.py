@@ -1,7 +1,5 @@
 """Who is let in to a SuperLink, what both sides say of a refusal: real processes on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +22,13 @@ from fednas_flwr.deploy.sites.links import Trouble
 from fednas_flwr.deploy.sites.provision import issue_certificate, make_authority, make_node_key
 from fednas_flwr.deploy.sites.superlink import REFUSAL, Guard, is_loopback, paths_for_all
 
+from ..processes import told
+
 BIN = Path(sys.executable).parent
 WAIT_S = 120  # for what takes seconds on an idle machine
 
 
-def until(done: Callable[[], bool], what: str) -> None:
+def until(done, what):
     end = time.monotonic() + WAIT_S
     while not done():
         assert time.monotonic() < end, f"{what}: not within {WAIT_S} s"
@@ -37,9 +36,7 @@ def until(done: Callable[[], bool], what: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def net(
-    tmp_path_factory: pytest.TempPathFactory, free_ports: Callable[[int], list[int]]
-) -> Iterator[SimpleNamespace]:
+def net(tmp_path_factory, free_ports):
     """Two SuperLinks, one with an expired certificate, and SuperNodes of which one is let in."""
     folder = tmp_path_factory.mktemp("net")
     for name in ("ca", "other", "good", "expired"):
@@ -59,13 +56,13 @@ def net(
     environment = os.environ | {"FLWR_HOME": str(folder / "home")}
     processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(name: str, *command: str) -> None:
+    def start(name, *command):
         with (folder / f"{name}.log").open("wb") as log:
             processes[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, cwd=folder
             )
 
-    def start_link(name: str, port: int) -> None:
+    def start_link(name, port):
         files = {"ca-certfile": "ca/ca.crt", "certfile": f"{name}/server.crt"}
         files |= {"keyfile": f"{name}/server.key"}
         start(
@@ -75,7 +72,7 @@ def net(
             *("--enable-supernode-auth", "--isolation=process", f"--database={name}/state.db"),
         )
 
-    def start_node(name: str, *, address: str, authority: str, key: str) -> None:
+    def start_node(name, *, address, authority, key):
         tls = ["--insecure"] if not authority else [f"--root-certificates={authority}/ca.crt"]
         own = [f"--auth-supernode-private-key={key}"] if key else []
         start(
@@ -84,21 +81,14 @@ def net(
             *(*tls, *own, "--isolation=process", f"--port={ports.pop()}"),
         )
 
-    def flwr(*command: str) -> dict:
-        done = subprocess.run(
-            [sys.executable, "-m", "flwr.cli.app", "supernode", *command, "--format=json"],
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=folder,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return dict(json.loads(done.stdout))
+    def flwr(*command):
+        named = ("-m", "flwr.cli.app", "supernode", *command, "--format=json")
+        return dict(json.loads(told(*named, env=environment, cwd=folder)))
 
-    def read(name: str) -> str:
+    def read(name):
         return re.sub(r"\x1b\[\d+m", "", (folder / f"{name}.log").read_text())
 
-    def listens(name: str, port: int) -> bool:
+    def listens(name, port):
         assert processes[name].poll() is None, read(name)
         return links.is_open("127.0.0.1", port)
 
@@ -148,7 +138,7 @@ REFUSED = {
 
 @pytest.mark.run
 @pytest.mark.parametrize("node", REFUSED)
-def test_a_node_that_is_not_right_is_refused_and_told_why(net: SimpleNamespace, node: str) -> None:
+def test_a_node_that_is_not_right_is_refused_and_told_why(net, node):
     said, told = REFUSED[node]
     until(lambda: net.processes[node].poll() is not None, "the end of the node")
     assert net.processes[node].returncode != 0
@@ -158,7 +148,7 @@ def test_a_node_that_is_not_right_is_refused_and_told_why(net: SimpleNamespace, 
 
 
 @pytest.mark.run
-def test_doctor_names_the_causes(net: SimpleNamespace) -> None:
+def test_doctor_names_the_causes(net):
     ours, theirs = (net.folder / name / "ca.crt" for name in ("ca", "other"))
     links.shake_hands("127.0.0.1", net.port, ours)
     assert abs(links.clock_skew_s("127.0.0.1", net.port, ours)) < WAIT_S  # the same clock
@@ -177,9 +167,7 @@ def test_doctor_names_the_causes(net: SimpleNamespace) -> None:
 
 
 @pytest.mark.run
-def test_a_registered_node_is_let_in_and_put_out_when_its_key_is_revoked(
-    net: SimpleNamespace,
-) -> None:
+def test_a_registered_node_is_let_in_and_put_out_when_its_key_is_revoked(net):
     until(lambda: "SuperNode ID" in net.read("let in"), "the node")
     assert [node["status"] for node in net.flwr("list", "ours")["nodes"]] == ["online"]
     (node,) = net.flwr("list", "ours")["nodes"]
@@ -188,13 +176,13 @@ def test_a_registered_node_is_let_in_and_put_out_when_its_key_is_revoked(
     assert "refused the node at 127.0.0.1: its key was revoked" in net.read("good")
 
 
-def test_only_the_servers_own_machine_may_command_it() -> None:
+def test_only_the_servers_own_machine_may_command_it():
     app = create_app()
     paths = [route.path for route in app.routes if hasattr(route, "path")]
     paths += app.openapi()["paths"]
     assert {"/v1/control/register-node", "/v1/control/start-run", "/docs"} <= set(paths)
 
-    async def refused(peer: str) -> set[str]:
+    async def refused(peer):
         transport = httpx.ASGITransport(Guard(app, paths_for_all(app)), client=(peer, 5))
         async with httpx.AsyncClient(transport=transport, base_url="https://link") as client:
             answers = {path: await client.post(path) for path in paths}
@@ -212,5 +200,5 @@ def test_only_the_servers_own_machine_may_command_it() -> None:
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True)]
     + [("10.0.0.1", False), ("::ffff:10.0.0.1", False), ("localhost", False), ("", False)],
 )
-def test_loopback(address: str, expected: bool) -> None:
+def test_loopback(address, expected):
     assert is_loopback(address) is expected

@@ -1,7 +1,5 @@
 """What ``fednas provision`` writes, what ``fednas doctor`` says of it, which code a site runs."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -12,9 +10,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 import yaml
@@ -44,7 +40,7 @@ TWO = Deployment("heart", Server(("fl.example.org", "10.0.0.7"), 8000), ("north"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     provision(TWO, tmp_path / "out")
     return tmp_path / "out"
 
@@ -53,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mask", [0, 0o077])
-def test_modes_are_set_whatever_the_umask(tmp_path: Path, mask: int) -> None:
+def test_modes_are_set_whatever_the_umask(tmp_path, mask):
     """Of new folders and, at the second time, of those that were open before."""
     (tmp_path / "sites.yaml").write_text(SITES)
     command = [sys.executable, "-m", "fednas_flwr", "provision", "sites.yaml"]
@@ -75,7 +71,7 @@ def test_modes_are_set_whatever_the_umask(tmp_path: Path, mask: int) -> None:
 
 
 @pytest.mark.parametrize("mask", [0, 0o077])
-def test_the_public_half_of_a_key_cannot_be_written_by_others(tmp_path: Path, mask: int) -> None:
+def test_the_public_half_of_a_key_cannot_be_written_by_others(tmp_path, mask):
     """Who writes it before it is sent is known to the server in the site's place."""
     for kind in ([], ["--sum"]):
         path = tmp_path / f"state{len(kind)}" / "own.key"
@@ -87,7 +83,7 @@ def test_the_public_half_of_a_key_cannot_be_written_by_others(tmp_path: Path, ma
         assert modes[".pub"] & 0o022 == 0
 
 
-def test_no_folder_holds_a_secret_of_another(tmp_path: Path) -> None:
+def test_no_folder_holds_a_secret_of_another(tmp_path):
     list_of_sites = tmp_path / "sites.yaml"
     list_of_sites.write_text(SITES)
     assert main(["provision", str(list_of_sites), "--output", str(tmp_path / "out")]) == 0
@@ -110,9 +106,7 @@ def test_no_folder_holds_a_secret_of_another(tmp_path: Path) -> None:
                 assert (secret in content) == (name in owners)
 
 
-def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and_settings(
-    folder: Path,
-) -> None:
+def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and_settings(folder):
     kept = [
         folder / "ca" / "ca.key",
         folder / "north" / "ca.crt",
@@ -135,7 +129,7 @@ def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and
     assert settings["SUPERLINK"] == "fl.example.org:8000"
 
 
-def test_scripts_are_bash_and_can_be_executed(folder: Path) -> None:
+def test_scripts_are_bash_and_can_be_executed(folder):
     scripts = [*folder.glob("*/*.sh"), *folder.glob("*/operate")]
     assert len(scripts) == 3 + 2 * 2 + 1
     for script in scripts:
@@ -147,17 +141,9 @@ def test_scripts_are_bash_and_can_be_executed(folder: Path) -> None:
     ("old", "new", "words"),
     [
         ("port: 8000", "port: 80000", "server.port=80000 is out of range: expected 1 to 65535"),
-        (
-            "10.0.0.7",
-            "10.0.0.7:80",
-            "addresses=10.0.0.7:80 .* without port",
-        ),
+        ("10.0.0.7", "10.0.0.7:80", "addresses=10.0.0.7:80 .* without port"),
         ("[north, south]", "[north, north]", "holds north more than once"),
-        (
-            "[north, south]",
-            "[ca, south]",
-            "sites=ca .* expected names of small letters",
-        ),
+        ("[north, south]", "[ca, south]", "sites=ca .* expected names of small letters"),
         ("[north, south]", "[../x]", "sites=../x is out of range"),
         ("[north, south]", "[]", r"sites=\[\] is out of range: expected 1 to"),
         ("federation: heart", "", "federation is missing"),
@@ -169,9 +155,7 @@ def test_scripts_are_bash_and_can_be_executed(folder: Path) -> None:
         ("[north, south]", "[" * 9999, "more than 50 levels deep"),
     ],
 )
-def test_wrong_list_of_sites_is_one_sentence(
-    tmp_path: Path, old: str, new: str, words: str
-) -> None:
+def test_wrong_list_of_sites_is_one_sentence(tmp_path, old, new, words):
     path = tmp_path / "sites.yaml"
     path.write_text(SITES.replace(old, new))
     with pytest.raises(ConfigError, match=words):
@@ -185,7 +169,7 @@ FILES = bundle_files()
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within flwr
-def test_own_bundle_passes_however_it_is_compressed() -> None:
+def test_own_bundle_passes_however_it_is_compressed():
     fab, _ = build_fab_from_files(FILES)
     check_bundle(fab)
     with zipfile.ZipFile(io.BytesIO(fab)) as archive:
@@ -194,7 +178,7 @@ def test_own_bundle_passes_however_it_is_compressed() -> None:
     check_bundle(stored)
 
 
-def zipped(files: Mapping[str, bytes]) -> bytes:
+def zipped(files):
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         for name, content in files.items():
@@ -203,10 +187,9 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 @given(
-    st.sampled_from([*FILES, "fednas_flwr/__init__.py", "x.py"]),
-    st.one_of(st.none(), st.binary()),
+    st.sampled_from([*FILES, "fednas_flwr/__init__.py", "x.py"]), st.one_of(st.none(), st.binary())
 )
-def test_a_bundle_with_other_files_is_refused(name: str, content: bytes | None) -> None:
+def test_a_bundle_with_other_files_is_refused(name, content):
     files = {**FILES, name: content}
     left = {name: content for name, content in files.items() if content is not None}
     assume(left != FILES)
@@ -216,7 +199,7 @@ def test_a_bundle_with_other_files_is_refused(name: str, content: bytes | None) 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("first", [True, False])
-def test_a_bundle_that_holds_two_files_of_one_name_is_refused(first: bool) -> None:
+def test_a_bundle_that_holds_two_files_of_one_name_is_refused(first):
     """Whichever of them is ours: readers differ in which one they take."""
     name, other = "hatch_build.py", b"import os"
     files = [*FILES.items()]
@@ -230,12 +213,12 @@ def test_a_bundle_that_holds_two_files_of_one_name_is_refused(first: bool) -> No
 
 
 @given(st.binary())
-def test_what_is_no_bundle_is_refused(fab: bytes) -> None:
+def test_what_is_no_bundle_is_refused(fab):
     with pytest.raises(ConfigError, match="is refused"):
         check_bundle(fab)
 
 
-def test_a_bundle_that_unpacks_to_gigabytes_is_refused_unread() -> None:
+def test_a_bundle_that_unpacks_to_gigabytes_is_refused_unread():
     bomb = io.BytesIO()
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("pyproject.toml", bytes(50_000_000))
@@ -246,20 +229,18 @@ def test_a_bundle_that_unpacks_to_gigabytes_is_refused_unread() -> None:
 # --- fednas doctor without a server; with one in test_identity
 
 
-def broken(folder: Path) -> dict[str, str]:
+def broken(folder):
     return {finding.name: finding.text for finding in examine(folder) if finding.broken}
 
 
-def test_doctor_finds_a_new_server_well(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_finds_a_new_server_well(folder, capsys):
     settings = folder / "server" / "server.env"
     settings.write_text(settings.read_text().replace("8000", "1"))  # where nothing listens
     assert main(["doctor", str(folder / "server")]) == 0
     assert "for fl.example.org, 10.0.0.7, localhost, 127.0.0.1, valid 36" in capsys.readouterr().out
 
 
-def test_doctor_needs_to_write_into_the_state_only(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_needs_to_write_into_the_state_only(folder, monkeypatch):
     """As in a container, where all else is mounted read-only."""
     writable = {folder / name / "state" for name in ("server", "north")}
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or path in writable)
@@ -269,9 +250,7 @@ def test_doctor_needs_to_write_into_the_state_only(
         assert f"{name}/state cannot be written" in broken(folder / name)["disk"]
 
 
-def test_doctor_names_what_is_wrong_with_a_server(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_names_what_is_wrong_with_a_server(folder, capsys):
     server = folder / "server"
     (server / "server.key").chmod(0o644)
     (server / "server.env").write_text("HOST=0.0.0.0\nPORT=http\n")
@@ -289,7 +268,7 @@ def test_doctor_names_what_is_wrong_with_a_server(
     assert "is not of the authority ca.crt" in broken(server)["certificate"]
 
 
-def test_doctor_names_what_is_wrong_with_a_site(folder: Path) -> None:
+def test_doctor_names_what_is_wrong_with_a_site(folder):
     site = folder / "north"
     settings = (site / "site.env").read_text().replace("fl.example.org:8000", "127.0.0.1:1")
     (site / "site.env").write_text(settings.replace("DEVICE=auto", "DEVICE=cpu"))
@@ -310,7 +289,7 @@ def test_doctor_names_what_is_wrong_with_a_site(folder: Path) -> None:
     assert "mark" in broken(site)["ledger"]
 
 
-def site_with_table(folder: Path, text: str, **dataset: object) -> Path:
+def site_with_table(folder, text, **dataset):
     """Return a site's folder whose data is a table of that text."""
     site = folder / "north"
     (folder / "ward.csv").write_text(text)
@@ -324,7 +303,7 @@ def site_with_table(folder: Path, text: str, **dataset: object) -> Path:
     return site
 
 
-def records_of(site: Path) -> str:
+def records_of(site):
     """Return what doctor says of a site's records."""
     (found,) = (f for f in examine(site) if f.name == "records")
     return f"BROKEN {found.text}" if found.broken else found.text
@@ -333,14 +312,14 @@ def records_of(site: Path) -> str:
 TABLE = "age,ill\n" + "".join(f"{30 + i % 40},{'yes' if i % 3 else 'no'}\n" for i in range(99))
 
 
-def test_doctor_checks_a_sites_own_records(folder: Path) -> None:
+def test_doctor_checks_a_sites_own_records(folder):
     found = records_of(site_with_table(folder, TABLE))
     assert found.startswith("99 records, ")
     assert " of them to train on; numbers: age" in found
     assert "label ill: no 33, yes 66" in found
 
 
-def test_doctor_tells_the_share_of_records_that_are_left_out(folder: Path) -> None:
+def test_doctor_tells_the_share_of_records_that_are_left_out(folder):
     found = records_of(site_with_table(folder, TABLE + "unknown,yes\n61,maybe\n1e39,\n"))
     assert found.startswith("99 records, ")
     assert (
@@ -369,9 +348,7 @@ def test_doctor_tells_the_share_of_records_that_are_left_out(folder: Path) -> No
         ("age,ill\n", {}, "."),
     ],
 )
-def test_doctor_says_what_a_run_would_find_wrong_with_the_records(
-    folder: Path, text: str, dataset: dict[str, object], words: str
-) -> None:
+def test_doctor_says_what_a_run_would_find_wrong_with_the_records(folder, text, dataset, words):
     found = records_of(site_with_table(folder, text, **dataset))
     assert re.search(words, found)
     assert found.startswith("BROKEN") or "more noise" in words
@@ -387,18 +364,16 @@ def test_doctor_says_what_a_run_would_find_wrong_with_the_records(
         (900, r"(8\d\d|900) s behind the server's"),
     ],
 )
-def test_doctor_compares_clocks_with_flowers_limits(
-    folder: Path, server_is_ahead_s: float, said: str | None
-) -> None:
+def test_doctor_compares_clocks_with_flowers_limits(folder, server_is_ahead_s, said):
     class Health(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.send_response(200)
             self.end_headers()
 
-        def date_time_string(self, timestamp: float | None = None) -> str:
+        def date_time_string(self, timestamp=None):
             return super().date_time_string(time.time() + server_is_ahead_s)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
     issue_certificate(folder / "ca", folder / "server", addresses=["127.0.0.1"], days=1)
@@ -422,7 +397,7 @@ def test_doctor_compares_clocks_with_flowers_limits(
     assert re.search(said or "", found.get("clock", ""))
 
 
-def test_a_nodes_key_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nodes_key_is_made_once(tmp_path, capsys):
     key = tmp_path / "node.key"
     assert main(["key", str(key)]) == 0
     assert f"Send {key}.pub to the server's operator" in capsys.readouterr().out

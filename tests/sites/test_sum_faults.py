@@ -4,17 +4,11 @@ At which moments exactly, and that totals are those of who is in them, is in
 ``tests/pipeline/test_killed_sites.py``; here Flower's own processes die, and are started again.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -34,27 +28,27 @@ FAILURES = (
 
 
 @pytest.fixture(scope="module")
-def cluster(machines: Callable[..., Any]) -> Any:
+def cluster(machines):
     return machines(private=True, sums="least_sites: 2, colluding: 0")
 
 
-def trail(cluster: Any, site: str) -> list[dict[str, Any]]:
+def trail(cluster, site):
     """Return the lines of a site's audit trail, but for one that is being written."""
     path = cluster.folder / site / "state" / "ledger" / "audit.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def test_a_site_killed_at_every_message(cluster: Any, loopback: ModuleType, tmp_path: Path) -> None:
+def test_a_site_killed_at_every_message(cluster, loopback, tmp_path):
     scenarios = [(event, action) for action in MESSAGES for event in ("asked", "released")]
     own = (*RUN, *PRIVATE, "secure_sum=true", f"rounds={len(scenarios) + 1}")
     own += ("runtime.quorum=0.6", "runtime.deadline_s=300", "runtime.connect_s=600")
     attempts: list[Watched] = []
 
-    def start() -> None:
+    def start():
         attempts.append(Watched(cluster, loopback.until, tmp_path / "run", *own))
 
-    def ended() -> bool:
+    def ended():
         """Return whether the run is complete; start it again where a kill has ended it."""
         if attempts[-1].process.poll() is None:
             return False
@@ -65,7 +59,7 @@ def test_a_site_killed_at_every_message(cluster: Any, loopback: ModuleType, tmp_
         start()
         return False
 
-    def seen(scenario: tuple[str, str]) -> int:
+    def seen(scenario):
         lines = trail(cluster, "south")
         return sum((line["event"], line.get("action")) == scenario for line in lines)
 
@@ -73,7 +67,7 @@ def test_a_site_killed_at_every_message(cluster: Any, loopback: ModuleType, tmp_
     for scenario in scenarios:
         before = seen(scenario)
 
-        def comes(scenario: tuple[str, str] = scenario, before: int = before) -> bool:
+        def comes(scenario=scenario, before=before):
             assert not ended(), "the run was over before the site was killed"
             return seen(scenario) > before
 

@@ -1,7 +1,5 @@
 """Keys of secure sums on real sites: made there, collected by provision, used without records."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -29,7 +27,7 @@ sites: [north, south, east]
 
 
 @pytest.fixture
-def deployment(tmp_path: Path) -> Path:
+def deployment(tmp_path):
     (tmp_path / "sites.yaml").write_text(LIST)
     keys = tmp_path / "keys"
     for name in NAMES:
@@ -41,14 +39,12 @@ def deployment(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def provisioned(folder: Path) -> int:
+def provisioned(folder):
     options = ["--output", str(folder / "out"), "--sum-keys", str(folder / "keys")]
     return main(["provision", str(folder / "sites.yaml"), *options])
 
 
-def test_keys_are_made_once_and_their_public_halves_hold_no_secret(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_are_made_once_and_their_public_halves_hold_no_secret(tmp_path, capsys):
     path = tmp_path / "sum.key"
     assert main(["key", "--sum", str(path)]) == 0
     assert "sum.pub to whoever provisions" in capsys.readouterr().out
@@ -60,9 +56,7 @@ def test_keys_are_made_once_and_their_public_halves_hold_no_secret(
         make_sum_key(path)
 
 
-def test_provision_gives_every_site_one_roster(
-    deployment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_provision_gives_every_site_one_roster(deployment, capsys):
     assert provisioned(deployment) == 0
     said = capsys.readouterr().out
     rosters = {(deployment / "out" / name / "roster.json").read_bytes() for name in NAMES}
@@ -76,9 +70,7 @@ def test_provision_gives_every_site_one_roster(
 
 
 @pytest.mark.parametrize("broken", ["missing", "[]", '{"mask": "ab", "signature": "cd"}', "twice"])
-def test_keys_that_are_missing_wrong_or_the_same_are_refused(
-    broken: str, deployment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_that_are_missing_wrong_or_the_same_are_refused(broken, deployment, capsys):
     path = deployment / "keys" / "south.pub"
     if broken == "missing":
         path.unlink()
@@ -95,7 +87,7 @@ def test_keys_that_are_missing_wrong_or_the_same_are_refused(
 
 
 @pytest.fixture
-def node(deployment: Path) -> dict[str, str | int]:
+def node(deployment):
     """The configuration of the node of site north, with a policy of secure sums."""
     assert provisioned(deployment) == 0
     own = deployment / "out" / "north"
@@ -116,7 +108,7 @@ def node(deployment: Path) -> dict[str, str | int]:
     }
 
 
-def begun(node: dict[str, str | int], attempt: str = "a") -> str:
+def begun(node, attempt="a"):
     """Return the context of an exchange that the site has answered."""
     policy = load_policy(Path(str(node["policy"])))
     terms = policy.data_sets["my-data"].secure_sum
@@ -128,7 +120,7 @@ def begun(node: dict[str, str | int], attempt: str = "a") -> str:
     ).context.hex()
 
 
-def asked(action: str, settings: object, node: dict[str, str | int], **more: object) -> Message:
+def asked(action, settings, node, **more):
     """Return the site's answer to a message."""
     text = json.dumps({"header": HEADER, "settings": settings, **more})
     flower_patches.begin_task(1)
@@ -138,7 +130,7 @@ def asked(action: str, settings: object, node: dict[str, str | int], **more: obj
     return make_client_app("of no use here")(message, context)
 
 
-def test_a_site_signs_without_its_records(node: dict[str, str | int], deployment: Path) -> None:
+def test_a_site_signs_without_its_records(node, deployment):
     context = begun(node)
     request = {"context": context, "survivors": [0, 2]}
     reply = asked("query.sign_survivors", request, node)
@@ -157,7 +149,7 @@ def test_a_site_signs_without_its_records(node: dict[str, str | int], deployment
     assert events == ["asked", "released", "asked", "refused"]
 
 
-def test_what_a_site_does_not_sign(node: dict[str, str | int]) -> None:
+def test_what_a_site_does_not_sign(node):
     request = {"context": begun(node), "survivors": [0, 2]}
     action = "query.sign_survivors"
     for settings, said in (
@@ -179,7 +171,7 @@ def test_what_a_site_does_not_sign(node: dict[str, str | int]) -> None:
     assert asked(action, request, node).has_content()
 
 
-def test_a_changed_roster_needs_the_sites_edit(node: dict[str, str | int]) -> None:
+def test_a_changed_roster_needs_the_sites_edit(node):
     request = {"context": begun(node), "survivors": [0, 2]}
     path = Path(str(node["roster"]))
     text = path.read_text()
@@ -192,9 +184,7 @@ def test_a_changed_roster_needs_the_sites_edit(node: dict[str, str | int]) -> No
     assert "lacks sum-key" in asked("query.sign_survivors", request, without).error.reason
 
 
-def test_a_flood_of_requests_to_sign_fills_no_disk(
-    node: dict[str, str | int], deployment: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flood_of_requests_to_sign_fills_no_disk(node, deployment, capsys):
     request = {"context": begun(node), "survivors": [0, 2]}
     assert not asked("query.sign_survivors", request, node).has_error()
     counter = counter_of(deployment / "ledger.key")

@@ -1,11 +1,7 @@
 """What the SuperLink makes of a node that comes back: on Flower's own states, with their clocks."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
-from flwr.server.superlink.linkstate import InMemoryLinkState, LinkState, SqlLinkState
+from flwr.server.superlink.linkstate import InMemoryLinkState, SqlLinkState
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.superlink.federation import NoOpFederationManager
 
@@ -15,7 +11,7 @@ HEARTBEAT_S = 30.0
 AWAY_S = 1e6
 
 
-def sql(path: Path) -> LinkState:
+def sql(path):
     class State(SqlLinkState):
         pass
 
@@ -27,7 +23,7 @@ def sql(path: Path) -> LinkState:
     return state
 
 
-def memory(path: Path) -> LinkState:
+def memory(path):
     class State(InMemoryLinkState):
         pass
 
@@ -41,7 +37,7 @@ def test_a_node_that_is_started_again_at_once_is_missed_first(make, tmp_path, mo
     state = make(tmp_path)
     node = state.create_node("owner", "owner", b"key", HEARTBEAT_S)
 
-    def status() -> str:
+    def status():
         return state.get_node_info(node_ids=[node])[0].status
 
     waits = []

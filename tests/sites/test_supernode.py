@@ -1,8 +1,5 @@
 """A SuperNode asks often after a message, and gives up a reply whose process was killed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +14,7 @@ from fednas_flwr.deploy.sites import supernode
 
 
 @pytest.fixture
-def pushing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+def pushing(monkeypatch):
     """``pushing(whole)``: sends one reply of which all objects are there, or all but one."""
     monkeypatch.setattr(supernode, "PATIENCE_S", 0.2)
     monkeypatch.setattr(
@@ -28,7 +25,7 @@ def pushing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     supernode.main()
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 7, 1
 
-    def push(whole: bool) -> SimpleNamespace:
+    def push(whole):
         content = RecordDict({"a": ConfigRecord({"x": 1}), "b": ConfigRecord({"x": 2})})
         message = Message(content, 1, "train.search")
         store = ObjectStoreFactory(":flwr-in-memory:").store()
@@ -55,21 +52,19 @@ def pushing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     return push
 
 
-def test_a_whole_reply_is_sent(pushing: Callable[..., SimpleNamespace]) -> None:
+def test_a_whole_reply_is_sent(pushing):
     pushed = pushing(whole=True)
     assert set(pushed.sent) == set(pushed.objects)
 
 
-def test_a_reply_that_was_cut_off_is_given_up_and_the_node_goes_on(
-    pushing: Callable[..., SimpleNamespace],
-) -> None:
+def test_a_reply_that_was_cut_off_is_given_up_and_the_node_goes_on(pushing):
     pushed = pushing(whole=False)
     assert set(pushed.sent) < set(pushed.objects)
     assert pushed.deleted
     assert pushed.left == 0
 
 
-def test_a_node_asks_the_more_seldom_the_longer_no_message_has_come() -> None:
+def test_a_node_asks_the_more_seldom_the_longer_no_message_has_come():
     pace = supernode.Pace()
     waits = [pace(3) for _ in range(60)]
     assert waits == sorted(waits)
@@ -79,7 +74,7 @@ def test_a_node_asks_the_more_seldom_the_longer_no_message_has_come() -> None:
     assert pace(3) == 0.2
 
 
-def test_the_waits_of_flowers_supernode_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_waits_of_flowers_supernode_are_ours(monkeypatch):
     """Replies come at the third look: Flower's own loop would wait for a second."""
     slept: list[float] = []
     clock = SimpleNamespace(sleep=slept.append)
@@ -87,7 +82,7 @@ def test_the_waits_of_flowers_supernode_are_ours(monkeypatch: pytest.MonkeyPatch
     flower_patches.ask_sooner(supernode.Pace())
     looks: list[list[Message]] = [[], [], []]
 
-    def look(is_reply: bool) -> list[Message]:
+    def look(is_reply):
         looks.pop()
         if not looks:
             raise StopIteration

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import functional
 
 from fednas_flwr import load
@@ -23,17 +23,6 @@ from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.spaces.adapters import OPS, AdapterSpace
 
 TINY, CELL = "test_efficientnet", "cell"
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = Pretrained(TINY, num_classes=1000)
-        network.train()(torch.rand(16, 3, 32, 32))
-    path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
-    save_file(network.network.state_dict(), path)
-    return path
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Degenerate architectures are neither derived nor drawn; all others are what they were."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -194,9 +192,7 @@ def test_other_whole_graphs_are_derived_and_drawn_as_ever(name):
         argmax = space.genotype(alphas["cell"].argmax(-1).tolist())
         first = space.genotype(
             torch.randint(
-                len(space.ops),
-                (space.cell_kinds["cell"],),
-                generator=make_generator(seed, "draw"),
+                len(space.ops), (space.cell_kinds["cell"],), generator=make_generator(seed, "draw")
             ).tolist()
         )
         for genotype, made in (

@@ -1,7 +1,5 @@
 """Published networks fall out of the blocks; a path is the derived network and all that runs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The fast engine computes the reference's function: outputs, gradients, statistics, states."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Latency tables: what is measured once, what a file keeps, what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -38,19 +36,19 @@ TABLE = LatencyTable(
 )
 
 
-def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monkeypatch) -> None:
+def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monkeypatch):
     """By a clock that goes on by the size of the kernel in every forward."""
     made, now = [], [0.0]
 
-    def timer() -> float:
+    def timer():
         return now[0]
 
     class Slow(nn.Identity):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             now[0] += made[self.number].kernel
             return x
 
-    def remember(layer: Layer) -> nn.Module:
+    def remember(layer):
         made.append(layer)
         module = Slow()
         module.number = len(made) - 1
@@ -76,27 +74,27 @@ def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monk
     assert (table.latency_ms(LARGE), table.latency_ms(SMALL)) == (7000.0, 1000.0)
 
 
-def test_median_and_spread_are_those_of_the_quartiles() -> None:
+def test_median_and_spread_are_those_of_the_quartiles():
     assert summarise([5.0, 1.0, 100.0, 2.0, 3.0]) == Timing(3.0, 5.0 - 2.0)
 
 
-def test_a_table_survives_its_file_and_lists_a_layer_per_line() -> None:
+def test_a_table_survives_its_file_and_lists_a_layer_per_line():
     text = to_json(TABLE)
     assert from_json(text) == TABLE
     assert sum('"op"' in line for line in text.splitlines()) == 2
     assert from_json(text).latency_ms(("conv", (2, 4, 4), (2, 4, 4), 1, 1, 1)) == 0.25
 
 
-def test_a_missing_layer_is_named() -> None:
+def test_a_missing_layer_is_named():
     with pytest.raises(ConfigError, match=r"a machine lacks the layer op conv.*kernel 5.*measure"):
         TABLE.latency_ms(SMALL._replace(kernel=5))
 
 
-def changed(**fields: object) -> str:
+def changed(**fields):
     return json.dumps(json.loads(to_json(TABLE)) | fields)
 
 
-def changed_layer(**fields: object) -> str:
+def changed_layer(**fields):
     document = json.loads(to_json(TABLE))
     document["layers"][0] |= fields
     return json.dumps(document)
@@ -117,6 +115,6 @@ def changed_layer(**fields: object) -> str:
         (changed_layer(input_shape=3), "input_shape=3 has the wrong type"),
     ],
 )
-def test_what_is_no_table_is_refused(text: str, message: str) -> None:
+def test_what_is_no_table_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         from_json(text, origin="table.json")

@@ -1,7 +1,5 @@
 """Published networks fall out of the blocks; sampled paths are the derived networks, and cheap."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -30,7 +28,7 @@ SMALL = MBConvSpace(
 WITH_ZERO = [column for column, name in enumerate(SMALL.ops) if name == "zero"]
 
 
-def space_of(skeleton: str, size: int, *, candidates: str = "fdnas", classes: int = 10):
+def space_of(skeleton, size, *, candidates="fdnas", classes=10):
     return MBConvSpace(
         input_shape=(3, size, size),
         num_classes=classes,
@@ -214,10 +212,7 @@ def test_gates_of_every_example_give_its_own_gradient():
         ({"candidates": ("mbconv6_3x3", "zero")}, "at least two different ops other than zero"),
         ({"candidates": ("mbconv6_3x3",) * 3}, "each named once"),
         ({"candidates": ("mbconv7_3x3", "zero")}, "candidate=mbconv7_3x3 is unknown"),
-        (
-            {"input_shape": (30,)},
-            r"needs images .* \(30,\); of a table take search_space=mlp",
-        ),
+        ({"input_shape": (30,)}, r"needs images .* \(30,\); of a table take search_space=mlp"),
     ],
 )
 def test_impossible_spaces_are_refused(change, message):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -73,8 +71,7 @@ def test_groups_divide_the_channels_and_hold_at_least_two():
 
 def test_mixed_op_is_the_weighted_sum_without_none():
     mixed = MixedOp(
-        darts.OPS,
-        lambda op: darts.make_operation(op, 4, stride=1, norm="group", affine=False),
+        darts.OPS, lambda op: darts.make_operation(op, 4, stride=1, norm="group", affine=False)
     ).double()
     assert "none" not in mixed.ops
     x = images(2, 4, 5, 5)
@@ -89,8 +86,7 @@ def test_mixed_op_is_the_weighted_sum_without_none():
 
 def test_mixed_op_takes_weights_of_every_example():
     mixed = MixedOp(
-        nasbench201.OPS,
-        lambda op: nasbench201.make_operation(op, 4, norm="group", affine=False),
+        nasbench201.OPS, lambda op: nasbench201.make_operation(op, 4, norm="group", affine=False)
     ).double()
     x = images(3, 4, 5, 5)
     weights = torch.rand(3, 5, dtype=torch.float64)

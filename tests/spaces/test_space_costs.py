@@ -1,9 +1,6 @@
 """Costs of the MBConv space: sums over layers are the networks' own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ from fednas_flwr.spaces.latency_tables import Conditions
 from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
-from fednas_flwr.spaces.space import CELL, SearchSpace
+from fednas_flwr.spaces.space import CELL
 
 SPACE = MBConvSpace(
     input_shape=(3, 28, 28),
@@ -31,12 +28,12 @@ SPACE = MBConvSpace(
 )
 
 
-def genotypes(count: int) -> list:
+def genotypes(count):
     generator = make_generator(0, "genotypes")
     return [SPACE.random_genotype(generator) for _ in range(count)]
 
 
-def test_multiply_adds_are_those_of_torchs_counter() -> None:
+def test_multiply_adds_are_those_of_torchs_counter():
     costs = space_costs(SPACE, None)
     for genotype in genotypes(5):
         counted = count_multiply_adds(SPACE.network(genotype), SPACE.input_shape)
@@ -48,7 +45,7 @@ def test_multiply_adds_are_those_of_torchs_counter() -> None:
     assert count_multiply_adds(SPACE.network(smallest), SPACE.input_shape) == costs.lowest
 
 
-def test_a_measured_table_predicts_networks() -> None:
+def test_a_measured_table_predicts_networks():
     """On a busy machine no better than to a factor of 2, which a missing or double layer breaks.
 
     The aim of 15 % is measured by `fednas latency measure` and the report of a run.
@@ -70,7 +67,7 @@ def test_a_measured_table_predicts_networks() -> None:
         space_costs(replace(SPACE, width=2.0), table)
 
 
-def size(shape: tuple[int, ...]) -> dict[str, Any]:
+def size(shape):
     return {"input_shape": shape, "num_classes": 3, "norm": "group"}
 
 
@@ -81,9 +78,7 @@ def size(shape: tuple[int, ...]) -> dict[str, Any]:
         (NASBench201Space(**size((1, 8, 8)), channels=4, num_cells=1), [CELL] * 3),
     ],
 )
-def test_layers_are_in_the_order_of_computation_with_shapes(
-    space: SearchSpace, kinds: list[str]
-) -> None:
+def test_layers_are_in_the_order_of_computation_with_shapes(space, kinds):
     genotype = space.random_genotype(make_generator(0, "test"))
     network = space.network(genotype)
     layers = layers_of(network, space.input_shape, genotype)

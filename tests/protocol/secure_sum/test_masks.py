@@ -1,7 +1,5 @@
 """Grids, masks and split secrets against slow oracles and statistics."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Sites and server of a secure sum, with real keys, masks and journals; Flower is not needed."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -9,12 +7,7 @@ import pytest
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
-from fednas_flwr.protocol.keys import (
-    Context,
-    Roster,
-    SiteKeys,
-    survivors_message,
-)
+from fednas_flwr.protocol.keys import Context, Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.server.secure_sums import MaskedSum

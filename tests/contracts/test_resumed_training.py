@@ -1,0 +1,54 @@
+"""Whatever averages what clients trained goes on bit by bit: its states, values and moments."""
+
+import shutil
+
+import pytest
+import torch
+
+from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.models.networks import describe_network
+from fednas_flwr.protocol.states import MOMENTS
+
+UNEQUAL = ("clients=2", "partition=quantity", "partition.fractions=[0.65,0.35]")
+GIVEN = ("algorithm=fedavg", "algorithm.network=plain_cnn", "retrain.batch_size=32")
+SEARCH = ("algorithm=fed_darts", "search_space.norm=group", "algorithm.batch_size=16")
+TRAININGS = {
+    "search, averaged": (*SEARCH, "training.momentum=averaged"),
+    "search, server": (*SEARCH, "training.momentum=server"),
+    "averaged": (*GIVEN, "training.momentum=averaged"),
+    "server": (*GIVEN, "training.momentum=server"),
+    **{name: (*GIVEN, f"server_optimizer={name}") for name in ("adam", "yogi", "adagrad")},
+    "fedex": ("algorithm=fedex", "algorithm.network=plain_cnn", "algorithm.num_configurations=5"),
+}
+ROUNDS = 3
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_resume_after_round_1_gives_equal_tensors(training, compose_config, federate, tmp_path):
+    config = compose_config(*TRAININGS[training], *UNEQUAL)
+    stage = "search" if training.startswith("search") else "retrain"
+
+    def begun(folder):
+        federation = federate(compose_config(*SEARCH, *UNEQUAL), checkpoints=folder)
+        if stage == "search":
+            return federate(config, checkpoints=folder)
+        described = describe_network(config, federation.data[0], None)
+        federation.strategy, _ = make_retraining(
+            config, described, federation.cohort, federation.checkpoints
+        )
+        return federation
+
+    whole = begun(tmp_path / "whole")
+    whole.strategy.start(whole.grid, num_rounds=ROUNDS)
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    for number in (2, 3):
+        for path in (tmp_path / "half").glob(f"{stage}-00000{number}.*"):
+            path.unlink()
+    resumed = begun(tmp_path / "half")
+    resumed.strategy.start(resumed.grid, num_rounds=ROUNDS)
+    assert [e["round"] for e in resumed.events if e["event"] == "round"] == [2, 3]
+    assert resumed.strategy.values == whole.strategy.values
+    states = [f.strategy.states for f in (whole, resumed)]
+    assert (MOMENTS in states[0]) == training.endswith("averaged")
+    for state, packed in states[0].items():
+        assert all(torch.equal(v, states[1][state][d]) for d, v in packed.items()), state
