@@ -37,11 +37,8 @@ def folders(compose_config, tmp_path):
 @pytest.mark.run
 @pytest.mark.parametrize("cores", [1, 2])
 def test_networks_are_the_same_however_many_are_trained_at_once(
-    cores: int,
-    folders: Callable[..., list[Path]],
-    compose_config: Callable[..., Config],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    cores, folders, compose_config, monkeypatch
+):
     monkeypatch.setattr(whole_run.os, "sched_getaffinity", lambda process: set(range(cores)))
     config = compose_config(*LINEAR)
     first = folders("a", "b", "c", "d", "e")  # more than are trained at once
@@ -54,11 +51,7 @@ def test_networks_are_the_same_however_many_are_trained_at_once(
 
 
 @pytest.mark.run
-def test_one_that_fails_says_why_and_the_others_go_on(
-    folders: Callable[..., list[Path]],
-    compose_config: Callable[..., Config],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_that_fails_says_why_and_the_others_go_on(folders, compose_config, monkeypatch):
     monkeypatch.setattr(whole_run.os, "sched_getaffinity", lambda process: {0, 1})
     whole, broken = folders("whole", "broken")
     text = (broken / "config.yaml").read_text()
