@@ -35,8 +35,9 @@ def recorded(federation):
     ask, federation.asked = federation.cohort.ask, []
 
     def recording(exchange):
-        whole = exchange.whole
-        states = exchange.states | {s: federation.strategy.states[s] for s in whole}
+        strategy = federation.strategy
+        whole = {s: strategy.layouts[s] for s in exchange.layouts if s in strategy.layouts}
+        states = exchange.states | {s: strategy.states[s] for s in whole}
         sent = {s: {d: v.clone() for d, v in p.items()} for s, p in states.items()}
         replies = {}
         federation.asked.append((exchange.action, exchange.settings, sent, replies))

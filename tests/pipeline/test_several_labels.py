@@ -215,7 +215,7 @@ def test_real_sites_say_that_records_can_have_several_labels(run_inline, tmp_pat
         ),
         (("evaluation.positive=odd",), "evaluation.positive=odd is unknown"),
         (("dataset.class_names=[even,odd]",), "has 3 labels, but dataset.class_names names 2"),
-        (("dataset.labels=[a,b]",), "setting=dataset.labels is unknown"),
+        (("dataset.labels=[a,b]",), "dataset.labels is a setting of dataset=csv"),
     ],
 )
 def test_what_is_for_one_class_is_refused(overrides, message, compose_config, tmp_path):

@@ -19,6 +19,8 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.report.lookup import read_cell
 from fednas_flwr.search import data_free_scores
 from fednas_flwr.search.data_free_scores import (
+    LEARNING_BATCH,
+    LEARNING_RATE,
     SCORES,
     _noise,
     az_nas_parts,
@@ -270,11 +272,10 @@ def test_made_up_images_have_the_spectrum_of_one_over_f():
 
 def test_learning_is_the_loss_of_sgd_on_inputs_that_are_a_pattern_plus_noise():
     """The same task made with numpy's roll, and SGD with momentum by hand."""
-    shape, steps, batch_size, lr, strength = (2, 4, 6), 6, 3, 0.05, 2.0
+    shape, steps, batch_size, lr = (2, 4, 6), 6, LEARNING_BATCH, LEARNING_RATE
     toy = nn.Sequential(nn.Flatten(), nn.Linear(48, 5)).double()
     single = copy.deepcopy(toy).float()
-    settings = {"steps": steps, "batch_size": batch_size, "lr": lr, "strength": strength}
-    found = learning(single, shape, make_generator(2, "learning"), **settings)
+    found = learning(single, shape, make_generator(2, "learning"), steps=steps)
     generator = make_generator(2, "learning")
     patterns, losses = _noise(5, shape, generator).numpy(), []
     weight, bias = (p.detach().clone() for p in toy.parameters())
@@ -290,7 +291,7 @@ def test_learning_is_the_loss_of_sgd_on_inputs_that_are_a_pattern_plus_noise():
             ]
         )
         noise = _noise(batch_size, shape, generator)
-        x = (strength * torch.from_numpy(images) + noise).flatten(1).double()
+        x = (torch.from_numpy(images) + noise).flatten(1).double()
         log_probs = (x @ weight.T + bias).log_softmax(dim=1)
         losses.append(-float(log_probs[torch.arange(batch_size), labels].mean()))
         slope = (log_probs.exp() - F.one_hot(labels, 5)) / batch_size
