@@ -139,12 +139,12 @@ def broken(fault: str, key: str, *, seed: int = 0) -> Iterator[None]:
         nonlocal is_now
         is_now, now.norm = planned.key == key, planned.max_grad_norm
         now.place = header.run, header.phase
-        sums, total = booked_sum(guard, planned, header, *arguments)
+        sums, total, sigma = booked_sum(guard, planned, header, *arguments)
         if is_now:
             now.sizes, now.norm = tuple(t.numel() for t in sums.values()), sums.norm
             if fault in SUMS | GRADIENTS:
                 total = change(total, now)
-        return sums, total
+        return sums, total, sigma
 
     def noise(generator: SecureGenerator, shape: tuple[int, ...], *, sigma: int) -> Tensor:
         drawn = discrete_gaussian(generator, shape, sigma=sigma)
