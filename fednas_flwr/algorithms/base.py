@@ -317,6 +317,7 @@ class RoundStrategy(Strategy, Generic[S]):
             drop_path_prob,
             proximal,
             fixed_norm,
+            self.config.training.precision,
         )
 
     def noise_multiplier(self, kind: str) -> float | None:

@@ -57,6 +57,13 @@ def make_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def computes_in_bfloat16(device: torch.device) -> bool:
+    """Whether a device has instructions for bfloat16: AVX-512 BF16 or AMX of processors."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def make_space(name: str, **settings: Any) -> SearchSpace:
     """Return a search space.
 

@@ -21,7 +21,7 @@ from fednas_flwr.algorithms.fdnas import FDNASSettings
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.models.networks import make_device, supernet_space
+from fednas_flwr.models.networks import computes_in_bfloat16, make_device, supernet_space
 from fednas_flwr.pipeline.beginning import Run
 from fednas_flwr.pipeline.schedule import given_noise
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -32,8 +32,8 @@ from fednas_flwr.runs.run_folder import LATENCY_FILE
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, DifferentialPrivacy, Hardware
-from fednas_flwr.settings.incompatible import chooses_rates, follows_noise
-from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.incompatible import chooses_rates, follows_noise, is_private
+from fednas_flwr.settings.names import AUTO, BFLOAT16, FLOAT32, SPLITS
 from fednas_flwr.settings.optimizers import LARGEST_STEP
 from fednas_flwr.spaces.costs import load_table, measure_network, space_costs
 from fednas_flwr.spaces.genotype import Genotype
@@ -41,6 +41,7 @@ from fednas_flwr.spaces.latency_tables import LatencyTable, from_json, median_ta
 from fednas_flwr.spaces.mbconv import MBConvSpace
 
 LAST_RATE = 0.1  # of the learning rate, in the last round
+LEAST_MULTIPLY_ADDS = 10_000_000  # of one record, from which bfloat16 is faster
 
 
 def with_learning_rate(run: Run) -> Config:
@@ -66,6 +67,27 @@ def with_learning_rate(run: Run) -> Config:
         run.log.emit("learning_rate", **rates, noise=noise, steps=steps, walk=walk)
     weights = replace(weights, lr=lr, min_lr=LAST_RATE * lr)
     return replace(config, retrain=replace(config.retrain, weights=weights))
+
+
+def with_precision(run: Run, config: Config) -> Config:
+    """The configuration with the number format of retraining, where it is ``auto``.
+
+    It is bfloat16 where this machine computes in it, the clients are its own, and the network has
+    so many multiply-adds that its steps gain by it (``scripts/bench_precision.py``); float32 with
+    privacy. A resumed run keeps the one that it began with.
+    """
+    if config.training.precision != AUTO:
+        return config
+    events = read_run(run.folder)
+    if known := events.last("precision"):
+        precision = known["precision"]
+    else:
+        gains = events.last("derived")["multiply_adds"] >= LEAST_MULTIPLY_ADDS
+        simulated = config.runtime.name != "deployment" and not is_private(config)
+        has_it = computes_in_bfloat16(make_device(config.runtime.device))
+        precision = BFLOAT16 if gains and simulated and has_it else FLOAT32
+        run.log.emit("precision", precision=precision)
+    return replace(config, training=replace(config.training, precision=precision))
 
 
 def explained(run: Run) -> list[str]:

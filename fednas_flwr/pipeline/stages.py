@@ -38,7 +38,12 @@ from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.groups import run_groups
-from fednas_flwr.pipeline.later_settings import cost_of, with_latency, with_learning_rate
+from fednas_flwr.pipeline.later_settings import (
+    cost_of,
+    with_latency,
+    with_learning_rate,
+    with_precision,
+)
 from fednas_flwr.privacy.plan import metrics_release
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
@@ -208,7 +213,7 @@ def retrain(
 ) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
     strategy, network = make_retraining(
-        with_learning_rate(run),
+        with_precision(run, with_learning_rate(run)),
         description,
         run.cohort,
         run.checkpoints,
@@ -410,6 +415,7 @@ def _last_round(config: Config, description: dict[str, Any]) -> rq.LocalTraining
         retrain.weights.at_round(retrain.planned, retrain.planned),
         retrain.auxiliary_weight,
         retrain.drop_path_prob,
+        precision=config.training.precision,
     )
 
 

@@ -18,7 +18,7 @@ from fednas_flwr.search import batch_gradients as bg
 from fednas_flwr.search.candidate import Pool, Relaxed, by_member
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
 from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
-from fednas_flwr.settings.names import FLOAT32
+from fednas_flwr.settings.names import BFLOAT16, FLOAT32
 from fednas_flwr.settings.optimizers import DPAware
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.mbconv import CELL
@@ -229,7 +229,7 @@ def computed_in(precision: str, batch: bg.Batch) -> Iterator[None]:
     their gradients, losses and group norms stay float32, and so does the second order of alphas,
     whose finite difference would be lost in rounding.
     """
-    if precision == FLOAT32:
+    if precision != BFLOAT16:
         yield
         return
     with torch.autocast(batch[0].device.type, torch.bfloat16), _Float32Norms():

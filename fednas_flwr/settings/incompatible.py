@@ -147,7 +147,7 @@ CLASHES = {
     "retrain.norm=batch privacy=dp": NORM + "retrain.norm=group",
     "evaluation.personalised=true privacy=dp": "an accuracy after local training without noise is "
     "an exact function of the records; leave it out",
-    "training.precision!=float32 privacy=dp": "gradients of records are clipped in float32, so "
+    "training.precision=bfloat16 privacy=dp": "gradients of records are clipped in float32, so "
     "that none is longer than is booked; set training.precision=float32",
     "retrain.rounds=null privacy=dp": "clients are told of all that is released before the first "
     "round; set retrain.rounds",

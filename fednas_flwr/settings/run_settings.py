@@ -368,9 +368,10 @@ class TrainingSettings(ps.Checked):
     """Settings of all local training, of supernets and of networks.
 
     Attributes:
-        precision: Number format of gradients without privacy: ``bfloat16`` is faster on GPUs that
-            have it (torch's autocast). Weights, steps, second-order gradients and evaluation stay
-            float32; not with privacy.
+        precision: Number format of gradients without privacy: ``bfloat16`` is faster on processors
+            that have it (torch's autocast). ``auto`` is ``bfloat16`` in retraining where this
+            machine has it and the network is large enough to gain, else ``float32``. Weights,
+            steps, second-order gradients and evaluation stay float32; not with privacy.
         momentum: The momentum between requests: dropped (``reset``), ``averaged`` like the model,
             or kept at the ``server`` (FedAvgM). Null is ``averaged`` in private retraining by
             ``privacy.retrain.noise_walk``, else ``reset``.

@@ -60,7 +60,10 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
             self.fit_states()
         settings, described = self.settings, self._describe()
         amount = self.amount(settings.local_epochs, settings.batch_size)
-        local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
+        precision = self.config.training.precision
+        local = LocalTraining(
+            described, "train", amount, settings.weights, 0.0, 0.0, precision=precision
+        )
         metrics = {"candidates": float(len(self.pool()))}
         if settings.rewarded == "local":
             measured = RewardCandidates(training=local)
