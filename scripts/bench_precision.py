@@ -10,6 +10,7 @@ bfloat16 from ``LEAST_MULTIPLY_ADDS`` on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from statistics import median
 
@@ -23,7 +24,7 @@ from fednas_flwr.settings.names import BFLOAT16, FLOAT32
 from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.nasbench201 import OPS, NASBench201Space
 
-SIZES = [(side, channels, cells) for side in (8, 28) for channels in (8, 16, 32) for cells in (1, 3)]
+SIZES = list(itertools.product((8, 28), (8, 16, 32), (1, 3)))  # side, channels, cells
 BATCH = 32
 
 

@@ -35,6 +35,7 @@ MOST_CURVES, CURVE_POINTS = 10, 50  # classes, and points of each
 RESAMPLED = 50  # resamples of validation records, by which candidates are compared
 RANKS, LARGEST_RANK = 400, 10.0  # bins of log odds, and where they end
 RESAMPLES = 1000  # of the bootstrap
+RESAMPLES_TOLD = 200  # by which two networks are compared
 MOST_PAIRS = 2000  # records whose predicted and true number a report shows
 MOST_RESAMPLED = 5_000_000  # records in all resamples together
 AT_ONCE = 50  # resamples
@@ -445,12 +446,13 @@ def curves(logits_NC: Tensor, labels_N: Tensor, *, objective: Objective) -> dict
 
 def intervals(
     measure: Callable[[Tensor], Mapping[str, Tensor]], num_records: int, *, seed: int
-) -> dict[str, list[float]]:
-    """Return the 95 % interval ``[low, high]`` of each number, by the percentile bootstrap.
+) -> dict[str, dict[str, list[float]]]:
+    """Return the 95 % ``intervals`` [low, high] of each number, by the percentile bootstrap.
 
     Efron (1979): 1000 resamples of the records with replacement, fewer of very many records.
     Records are resampled one by one, also where several are of one person. Numbers that are not
-    defined in a resample do not count.
+    defined in a resample do not count. Each number in the first ``resamples`` is told, too: two
+    networks' are of the same records, so that their differences are paired.
 
     Args:
         measure: Given how often each record counts, float64 [R, N], returns numbers [R] by name.
@@ -465,8 +467,15 @@ def intervals(
         for name, values in measure(resampled(number, num_records, generator)).items():
             found.setdefault(name, []).append(values)
     ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
-    quantiles = {name: torch.cat(parts).nanquantile(ends) for name, parts in found.items()}
-    return {name: q.tolist() for name, q in quantiles.items() if bool(q.isfinite().all())}
+    joined = {name: torch.cat(parts).double() for name, parts in found.items()}
+    told = {
+        "intervals": {name: numbers.nanquantile(ends) for name, numbers in joined.items()},
+        "resamples": {name: numbers[:RESAMPLES_TOLD] for name, numbers in joined.items()},
+    }
+    return {
+        kind: {name: t.tolist() for name, t in numbers.items() if bool(t.isfinite().all())}
+        for kind, numbers in told.items()
+    }
 
 
 def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
@@ -522,7 +531,7 @@ def detailed(
         score = partial(objective.weighted_scores, logits_NC, labels_N)
         shown = [tensor[:MOST_PAIRS].tolist() for tensor in (labels_N, predicted_N)]
         return metrics | {
-            "intervals": intervals(score, len(labels_N), seed=seed),
+            **intervals(score, len(labels_N), seed=seed),
             "own": own_scores(predicted_N[:, None], labels_N),
             "pairs": list(zip(*shown, strict=True)),  # true and predicted
         }
@@ -547,7 +556,7 @@ def detailed(
         "per_class": per_class(logits_NC, labels_N, objective=objective),
         "calibration": calibrated,
         "curves": curves(logits_NC, labels_N, objective=objective),
-        "intervals": intervals(measure, len(labels_N), seed=seed),
+        **intervals(measure, len(labels_N), seed=seed),
         "positive": positive,
         "threshold": threshold,
         "own": own_scores(probabilities_NC, labels_N),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, quantiles
 from typing import Any, Literal
 
 from fednas_flwr.base.errors import ConfigError
@@ -389,6 +389,25 @@ class Run:
             others[CHANCE] = self.score.chance
         measured = [(name, value) for name, value in others.items() if value is not None]
         return dict(sorted(measured, key=lambda pair: -self.score.sign * pair[1]))
+
+    def lead(self, rival: str) -> list[float] | None:
+        """The 95 % interval of how far the network is ahead of one of :meth:`simpler`.
+
+        It is of differences on resamples of the same test records, where those of both are known;
+        else of the network's own score, as if the other's were certain. None where neither is.
+        """
+        own, name, sign = self.scores("central"), self.score.name, self.score.sign
+        others = {"the pooled linear model": "linear", "pooled boosted trees": "trees"}
+        theirs = self.scores(others[rival]) if rival in others else {}
+        for other in self.baselines() if rival == CLIENTS_LINEAR else ():
+            theirs = other.scores("central") if other.folder.name == names.LINEAR else theirs
+        pair = [(scores.get("resamples") or {}).get(name) for scores in (own, theirs)]
+        if all(pair):
+            leads = [sign * (a - b) for a, b in zip(*pair, strict=True)]
+            cuts = quantiles(leads, n=40)  # the first and the last leave 2.5 % beyond
+            return [cuts[0], cuts[-1]]
+        ends = (own.get("intervals") or {}).get(name)
+        return ends and sorted(sign * (end - self.simpler()[rival]) for end in ends)
 
     @property
     def delivers_linear(self) -> bool:

@@ -266,7 +266,7 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
         def measure(weights, hits=hits):
             return {"share": weights @ hits / weights.sum(1)}
 
-        low, high = intervals(measure, 80, seed=seed)["share"]
+        low, high = intervals(measure, 80, seed=seed)["intervals"]["share"]
         covered += low <= 0.7 <= high
     assert 175 <= covered <= 200  # expected 190, deviation 3
 
