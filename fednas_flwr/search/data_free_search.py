@@ -6,7 +6,6 @@ result is a ranking: the first is the choice, the first few are a pool that reco
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -43,8 +42,8 @@ def exceeded(
     space: SearchSpace,
     genotype: Genotype,
     latency_ms: Callable[[Genotype], float] | None = None,
-) -> list[str]:
-    """The names of the limits on cost that a genotype's network exceeds.
+) -> dict[str, float]:
+    """The costs, by name, in which a genotype's network exceeds limits.
 
     Args:
         limits: Highest cost by name: ``parameters``, ``multiply_adds`` of one example, or
@@ -63,7 +62,7 @@ def exceeded(
     if "latency_ms" in limits:
         assert latency_ms is not None
         costs["latency_ms"] = latency_ms(genotype)
-    return [name for name, most in limits.items() if costs[name] > most]
+    return {name: costs[name] for name, most in limits.items() if costs[name] > most}
 
 
 def search(
@@ -97,7 +96,7 @@ def search(
     if draws < 1:
         raise ValueError(f"draws must be at least 1, got {draws}")
     scored = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
-    refused: Counter[str] = Counter()
+    refused: dict[str, list[float]] = {}
     tried, seen = 0, set(scored)
     while len(scored) < len(known) + draws and tried < TRIES:
         tried += 1
@@ -107,12 +106,16 @@ def search(
             continue
         seen.add(key)
         over = exceeded(limits, limited or space, genotype, latency_ms)
-        refused.update(over)
+        for name, cost in over.items():
+            refused.setdefault(name, []).append(cost)
         if not over:
             scored[key] = Scored(genotype, score(genotype), number=len(scored))
             tried = 0
     if limits and not scored:
-        counts = (f"{n} exceed {name}={limits[name]}" for name, n in refused.items())
+        counts = (
+            f"{len(costs)} exceed {name}={limits[name]} (the least of them has {min(costs):,.10g})"
+            for name, costs in refused.items()
+        )
         raise ConfigError(
             f"no network of search_space={space.name} is within the limits: of {len(seen)} drawn, "
             f"{', '.join(counts)}: raise them, or lower the network's sizes (retrain.channels, "

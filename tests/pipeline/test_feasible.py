@@ -260,11 +260,11 @@ def test_limits_that_no_network_keeps_are_refused(compose_config, algorithm):
     group = "algorithm.limits" if algorithm == "zero_cost" else "algorithm.pool.limits"
     sentence = refused(compose_config(f"algorithm={algorithm}", f"{group}.parameters=1"))
     assert sentence.startswith("no network of search_space=nasbench201 is within the limits")
-    assert "exceed parameters=1: raise them" in sentence
+    assert "exceed parameters=1 (the least of them has " in sentence
     api.check(compose_config(f"algorithm={algorithm}", f"{group}.parameters=1000000"))
     small = (f"algorithm={algorithm}", f"{group}.parameters=20000", "retrain.channels=64")
     api.check(compose_config(*small, "stages=[search]"))
-    assert "exceed parameters=20000: raise them, or lower" in refused(compose_config(*small))
+    assert "): raise them, or lower" in refused(compose_config(*small))
 
 
 def test_more_threads_than_cores_can_run_are_refused(compose_config, monkeypatch):
