@@ -50,7 +50,9 @@ PARTITIONS = {
 }
 NAMES = ("delivered", "found", "random", "data-free", "ResNet-8", "linear", "trees")
 COLUMNS = [{"metric": name, "title": name, "scale": 100, "decimals": 1} for name in NAMES]
-COLUMNS.append({"metric": "minus_simple", "title": "delivered minus simple", "scale": 100})
+COLUMNS.append(
+    {"metric": "minus_simple", "title": "delivered minus simple", "scale": 100, "decimals": 1}
+)
 
 
 def main() -> None:
