@@ -266,7 +266,7 @@ def test_fine_tuning_begins_with_the_weights_and_is_a_candidate(
     stem = load_file(result.folder / "model.safetensors")["network.conv_stem.weight"]
     start = load_file(weights)["conv_stem.weight"]
     assert 0 < (stem - start).norm() < start.norm() / 2
-    images = np.zeros((2, 3, 8, 8), dtype=np.uint8)
+    images = np.full((2, 3, 8, 8), 200, dtype=np.uint8)
     assert load(result.folder).predict(images).probabilities.shape == (2, 3)
     best = ("evaluation.deliver=best", "evaluation.baselines=1", *HEADS)
     searched = run(compose_config(*best, *overrides(weights), f"run_dir={tmp_path / 'best'}"))

@@ -133,7 +133,7 @@ def test_a_killed_site_leaves_the_total_of_the_others_or_a_clear_failure(
         grid.close()
     assert grid.deaths == 1
     if total is None:
-        assert "clients [2] have answered, but not signed" in str(error)
+        assert "the list of survivors (client 2), so that no mask" in str(error)
         assert not list((folder / "checkpoints").glob("retrain-*"))
         assert main(["run", f"resume={folder}"]) == 0
         total = "all"

@@ -99,7 +99,7 @@ def test_the_report_warns_of_a_cell_that_is_hardly_decided(lead, warns, tmp_path
 
 def test_a_real_searchs_alphas_can_be_judged(finished_run):
     """Cells of both kinds; what is derived leads, since nothing degenerate was replaced."""
-    space = ["search_space=darts_small", "search_space.channels=4", "search_space.num_cells=3"]
+    space = ["search_space=darts_small", "search_space.channels=4", "retrain.num_cells=3"]
     run = read_run(finished_run("algorithm=fed_darts", "stages=[search]", *space).folder)
     found = cells.derived_edges(run.alphas())
     assert [edge.kind for edge in found] == ["normal"] * 8 + ["reduction"] * 8

@@ -171,7 +171,7 @@ def test_a_search_sends_adapters_and_delivers_the_whole(
     assert all(event["bytes_sent"] < whole / 2 for event in rounds)
     gone.unlink()
     forget_frozen()
-    found = load(result.folder).predict(np.zeros((2, 3, 8, 8), dtype=np.uint8))
+    found = load(result.folder).predict(np.full((2, 3, 8, 8), 200, dtype=np.uint8))
     assert found.probabilities.shape == (2, 3)
 
 
