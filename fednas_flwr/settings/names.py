@@ -17,7 +17,8 @@ NORMS: tuple[Norm, Norm] = get_args(Norm)
 BATCH, GROUP = NORMS
 
 # What plain gradients are computed in.
-FLOAT32, BFLOAT16, AUTO = PRECISIONS = ("float32", "bfloat16", "auto")
+FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
+AUTO = "auto"
 
 # How the clients of a round are drawn.
 UNIFORM, ROUND_ROBIN = SAMPLINGS = ("uniform", "round_robin")

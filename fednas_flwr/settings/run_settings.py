@@ -384,7 +384,7 @@ class TrainingSettings(ps.Checked):
             by which all networks are tested.
     """
 
-    precision: Annotated[str, ps.OneOf(names.PRECISIONS)]
+    precision: Annotated[str, ps.OneOf((*names.PRECISIONS, names.AUTO))]
     momentum: Annotated[str, ps.OneOf(opt.MOMENTA)] | None
     class_factors: dict[str, opt.ShareAbove0]
     oversample: bool
