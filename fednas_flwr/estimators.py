@@ -26,7 +26,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from fednas_flwr.api import Result, compose, run, with_clients
-from fednas_flwr.base.errors import ConfigError, check_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, listed
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.models.networks import load
 from fednas_flwr.models.prediction import MODEL_FILE, Model
@@ -106,11 +106,12 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """
         X, site = _frame(X), SITE
         if y is None and label is not None:
-            y, X = X[label], X.drop(columns=label)
+            y, X = _taken(X, label)
         if y is None:
             raise ValueError("requires y to be passed, but the target y is None: give y, or label.")
         if isinstance(self.clients, str) and groups is None:
-            groups, X, site = X[self.clients], X.drop(columns=self.clients), self.clients
+            site = self.clients
+            groups, X = _taken(X, site)
         X = self._checked(X, reset=True)
         y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
         check_consistent_length(X, y, groups)
@@ -264,6 +265,14 @@ class FedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
 
     def _target(self, y: Any) -> Any:
         return y.astype(float)
+
+
+def _taken(frame: pd.DataFrame, column: str) -> tuple[pd.Series, pd.DataFrame]:
+    """A column of a table, and the others."""
+    if column not in getattr(frame, "columns", ()):
+        have = listed(map(str, getattr(frame, "columns", ("no named columns",))), 8)
+        raise ValueError(f"X has no column {column}: it has {have}.")
+    return frame[column], frame.drop(columns=column)
 
 
 def _frame(data: Any) -> Any:

@@ -82,7 +82,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fednas {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command", help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(
+        required=True, metavar="command", help=argparse.SUPPRESS, prog="fednas"
+    )
     for module in (run, results, privacy, machines):
         for name, handler in module.COMMANDS.items():
             _add(commands, name, handler)

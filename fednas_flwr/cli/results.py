@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,12 +59,16 @@ def predict(
         def progress(done: int, total: int) -> None:
             bars.update(task, completed=done, total=total)
 
-        predictions = model.predict(
-            data,
-            progress=progress,
-            threshold=threshold,
-            positive=tested.get("positive"),
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the notes, which are printed below
+            predictions = model.predict(
+                data,
+                progress=progress,
+                threshold=threshold,
+                positive=tested.get("positive"),
+            )
+    for note in predictions.notes:
+        print(f"note: {note}")
     try:
         table = predictions.table()
         for name in table.select_dtypes(exclude="number"):

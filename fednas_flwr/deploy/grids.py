@@ -227,6 +227,7 @@ def _nodes(address: str) -> Nodes:
 
 
 POLL_S = 0.1
+AGAIN_S = 1.0  # after which another worker is started where one could not be
 AHEAD = 4  # messages per worker, from the head of the queue, among which it finds its clients'
 STORED_BYTES = 100_000  # arrays of fewer travel with each message, which Ray does faster
 REPLY_BYTES = 4_000_000  # replies of fewer do without the store: a tenth of a small round's time
@@ -280,6 +281,8 @@ class WorkerGrid(InProcessGrid):
         threads: Of the workers that have been started.
         has_ended: True if no worker is to answer any further message.
     """
+
+    alone = False  # where no worker can be started, messages wait for this process, and do not fail
 
     def __init__(
         self,
@@ -339,9 +342,15 @@ class WorkerGrid(InProcessGrid):
             with suppress(LostError):
                 worker = self._start()
                 self._count(1)
-            while (taken := self._next(None if worker else 0.0)) and self._keep(*taken, worker):
-                pass
-            self._count(-1 if worker else 0)
+            if worker is not None:
+                while (taken := self._next(None)) and self._keep(*taken, worker):
+                    pass
+                self._count(-1)
+                continue
+            while not self.alone and (taken := self._next(0.0)):
+                self._keep(*taken, worker)
+            with self._changed:
+                self._changed.wait_for(lambda: self.has_ended, AGAIN_S)
 
     def _count(self, more: int) -> None:
         with self._changed:

@@ -169,6 +169,7 @@ def _worker(config_json: str) -> Worker:
 class LocalGrid(WorkerGrid):
     """Answers in this process at first, and starts others once that has taken a while."""
 
+    alone = True
     _spent_s = 0.0
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

@@ -253,7 +253,7 @@ class Model(nn.Module):
         logits = torch.cat(outputs)
         notes = (*raw.notes, *of_brightness(brightest))
         for note in notes:
-            warnings.warn(note, stacklevel=2)
+            warnings.warn(note, stacklevel=3)  # of whom torch's no_grad is the caller
         return Predictions(
             self.class_names,
             tuple(raw.names),

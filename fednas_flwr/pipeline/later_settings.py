@@ -83,9 +83,12 @@ def with_precision(run: Run, config: Config) -> Config:
         precision = known["precision"]
     else:
         gains = events.last("derived")["multiply_adds"] >= LEAST_MULTIPLY_ADDS
-        simulated = config.runtime.name != "deployment" and not is_private(config)
+        elsewhere = config.runtime.name == "deployment" or getattr(
+            config.runtime, "ray_address", None
+        )
         has_it = computes_in_bfloat16(make_device(config.runtime.device))
-        precision = BFLOAT16 if gains and simulated and has_it else FLOAT32
+        suits = gains and has_it and not elsewhere and not is_private(config)
+        precision = BFLOAT16 if suits else FLOAT32
         run.log.emit("precision", precision=precision)
     return replace(config, training=replace(config.training, precision=precision))
 

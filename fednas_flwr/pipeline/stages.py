@@ -298,7 +298,7 @@ def _evaluate(
                 else:
                     results["clients"] = told
             if config.evaluation.personalised:
-                last = rq.Personalise(local=_last_round(config, description))
+                last = rq.Personalise(local=_last_round(with_precision(run, config), description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         simpler = {name: baselines.get(name) for name in ("linear", "trees")}
         scored: dict[str, Any] = {"metric": metric, "validation": validation}

@@ -506,4 +506,7 @@ def write_curves(
     axes.set(xlabel=label, ylabel=metric.replace("_", " "))
     axes.grid(alpha=0.3)
     axes.legend()
-    picture.savefig(path)
+    try:
+        picture.savefig(path)
+    except ValueError as error:  # of a suffix that matplotlib does not know
+        raise ConfigError(f"--curves={path}: {error}.") from error

@@ -120,7 +120,9 @@ def check_names(tree: Mapping[str, Any]) -> None:
     for name in tree.keys() - field_types(Config).keys():
         places = [other for other in known if other.endswith(f".{name}")]
         if places:
-            raise ConfigError(f"{show(name)} is no setting: write {' or '.join(places)}.")
+            raise ConfigError(
+                f"{show(name)} is no setting: write {' or '.join(dict.fromkeys(places))}."
+            )
     for group, kind in chosen.items():
         for name in tree[group]:
             kinds = _kinds(group) if name not in field_types(kind) else {}

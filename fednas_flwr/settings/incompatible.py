@@ -144,7 +144,7 @@ CLASHES = {
     "search_space=adapters runtime=deployment": "a server must not name files of a site, so that "
     "this is not possible yet; name the backbone in every site's dataset.yaml, for its features",
     "search_space.norm=batch privacy=dp algorithm!=zero_cost": NORM + "search_space.norm=group",
-    "retrain.norm=batch privacy=dp": NORM + "retrain.norm=group",
+    "retrain.norm=batch privacy=dp stages=retrain": NORM + "retrain.norm=group",
     "evaluation.personalised=true privacy=dp": "an accuracy after local training without noise is "
     "an exact function of the records; leave it out",
     "training.precision=bfloat16 privacy=dp": "gradients of records are clipped in float32, so "
@@ -211,6 +211,11 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         lambda c: c.samples and c.secure_sum is not None,
         "sampling.per_round={c.sampling.per_round:g} with secure_sum=true: every sum is over the "
         "whole roster; leave one of them out",
+    ),
+    (
+        lambda c: c.samples and searches(c) and getattr(c.algorithm, "reduce", "") == "sum",
+        "sampling.per_round={c.sampling.per_round:g} with algorithm.reduce=sum: a sum over some "
+        "clients is no estimate of that over all; set algorithm.reduce=mean",
     ),
     # Robust averages of gradients, and two optimisers of the server.
     (
@@ -280,7 +285,9 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
 def _check_clashes(config: Config, clashes: Mapping[str, str]) -> None:
     for conditions, reason in clashes.items():
         if all(holds(config, condition) for condition in conditions.split()):
-            keys = [parts(condition)[0] for condition in conditions.split()[:2]]
+            keys = [parts(condition)[0] for condition in conditions.split()]
+            keys = [key for key in keys if key != "stages"][:2]
+            keys += [] if clashes is CLASHES or "algorithm" in keys else ["algorithm"]
             named = " with ".join(f"{key}={show(value_of(config, key))}" for key in keys)
             raise ConfigError(f"{named}: {spelled(reason, config)}.")
 

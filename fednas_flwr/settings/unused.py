@@ -281,6 +281,13 @@ NEEDS = {
 }
 
 
+ZERO_IS_NONE = (
+    "evaluation.baselines dataset.limit_test dataset.crop_padding dataset.cutout "
+    "retrain.fixed_norm retrain.auxiliary_weight retrain.drop_path_prob retrain.evaluate_every "
+    "algorithm.evaluate_every"
+).split()
+
+
 def without_effect(config: Config) -> dict[str, Rule]:
     """Return the settings that a run does not use, each with the first rule that says why."""
     rules: dict[str, Rule] = {}
@@ -335,9 +342,16 @@ def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | Non
     for end in range(len(parts), 0, -1):
         whole = ".".join(parts[:end])
         rule = idle.get(whole) or (idle.get(f"{parts[0]}.*") if end > 1 else None)
-        if rule is not None:  # what is null, false, 0 or empty asks for nothing
-            return rule if _field(config, name)[1] else None
+        if rule is not None:
+            return None if _asks_nothing(config, name) else rule
     return None
+
+
+def _asks_nothing(config: Config, name: str) -> bool:
+    """Whether a setting is null, false or empty, or 0 where that means none."""
+    value = _field(config, name)[1]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return not value and (not is_number or name in ZERO_IS_NONE)
 
 
 def _field(config: Config, name: str) -> tuple[str, Any]:

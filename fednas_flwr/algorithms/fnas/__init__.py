@@ -77,8 +77,6 @@ _entry = partial(
         "set algorithm.order=1",
         "algorithm.reduce=sum secure_sum!=null": "the batch size of each client is needed; set "
         "algorithm.reduce=mean",
-        "algorithm.reduce=sum sampling!=null": "a sum over some clients is no estimate of that "
-        "over all; set algorithm.reduce=mean",
     },
 )
 register("algorithm", "vanilla_nas", _entry())
