@@ -556,6 +556,7 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place() -> None:
         ("algorithm=fnas stages=[search] training.momentum=server", "clients send no models"),
         (f"{LOCAL} stages=[search] training.momentum=averaged", "clients send no models"),
         (f"{LOCAL} stages=[search] runtime.wire=int8", "no trained model is sent"),
+        ("stages=[search] retrain.weights.momentum=0", "momentum=0.0 has no effect"),
         (
             f"{LOCAL} retrain.exchange=gradients training.momentum=server",
             "the server steps with the momentum",

@@ -203,3 +203,11 @@ def test_scikit_learns_own_checks(estimator, tmp_path, monkeypatch):
     failed = [one["check_name"] for one in results if one["status"] == "xfail"]
     assert failed == [*EXPECTED]
     assert len(results) > 50
+
+
+def test_a_column_that_is_not_there_is_named():
+    table = pd.DataFrame({"age": [1.0, 2.0], "died": [0, 1]})
+    with pytest.raises(ValueError, match="X has no column ward: it has age"):
+        FedClassifier(clients="ward").fit(table, label="died")
+    with pytest.raises(ValueError, match="X has no column dead: it has age, died"):
+        FedClassifier().fit(table, label="dead")

@@ -58,6 +58,17 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_actors.os, "sched_getaffinity", lambda process: {0, 1})
 
 
+def test_a_run_whose_processes_cannot_be_started_goes_on_in_its_own(
+    compose_config, tmp_path, two_cores, monkeypatch
+):
+    def fails(forks):
+        raise LostError
+
+    monkeypatch.setattr(Forks, "start", fails)
+    short = (*SHORT, "runtime.device=cpu", "stages=[search]", f"run_dir={tmp_path / 'run'}")
+    assert read_run(run(compose_config(*short)).folder).failures() == []
+
+
 @pytest.mark.run
 def test_workers_give_the_bits_of_one_process(
     compose_config: Callable[..., Config],
