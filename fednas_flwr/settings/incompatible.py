@@ -287,7 +287,8 @@ def _check_clashes(config: Config, clashes: Mapping[str, str]) -> None:
         if all(holds(config, condition) for condition in conditions.split()):
             keys = [parts(condition)[0] for condition in conditions.split()]
             keys = [key for key in keys if key != "stages"][:2]
-            keys += [] if clashes is CLASHES or "algorithm" in keys else ["algorithm"]
+            if clashes is not CLASHES and not any(key.startswith("algorithm") for key in keys):
+                keys.append("algorithm")
             named = " with ".join(f"{key}={show(value_of(config, key))}" for key in keys)
             raise ConfigError(f"{named}: {spelled(reason, config)}.")
 
