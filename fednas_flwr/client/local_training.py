@@ -138,7 +138,7 @@ def _gradients(
         num_steps=amount.steps,
         objective=client.objective,
         auxiliary_weight=auxiliary_weight,
-        precision=local.precision if isinstance(local, LocalTraining) else client.precision,
+        precision=getattr(local, "precision", None) or client.precision,
     )
 
 

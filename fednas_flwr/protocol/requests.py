@@ -28,7 +28,7 @@ from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings import parser as ps
-from fednas_flwr.settings.names import AUTO, FLOAT32, PRECISIONS, SPLITS
+from fednas_flwr.settings.names import AUTO, PRECISIONS, SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.latency_tables import from_json
 
@@ -176,7 +176,7 @@ class LocalTraining(ps.Checked):
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
             the weights that were sent.
         fixed_norm: True if batch norm normalises by the averages that were sent, and keeps them.
-        precision: Of exact gradients, ``bfloat16`` or, as all else that is said, ``float32``.
+        precision: Of exact gradients, ``auto`` being ``float32``; null is the run's setting.
     """
 
     network: Description
@@ -187,7 +187,7 @@ class LocalTraining(ps.Checked):
     drop_path_prob: opt.ShareBelow1
     proximal: opt.NonNegative = 0.0
     fixed_norm: bool = False
-    precision: Annotated[str, ps.OneOf((*PRECISIONS, AUTO))] = FLOAT32
+    precision: Annotated[str, ps.OneOf((*PRECISIONS, AUTO))] | None = None
 
     states = ("weights",)
 

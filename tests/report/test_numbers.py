@@ -8,6 +8,7 @@ import torch
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.models.metrics import detailed
 from fednas_flwr.report.html_report import render_report
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import METRICS, read_run
 from fednas_flwr.search.objective import Objective
@@ -187,11 +188,11 @@ def test_a_client_that_left_counts_once_and_not_if_a_resume_undid_it(tmp_path: P
 
 
 def test_a_lead_is_of_the_same_test_records(tmp_path):
-    """Two networks differ in 20 records of 400: their intervals overlap, yet the lead is sure."""
+    """Two networks differ in 8 records of 400: their intervals overlap, yet the lead is sure."""
     labels = torch.arange(400) % 2
     found, rival = torch.zeros(400, 2), torch.zeros(400, 2)
     right = torch.arange(400) >= 100
-    for logits, hits in ((found, right), (rival, right & (torch.arange(400) < 380))):
+    for logits, hits in ((found, right), (rival, right & (torch.arange(400) < 392))):
         logits[torch.arange(400), torch.where(hits, labels, 1 - labels)] = 1.0
     central, linear = (
         detailed(logits, labels, objective=Objective(), seed=3) for logits in (found, rival)
@@ -203,10 +204,13 @@ def test_a_lead_is_of_the_same_test_records(tmp_path):
     run = read_run(tmp_path)
     ahead = (run.scores("central")["accuracy"] - linear["accuracy"]) * 400
     low, high = run.lead("the pooled linear model")
-    assert ahead == pytest.approx(20)
+    assert ahead == pytest.approx(8)
     assert 0 < 400 * low < ahead < 400 * high
+    assert "better than simpler models, by more than chance" in sentence("verdict", run)
     del linear["resamples"]
     with EventLog(tmp_path / "events.jsonl") as log:
         log.emit("evaluated", central=central, linear=linear, clients=[], personalised=[])
-    low, high = read_run(tmp_path).lead("the pooled linear model")
+    alone = read_run(tmp_path)
+    assert "a lead that chance can explain" in sentence("verdict", alone)
+    low, high = alone.lead("the pooled linear model")
     assert [low, high] == [end - linear["accuracy"] for end in central["intervals"]["accuracy"]]

@@ -84,7 +84,6 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
                 self.client_weights(sgd.at_round(trial, settings.trial_rounds)),
                 0.0,
                 drop_path_prob * (trial - 1) / settings.trial_rounds,
-                precision=self.config.training.precision,
             )
             metrics = self.train("train.weights", Train(local=local), sgd.momentum)
         if settings.trial_rounds:

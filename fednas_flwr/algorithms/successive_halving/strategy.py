@@ -60,10 +60,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
             self.fit_states()
         settings, described = self.settings, self._describe()
         amount = self.amount(settings.local_epochs, settings.batch_size)
-        precision = self.config.training.precision
-        local = LocalTraining(
-            described, "train", amount, settings.weights, 0.0, 0.0, precision=precision
-        )
+        local = LocalTraining(described, "train", amount, settings.weights, 0.0, 0.0)
         metrics = {"candidates": float(len(self.pool()))}
         if settings.rewarded == "local":
             measured = RewardCandidates(training=local)
