@@ -40,6 +40,7 @@ from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid, ray_grid
+from fednas_flwr.deploy.local_actors import ALONE
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.protocol.messages import (
@@ -229,6 +230,8 @@ def endless(
 def measure_ray(part: str, repeats: int) -> float:
     """Return the wall time of a round on Ray with 2 actors over that of the same round inline.
 
+    Inline is one process here: by itself a run starts others, which would be compared with Ray.
+
     Of each the fastest round counts, of several runs and without each run's first round, in which
     processes make data and networks: of a busy machine these say most.
     """
@@ -242,7 +245,13 @@ def measure_ray(part: str, repeats: int) -> float:
                 run_dir = Path(folder) / "run"
                 command = [sys.executable, "-m", "fednas_flwr", "run", f"run_dir={run_dir}"]
                 overrides = (*EQUAL_WORK, *tasks.overrides, f"clients={tasks.clients}", *runtime)
-                subprocess.run([*command, *overrides], check=True, stdout=subprocess.DEVNULL)
+                own = {ALONE: "1"} if name == "inline" else {}
+                subprocess.run(
+                    [*command, *overrides],
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                    env={**os.environ, **own},
+                )
                 _, *rounds = read_run(run_dir).rounds("search")
             seconds[name] += [event["seconds"] for event in rounds]
     print(
