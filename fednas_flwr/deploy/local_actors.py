@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import cache, partial
 from multiprocessing import connection, reduction
@@ -25,10 +25,10 @@ from typing import Any
 
 import cloudpickle
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid, LostError, Worker, WorkerGrid
+from fednas_flwr.deploy.grids import InProcessGrid, LostError, Taken, Worker, WorkerGrid
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.registry import registered, restore
@@ -156,8 +156,9 @@ def local_grid(config: Config) -> Iterator[InProcessGrid]:
             yield grid
 
 
-def _answer(config_json: str, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:
-    return _worker(config_json).answer(message, arrays)
+def _answer(config_json: str, taken: Taken) -> list[Message]:
+    messages, arrays = zip(*taken, strict=True)
+    return _worker(config_json).answer(messages, *arrays)
 
 
 @cache
@@ -176,15 +177,16 @@ class LocalGrid(WorkerGrid):
         """Return the replies that are there; while there are no workers, that of one client."""
         if not self.num_workers and (taken := self._next(0.0)):
             started = time.monotonic()
-            self._keep(*taken, self._answer_here)
+            self._keep(taken, self._answer_here)
             self._spent_s += time.monotonic() - started
             if self._spent_s > PATIENCE_S and not self.threads:
                 self.begin()
         return super().pull_messages(message_ids)
 
-    def _answer_here(self, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:
-        message.content.update(arrays)
-        return self.answer(message)
+    def _answer_here(self, taken: Taken) -> list[Message]:
+        for message, arrays in taken:
+            message.content.update(arrays)
+        return [self.answer(message) for message, _ in taken]
 
 
 if __name__ == "__main__":
