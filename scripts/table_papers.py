@@ -1,6 +1,6 @@
 """Table: the papers' rows on all images of Fashion-MNIST, in networks of 25 M multiply-adds.
 
-    python scripts/table_papers.py --root <folder with FashionMNIST> [--for 150min] [--only FEATHERS]
+    python scripts/table_papers.py --root <folder> [--for 150min] [--only DP-FNAS]
 
 All rows retrain NAS-Bench-201's cell, one per stage, with the fewest channels (a multiple of 2)
 that give it 25 M multiply-adds, for 20 rounds of one epoch of all 60,000 images; only FedEx and
