@@ -16,6 +16,7 @@ not spent again after each change. Results go to scripts/results/papers.json.
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,15 +148,15 @@ def make(row: Row, seed: int, *, root: Path, end: float) -> None:
     if any((run["group"], run["seed"]) == (group, seed) for run in known):
         return
     overrides = row.settings(of=(*row.search, *SPACE, "stages=[search]"))
-    name = f"{row.search[0].split('=')[1]}_{row.partition}_{row.clients}_s{seed}".replace("/", "_")
-    search = make_run(RUNS / name, overrides=overrides, seed=seed, root=root, end=end)
+    searched = folder(row.search[0], row, seed)
+    search = make_run(searched, overrides=overrides, seed=seed, root=root, end=end)
     if search is None:
         return
     genotype = search.folder / "genotype.json"
     sizes = (f"genotype={genotype}", f"retrain.channels={channels(genotype)}")
     measure(
         RESULTS,
-        RUNS / f"{row.name}_{row.partition}_{row.clients}_s{seed}".replace(" ", "_"),
+        folder(f"{row.paper} {row.name}", row, seed),
         overrides=row.settings(of=(*row.training, *TRAINING, *sizes)),
         group=group,
         seed=seed,
@@ -167,6 +168,12 @@ def make(row: Row, seed: int, *, root: Path, end: float) -> None:
             "searched_epsilon": search.numbers()["epsilon"],
         },
     )
+
+
+def folder(name: str, row: Row, seed: int) -> Path:
+    """Of a run of that name on a row's division of the images."""
+    words = re.findall(r"[\w-]+", f"{name.removeprefix('experiment=')} {row.partition}")
+    return RUNS / "_".join([*words, str(row.clients), f"s{seed}"])
 
 
 def channels(genotype: Path) -> int:

@@ -137,17 +137,21 @@ def main() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def side_by_side(config: Config) -> int:
+    """How many clients a run on this machine computes at a time, in processes of their own or 1."""
+    number = min(config.clients, len(os.sched_getaffinity(0)) // config.runtime.threads)
+    on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
+    repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
+    return 1 if not on_cpu or repeats or ALONE in os.environ else max(1, number)
+
+
 @contextmanager
 def local_grid(config: Config) -> Iterator[InProcessGrid]:
     """The grid of a run on this machine, with further processes where they can help."""
     text = dump_config(config)
-    app = make_client_app(text)
-    cores = len(os.sched_getaffinity(0))
-    number = min(config.clients, cores // config.runtime.threads)
-    on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
-    repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
+    app, number = make_client_app(text), side_by_side(config)
     sent = packed(partial(_answer, text))
-    if number < 2 or not on_cpu or repeats or ALONE in os.environ or sent is None:
+    if number == 1 or sent is None:
         yield InProcessGrid(app, config.clients)
         return
     with Forks(sent) as forks:
