@@ -226,7 +226,7 @@ def _stage(
 
 
 class SteppedGrid(InProcessGrid):
-    """The clients of a run in this process, each of whose answers may be of fewer steps."""
+    """The clients of a run in this process, each of whose answers may be of few steps."""
 
     def __init__(self, config: Config) -> None:
         """Make them."""
@@ -234,9 +234,9 @@ class SteppedGrid(InProcessGrid):
 
     def after(self, message: Message, request: Request, steps: int) -> Message:
         """Return the reply to a request, decoded from the message, for that many steps."""
-        own = replace(request, settings=request.settings.with_steps(steps))
-        states = encode_states(own.states)
-        message.content = encode(own.header, own.settings, states, own.statistics, own.summed)
+        few = replace(request, settings=request.settings.with_steps(steps))
+        states = encode_states(few.states)
+        message.content = encode(few.header, few.settings, states, few.statistics, few.summed)
         return super().answer(message)
 
 

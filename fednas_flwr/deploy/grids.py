@@ -193,8 +193,10 @@ def _check_superlink(name: str) -> None:
             f"({error}): correct it."
         ) from error
     if name not in known:
-        told = str(unknown_choice("runtime.superlink", name, known)).removesuffix(".")
-        raise ConfigError(f"{told}, or add [superlink.{show(name)}] with its address to {path}.")
+        sentence = str(unknown_choice("runtime.superlink", name, known)).removesuffix(".")
+        raise ConfigError(
+            f"{sentence}, or add [superlink.{show(name)}] with its address to {path}."
+        )
 
 
 def this_node() -> Nodes:

@@ -126,8 +126,8 @@ def _serve(handle: int, function: Callable[..., Any]) -> None:
 def main() -> None:
     """Fork a process for each pipe that comes through the standard input; end with that."""
     control = connection.Connection(sys.stdin.fileno())
-    own, function = pickle.loads(control.recv_bytes())
-    restore(own)
+    entries, function = pickle.loads(control.recv_bytes())
+    restore(entries)
     fork = multiprocessing.get_context("fork").Process
     with suppress(EOFError, OSError):
         while True:
