@@ -35,6 +35,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.processes import LostError
 from fednas_flwr.deploy import flower_patches
 from fednas_flwr.protocol.messages import payload_bytes
 from fednas_flwr.settings import Config
@@ -234,10 +235,6 @@ REPLY_BYTES = 4_000_000  # replies of fewer do without the store: a tenth of a s
 DIED = "the client's process has died, perhaps for want of memory"
 
 Answer = Callable[[Message, Any], Message]  # of a message without its arrays, and these
-
-
-class LostError(Exception):
-    """A worker has died, or is not waited for any more."""
 
 
 class Worker:

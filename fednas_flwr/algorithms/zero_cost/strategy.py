@@ -6,7 +6,8 @@ Also the parts of it that choose a pool: what is drawn, within which limits, and
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.zero_cost import PoolSettings, ZeroCostSettings
+from fednas_flwr.base.processes import LostError, beside, is_warm
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import describe_network, described_space
@@ -24,9 +26,12 @@ from fednas_flwr.search.data_free_scores import measure
 from fednas_flwr.search.data_free_search import Score, Scored, search, shortlisted
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.names import FOUND
+from fednas_flwr.settings.registry import packed
 from fednas_flwr.spaces.costs import cost_by, latency_of
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
+
+PART = 4  # genotypes that a process scores at a time
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,12 @@ class ScoredDraws:
         """
         score = partial(measure, self.space, seed=self.config.seed)
         scores, shortlist = self.choice.chosen_scores(self.space.name), self.choice.shortlist
-        ranking = self._search(partial(score, scores=scores), **drawn)
+        each = partial(_scored_beside, self.config.runtime.threads)
+        ranking = self._search(partial(score, scores=scores), each=each, **drawn)
         if shortlist is None:
             return ranking
-        return shortlisted(ranking, partial(score, scores=shortlist.scores), keep=shortlist.keep)
+        further = partial(score, scores=shortlist.scores)
+        return shortlisted(ranking, further, keep=shortlist.keep, each=each)
 
     def check(self, generator: torch.Generator) -> None:
         """Refuse limits within which no network is drawn; none is scored.
@@ -90,6 +97,26 @@ class ScoredDraws:
             limited=self._trained() if limits.by_name else self.space,
             **drawn,
         )
+
+
+def _scored_beside(
+    threads: int, score: Score, genotypes: list[Genotype]
+) -> Iterator[Mapping[str, float]]:
+    """The scores of genotypes, in processes of this machine that only have to be forked."""
+    parts = {first: genotypes[first : first + PART] for first in range(0, len(genotypes), PART)}
+    found: dict[int, list[Mapping[str, float]]] = {}
+    if is_warm() and len(parts) > 1 and (sent := packed(partial(_scored, threads, score))):
+        with suppress(LostError):
+            found = {first: scores for (first, _), scores in beside(sent, parts.items())}
+    for first, part in parts.items():
+        yield from found.get(first) or map(score, part)
+
+
+def _scored(
+    threads: int, score: Score, first: int, genotypes: list[Genotype]
+) -> list[Mapping[str, float]]:
+    torch.set_num_threads(threads)
+    return [score(genotype) for genotype in genotypes]
 
 
 class ZeroCost(RoundStrategy[ZeroCostSettings]):
