@@ -1,7 +1,7 @@
 """Processes of this machine for the clients of a run.
 
 A run begins in one process. If its clients take longer than starting others would, workers are
-forked, as many as there are cores; they take over as they appear. Replies have the same bits
+forked, about as many as there are cores; they take over as they appear. Replies have the same bits
 wherever a client answers.
 
     python -m fednas_flwr.deploy.local_actors
@@ -18,7 +18,7 @@ from importlib import import_module
 import torch
 from flwr.app import ArrayRecord, Message
 
-from fednas_flwr.base.processes import Forks, cores, is_warm, serve_forks
+from fednas_flwr.base.processes import Forks, at_once, is_warm, serve_forks
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid, Worker, WorkerGrid
 from fednas_flwr.settings import Config, dump_config
@@ -43,7 +43,7 @@ def local_grid(config: Config) -> Iterator[InProcessGrid]:
     """The grid of a run on this machine, with further processes where they can help."""
     text = dump_config(config)
     app = make_client_app(text)
-    number = min(config.clients, cores() // config.runtime.threads)
+    number = at_once(config.clients, threads=config.runtime.threads)
     on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
     repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
     sent = packed(partial(_answer, text))

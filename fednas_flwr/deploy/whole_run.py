@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.processes import LostError, beside, cores
+from fednas_flwr.base.processes import LostError, at_once, beside
 from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.models.prediction import MODEL_FILE
 from fednas_flwr.pipeline import baselines
@@ -107,7 +107,7 @@ def train_all(
     """
     folders = sorted(folders, key=lambda folder: folder.name == LINEAR)  # the shortest last
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
-    if alone or min(len(folders), cores()) < 2 or (sent := packed(train)) is None:
+    if alone or at_once(len(folders)) < 2 or (sent := packed(train)) is None:
         yield from ((folder, train(folder, limit)) for folder in folders)
         return
     try:
