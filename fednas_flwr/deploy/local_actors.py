@@ -10,17 +10,17 @@ wherever a client answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import cache, partial
 from importlib import import_module
 
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 
-from fednas_flwr.base.processes import Forks, at_once, is_warm, serve_forks
+from fednas_flwr.base.processes import Forks, at_once, cores, is_warm, serve_forks
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid, Worker, WorkerGrid
+from fednas_flwr.deploy.grids import InProcessGrid, Taken, Worker, WorkerGrid
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.registry import packed
@@ -38,26 +38,32 @@ def main() -> None:
     serve_forks()
 
 
+def side_by_side(config: Config) -> int:
+    """How many clients a run on this machine computes at a time, in processes of their own or 1."""
+    number = min(config.clients, cores() // config.runtime.threads)
+    on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
+    repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
+    return 1 if not on_cpu or repeats else max(1, number)
+
+
 @contextmanager
 def local_grid(config: Config) -> Iterator[InProcessGrid]:
     """The grid of a run on this machine, with further processes where they can help."""
     text = dump_config(config)
-    app = make_client_app(text)
-    number = at_once(config.clients, threads=config.runtime.threads)
-    on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
-    repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
-    sent = packed(partial(_answer, text))
-    if number < 2 or not on_cpu or repeats or sent is None:
+    app, sent = make_client_app(text), packed(partial(_answer, text))
+    if side_by_side(config) == 1 or sent is None:
         yield InProcessGrid(app, config.clients)
         return
     with Forks(sent) as forks:
+        number = at_once(config.clients, threads=config.runtime.threads)
         grid = LocalGrid(app, config.clients, number=number, start=forks.start)
         with closing(grid):
             yield grid
 
 
-def _answer(config_json: str, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:
-    return _worker(config_json).answer(message, arrays)
+def _answer(config_json: str, taken: Taken) -> list[Message]:
+    messages, arrays = zip(*taken, strict=True)
+    return _worker(config_json).answer(messages, *arrays)
 
 
 @cache
@@ -76,15 +82,16 @@ class LocalGrid(WorkerGrid):
         """Return the replies that are there; while there are no workers, that of one client."""
         if not self.num_workers and (taken := self._next(0.0)):
             started = time.monotonic()
-            self._keep(*taken, self._answer_here)
+            self._keep(taken, self._answer_here)
             self._spent_s += time.monotonic() - started
             if self._spent_s > (SOON_S if is_warm() else PATIENCE_S) and not self.threads:
                 self.begin()
         return super().pull_messages(message_ids)
 
-    def _answer_here(self, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:
-        message.content.update(arrays)
-        return self.answer(message)
+    def _answer_here(self, taken: Taken) -> list[Message]:
+        for message, arrays in taken:
+            message.content.update(arrays)
+        return [self.answer(message) for message, _ in taken]
 
 
 if __name__ == "__main__":
