@@ -57,7 +57,10 @@ def no_processes_of_earlier_tests(monkeypatch):
     """Let every run begin in this process, and what it has started end with the test."""
     monkeypatch.setattr("fednas_flwr.cli.run.warm_up", lambda: None)
     yield
-    processes.end()
+    while processes._started:
+        interpreter, _ = processes._started.pop()
+        interpreter.kill()
+        interpreter.wait()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers

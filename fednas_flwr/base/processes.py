@@ -8,7 +8,6 @@ Main functions: :class:`Forks` and :func:`beside`.
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import pickle
@@ -76,17 +75,6 @@ def _control() -> connection.Connection:
             )
         _started[:] = [(process, control)]
     return _started[0][1]
-
-
-@atexit.register
-def end() -> None:
-    """End the interpreter and all that it has forked."""
-    while _started:
-        process, control = _started.pop()
-        control.close()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 class Forks(AbstractContextManager["Forks"]):

@@ -17,8 +17,7 @@ from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
-Score = Callable[[Genotype], Mapping[str, float]]
-Each = Callable[[Score, list[Genotype]], Iterable[Mapping[str, float]]]  # as map does
+Scores = Callable[[list[Genotype]], Iterable[Mapping[str, float]]]  # of each, in their order
 TRIES = 200  # in a row without a new architecture within the limits, before the search gives up
 
 
@@ -68,7 +67,7 @@ def exceeded(
 
 def search(
     space: SearchSpace,
-    score: Score,
+    score: Scores,
     *,
     draws: int,
     generator: torch.Generator,
@@ -76,14 +75,13 @@ def search(
     latency_ms: Callable[[Genotype], float] | None = None,
     limited: SearchSpace | None = None,
     known: Sequence[Scored] = (),
-    each: Each = map,
 ) -> list[Scored]:
     """Different architectures, the best first, by ``combine`` over all of them.
 
     Args:
         space: Space of the architectures; none is degenerate.
-        score: Function that returns the scores of a genotype, such as ``data_free_scores.measure``
-            with all other arguments given. Every genotype must get the same names.
+        score: Function that returns the scores of each of some genotypes, as
+            ``data_free_scores.measure`` has them. Every genotype must get the same names.
         draws: Number of architectures to score; fewer where the space has no more.
         generator: All that is random comes from it, so that its state fixes the result.
         limits: Limits on the cost of a network, see :func:`exceeded`.
@@ -91,7 +89,6 @@ def search(
         limited: The space at the sizes of the networks that the limits are for; None: ``space``.
         known: Result of an earlier search, which this one goes on with: its architectures come
             back, too, and are not scored again.
-        each: Function that returns the scores of many genotypes, in their order.
 
     Raises:
         ConfigError: No architecture within the limits was found.
@@ -124,12 +121,8 @@ def search(
             f"{', '.join(counts)}: raise them, or lower the network's sizes (retrain.channels, "
             "retrain.num_cells, or those of search_space)."
         )
-    found = [
-        Scored(genotype, scores, number=number)
-        for number, (genotype, scores) in enumerate(
-            zip(drawn, each(score, drawn), strict=True), len(scored)
-        )
-    ]
+    pairs = enumerate(zip(drawn, score(drawn), strict=True), len(scored))
+    found = [Scored(genotype, scores, number=number) for number, (genotype, scores) in pairs]
     return ranked([*scored.values(), *found])
 
 
@@ -144,18 +137,15 @@ def _ordered(scored: list[Scored], scores: Sequence[Mapping[str, float]]) -> lis
     return [scored[index] for index in order]
 
 
-def shortlisted(
-    ranking: list[Scored], score: Score, *, keep: int, each: Each = map
-) -> list[Scored]:
+def shortlisted(ranking: list[Scored], score: Scores, *, keep: int) -> list[Scored]:
     """A ranking whose first ``keep`` are ordered by further scores, combined among them.
 
     Args:
         ranking: The best first.
-        score: Function that returns the further scores of a genotype that has none yet.
+        score: Function that returns the further scores of each genotype that has none yet.
         keep: Number of architectures, at most all.
-        each: As of :func:`search`.
     """
-    further = iter(each(score, [one.genotype for one in ranking[:keep] if one.further is None]))
+    further = iter(score([one.genotype for one in ranking[:keep] if one.further is None]))
     best = [
         one if one.further is not None else one._replace(further=next(further))
         for one in ranking[:keep]

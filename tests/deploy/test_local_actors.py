@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fednas_flwr.algorithms.zero_cost import strategy
 from fednas_flwr.api import run
 from fednas_flwr.base import processes
 from fednas_flwr.base.processes import Forks, LostError
@@ -23,8 +24,11 @@ from fednas_flwr.deploy import local_actors
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.local_actors import LocalGrid, local_grid
 from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.search.data_free_scores import AZ_NAS
 from fednas_flwr.settings import Config, with_runtime
 from fednas_flwr.settings.registry import packed
+
+from ..small_spaces import SPACES as SMALL
 
 SHORT = ("rounds=3", "retrain.rounds=3", "dataset.linear_baseline=false")
 
@@ -53,6 +57,28 @@ def wait_for_workers(event: dict[str, Any]) -> None:
     """A listener that lets no second round begin before there are workers."""
     while event["event"] == "round" and event["round"] == 1 and len(workers()) < 2:
         time.sleep(0.1)
+
+
+def test_tasks_that_cores_do_not_divide_evenly_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, tasks, threads, number in (
+        *((2, 3, 1, 3), (2, 4, 1, 2), (2, 5, 1, 3), (2, 3, 2, 1), (1, 3, 1, 1), (1, 3, 2, 0)),
+        *((4, 3, 1, 3), (8, 10, 1, 10), (8, 27, 1, 11), (2, 1, 1, 1)),
+    ):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda p, n=cores: set(range(n)))
+        assert processes.at_once(tasks, threads=threads) == number
+
+
+@pytest.mark.run
+def test_scores_are_those_of_one_process(
+    compose_config: Callable[..., Config], two_cores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose_config("algorithm=zero_cost")
+    space, generator = SMALL["nasbench201"], torch.Generator().manual_seed(0)
+    genotypes = [space.random_genotype(generator) for _ in range(9)]
+    here = strategy._scores(config, space, AZ_NAS, genotypes)
+    processes.warm_up()
+    monkeypatch.setattr(strategy, "LostError", ZeroDivisionError)  # nothing is then computed here
+    assert strategy._scores(config, space, AZ_NAS, genotypes) == here
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ Also the parts of it that choose a pool: what is drawn, within which limits, and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import describe_network, described_space
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.data_free_scores import measure
-from fednas_flwr.search.data_free_search import Score, Scored, search, shortlisted
+from fednas_flwr.search.data_free_search import Scored, Scores, search, shortlisted
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.names import FOUND
 from fednas_flwr.settings.registry import packed
@@ -56,14 +56,12 @@ class ScoredDraws:
         Args:
             **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
         """
-        score = partial(measure, self.space, seed=self.config.seed)
-        scores, shortlist = self.choice.chosen_scores(self.space.name), self.choice.shortlist
-        each = partial(_scored_beside, self.config.runtime.threads)
-        ranking = self._search(partial(score, scores=scores), each=each, **drawn)
+        scores, shortlist = partial(_scores, self.config, self.space), self.choice.shortlist
+        chosen = self.choice.chosen_scores(self.space.name)
+        ranking = self._search(partial(scores, chosen), **drawn)
         if shortlist is None:
             return ranking
-        further = partial(score, scores=shortlist.scores)
-        return shortlisted(ranking, further, keep=shortlist.keep, each=each)
+        return shortlisted(ranking, partial(scores, shortlist.scores), keep=shortlist.keep)
 
     def check(self, generator: torch.Generator) -> None:
         """Refuse limits within which no network is drawn; none is scored.
@@ -71,7 +69,7 @@ class ScoredDraws:
         Args:
             generator: Source of the first draws.
         """
-        self._search(lambda _: {"none": 0.0}, draws=1, generator=generator)
+        self._search(lambda drawn: [{"none": 0.0}] * len(drawn), draws=1, generator=generator)
 
     def spread(self, ranking: list[Scored], size: int) -> list[Genotype]:
         """The best of a ranking in each of so many ranges of cost with equally many networks."""
@@ -87,7 +85,7 @@ class ScoredDraws:
         anything = self.space.random_genotype(torch.Generator())
         return described_space(describe_network(self.config, self.prepared, anything))[0]
 
-    def _search(self, score: Score, **drawn: Any) -> list[Scored]:
+    def _search(self, score: Scores, **drawn: Any) -> list[Scored]:
         limits = self.choice.limits
         return search(
             self.space,
@@ -99,22 +97,21 @@ class ScoredDraws:
         )
 
 
-def _scored_beside(
-    threads: int, score: Score, genotypes: list[Genotype]
-) -> Iterator[Mapping[str, float]]:
-    """The scores of genotypes, in processes of this machine that only have to be forked."""
+def _scores(
+    config: Config, space: SearchSpace, names: Sequence[str], genotypes: list[Genotype]
+) -> list[Mapping[str, float]]:
+    """The scores of genotypes, in processes of this machine where these only have to be forked."""
+    score = partial(measure, space, scores=names, seed=config.seed)
+    measured = partial(_measured, config.runtime.threads, score)
     parts = {first: genotypes[first : first + PART] for first in range(0, len(genotypes), PART)}
-    found: dict[int, list[Mapping[str, float]]] = {}
-    if is_warm() and len(parts) > 1 and (sent := packed(partial(_scored, threads, score))):
+    found: dict[int, list[Any]] = {}
+    if is_warm() and len(parts) > 1 and (sent := packed(measured)):
         with suppress(LostError):
             found = {first: scores for (first, _), scores in beside(sent, parts.items())}
-    for first, part in parts.items():
-        yield from found.get(first) or map(score, part)
+    return [s for first, part in parts.items() for s in found.get(first) or measured(first, part)]
 
 
-def _scored(
-    threads: int, score: Score, first: int, genotypes: list[Genotype]
-) -> list[Mapping[str, float]]:
+def _measured(threads: int, score: Any, first: int, genotypes: list[Genotype]) -> list[Any]:
     torch.set_num_threads(threads)
     return [score(genotype) for genotype in genotypes]
 
