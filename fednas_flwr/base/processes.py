@@ -35,8 +35,10 @@ class LostError(Exception):
 
 
 def cores() -> int:
-    """Number of this machine's cores that this process may use."""
-    return 1 if ALONE in os.environ else len(os.sched_getaffinity(0))
+    """Number of this machine's cores that this process may use; 1 where it starts no others."""
+    if ALONE in os.environ or not hasattr(os, "sched_getaffinity"):  # as on macOS
+        return 1
+    return len(os.sched_getaffinity(0))
 
 
 def at_once(tasks: int, *, threads: int = 1) -> int:

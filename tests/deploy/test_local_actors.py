@@ -66,6 +66,8 @@ def test_tasks_that_cores_do_not_divide_evenly_share_them(monkeypatch: pytest.Mo
     ):
         monkeypatch.setattr(os, "sched_getaffinity", lambda p, n=cores: set(range(n)))
         assert processes.at_once(tasks, threads=threads) == number
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert processes.at_once(3) == 1
 
 
 @pytest.mark.run
