@@ -14,6 +14,7 @@ from hypothesis import settings
 from safetensors.torch import save_file
 
 from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.base import processes
 from fednas_flwr.base.pretrained import Pretrained
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
@@ -49,6 +50,17 @@ LONGEST_FILES = (  # of a minute or more
 
 WHOLE_RUNS = {"run_inline", "finished_run", "machines"}  # tests with such a fixture are `run`
 OTHER_RUNS = ("ray", "browser")  # and those with such a marker
+
+
+@pytest.fixture(autouse=True)
+def no_processes_of_earlier_tests(monkeypatch):
+    """Let every run begin in this process, and what it has started end with the test."""
+    monkeypatch.setattr("fednas_flwr.cli.run.warm_up", lambda: None)
+    yield
+    while processes._started:
+        interpreter, _ = processes._started.pop()
+        interpreter.kill()
+        interpreter.wait()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
