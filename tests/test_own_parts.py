@@ -261,10 +261,10 @@ def test_processes_of_this_machine_know_them(
         return found
 
     monkeypatch.setattr(processes, "_call", counted)
-    there = run(composed(tmp_path / "there", *USED, "rounds=30"))
+    there = run(composed(tmp_path / "there", *USED, "rounds=12"))
     assert len(answered) > 4
     monkeypatch.setenv(processes.ALONE, "1")
-    here = run(composed(tmp_path / "here", *USED, "rounds=30"))
+    here = run(composed(tmp_path / "here", *USED, "rounds=12"))
     assert there.genotype == here.genotype
     assert there.scores["central"] == here.scores["central"]
 
