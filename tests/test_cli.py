@@ -133,6 +133,10 @@ MISTAKES = {  # overrides: what the sentence must say
     "seed=${nothing}": ["seed", "'nothing'"],
     "algorithm=vanilla_nas clients=3": ["clients=3", "clients=1 or algorithm=fnas"],
     "algorithm=fnas algorithm.order=2 algorithm.local_steps=2": ["set one of the two to 1"],
+    "algorithm=fnas algorithm.order=2 algorithm.fused=true": ["the weights after the step"],
+    "algorithm=cfdnas algorithm.group_by=alphas algorithm.num_groups=2 algorithm.inherit=false": [
+        "set algorithm.inherit=true"
+    ],
     "genotype=a.json": ["genotype=a.json", "stages=[retrain,evaluate,export]"],
     "stages=[retrain]": ["genotype=<file> or algorithm=fedavg"],
     "stages=[search,export]": ["add retrain"],

@@ -494,13 +494,12 @@ def _exact_sums(
         _step_batches(client, name, asked, first=first, generator=draws(name))
         for name in ("train", "validation")
     )
-    ahead = None
     if asked.order == 2:
         layout = st.Layout.of(st.network_states(network)["weights"])
         previous = st.unpack(request.states["previous_weights"], layout)
         weights = {name: weight.to(client.device) for name, weight in previous.items()}
-        ahead = exact.LookAhead(weights, asked.inner_lr)
-    return exact.ExactSums(train, validation, look_ahead=ahead, **computed)
+        computed |= {"previous_weights": weights, "inner_lr": asked.inner_lr}
+    return exact.ExactSums(train, validation, **computed)
 
 
 def _candidate_gradients(

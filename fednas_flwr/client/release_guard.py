@@ -179,8 +179,7 @@ class ReleaseGuard:
             ConfigError: A rule is broken; the sentence names it.
         """
         policy = Policy({self.data_set: self.allowed})  # the node's other data is not loaded
-        secure = self.is_secure
-        check_action(policy, data_set, action, secure_noise=secure, test_seed=not secure)
+        check_action(policy, data_set, action, is_secure=self.is_secure)
 
     def check_plan(self, plan: Sequence[PlannedRelease]) -> None:
         """Refuse a plan of which the policy refuses a term, or with two of one kind.

@@ -82,8 +82,8 @@ def _handler(
         try:
             request = messages.decode_request(action, message.content)
             safe = (DayFullError,) if private else safe
-            kept = messages.payload_bytes(message.content) if action == "query.keep_model" else 0
-            kept += len(str(request.summed))
+            kept = len(str(request.summed))
+            kept += messages.payload_bytes(message.content) if request.settings.is_kept else 0
             trail.asked(request, flower_run=message.metadata.run_id, kept_bytes=kept)
             safe = () if private else safe  # what follows may tell of the site's own files
             text = config_json or str(context.run_config[CONFIG_KEY] or along[CONFIG_KEY])

@@ -132,12 +132,12 @@ def check_sites(
         for kind, state in network_states(network).items()
     }
     covers: dict[str, dict[int, dict[str, Any]]] = {}
-    noise = {"secure_noise": privacy.test_seed is None, "test_seed": privacy.test_seed is not None}
+    is_secure = privacy.test_seed is None
     for index, turns in enumerate(schedule.turns_of(config, sampling)):
         stages: dict[str, list[Reading]] = {}
         for planned in schedules[index]:
             try:
-                check_action(policies[index], privacy.data_set, planned.action, **noise)
+                check_action(policies[index], privacy.data_set, planned.action, is_secure=is_secure)
                 num_values = sizes.get((planned.stage, planned.kind), 1)
                 check_planned(rules[index], planned, num_values=num_values)
             except ConfigError as error:

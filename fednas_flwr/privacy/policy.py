@@ -135,7 +135,7 @@ class Policy(Checked):
 
 
 def check_action(
-    policy: Policy, data_set: str | None, action: str, *, secure_noise: bool, test_seed: bool
+    policy: Policy, data_set: str | None, action: str, *, is_secure: bool
 ) -> DataSetPolicy:
     """Return the policy of the data set that an action may read; refuse the action otherwise.
 
@@ -143,8 +143,8 @@ def check_action(
         policy: The site's.
         data_set: Id that the request names, if any; the other ids of the site are not told.
         action: What it asks.
-        secure_noise: True if noise and masks come from the client's cryptographic keystream.
-        test_seed: True if that keystream starts from a seed that others know.
+        is_secure: True if nobody can repeat the client's noise and masks; False if their keystream
+            starts from a seed that others know.
 
     Raises:
         ConfigError: A rule is broken; the sentence names the rule, the value and the limit.
@@ -154,10 +154,10 @@ def check_action(
     allowed = policy.data_sets[data_set]
     if action not in allowed.actions:
         raise refused("actions", "action", action, f"one of {', '.join(sorted(allowed.actions))}")
-    if allowed.secure_noise and not secure_noise:
-        raise refused("secure_noise", "secure_noise", secure_noise, "True")
-    if test_seed and not allowed.test_seed:
-        raise refused("test_seed", "test_seed", test_seed, "False")
+    if allowed.secure_noise and not is_secure:
+        raise refused("secure_noise", "secure_noise", False, "True")
+    if not (is_secure or allowed.test_seed):
+        raise refused("test_seed", "test_seed", True, "False")
     return allowed
 
 

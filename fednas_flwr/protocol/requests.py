@@ -384,6 +384,8 @@ class KeepModel(AtSite):
         signature: Of file and card by the server's operator, see ``protocol.keys``.
     """
 
+    is_kept = True
+
     card: Annotated[
         str,
         ps.Length(ps.Between(1, LONGEST_CARD)),

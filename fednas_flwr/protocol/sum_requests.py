@@ -90,9 +90,10 @@ class Settings(Checked):
 
     Attributes:
         of_any_site: True if it reads no data set; else a private site needs its ``data_set``.
+        is_kept: True if the site keeps the tensors of the request for good.
     """
 
-    of_any_site = False
+    of_any_site = is_kept = False
 
     @property
     def count(self) -> int:

@@ -162,19 +162,6 @@ class ClippedGradients(ExactGradients):
         }
 
 
-@dataclass(frozen=True)
-class LookAhead:
-    """Facts about the weights' last step for the second order (DP-FNAS, arXiv 2110.11025, Eq. 5).
-
-    Attributes:
-        previous_weights: W before it, by name.
-        inner_lr: Learning rate of that step, above 0.
-    """
-
-    previous_weights: Mapping[str, Tensor]
-    inner_lr: float
-
-
 @dataclass
 class ExactSums(bg.BatchGradients):
     """Sums of gradients over the next batches: what the clients of FNAS and FedSGD return.
@@ -182,20 +169,23 @@ class ExactSums(bg.BatchGradients):
     Attributes:
         train: The next train batches.
         validation: The next validation batches; None where no alphas are asked for.
-        look_ahead: For alphas of second order, whose gradients are of batch means (Eq. 5), times
-            the batch size; None is first order.
+        previous_weights: For alphas of second order (DP-FNAS, arXiv 2110.11025, Eq. 5), whose
+            gradients are of batch means, times the batch size: W before the weights' last step, by
+            name; None is first order.
+        inner_lr: Learning rate of that step, above 0.
     """
 
     train: Iterator[bg.Batch]
     validation: Iterator[bg.Batch] | None = None
-    look_ahead: LookAhead | None = None
+    previous_weights: Mapping[str, Tensor] | None = None
+    inner_lr: float = 0.0
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
         """The sum of the gradients of ``weights`` or ``alphas`` and the batch size."""
         batches = self.train if state == "weights" else self.validation
         assert batches is not None
         batch = next(batches)
-        second_order = state == "alphas" and self.look_ahead is not None
+        second_order = state == "alphas" and self.previous_weights is not None
         with computed_in(FLOAT32 if second_order else self.precision, batch):
             return self._sums(state, network, batch), len(batch[1])
 
@@ -204,19 +194,18 @@ class ExactSums(bg.BatchGradients):
         if state == "weights":
             return self.weight_gradient_sum(network, batch)
         supernet = cast(Supernet, network)  # alphas are of one
-        ahead, size = self.look_ahead, len(batch[1])
-        if ahead is None:
+        if self.previous_weights is None:
             sums, losses = self.alpha_gradient_sum(supernet, batch)
         else:
             means, losses = self.second_order_gradient(
                 supernet,
-                weights=ahead.previous_weights,
+                weights=self.previous_weights,
                 virtual_weights=supernet.weights(),
                 train_batch=next(self.train),
                 validation_batch=batch,
-                inner_lr=ahead.inner_lr,
+                inner_lr=self.inner_lr,
             )
-            sums = {kind: gradient * size for kind, gradient in means.items()}
+            sums = {kind: gradient * len(batch[1]) for kind, gradient in means.items()}
         self.validation_tally.add(losses)
         return sums
 

@@ -9,13 +9,12 @@ arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
 import torch
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.batch_gradients import beta_gradient
 from fednas_flwr.search.candidate import Candidate, GumbelPath, Relaxed
@@ -45,14 +44,13 @@ class Alternating(Checked):
     beta_decay: NonNegative = 0.0
     temperature: Positive | None = None
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that rule and path fit."""
-        super().__post_init__()
-        if self.temperature is not None and self.rule == "second_order":
-            raise ConfigError(
-                "rule=second_order with single paths is not defined: the look-ahead is of another "
-                "path; set rule=first_order."
-            )
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude the second order of single paths."""
+        yield (
+            self.temperature is not None and self.rule == "second_order",
+            "rule=second_order with single paths is not defined: the look-ahead is of another "
+            "path; set rule=first_order",
+        )
 
 
 def alternate(

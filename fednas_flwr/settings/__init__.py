@@ -17,6 +17,7 @@ from fednas_flwr.settings.run_settings import DifferentialPrivacy as Differentia
 from fednas_flwr.settings.run_settings import DPCells as DPCells
 from fednas_flwr.settings.run_settings import GivenNetwork as GivenNetwork
 from fednas_flwr.settings.run_settings import Hardware as Hardware
+from fednas_flwr.settings.run_settings import LocalEpochs as LocalEpochs
 from fednas_flwr.settings.run_settings import NetworkLimits as NetworkLimits
 from fednas_flwr.settings.run_settings import NoPrivacy as NoPrivacy
 from fednas_flwr.settings.run_settings import SearchSpaceSettings as SearchSpaceSettings

@@ -457,6 +457,21 @@ class AlgorithmSettings(ps.Checked):
 
 
 @dataclass(frozen=True)
+class LocalEpochs(AlgorithmSettings):
+    """Base of those whose clients train for local epochs.
+
+    Attributes:
+        local_epochs: Local epochs of every client per round.
+        batch_size: Records per step of a client.
+        weights: The weights' optimiser.
+    """
+
+    local_epochs: opt.Steps
+    batch_size: opt.Count
+    weights: opt.SGD
+
+
+@dataclass(frozen=True)
 class GivenNetwork(AlgorithmSettings):
     """Base of those that do not search: they train a network that is given by name.
 

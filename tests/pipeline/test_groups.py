@@ -242,7 +242,10 @@ def test_groups_that_cannot_be_are_refused_before_the_search(run, overrides, sen
     [
         ("algorithm.client_tags=[a]", "algorithm.client_tags=.* give one for each client, or none"),
         ("algorithm.group_by=alphas", "num_groups=null: a number is needed"),
-        ("algorithm.num_groups=2", "group_by=tag with num_groups=2"),
+        (
+            "algorithm.num_groups=2",
+            "group_by=tag with algorithm.num_groups=2: a number is for groups",
+        ),
         (HARDWARE.replace("7e4", "7e9"), r"target=7e\+09 multiply_adds cannot be reached"),
         (
             HARDWARE.replace("multiply_adds", "ms").replace("additive", "additiv"),

@@ -64,11 +64,10 @@ PLANNED = PlannedRelease(
     max_grad_norm=0.5,
     noise_multiplier=1.0,
 )
-SECURE = {"secure_noise": True, "test_seed": False}
 
 
-def check_asked(policy, action="train.search", *, data_set="ward", **randomness):
-    return check_action(policy, data_set, action, **SECURE | randomness)
+def check_asked(policy, action="train.search", *, data_set="ward", is_secure=True):
+    return check_action(policy, data_set, action, is_secure=is_secure)
 
 
 def plan(allowed, num_values=1, **terms):
@@ -185,13 +184,16 @@ def test_noise_that_its_grid_cannot_hold_is_refused_naming_value_and_limit():
         ({"action": "eval"}, "rule actions"),
         ({"action": 10 * "train.search "}, "rule actions"),
         ({"action": None}, "rule actions"),
-        ({"secure_noise": False}, "rule secure_noise: secure_noise=false"),
-        ({"test_seed": True}, "rule test_seed: test_seed=true"),
+        ({"is_secure": False}, "rule secure_noise: secure_noise=false"),
+        (
+            {"is_secure": False, "policy": parse(secure_noise=False)},
+            "rule test_seed: test_seed=true",
+        ),
     ],
 )
 def test_every_other_rule_is_named(change, words):
     with pytest.raises(ConfigError, match=words) as refusal:
-        check_asked(POLICY, **change)
+        check_asked(**{"policy": POLICY} | change)
     assert len(str(refusal.value)) < 250
 
 
@@ -286,23 +288,19 @@ def test_no_plan_outside_the_policy_passes_and_none_inside_is_refused(data, allo
     allowed=data_set_policies,
     data_set=st.sampled_from(["a", "a", "a", "b", "A", ""]),
     action=st.sampled_from([*ACTIONS, "x", ""]),
-    secure_noise=st.booleans(),
-    test_seed=st.booleans(),
+    is_secure=st.booleans(),
 )
 def test_no_action_outside_the_policy_passes_and_none_inside_is_refused(
-    allowed, data_set, action, secure_noise, test_seed
+    allowed, data_set, action, is_secure
 ):
     inside = (
         data_set == "a"
         and action in allowed.actions
-        and (secure_noise or not allowed.secure_noise)
-        and (allowed.test_seed or not test_seed)
+        and (is_secure or (allowed.test_seed and not allowed.secure_noise))
     )
     policy = Policy({"a": allowed})
     try:
-        found = check_action(
-            policy, data_set, action, secure_noise=secure_noise, test_seed=test_seed
-        )
+        found = check_action(policy, data_set, action, is_secure=is_secure)
     except ConfigError:
         found = None
     assert found is (allowed if inside else None)

@@ -176,8 +176,7 @@ signatures, boxes = (
     st.dictionaries(st.integers(0, 999).map(str), st.binary(min_size=n, max_size=n).map(bytes.hex))
     for n in (64, 49)
 )
-ALL = {
-    "query.describe": st.builds(Describe),
+ALL = {action: st.just(request) for action, request in smallest().items()} | {
     "query.commit": st.builds(
         Commit, data_set=names, releases=st.lists(releases, max_size=3).map(tuple)
     ),

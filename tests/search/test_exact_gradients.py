@@ -8,7 +8,7 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.batch_gradients import (
     BatchGradients,
 )
-from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums, LookAhead
+from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Optimizer
 from fednas_flwr.search.proxyless import alpha_gradient, draw_paths, gate_gradient
@@ -282,7 +282,7 @@ def test_sums_of_second_order_look_ahead_from_the_weights_before_the_last_step(n
     previous = {name: weight.detach() + 0.1 for name, weight in net.weights().items()}
     objective = Objective(FACTORS)
     sums = ExactSums(
-        train(), validation(), look_ahead=LookAhead(previous, 0.2), objective=objective
+        train(), validation(), previous_weights=previous, inner_lr=0.2, objective=objective
     )
     found, size = sums.sums("alphas", net)
     expected, losses = BatchGradients(objective=objective).second_order_gradient(

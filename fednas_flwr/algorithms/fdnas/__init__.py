@@ -3,50 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError, check_choice, show
-from fednas_flwr.settings import AlgorithmSettings, BlockSpace, Config, Hardware
+from fednas_flwr.settings import AlgorithmSettings, BlockSpace, Config, Hardware, LocalEpochs
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.parser import Between, OneOf, check_range
+from fednas_flwr.settings.parser import Between, OneOf, within
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
 GROUPINGS = ("tag", "hardware", "alphas")
 
 
 @dataclass(frozen=True)
-class FDNASSettings(AlgorithmSettings):
+class FDNASSettings(LocalEpochs):
     """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging.
 
     Attributes:
         gates: Paths that an alpha step computes: ``two`` drawn ones, or the ``full`` choice.
         warm_up_rounds: First rounds of weights on uniformly drawn paths, in which alphas rest.
-        local_epochs: Local epochs of every client per round.
-        batch_size: Records per step of a client.
-        weights: The weights' optimiser.
         alphas: The alphas' optimiser.
         hardware: Hardware loss of the alphas; null has none.
     """
 
     gates: opt.Gates
     warm_up_rounds: opt.CountOrZero
-    local_epochs: opt.Steps
-    batch_size: opt.Count
-    weights: opt.SGD
     alphas: opt.Adam
     hardware: Hardware | None
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude decay of the alphas."""
         decay = self.alphas.weight_decay
         reason = "0: ops that are not sampled must keep their probabilities"
-        check_range(decay == 0, "alphas.weight_decay", decay, reason)
+        yield within(decay == 0, "alphas.weight_decay", decay, reason)
 
     def check(self, config: Config) -> None:
         """Refuse other spaces than that of blocks."""
@@ -82,28 +75,13 @@ class CFDNASSettings(AlgorithmSettings):
     group_hardware: dict[str, Hardware]
     search: FDNASSettings
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that the groups fit."""
-        super().__post_init__()
-        if (self.group_by == "alphas") != (self.num_groups is not None):
-            raise ConfigError(
-                f"group_by={self.group_by} with num_groups={show(self.num_groups)}: a number is "
-                "needed to group by alphas, and for that only; set num_groups="
-                f"{2 if self.num_groups is None else 'null'}."
-            )
-        if self.group_by == "alphas" and not self.inherit:
-            raise ConfigError(
-                "group_by=alphas with inherit=false: the groups come from the search of all "
-                "clients; set inherit=true."
-            )
-        if self.num_groups is not None:
-            names = [str(number) for number in range(1, self.num_groups + 1)]
-            for name in self.group_hardware:
-                check_choice("group_hardware", name, names)
-
     def check(self, config: Config) -> None:
         """Refuse what FDNAS does, and groups by alphas that rest."""
         warm_up = self.search.warm_up_rounds
+        if self.num_groups is not None:
+            groups = [str(number) for number in range(1, self.num_groups + 1)]
+            for name in self.group_hardware:
+                check_choice("algorithm.group_hardware", name, groups)
         if len(self.client_tags) not in (0, config.clients):
             raise ConfigError(
                 f"algorithm.client_tags={show(self.client_tags)} for clients={config.clients}: "
@@ -194,6 +172,12 @@ register(
             "them answers; set sampling=null",
             "algorithm=cfdnas stages!=search": "its groups begin with a search; add search, or set "
             "algorithm=fedavg to retrain a genotype",
+            "algorithm.group_by=alphas algorithm.num_groups=null": "a number is needed to group by "
+            "alphas; set algorithm.num_groups=2",
+            "algorithm.group_by!=alphas algorithm.num_groups!=null": "a number is for groups by "
+            "alphas only; set algorithm.num_groups=null",
+            "algorithm.group_by=alphas algorithm.inherit=false": "the groups come from the search "
+            "of all clients; set algorithm.inherit=true",
             "aggregate=trimmed_mean algorithm=cfdnas": "how many clients a group has is not known "
             "before; set aggregate=median",
         },

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import PERSON, RECORD
@@ -43,20 +42,6 @@ class FNASSettings(AlgorithmSettings):
     alphas: opt.Adam
     beta_decay: opt.RateOrZero
 
-    def __post_init__(self) -> None:
-        """Check the ranges, and that the second order fits."""
-        super().__post_init__()
-        if self.order == 2 and self.local_steps > 1:
-            raise ConfigError(
-                f"order=2 with local_steps={self.local_steps} is not defined: the second-order "
-                "correction is for one step; set one of the two to 1."
-            )
-        if self.order == 2 and self.fused:
-            raise ConfigError(
-                "order=2 with fused=true is not defined: the second order needs the weights after "
-                "the step; set order=1 or fused=false."
-            )
-
     @property
     def trains_models(self) -> bool:
         """False: clients reply with gradients."""
@@ -68,6 +53,10 @@ _entry = partial(
     FNASSettings,
     f"{__name__}.strategy:FNAS",
     clashes={
+        "algorithm.order=2 algorithm.local_steps!=1": "the second-order correction is for one "
+        "step; set one of the two to 1",
+        "algorithm.order=2 algorithm.fused=true": "the second order needs the weights after the "
+        "step; set algorithm.order=1 or algorithm.fused=false",
         "aggregate!=mean stages=search": "the server adds up sums of gradients over batches of "
         "different sizes; set aggregate=mean",
         "algorithm=vanilla_nas clients!=1": "vanilla NAS has one party; set clients=1 or "

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fednas_flwr.settings import AlgorithmSettings
+from fednas_flwr.settings import LocalEpochs
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.registry import NETWORKS, Algorithm, Rule, register
 
 
 @dataclass(frozen=True)
-class RandomSearchSettings(AlgorithmSettings):
+class RandomSearchSettings(LocalEpochs):
     """Random search: each round trains one random network a little and ranks it.
 
     Attributes:
         trial_rounds: Rounds for which every network is trained; 0 with ``rounds=1`` takes one
             untried.
-        local_epochs: Local epochs of every client per round.
-        batch_size: Records per step of a client.
-        weights: The weights' optimiser.
         ranges: Ranges of hyper-parameters that are drawn with every network; null keeps
             ``weights``.
     """
 
     trial_rounds: opt.CountOrZero
-    local_epochs: opt.Steps
-    batch_size: opt.Count
-    weights: opt.SGD
     ranges: dict[str, opt.Range] | None
 
     def __post_init__(self) -> None:

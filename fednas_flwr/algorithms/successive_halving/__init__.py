@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fednas_flwr.algorithms.zero_cost import PoolSettings, check_scores
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings import AlgorithmSettings, Config
+from fednas_flwr.settings import AlgorithmSettings, Config, LocalEpochs
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains
 from fednas_flwr.settings.names import PERSON, RECORD
@@ -17,15 +17,12 @@ from fednas_flwr.settings.registry import NETWORKS, NO_ALPHAS, Algorithm, Rule, 
 
 
 @dataclass(frozen=True)
-class SuccessiveHalvingSettings(AlgorithmSettings):
+class SuccessiveHalvingSettings(LocalEpochs):
     """Successive halving: a pool, trained by federated rounds and halved by validation accuracy.
 
     Attributes:
         pool: Pool of networks that it begins with.
         eta: A rung keeps one of this many networks.
-        local_epochs: Local epochs of every client per round.
-        batch_size: Records per step of a client.
-        weights: The weights' optimiser.
         rewarded: Reward by which networks are ranked: the validation accuracy of the clients'
             average (``averaged``), or how fast each client's own copy trains (``local``), in one
             exchange a rung.
@@ -33,9 +30,6 @@ class SuccessiveHalvingSettings(AlgorithmSettings):
 
     pool: PoolSettings
     eta: Annotated[int, Between(2)]
-    local_epochs: opt.Steps
-    batch_size: opt.Count
-    weights: opt.SGD
     rewarded: Annotated[str, OneOf(opt.REWARDED)]
 
     @property
