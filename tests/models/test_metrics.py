@@ -26,7 +26,6 @@ from fednas_flwr.models.metrics import (
     intervals,
     pooled_baselines,
     record_losses,
-    shares_at,
 )
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression
 from fednas_flwr.settings.names import CLASS_METRICS, NUMBER_METRICS
@@ -244,8 +243,8 @@ def test_the_threshold_is_the_best_of_all(thousandths, seed):
     assert threshold is not None
     everyone = [youden(k / BINS) for k in range(1, BINS)]
     assert youden(threshold) == pytest.approx(max(everyone))
-    whole = histogram(shares, positive)
-    found = shares_at(whole, threshold)
+    logits = torch.stack([-shares.logit(), torch.zeros_like(shares)], 1)
+    found = Objective(threshold=threshold).scores(logits, positive.long())
     assert found["sensitivity"] + found["specificity"] - 1 == pytest.approx(youden(threshold))
 
 
@@ -278,19 +277,25 @@ def test_a_report_has_all_scores_as_json(num_classes):
     logits = torch.randn(200, num_classes, generator=generator)
     logits[torch.arange(200), labels] += 1
     threshold = 0.4 if num_classes == 2 else None
-    found = detailed(logits, labels, objective=Objective(), threshold=threshold)
+    found = detailed(logits, labels, objective=Objective(threshold=threshold))
     json.dumps(found, allow_nan=False)
-    assert found["confusion"] == confusion_matrix(labels, logits.argmax(1)).tolist()
+    called = logits.argmax(1)
+    if num_classes == 2:
+        called = (logits.softmax(1)[:, 1] >= 0.4).long()
+        assert (called != logits.argmax(1)).any()
+    assert found["confusion"] == confusion_matrix(labels, called).tolist()
     counts = [row["count"] for row in found["per_class"]]
     assert counts == [200 / num_classes] * num_classes
-    accuracy = float((logits.argmax(1) == labels).double().mean())
+    accuracy = float((called == labels).double().mean())
+    assert found["accuracy"] == pytest.approx(accuracy)
     low, high = found["intervals"]["accuracy"]
     assert low < accuracy < high
-    assert ("sensitivity" in found) == (num_classes == 2)
+    assert (found["sensitivity"] is not None) == (num_classes == 2)
     if num_classes == 2:
-        called = logits.softmax(1)[:, 1] >= 0.4
         assert found["sensitivity"] == pytest.approx(float(called[labels == 1].double().mean()))
-        assert found["specificity"] == pytest.approx(float((~called[labels == 0]).double().mean()))
+        fine = 1 - called[labels == 0].double().mean()
+        assert found["specificity"] == pytest.approx(float(fine))
+        assert found["f1"] == pytest.approx(f1_score(labels, called))
 
 
 @settings(max_examples=30)
