@@ -34,6 +34,7 @@ from fednas_flwr.spaces.operations import SkipNetwork
 from ..search.test_objective import pairs_ranked_right, slow_scores
 
 CPU = torch.device("cpu")
+DECIDED = ("sensitivity", "specificity")
 
 
 def make_split(rows, *, seed=0):
@@ -72,7 +73,7 @@ def test_evaluate_equals_a_loop_over_single_examples(network):
     assert result.accuracy == hits / 300
     assert result.num_examples == 300
     assert result.as_dict() == {"loss": result.loss, "accuracy": result.accuracy}
-    no_scores = dict.fromkeys(("f1", "auroc", "average_precision", *NUMBER_METRICS))
+    no_scores = dict.fromkeys(("f1", "auroc", "average_precision", *DECIDED, *NUMBER_METRICS))
     assert asdict(result) == {**result.as_dict(), "num_examples": 300, **no_scores}
 
 
@@ -136,7 +137,7 @@ def test_scores_are_those_of_the_networks_logits(network, classes):
     assert {"f1": found.f1, "auroc": found.auroc} == pytest.approx(expected)
     assert (asdict(found)["auroc"] is None) == (len(classes) == 1)
     plain = evaluate(network, split, CPU)
-    own = {"f1": found.f1, "auroc": found.auroc, "average_precision": found.average_precision}
+    own = {name: getattr(found, name) for name in ("f1", "auroc", "average_precision", *DECIDED)}
     assert found == Metrics(plain.loss, plain.accuracy, len(rows), **own)
     assert found.as_dict() == plain.as_dict()  # what clients send has no scores
 
