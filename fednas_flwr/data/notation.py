@@ -36,6 +36,7 @@ _TIME = r"(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?)?"
 _ISO_DATE = re.compile(rf"(\d{{4}}-\d{{2}}-\d{{2}}{_TIME})(?:Z|[+-]\d{{2}}:?\d{{2}})?", re.ASCII)
 _DOTTED_DATE = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})", re.ASCII)
 _SLASHED_DATE = re.compile(r"(\d{1,2})/(\d{1,2})/(\d{4})", re.ASCII)
+AFFIXED = re.compile(r"[^A-Za-z\d]{0,2}\d")  # as 80%, $1,200, <0.5, 3 days, 12:30 and 1/2/24
 _EPOCH = datetime(1970, 1, 1)
 
 

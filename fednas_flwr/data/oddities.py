@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
-from fednas_flwr.data.notation import are_numbers
+from fednas_flwr.data.notation import AFFIXED, are_numbers
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Records, count_labels
 
 _FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
@@ -29,7 +29,6 @@ _TELLS = 0.995  # AUROC of a column alone
 _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
 _ID_NAME = re.compile(r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record)$", re.I)
-_AFFIXED = re.compile(r"[^A-Za-z\d]{0,2}\d")  # as 80%, $1,200, <0.5, 3 days, 12:30 and 1/2/24
 _FEWEST_PIXELS = 64
 _YES_NO = {
     **dict.fromkeys(("yes", "y", "true", "1", "j", "ja"), "yes"),
@@ -141,7 +140,7 @@ def _of_columns(records: Records) -> Iterator[str]:
         yield from _spelled_alike(column.name, column.categories)
         if column.kind == CATEGORY:
             places = [names.index(f"{column.name}={value}") for value in column.categories]
-            affixed = [code for code in column.categories if _AFFIXED.match(code)]
+            affixed = [code for code in column.categories if AFFIXED.match(code)]
             if len(affixed) > max(_FEWEST_NUMBERS, _MOSTLY * len(column.categories)):
                 code = next(c for c in column.categories if not are_numbers([c]).all())
                 yield (
@@ -201,7 +200,7 @@ def _are_dates(cells: np.ndarray) -> bool:
     return bool(dated.all())
 
 
-_IGNORE = "if it only names the record, list it in dataset.ignore"
+_IGNORE = "if it says whose a record is, name it in dataset.id_column, or else in dataset.ignore"
 
 
 def _is_id(name: str, cells: np.ndarray) -> bool:

@@ -6,8 +6,9 @@ What training does to records is done here by the same functions, with what the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,12 @@ from fednas_flwr.data.table_files import (
     without_missing,
 )
 from fednas_flwr.data.tables import encode_rows, label_marks
+from fednas_flwr.settings.data_settings import CSV, EncodedImages
 from fednas_flwr.settings.names import TABLE_SUFFIXES
+
+_SETTING = re.compile(
+    rf"dataset\.({'|'.join(f.name for kind in (CSV, EncodedImages) for f in fields(kind))})\b"
+)
 
 Label = str | float | tuple[str, ...]  # a record's class or labels, by name, or its number
 
@@ -96,6 +102,17 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
     Raises:
         ConfigError: The data is not of this form.
     """
+    try:
+        return _read(data, inputs)
+    except ConfigError as error:  # a model takes no settings
+        said = str(error).removeprefix("dataset.root=")
+        if advice := _SETTING.search(said):
+            end = max(said.rfind(sign, 0, advice.start()) for sign in (": ", "; "))
+            said = f"{said[:end]}: write it as the data that the model was trained on."
+        raise ConfigError(said) from error
+
+
+def _read(data: Any, inputs: Inputs) -> RawData:
     if isinstance(data, str | Path):
         return _read_path(Path(data).expanduser(), inputs)
     if hasattr(data, "to_pandas") and inputs.is_table:  # of polars, pyarrow, ...

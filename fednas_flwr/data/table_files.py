@@ -77,7 +77,8 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
         raise
     except (OSError, EOFError, ValueError, ImportError, LookupError, csv.Error) as error:
         raise ConfigError(
-            f"dataset.root={path} cannot be read as {kind} table: {' '.join(str(error).split())}."
+            f"dataset.root={path} cannot be read as {kind} table: "
+            f"{' '.join(str(error).split()).rstrip('.')}."
         ) from error
     if not form.strict and not any(map(len, texts.values())):
         raise ConfigError(f"dataset.root={path} has no rows: give a table with a header.")

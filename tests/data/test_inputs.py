@@ -167,6 +167,21 @@ TABLES = {
         labels(["high", *AGE[1:]]),
         "refused: .*column y, is numeric but holds high in row 1",
     ),
+    "two signs in numbers to predict": (
+        labels([f"{x}".replace(".", ".,"[i % 2]) for i, x in enumerate(AGE)]),
+        "refused: .* such as .* in 80 rows: set dataset.task=regression if they are numbers to pr",
+    ),
+    "commas in numbers to predict": (
+        labels([f"{x}".replace(".", ",") for x in AGE]),
+        "refused: .* in 80 rows: set dataset.task=regression if they are numbers to predict",
+    ),
+    "dates to predict": (labels(DAYS.strftime("%Y-%m-%d")), "refused: .*of a date give its days"),
+    "units in numbers to predict": (labels([f"{x} mg" for x in AGE]), "refused: .*task=regression"),
+    "ids that are texts": (
+        column([f"P{i:05d}" for i in range(N)], "patient_id"),
+        "patient_id has a value of its own in most rows: if it says whose a record is, name it in "
+        "dataset.id_column",
+    ),
     "a separator after every line": (
         lines(lambda rows: [f"{row}," for row in rows]),
         "columns without names and cells are left out.*label y: 0",
@@ -417,3 +432,28 @@ def test_what_is_said_of_a_labels_file(tmp_path: Path, case: str) -> None:
     (tmp_path / "images" / "labels.csv").write_text("\n".join(rows) + "\n")
     found = said(tmp_path / "images", "labelled_images", label="last", labels_file="labels.csv")
     assert re.match(f"{expected}.*" if expected else "$", found), found
+
+
+HEAD = "age,seen,lab,y\n"
+ASKED = {  # of a model whose table had these columns
+    "a word": (f"{HEAD}old,2021-01-01,3,0\n", "holds old in row 1: write it as"),
+    "two readings": (f"{HEAD}5,05/06/2024,3,0\n", "with two readings: write it as"),
+    "another sign": ("age;seen;lab;y\n5,5;2021-01-01;3;0\n", "holds 5,5 in row 1: write it"),
+    "no header": ("5.5,2021-01-01,3,0\n6.5,2021-01-01,3,0\n", "looks like a record: write it as"),
+    "rows with names": (f"{HEAD}a,5,2021-01-01,3,0\n", "5 cells, but the header 4: write it as"),
+    "no rows": (HEAD, "has no rows: give a table"),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_a_model_is_given_no_settings(tmp_path: Path, case: str) -> None:
+    table = PLAIN.assign(seen=DAYS.strftime("%Y-%m-%d"))[["age", "seen", "lab", "y"]]
+    table.to_csv(tmp_path / "t.csv", index=False)
+    data = prepared("csv", root=tmp_path / "t.csv", cache=tmp_path / "c", server_test=False)
+    text, expected = ASKED[case]
+    path = tmp_path / "label.csv"  # as a setting is called
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=expected) as refused:
+        read_raw(path, data.inputs)
+    assert "dataset." not in str(refused.value)
+    assert str(refused.value).startswith((str(path), "column age of"))
