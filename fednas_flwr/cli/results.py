@@ -84,20 +84,15 @@ def _print_scores(predictions: Predictions, labels: Tensor) -> None:
     from fednas_flwr.report.terminal import print_table
 
     labels = labels.float() if predictions.target else labels
-    scores = detailed(
-        predictions.logits,
-        labels,
-        objective=predictions.objective,
-    )
+    scores = detailed(predictions.logits, labels, objective=predictions.objective)
     named = {"class_names": predictions.class_names, "multi_label": predictions.multi_label}
     run = Run(
         Path(), {}, [{"event": "partition", **named}, {"event": "evaluated", "central": scores}]
     )
-    by = "by the most probable class"
+    is_one = not (predictions.target or predictions.multi_label)
+    by = "by the most probable class" if is_one else "of the predictions"
     if predictions.threshold is not None:
         by = f"at a threshold of {predictions.threshold:g}"
-    elif predictions.target or predictions.multi_label:
-        by = "of the predictions"
     for title, head, rows in score_tables(run):
         title = title.replace("on the server's test set", by)
         print_table(title, head, rows, numbers=True)

@@ -52,6 +52,7 @@ from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.data_settings import CSV, EncodedImages
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
+_FEWEST, _FAR = 10, 5.0  # rows by which a column is compared, and deviations that are far
 _SETTING = re.compile(
     rf"dataset\.({'|'.join(f.name for kind in (CSV, EncodedImages) for f in fields(kind))})\b"
 )
@@ -222,6 +223,7 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     texts, form = in_common_form(texts, inputs.form, numbers, dates, separator, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), [*_unknown_categories(texts, inputs)]
+    notes += _unlike_training(rows, inputs)
     present = texts[inputs.label].different if inputs.label in texts else ()
     if labels is None and present:
         notes.append(
@@ -235,15 +237,30 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
 
 
 def _unknown_categories(texts: Texts, inputs: Inputs) -> Iterator[str]:
-    """Yield a sentence on every column whose cells are hardly ever categories that are known."""
+    """Yield a sentence on every column of whose cells many are no categories that are known."""
     for column in inputs.schema:
         present = texts[column.name][~texts[column.name].missing]
         unknown = present[places_among(present, column.categories) < 0]
-        if column.kind == CATEGORY and len(unknown) > NEARLY * len(present):
+        if column.kind == CATEGORY and len(unknown) > (1 - NEARLY) * len(present):
             yield (
                 f"column {column.name}: {len(unknown)} of {len(present)} cells, such as "
                 f"{unknown.text(0)}, are none of the categories that the model knows "
                 f"({listed(column.categories, 5)})"
+            )
+
+
+def _unlike_training(rows: Tensor, inputs: Inputs) -> Iterator[str]:
+    """Yield a sentence on every column of numbers that are missing, or far from training's."""
+    number = sum(column.kind != CATEGORY for column in inputs.schema) * (len(rows) >= _FEWEST)
+    names = feature_names(inputs.schema)
+    for name, cells, mean, std in zip(
+        names[:number], rows.T, inputs.mean, inputs.std, strict=False
+    ):
+        middle = float(cells.nanmedian())
+        if not abs(middle - mean) <= _FAR * std:
+            yield (
+                f"column {name}: its median is {middle:g} (nan if all are missing), where training "
+                f"had a mean of {mean:g} and a deviation of {std:g}: is it in the same unit?"
             )
 
 

@@ -384,6 +384,11 @@ def _named(
     names = [" ".join(name.split()) for name in form.column_names or first]
     if len(names) != len(columns):
         raise ValueError(f"dataset.column_names has {len(names)} names for {len(columns)} columns")
+    if named and not form.strict and all(map(Cells.hold, columns, ([name] for name in first))):
+        is_name = [c.each(name.__eq__, bool) for c, name in zip(columns, first, strict=True)]
+        others = np.flatnonzero(~np.logical_and.reduce(is_name))
+        notes.append(f"rows that repeat the header are left out ({len(columns[0]) - len(others)})")
+        columns = [cells[others] for cells in columns]
     asks = form.header is None and not form.column_names and not form.strict
     if asks and _like_a_record(first, columns):
         raise ValueError(

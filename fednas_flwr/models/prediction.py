@@ -94,12 +94,8 @@ class Predictions:
     @property
     def objective(self) -> Objective:
         """What scores are of."""
-        return objective_of(
-            self.target,
-            positive=self.positive,
-            multi_label=self.multi_label,
-            threshold=self.threshold,
-        )
+        classes = {"positive": self.positive, "multi_label": self.multi_label}
+        return objective_of(self.target, threshold=self.threshold, **classes)
 
     @property
     def accuracy(self) -> float | None:

@@ -394,10 +394,7 @@ def _testers(run: Run) -> list[int]:
 
 
 def _ask_tests(
-    run: Run,
-    action: str,
-    settings: rq.Settings,
-    states: dict[str, Packed],
+    run: Run, action: str, settings: rq.Settings, states: dict[str, Packed]
 ) -> list[dict[str, Any]]:
     """Collect the results of all clients that have test records; warn if they are few."""
     results: list[dict[str, Any]] = []
