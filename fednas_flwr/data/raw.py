@@ -241,7 +241,8 @@ def _unknown_categories(texts: Texts, inputs: Inputs) -> Iterator[str]:
     for column in inputs.schema:
         present = texts[column.name][~texts[column.name].missing]
         unknown = present[places_among(present, column.categories) < 0]
-        if column.kind == CATEGORY and len(unknown) > (1 - NEARLY) * len(present):
+        many = NEARLY * min(_FEWEST, len(present)), (1 - NEARLY) * len(present)
+        if column.kind == CATEGORY and len(unknown) > max(many):
             yield (
                 f"column {column.name}: {len(unknown)} of {len(present)} cells, such as "
                 f"{unknown.text(0)}, are none of the categories that the model knows "

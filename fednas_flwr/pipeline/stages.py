@@ -114,9 +114,8 @@ def _run_from_search(run: Run) -> None:
     network, states = retrain(run, description, configuration)
     if "export" in config.stages:
         _export(run, description, network)
-    threshold = None
-    if "evaluate" in config.stages:
-        threshold = _evaluate(run, description, network, states)
+    evaluates = "evaluate" in config.stages
+    threshold = _evaluate(run, description, network, states) if evaluates else None
     if "export" in config.stages:
         if threshold is not None:
             _export(run, description, network, threshold)
