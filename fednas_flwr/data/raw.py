@@ -52,7 +52,7 @@ from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.data_settings import CSV, EncodedImages
 from fednas_flwr.settings.names import TABLE_SUFFIXES
 
-_FEWEST, _FAR = 10, 5.0  # rows by which a column is compared, and deviations that are far
+_FEWEST = 10  # rows by which a column is judged
 _SETTING = re.compile(
     rf"dataset\.({'|'.join(f.name for kind in (CSV, EncodedImages) for f in fields(kind))})\b"
 )
@@ -222,8 +222,7 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
         dates = [column.name for column in inputs.schema if column.kind == DATE]
     texts, form = in_common_form(texts, inputs.form, numbers, dates, separator, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
-    labels, notes = _row_labels(texts, inputs, where=where), [*_unknown_categories(texts, inputs)]
-    notes += _unlike_training(rows, inputs)
+    labels, notes = _row_labels(texts, inputs, where=where), [*_unlike_training(texts, inputs)]
     present = texts[inputs.label].different if inputs.label in texts else ()
     if labels is None and present:
         notes.append(
@@ -236,32 +235,19 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes), ids)
 
 
-def _unknown_categories(texts: Texts, inputs: Inputs) -> Iterator[str]:
-    """Yield a sentence on every column of whose cells many are no categories that are known."""
+def _unlike_training(texts: Texts, inputs: Inputs) -> Iterator[str]:
+    """Yield a sentence on every column without a cell, or with many unknown categories."""
     for column in inputs.schema:
         present = texts[column.name][~texts[column.name].missing]
         unknown = present[places_among(present, column.categories) < 0]
+        if not len(present) and len(texts[column.name]) >= _FEWEST:
+            yield f"column {column.name} has no value in any of {len(texts[column.name])} rows"
         many = NEARLY * min(_FEWEST, len(present)), (1 - NEARLY) * len(present)
         if column.kind == CATEGORY and len(unknown) > max(many):
             yield (
                 f"column {column.name}: {len(unknown)} of {len(present)} cells, such as "
                 f"{unknown.text(0)}, are none of the categories that the model knows "
                 f"({listed(column.categories, 5)})"
-            )
-
-
-def _unlike_training(rows: Tensor, inputs: Inputs) -> Iterator[str]:
-    """Yield a sentence on every column of numbers that are missing, or far from training's."""
-    number = sum(column.kind != CATEGORY for column in inputs.schema) * (len(rows) >= _FEWEST)
-    names = feature_names(inputs.schema)
-    for name, cells, mean, std in zip(
-        names[:number], rows.T, inputs.mean, inputs.std, strict=False
-    ):
-        middle = float(cells.nanmedian())
-        if not abs(middle - mean) <= _FAR * std:
-            yield (
-                f"column {name}: its median is {middle:g} (nan if all are missing), where training "
-                f"had a mean of {mean:g} and a deviation of {std:g}: is it in the same unit?"
             )
 
 
