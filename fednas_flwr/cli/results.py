@@ -67,8 +67,11 @@ def predict(
     except OSError as error:
         raise ConfigError(f"--output={output} cannot be written: {error}.") from error
     print(f"{len(predictions):,} records: {output}")
-    if (threshold := predictions.threshold) is not None:
-        place = predictions.objective.positive_class(len(model.class_names))
+    place = predictions.objective.positive_class(len(model.class_names))
+    threshold = predictions.threshold
+    if threshold is None and place is not None and len(model.class_names) == 2:
+        threshold = 0.5  # from which the class is the most probable one
+    if threshold is not None:
         named = "labels are" if place is None else f"the label is {model.class_names[place]}"
         print(f"{named} from a probability of {threshold:g} on; --threshold changes that")
     if predictions.accuracy is not None:

@@ -522,13 +522,16 @@ def detailed(
         calibrated = calibration(sure_NC.flatten(0, 1), labels_N.flatten())
     else:
         calibrated = calibration(probabilities_NC, labels_N)
+    half = (
+        0.5 if num_classes == 2 and not objective.multi_label else None
+    )  # the most probable class
     results: dict[str, Any] = metrics | {
         "per_class": per_class(logits_NC, labels_N, objective=objective),
         "calibration": calibrated,
         "curves": curves(logits_NC, labels_N, objective=objective),
         **intervals(measure, len(labels_N), seed=seed),
         "positive": objective.positive_class(num_classes),
-        "threshold": objective.threshold,
+        "threshold": half if objective.threshold is None else objective.threshold,
         "own": own_scores(probabilities_NC, labels_N),
     }
     if not objective.multi_label:
