@@ -234,9 +234,9 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     task = "classification"
 
     def predict(self, X: Any) -> np.ndarray:
-        """The most likely class of each record [N]."""
-        probabilities = self.predict_proba(X)
-        return np.asarray(self.classes_[probabilities.argmax(1)])
+        """The class of each record [N]: the most likely one, or by the threshold of the report."""
+        places = {str(name): place for place, name in enumerate(self.classes_)}
+        return np.asarray(self.classes_[[places[name] for name in self._predicted(X).labels]])
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The probability of each class, float [N, classes], in the order of ``classes_``."""

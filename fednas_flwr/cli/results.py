@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import csv_cell
@@ -36,7 +36,7 @@ def predict(
         data: table, image, folder of images, or npz file, as the model takes it
         output: CSV file to write
         threshold: probability from which a record is of the positive class, or has a label
-            (default: that of the run's report; the most probable class where that has none)
+            (default: that of the model; the most probable class where it has none)
         device: cpu, cuda or auto
     """
     from rich.progress import Progress
@@ -46,13 +46,8 @@ def predict(
     if output.suffix != ".csv":
         raise ConfigError(f"--output={output} must be a .csv file.")
     model = load(run_folder).to(make_device(device))
-    tested: dict[str, Any] = {}
-    if (run_folder / EVENTS_FILE).is_file():
-        tested = read_run(run_folder).scores("central")
     if threshold is not None:
         Between(0, 1).check("--threshold", threshold)
-    elif not model.inputs.multi_label:
-        threshold = tested.get("threshold")
     with Progress(disable=not sys.stdout.isatty()) as bars:
         task = bars.add_task("records", total=None)
 
@@ -61,12 +56,7 @@ def predict(
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the notes, which are printed below
-            predictions = model.predict(
-                data,
-                progress=progress,
-                threshold=threshold,
-                positive=tested.get("positive"),
-            )
+            predictions = model.predict(data, progress=progress, threshold=threshold)
     for note in predictions.notes:
         print(f"note: {note}")
     try:
@@ -77,8 +67,11 @@ def predict(
     except OSError as error:
         raise ConfigError(f"--output={output} cannot be written: {error}.") from error
     print(f"{len(predictions):,} records: {output}")
+    place = predictions.objective.positive_class(len(model.class_names))
+    threshold = predictions.threshold
+    if threshold is None and place is not None and len(model.class_names) == 2:
+        threshold = 0.5  # from which the class is the most probable one
     if threshold is not None:
-        place = predictions.objective.positive_class(len(model.class_names))
         named = "labels are" if place is None else f"the label is {model.class_names[place]}"
         print(f"{named} from a probability of {threshold:g} on; --threshold changes that")
     if predictions.accuracy is not None:
@@ -94,18 +87,16 @@ def _print_scores(predictions: Predictions, labels: Tensor) -> None:
     from fednas_flwr.report.terminal import print_table
 
     labels = labels.float() if predictions.target else labels
-    scores = detailed(
-        predictions.logits,
-        labels,
-        objective=predictions.objective,
-        threshold=predictions.threshold,
-    )
+    scores = detailed(predictions.logits, labels, objective=predictions.objective)
     named = {"class_names": predictions.class_names, "multi_label": predictions.multi_label}
     run = Run(
         Path(), {}, [{"event": "partition", **named}, {"event": "evaluated", "central": scores}]
     )
+    is_one = not (predictions.target or predictions.multi_label)
+    by = "by the most probable class" if is_one else "of the predictions"
+    if predictions.threshold is not None:
+        by = f"at a threshold of {predictions.threshold:g}"
     for title, head, rows in score_tables(run):
-        by = "of the predictions" if predictions.target else "by the most probable class"
         title = title.replace("on the server's test set", by)
         print_table(title, head, rows, numbers=True)
 

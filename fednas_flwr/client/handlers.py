@@ -394,12 +394,13 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
     with before_reading(request.action):
         network = client.sent_network(request)
         if client.guard is not None:
-            release = NoisedMeasures(client, request).prepare_metrics(network)
+            measures = NoisedMeasures(client, request)
+            release = measures.prepare_metrics(network, asked.threshold)
     if client.guard is not None:
         return release()
     if asked.statistics_batch_size is not None:
         local_training.refresh_statistics(client, request, network, asked.statistics_batch_size)
-    objective = client.objective
+    objective = replace(client.objective, threshold=asked.threshold)
     logits, labels = predicted(network, client.split(asked.split), client.device)
     metrics = measured(logits, labels, objective=objective)
     properties: dict[str, Any] = {}
@@ -438,7 +439,8 @@ def personalise(client: Client, request: Request, asked: rq.Personalise) -> Repl
     """
     network = client.sent_network(request)
     local_training.prepare(client, request, asked.local, network)()
-    metrics = evaluate(network, client.data.test, client.device, objective=client.objective)
+    objective = replace(client.objective, threshold=asked.threshold)
+    metrics = evaluate(network, client.data.test, client.device, objective=objective)
     return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
 
 

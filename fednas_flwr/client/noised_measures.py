@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -69,13 +70,15 @@ class NoisedMeasures:
         """Return the reply of noised means, which stand for a public number of records."""
         return Reply.of(self._num_examples(kind), {kind: {kind: means}})
 
-    def prepare_metrics(self, network: nn.Module) -> Callable[[], Reply]:
-        """Return a function that releases a network's loss and accuracy.
+    def prepare_metrics(
+        self, network: nn.Module, threshold: float | None = None
+    ) -> Callable[[], Reply]:
+        """Return a function that releases a network's loss and accuracy, at a threshold.
 
         A record's loss counts for at most twice that of guessing, and so does one that is not
         finite; that is the squared range of a number, whose loss is the squared difference.
         """
-        objective = self._client.objective
+        objective = replace(self._client.objective, threshold=threshold)
         bound = 2 * objective.guessing_loss(len(self._client.inputs.class_names))
 
         def measure(logits: Tensor, y: Tensor) -> Tensor:

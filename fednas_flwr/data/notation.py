@@ -31,11 +31,12 @@ _SIGNS = {
     "apostrophe": "['\u2019]",
 }
 _FIRST = 1000  # cells that mostly tell how numbers are written
-_THOUSAND_POINTS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+", re.ASCII)
+_THOUSAND_POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+", re.ASCII)
 _TIME = r"(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?)?"
 _ISO_DATE = re.compile(rf"(\d{{4}}-\d{{2}}-\d{{2}}{_TIME})(?:Z|[+-]\d{{2}}:?\d{{2}})?", re.ASCII)
 _DOTTED_DATE = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})", re.ASCII)
 _SLASHED_DATE = re.compile(r"(\d{1,2})/(\d{1,2})/(\d{4})", re.ASCII)
+AFFIXED = re.compile(r"[^A-Za-z\d]{0,2}\d")  # as 80%, $1,200, <0.5, 3 days, 12:30 and 1/2/24
 _EPOCH = datetime(1970, 1, 1)
 
 
@@ -122,7 +123,8 @@ def find_notation(
                 "dataset.categorical or dataset.ignore."
             )
         left, signed[name] = both, found
-        by_point = len(found) < len(texts) and all(map(_THOUSAND_POINTS.fullmatch, found))
+        by_point = len(found) < len(texts) or separator == ";"  # as where commas are decimal signs
+        by_point = by_point and all(map(_THOUSAND_POINTS.fullmatch, found))
         dubious |= by_point and separator not in ("", ",")
     if PLAIN in left and not dubious:
         return PLAIN

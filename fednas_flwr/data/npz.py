@@ -50,8 +50,10 @@ def read_arrays(path: Path, setting: str = "") -> dict[str, np.ndarray]:
             loaded = np.load(file, allow_pickle=False)
             return {"x": loaded} if isinstance(loaded, np.ndarray) else dict(loaded.items())
     except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        objects = "it holds objects; save texts by np.array(texts, dtype=str)"  # of Python
+        reason = objects if "pickle" in str(error) else error
         raise ConfigError(
-            f"{setting}{path} cannot be read as an .npz file of plain arrays: {error}."
+            f"{setting}{path} cannot be read as an .npz file of plain arrays: {reason}."
         ) from error
 
 

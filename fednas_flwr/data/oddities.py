@@ -15,21 +15,25 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
-from fednas_flwr.data.notation import are_numbers
+from fednas_flwr.data.notation import AFFIXED, are_numbers
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Records, count_labels
 
 _FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
 _SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
 _FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
 _CODES = {9.0, 99.0, 888.0, 999.0, 8888.0, 9999.0}  # that mean missing, with a minus or without
-_UNKNOWN = re.compile(r"[?.*#]|-?9{2,}|unknown|missing|unbekannt|n\.?[adks]\.?", re.I)  # of a label
+# of a label
+_UNKNOWN = re.compile(
+    r"[?.*#]|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?", re.I
+)
 _FAR_DAYS = 84_006  # from 1970 to 2200
 _FIRST_DAYS = {-719_162, -25_567, 0}  # of the years 1, 1900 and 1970, which may mean missing
 _TELLS = 0.995  # AUROC of a column alone
 _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
 _ID_NAME = re.compile(r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record)$", re.I)
-_AFFIXED = re.compile(r"[^A-Za-z\d]{0,2}\d")  # as 80%, $1,200, <0.5, 3 days, 12:30 and 1/2/24
+_PERSON = re.compile(r"(patient|subject|participant|person)([ _-]?(id|nr|no))?|p?id", re.I)
+_APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _FEWEST_PIXELS = 64
 _YES_NO = {
     **dict.fromkeys(("yes", "y", "true", "1", "j", "ja"), "yes"),
@@ -45,7 +49,7 @@ def oddities(records: Records) -> list[str]:
         ConfigError: All images are one picture.
     """
     images = records.features.dim() == 4
-    found = _of_images(records.features) if images else _of_columns(records)
+    found = _of_images(records) if images else _of_columns(records)
     return [*(() if records.is_regression else _of_labels(records)), *found]
 
 
@@ -67,7 +71,8 @@ def _of_labels(records: Records) -> Iterator[str]:
     if len(counts) == 1:
         yield f"every record has the label {records.class_names[0]}: there is nothing to tell apart"
     yield from _spelled_alike("the label", records.class_names)
-    for name in [name for name in records.class_names if _UNKNOWN.fullmatch(name)][:1]:
+    codes = [] if len(counts) > 4 else ["9"]  # of few classes, which may mean missing
+    for name in [n for n in records.class_names if n in codes or _UNKNOWN.fullmatch(n)][:1]:
         yield f"the label holds {name}: if it means that the label is missing, remove these records"
     numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
     if numbers and records.schema and not records.multi_label:
@@ -79,7 +84,9 @@ def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
     alike: dict[str, list[str]] = {}
     spoken = _YES_NO if all(code.lower() in _YES_NO for code in codes) else {}
     for code in codes:
-        plain = " ".join(unicodedata.normalize("NFKC", code).lower().split())
+        shown = "".join(sign for sign in code if unicodedata.category(sign) != "Cf")
+        plain = " ".join(unicodedata.normalize("NFKC", shown).lower().split())
+        plain = plain.rstrip(".,;:") or plain
         plain = str(int(plain)) if plain.isdecimal() else plain
         alike.setdefault(spoken.get(plain, plain), []).append(code)
     for spellings in [found for found in alike.values() if len(found) > 1][:1]:
@@ -92,7 +99,8 @@ def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
             return
 
 
-def _of_images(images: Tensor) -> Iterator[str]:
+def _of_images(records: Records) -> Iterator[str]:
+    images = records.features
     if len(images) > 1 and all(torch.equal(image, images[0]) for image in images):
         raise ConfigError(
             f"all {len(images)} images are one picture once they are read: see whether they are "
@@ -100,6 +108,10 @@ def _of_images(images: Tensor) -> Iterator[str]:
         )
     if images.dtype == torch.uint8:
         yield from of_brightness(images)
+    if records.labels.dim() == 1 and not records.by_person:
+        pairs = {*zip(records.ids.tolist(), records.labels.tolist(), strict=True)}
+        if more := len(pairs) - len({name for name, _ in pairs}):
+            yield f"{more} images occur under more than one label: which one is right?"
 
 
 def of_brightness(images: Iterable[Tensor]) -> Iterator[str]:
@@ -141,7 +153,7 @@ def _of_columns(records: Records) -> Iterator[str]:
         yield from _spelled_alike(column.name, column.categories)
         if column.kind == CATEGORY:
             places = [names.index(f"{column.name}={value}") for value in column.categories]
-            affixed = [code for code in column.categories if _AFFIXED.match(code)]
+            affixed = [code for code in column.categories if AFFIXED.match(code)]
             if len(affixed) > max(_FEWEST_NUMBERS, _MOSTLY * len(column.categories)):
                 code = next(c for c in column.categories if not are_numbers([c]).all())
                 yield (
@@ -149,15 +161,18 @@ def _of_columns(records: Records) -> Iterator[str]:
                     "numbers, dates and times plainly"
                 )
                 continue
+            cells = features[:, places] @ np.arange(1, len(places) + 1)
             if len(column.categories) > len(records) / 2:
                 yield f"{column.name} has a value of its own in most rows: {_IGNORE}"
                 continue
-            cells = features[:, places] @ np.arange(1, len(places) + 1)
         else:
             cells = features[:, names.index(column.name)]
             if column.kind == NUMBER and _is_id(column.name, cells) and not _are_dates(cells):
                 yield f"{column.name} has another whole number in every row: {_IGNORE}"
                 continue
+        if _PERSON.fullmatch(column.name) and len(np.unique(cells)) > len(cells) / 10:
+            yield f"{column.name} has few rows of each value, as a person has: {_IGNORE}"
+            continue
         if said := _unusual(column.kind, cells):
             unusual.setdefault(said, []).append(column.name)
         if not records.multi_label and _tells(cells, labels, column.kind == CATEGORY):
@@ -184,11 +199,18 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
     if kind == DATE and counts[0] > 1 and low in _FIRST_DAYS:
         return f"{np.datetime64(int(low), 'D')} in {counts[0]} records, which may mean missing"
     for code, times, others in ((low, counts[0], values[1:]), (high, counts[-1], values[:-1])):
-        is_far = others[0] >= 0 if code == low else others[-1] < code / 2
-        if abs(code) in _CODES and times > 1 and is_far and (code < 0 or code > 99):
+        above = code < 0 <= others[0] - 2 * (code == -1)
+        is_far = above if code == low else others[-1] <= code / (2 if code > 99 else 9)
+        often = times > 1 or others[-1] < code / 5
+        if (code == -1 or abs(code) in _CODES) and often and is_far:
             return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"
     if low == 0 and counts[0] > 1 and values[1] > np.median(values) / 3 and len(values) > 10:
         return f"0 in {counts[0]} records, which may mean missing (dataset.missing_in)"
+    if low > 0 and len(values) > _FEWEST_NUMBERS:
+        place = int((values[1:] / values[:-1]).argmax())
+        below = counts[: place + 1].sum() / counts.sum()
+        if values[place + 1] > _APART * values[place] and _SHARE < below < 1 - _SHARE:
+            return f"numbers up to {values[place]:g} and from {values[place + 1]:g} on: two units?"
     if _are_dates(values):
         return "dates written as 20241231, which are read as numbers: write 2024-12-31"
     return ""
@@ -201,7 +223,7 @@ def _are_dates(cells: np.ndarray) -> bool:
     return bool(dated.all())
 
 
-_IGNORE = "if it only names the record, list it in dataset.ignore"
+_IGNORE = "if it says whose a record is, name it in dataset.id_column, or else in dataset.ignore"
 
 
 def _is_id(name: str, cells: np.ndarray) -> bool:

@@ -6,8 +6,9 @@ What training does to records is done here by the same functions, with what the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,13 @@ from fednas_flwr.data.table_files import (
     without_missing,
 )
 from fednas_flwr.data.tables import encode_rows, label_marks
+from fednas_flwr.settings.data_settings import CSV, EncodedImages
 from fednas_flwr.settings.names import TABLE_SUFFIXES
+
+_FEWEST = 10  # rows by which a column is judged
+_SETTING = re.compile(
+    rf"dataset\.({'|'.join(f.name for kind in (CSV, EncodedImages) for f in fields(kind))})\b"
+)
 
 Label = str | float | tuple[str, ...]  # a record's class or labels, by name, or its number
 
@@ -96,6 +103,17 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
     Raises:
         ConfigError: The data is not of this form.
     """
+    try:
+        return _read(data, inputs)
+    except ConfigError as error:  # a model takes no settings
+        said = str(error).removeprefix("dataset.root=")
+        if advice := _SETTING.search(said):
+            end = max(said.rfind(sign, 0, advice.start()) for sign in (": ", "; "))
+            said = f"{said[:end]}: write it as the data that the model was trained on."
+        raise ConfigError(said) from error
+
+
+def _read(data: Any, inputs: Inputs) -> RawData:
     if isinstance(data, str | Path):
         return _read_path(Path(data).expanduser(), inputs)
     if hasattr(data, "to_pandas") and inputs.is_table:  # of polars, pyarrow, ...
@@ -204,7 +222,7 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
         dates = [column.name for column in inputs.schema if column.kind == DATE]
     texts, form = in_common_form(texts, inputs.form, numbers, dates, separator, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
-    labels, notes = _row_labels(texts, inputs, where=where), [*_unknown_categories(texts, inputs)]
+    labels, notes = _row_labels(texts, inputs, where=where), [*_unlike_training(texts, inputs)]
     present = texts[inputs.label].different if inputs.label in texts else ()
     if labels is None and present:
         notes.append(
@@ -217,12 +235,15 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes), ids)
 
 
-def _unknown_categories(texts: Texts, inputs: Inputs) -> Iterator[str]:
-    """Yield a sentence on every column whose cells are hardly ever categories that are known."""
+def _unlike_training(texts: Texts, inputs: Inputs) -> Iterator[str]:
+    """Yield a sentence on every column without a cell, or with many unknown categories."""
     for column in inputs.schema:
         present = texts[column.name][~texts[column.name].missing]
         unknown = present[places_among(present, column.categories) < 0]
-        if column.kind == CATEGORY and len(unknown) > NEARLY * len(present):
+        if not len(present) and len(texts[column.name]) >= _FEWEST:
+            yield f"column {column.name} has no value in any of {len(texts[column.name])} rows"
+        many = NEARLY * min(_FEWEST, len(present)), (1 - NEARLY) * len(present)
+        if column.kind == CATEGORY and len(unknown) > max(many):
             yield (
                 f"column {column.name}: {len(unknown)} of {len(present)} cells, such as "
                 f"{unknown.text(0)}, are none of the categories that the model knows "

@@ -85,6 +85,8 @@ class Inputs(Checked):
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         transform: Description of what makes the network's features of images (``data.features``);
             empty where it takes the images.
+        positive: Number of the positive class; None is the last of two.
+        threshold: Probability from which a record is of that class; None takes the most probable.
     """
 
     shape: tuple[int, ...]
@@ -100,6 +102,8 @@ class Inputs(Checked):
     id_column: str = ""
     intensity: tuple[float, ...] = ()
     transform: tuple[str, ...] = ()
+    positive: int | None = None
+    threshold: float | None = None
 
     @property
     def is_table(self) -> bool:

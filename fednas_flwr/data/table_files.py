@@ -77,7 +77,8 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
         raise
     except (OSError, EOFError, ValueError, ImportError, LookupError, csv.Error) as error:
         raise ConfigError(
-            f"dataset.root={path} cannot be read as {kind} table: {' '.join(str(error).split())}."
+            f"dataset.root={path} cannot be read as {kind} table: "
+            f"{' '.join(str(error).split()).rstrip('.')}."
         ) from error
     if not form.strict and not any(map(len, texts.values())):
         raise ConfigError(f"dataset.root={path} has no rows: give a table with a header.")
@@ -383,6 +384,11 @@ def _named(
     names = [" ".join(name.split()) for name in form.column_names or first]
     if len(names) != len(columns):
         raise ValueError(f"dataset.column_names has {len(names)} names for {len(columns)} columns")
+    if named and not form.strict and all(map(Cells.hold, columns, ([name] for name in first))):
+        is_name = [c.each(name.__eq__, bool) for c, name in zip(columns, first, strict=True)]
+        others = np.flatnonzero(~np.logical_and.reduce(is_name))
+        notes.append(f"rows that repeat the header are left out ({len(columns[0]) - len(others)})")
+        columns = [cells[others] for cells in columns]
     asks = form.header is None and not form.column_names and not form.strict
     if asks and _like_a_record(first, columns):
         raise ValueError(

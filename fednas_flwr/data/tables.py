@@ -24,6 +24,7 @@ from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import records, table_files
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.notation import (
+    AFFIXED,
     NEARLY,
     are_numbers,
     code_key,
@@ -383,9 +384,17 @@ def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
     classes, num_rows = distinct(cells.different), len(cells)
     few = len(classes) <= _MOST_NUMBERED or getattr(settings, "corrupt", "") == "skip"
     are = are_numbers(classes)
-    if few or settings.task or settings.class_names or are.mean() < NEARLY:
+    if few or settings.task or settings.class_names:
         return False
     many = len(classes) > max(2 * _MOST_NUMBERED, num_rows / 10)
+    if are.mean() < NEARLY:
+        if many and np.mean([bool(AFFIXED.match(name)) for name in classes]) >= NEARLY:
+            raise ConfigError(
+                f"{where} holds {len(classes)} different texts such as {listed(classes, 3)} in "
+                f"{num_rows} rows: set dataset.task=regression if they are numbers to predict (of "
+                "a date give its days), or dataset.task=classification if each is a class."
+            )
+        return False
     if many or not are.all() or any(float(name) % 1 for name in classes):
         return True
     raise ConfigError(
@@ -481,8 +490,9 @@ def _categories(
     if len(values) > _MOST_CATEGORIES:
         raise ConfigError(
             f"column {name} of {path} has {len(values)} different texts, too many for one-hot "
-            f"features (at most {_MOST_CATEGORIES}): list it in dataset.ignore, correct "
-            f"it if it should be numeric, or give dataset.categories.{name}."
+            f"features (at most {_MOST_CATEGORIES}): if it says whose a record is, set "
+            f"dataset.id_column={name}; else list it in dataset.ignore, correct it if it should be "
+            f"numeric, or give dataset.categories.{name}."
         )
     return values
 

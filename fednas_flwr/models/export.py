@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fednas_flwr.base.files import replacing
 from fednas_flwr.data.records import CATEGORY, Column, Inputs, feature_names
-from fednas_flwr.models.prediction import METADATA_KEY, MODEL_FILE, THRESHOLD, TRANSFORM, Model
+from fednas_flwr.models.prediction import METADATA_KEY, MODEL_FILE, TRANSFORM, Model
 
 ONNX_FILE = "model.onnx"
 INPUTS_KEY = "fednas_inputs"
@@ -51,10 +51,11 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
     Images are one input ``images``, uint8 ``[N, C, H, W]``. A table has one input ``[N, 1]`` per
     column, of its name: numbers as float32, NaN where missing, dates as float32 days since 1970,
     categories as text, empty where missing. Outputs are, in this order, ``label``, a text ``[N]``,
-    and ``probabilities``, float32 ``[N, classes]``. Where a record can have several labels,
-    ``labels``, int64 ``[N, L]`` of 0 and 1 in the order of the metadata's ``class_names``, is in
-    the place of ``label``. A model of numbers has one output, ``prediction``, float32 ``[N]``, in
-    the target's unit. Where a column has one of these names, the output's ends in ``_``.
+    at the model's threshold if it has one, and ``probabilities``, float32 ``[N, classes]``. Where a
+    record can have several labels, ``labels``, int64 ``[N, L]`` of 0 and 1 in the order of the
+    metadata's ``class_names``, is in the place of ``label``. A model of numbers has one output,
+    ``prediction``, float32 ``[N]``, in the target's unit. Where a column has one of these names,
+    the output's ends in ``_``.
 
     torch's older exporter is used on purpose: it takes a second where the newer takes half a
     minute on a small network, and these networks have no control flow.
@@ -199,7 +200,7 @@ def _rename(graph: onnx.GraphProto, columns: Sequence[str]) -> None:
 
 
 def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:
-    """Add the name of the most probable class, or which labels there are, as the first output.
+    """Add the class by name, at the threshold, or which labels there are, as the first output.
 
     A number is the only one.
     """
@@ -211,17 +212,34 @@ def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:
         del graph.output[:]
         name, kind = "prediction", TensorProto.FLOAT
     elif inputs.multi_label:
-        threshold = np.array(THRESHOLD, dtype=np.float32)
-        graph.initializer.append(numpy_helper.from_array(threshold, "threshold"))
-        graph.node.append(node("GreaterOrEqual", ["probabilities", "threshold"], ["reached"]))
+        graph.node.append(_reached(graph, 0.5))
         graph.node.append(node("Cast", ["reached"], ["labels"], to=TensorProto.INT64))
         name, kind = "labels", TensorProto.INT64
     else:
         name, kind = "label", TensorProto.STRING
-        keys = list(range(len(names)))
+        keys, decisive = list(range(len(names))), "probabilities"
         classes: dict[str, Any] = {"keys_int64s": keys, "values_strings": names}
-        largest = node("ArgMax", ["probabilities"], ["class_index"], axis=1, keepdims=0)
+        if inputs.threshold is not None:  # from then on the positive class is above all others
+            decisive, place = "decisive", 1 if inputs.positive is None else inputs.positive
+            for name_of, values in (
+                ("is_positive", [key == place for key in keys]),
+                ("above", np.float32(2)),
+                ("below", np.float32(-1)),
+            ):
+                graph.initializer.append(numpy_helper.from_array(np.array(values), name_of))
+            graph.node.append(_reached(graph, inputs.threshold))
+            graph.node.append(node("Where", ["reached", "above", "below"], ["decided"]))
+            parts = ["is_positive", "decided", "probabilities"]
+            graph.node.append(node("Where", parts, [decisive]))
+        largest = node("ArgMax", [decisive], ["class_index"], axis=1, keepdims=0)
         named = node("LabelEncoder", ["class_index"], ["label"], domain="ai.onnx.ml", **classes)
         graph.node.extend([largest, named])
     shape: list[str | int | None] = ["batch", *([len(names)] if inputs.multi_label else [])]
     graph.output.insert(0, helper.make_tensor_value_info(name, kind, shape))
+
+
+def _reached(graph: onnx.GraphProto, threshold: float) -> onnx.NodeProto:
+    """The node ``reached``, which says where probabilities are at a threshold or above."""
+    value = numpy_helper.from_array(np.array(threshold, dtype=np.float32), "threshold")
+    graph.initializer.append(value)
+    return helper.make_node("GreaterOrEqual", ["probabilities", "threshold"], ["reached"])

@@ -53,6 +53,8 @@ class Metrics:
         f1: See ``Objective.scores``; None where it was not asked for.
         auroc: The same for AUROC; None also where it is not defined.
         average_precision: The same for average precision.
+        sensitivity: The same for sensitivity.
+        specificity: The same for specificity.
         r2: The same for R squared, of predicted numbers, whose ``accuracy`` is their closeness.
         rmse: The same for the root of their mean squared error.
         mae: The same for their mean absolute error.
@@ -64,6 +66,8 @@ class Metrics:
     f1: float | None = None
     auroc: float | None = None
     average_precision: float | None = None
+    sensitivity: float | None = None
+    specificity: float | None = None
     r2: float | None = None
     rmse: float | None = None
     mae: float | None = None
@@ -347,29 +351,6 @@ def best_threshold(
     return float(best[len(best) // 2] + 1) / BINS
 
 
-def at_threshold(
-    probabilities_N: Tensor, positive_N: Tensor, threshold: float, weights_RN: Tensor
-) -> dict[str, Tensor]:
-    """Return ``sensitivity`` and ``specificity`` under each weighting, [R]; NaN of no record."""
-    called_N = probabilities_N >= threshold
-
-    def share(chosen_N: Tensor, among_N: Tensor) -> Tensor:
-        return weights_RN[:, chosen_N & among_N].sum(1) / weights_RN[:, among_N].sum(1)
-
-    return {
-        "sensitivity": share(called_N, positive_N),
-        "specificity": share(~called_N, ~positive_N),
-    }
-
-
-def shares_at(counts: Sequence[Sequence[int]], threshold: float) -> dict[str, float]:
-    """Return :func:`at_threshold` of a :func:`histogram`; what is of no record is left out."""
-    bins_B, weights_1B = torch.arange(BINS).repeat(2), torch.tensor(counts).double().view(1, -1)
-    positive_B = torch.arange(2 * BINS) >= BINS
-    found = at_threshold(bins_B, positive_B, round(threshold * BINS), weights_1B)
-    return {name: float(share) for name, share in found.items() if not share.isnan()}
-
-
 def calibration(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, Any]:
     """Return the expected calibration error and the reliability of each bin of confidence.
 
@@ -512,7 +493,6 @@ def detailed(
     labels_N: Tensor,
     *,
     objective: Objective,
-    threshold: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Return all that a report says of test records, metrics among it, JSON values only.
@@ -520,8 +500,7 @@ def detailed(
     Args:
         logits_NC: float, on the CPU.
         labels_N: See :class:`~fednas_flwr.search.objective.Objective`; on the CPU.
-        objective: Says which class is the positive one.
-        threshold: See :func:`best_threshold`; None leaves out what depends on it.
+        objective: Says which class is the positive one, and from which probability on.
         seed: Of the bootstrap.
     """
     tested = measured(logits_NC, labels_N, objective=objective, with_scores=True)
@@ -537,28 +516,22 @@ def detailed(
         }
     num_classes = logits_NC.shape[1]
     probabilities_NC = objective.probabilities(logits_NC.double())
-    positive = objective.positive_class(num_classes)
-    is_positive_N = None if positive is None else objective.members(labels_N, positive)
-
-    def measure(weights_RN: Tensor) -> dict[str, Tensor]:
-        numbers = weighted_scores(logits_NC, labels_N, weights_RN, objective=objective)
-        if is_positive_N is not None and threshold is not None:
-            shares_N = probabilities_NC[:, positive]
-            numbers |= at_threshold(shares_N, is_positive_N, threshold, weights_RN)
-        return numbers
-
+    measure = partial(weighted_scores, logits_NC, labels_N, objective=objective)
     if objective.multi_label:  # each label of each record is a prediction of its own
         sure_NC = torch.stack([1 - probabilities_NC, probabilities_NC], dim=2)
         calibrated = calibration(sure_NC.flatten(0, 1), labels_N.flatten())
     else:
         calibrated = calibration(probabilities_NC, labels_N)
+    half = (
+        0.5 if num_classes == 2 and not objective.multi_label else None
+    )  # the most probable class
     results: dict[str, Any] = metrics | {
         "per_class": per_class(logits_NC, labels_N, objective=objective),
         "calibration": calibrated,
         "curves": curves(logits_NC, labels_N, objective=objective),
         **intervals(measure, len(labels_N), seed=seed),
-        "positive": positive,
-        "threshold": threshold,
+        "positive": objective.positive_class(num_classes),
+        "threshold": half if objective.threshold is None else objective.threshold,
         "own": own_scores(probabilities_NC, labels_N),
     }
     if not objective.multi_label:
@@ -568,6 +541,4 @@ def detailed(
         results["majority"] = float(torch.bincount(labels_N).max()) / len(labels_N)
         cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
         results["confusion"] = cells.view(num_classes, num_classes).tolist()  # by true class first
-    whole = measure(torch.ones(1, len(labels_N), dtype=torch.float64))
-    named = {name: float(whole[name]) for name in ("sensitivity", "specificity") if name in whole}
-    return results | {name: value for name, value in named.items() if math.isfinite(value)}
+    return results

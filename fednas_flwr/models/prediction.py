@@ -26,14 +26,13 @@ from fednas_flwr.data.features import make_transform
 from fednas_flwr.data.oddities import of_brightness
 from fednas_flwr.data.raw import Label, named_labels, read_raw
 from fednas_flwr.data.records import Inputs, normalised
-from fednas_flwr.search.objective import CLASSIFICATION, Objective, objective_of
+from fednas_flwr.search.objective import Objective, objective_of
 from fednas_flwr.settings.data_settings import Transform
 
 MODEL_FILE = "model.safetensors"
 TRANSFORM = "transform."  # before the names of a backbone's tensors in that file
 METADATA_KEY = "fednas_model"  # in that file, what it is built from and what its inputs are
 BATCH_SIZE = 256
-THRESHOLD = 0.5  # probability from which a record has a label, of several, unless one is given
 
 Progress = Callable[[int, int], None]  # told how many records are done, and of how many
 
@@ -80,14 +79,7 @@ class Predictions:
     def chosen(self) -> Tensor:
         """The class of each record, or its labels, in the form of ``given``: see ``threshold``."""
         shares = torch.tensor(self.probabilities)
-        if self.target:
-            return shares[:, 0]
-        if self.multi_label:
-            return (shares >= (THRESHOLD if self.threshold is None else self.threshold)).long()
-        positive = self.objective.positive_class(len(self.class_names))
-        if self.threshold is not None and positive is not None:  # from then on above all others
-            shares[:, positive] = torch.where(shares[:, positive] >= self.threshold, 2.0, -1.0)
-        return CLASSIFICATION.predictions(shares)
+        return shares[:, 0] if self.target else self.objective.decided(shares)
 
     @property
     def labels(self) -> Sequence[Label]:
@@ -102,7 +94,8 @@ class Predictions:
     @property
     def objective(self) -> Objective:
         """What scores are of."""
-        return objective_of(self.target, positive=self.positive, multi_label=self.multi_label)
+        classes = {"positive": self.positive, "multi_label": self.multi_label}
+        return objective_of(self.target, threshold=self.threshold, **classes)
 
     @property
     def accuracy(self) -> float | None:
@@ -222,12 +215,16 @@ class Model(nn.Module):
                 :func:`~fednas_flwr.data.raw.read_raw`.
             batch_size: Records that are computed together, at least 1.
             progress: Told after each batch how many records are done, and of how many.
-            threshold: See :class:`Predictions`.
+            threshold: See :class:`Predictions`; None is the model's own.
             positive: The same.
 
         Raises:
             ConfigError: The data is not what the model takes, or a threshold has no class.
         """
+        inputs = self.inputs
+        if threshold is None and positive in (None, inputs.positive):
+            threshold = inputs.threshold
+        positive = inputs.positive if positive is None else positive
         objective = self._objective(positive)
         classes = len(self.class_names)
         is_called = objective.multi_label or objective.positive_class(classes) is not None

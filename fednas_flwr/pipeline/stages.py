@@ -13,7 +13,7 @@ import platform
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import ACCURACY, AUROC, R2
+from fednas_flwr.settings.names import ACCURACY, AUROC, DECIDED, R2
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import own_parts
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters, layers_of
@@ -113,17 +113,12 @@ def _run_from_search(run: Run) -> None:
         return
     network, states = retrain(run, description, configuration)
     if "export" in config.stages:
-        with run.stage("export"):
-            made = description | ({"weights": None} if "weights" in description else {})
-            model = Model(network, run.prepared.inputs, made, config.dataset.transform)
-            export_safetensors(model, run.folder)
-            path, difference = export_onnx(model, run.folder)
-            files = ["model.safetensors", path.name]
-            inputs = asdict(model.inputs)
-            run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=inputs)
-    if "evaluate" in config.stages:
-        _evaluate(run, description, network, states)
+        _export(run, description, network)
+    evaluates = "evaluate" in config.stages
+    threshold = _evaluate(run, description, network, states) if evaluates else None
     if "export" in config.stages:
+        if threshold is not None:
+            _export(run, description, network, threshold)
         _hand_over(run)
 
 
@@ -225,27 +220,46 @@ def retrain(
     return network, strategy.model
 
 
+def _export(
+    run: Run, description: dict[str, Any], network: nn.Module, threshold: float | None = None
+) -> None:
+    """Write the model's files, with the threshold of its labels once that is known."""
+    with run.stage("export"):
+        made = description | ({"weights": None} if "weights" in description else {})
+        positive = make_objective(run.config, run.prepared, torch.device("cpu")).positive
+        inputs = replace(run.prepared.inputs, positive=positive, threshold=threshold)
+        model = Model(network, inputs, made, run.config.dataset.transform)
+        export_safetensors(model, run.folder)
+        path, difference = export_onnx(model, run.folder)
+        files, told = ["model.safetensors", path.name], asdict(inputs)
+        run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=told)
+
+
 def _evaluate(
     run: Run, description: dict[str, Any], network: nn.Module, states: dict[str, Packed]
-) -> None:
-    """Measure the network on the server's test set and on every client's own test records."""
+) -> float | None:
+    """Measure the network on the server's test set and on every client's own test records.
+
+    Returns the threshold at which it was, None of the most probable class.
+    """
     config, prepared = run.config, run.prepared
     device = networks.make_device(config.runtime.device)
     with run.stage("evaluate"):
         shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
         central, validation = None, None
         released = _released_scores(run, description, states)
-        threshold = released.threshold if released else None
         objective = make_objective(config, prepared, torch.device("cpu"))
-        metric = _metric(run)
+        metric = _metric(run, released)
         holds_out = config.retrain.evaluate_every > 0
-        thresholded = objective.positive_class(prepared.num_classes) is not None
+        positive = objective.positive_class(prepared.num_classes)
+        thresholded = metric not in DECIDED and positive is not None and not objective.multi_label
+        threshold = released.threshold if released and thresholded else None
         if shows_clients and (thresholded or holds_out):
             replies = _validated(run, description, states, summed=metric if holds_out else None)
             counted = [reply for reply in replies if "histogram" in reply.properties]
             if choice := chosen(run.folder):  # on records that it had not been trained on
-                threshold = choice.run.scores("central").get("threshold")
-            elif counted:
+                threshold = choice.run.last("evaluated").get("threshold")
+            elif thresholded and counted:
                 threshold = metrics.best_threshold(
                     [reply.properties["histogram"] for reply in counted],
                     [reply.num_examples for reply in counted],  # and not what it has counted
@@ -257,12 +271,11 @@ def _evaluate(
                 if fitting := [total for total in totals if total is not None]:
                     total = torch.stack(fitting).sum(0)
                     validation = metrics.score_of_sums(total, metric).tolist()
+        objective = replace(objective, threshold=threshold)
         if prepared.server_test is not None:
             test = server_split(prepared.server_test, prepared.mean, prepared.std)
             logits, labels = metrics.predicted(network.to(device), test, device)
-            central = metrics.detailed(
-                logits, labels, objective=objective, threshold=threshold, seed=config.seed
-            )
+            central = metrics.detailed(logits, labels, objective=objective, seed=config.seed)
             has_accuracy = not objective.predicts_numbers
             if isinstance(network, SkipNetwork) and network.skip is not None and has_accuracy:
                 central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
@@ -291,23 +304,27 @@ def _evaluate(
                     split="test",
                     data_set=data_set,
                     with_scores=shows_clients,
+                    threshold=threshold,
                 )
-                answers = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
+                answers = _ask_tests(run, "evaluate.model", request, states)
                 if config.secure_sum:
                     results["total"] = answers[0] if answers else None
                 else:
                     results["clients"] = answers
             if config.evaluation.personalised:
-                last = rq.Personalise(local=_last_round(with_precision(run, config), description))
+                local = _last_round(with_precision(run, config), description)
+                last = rq.Personalise(local=local, threshold=threshold)
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
         simpler = {name: baselines.get(name) for name in ("linear", "trees")}
         scored: dict[str, Any] = {"metric": metric, "validation": validation}
+        scored |= {"threshold": threshold, "positive": positive}
         if released:
             scored["released"] = asdict(released)
         run.log.emit("evaluated", central=central, **scored, **simpler, **results)
+    return threshold
 
 
-def _metric(run: Run) -> str:
+def _metric(run: Run, released: NoisedScores | None) -> str:
     """The score that networks are compared by: as set, or by the clients' classes."""
     settings = run.config.evaluation
     if settings.metric is not None:
@@ -316,6 +333,8 @@ def _metric(run: Run) -> str:
         return R2
     counts = [of.get("class_counts", []) for of in run.cohort.properties.values()]
     of_classes = [sum(column) for column in zip(*counts, strict=False)]
+    if released:
+        of_classes = [1 - released.prevalence, released.prevalence]
     two = len(of_classes) == 2 and not run.prepared.train.multi_label
     rare = two and min(of_classes) < RARE * sum(of_classes)
     return AUROC if settings.positive is not None or rare else ACCURACY
@@ -374,12 +393,7 @@ def _testers(run: Run) -> list[int]:
 
 
 def _ask_tests(
-    run: Run,
-    action: str,
-    settings: rq.Settings,
-    states: dict[str, Packed],
-    *,
-    threshold: float | None = None,
+    run: Run, action: str, settings: rq.Settings, states: dict[str, Packed]
 ) -> list[dict[str, Any]]:
     """Collect the results of all clients that have test records; warn if they are few."""
     results: list[dict[str, Any]] = []
@@ -397,8 +411,6 @@ def _ask_tests(
             whose = {"sites": reply.sites} if client == TOTAL else {"client": client}
             fields: dict[str, Any] = {**whose, "num_examples": reply.num_examples}
             fields |= reply.properties.get("scores", {})
-            if threshold is not None and "histogram" in reply.properties:
-                fields |= metrics.shares_at(reply.properties["histogram"], threshold)
             results.append(objective.reported(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")

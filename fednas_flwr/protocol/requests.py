@@ -41,7 +41,7 @@ LARGEST_TABLE = 2**20  # characters of a table of latencies: some 5,000 layers
 LARGEST_RECORD = 2**28  # values of its features
 LONGEST_TEXT = 200  # characters of a tag or of a name
 MOST_SUMS = 10**6
-SCORES = ("f1", "auroc", "average_precision", *names.NUMBER_METRICS)
+SCORES = ("f1", "auroc", "average_precision", "sensitivity", "specificity", *names.NUMBER_METRICS)
 
 
 def is_line(text: str) -> bool:
@@ -670,6 +670,8 @@ class Evaluate(AtSite):
             estimated anew before; None takes those that were sent, and so do private clients.
         with_scores: True if clients also tell scores, and a histogram of the probabilities of the
             positive class; private ones never do.
+        threshold: Probability from which a record is of the positive class; None predicts the
+            most probable one.
         summed: A score, one of ``names.METRICS``, whose :func:`~fednas_flwr.models.metrics.sums`
             clients without privacy tell, too.
     """
@@ -678,6 +680,7 @@ class Evaluate(AtSite):
     split: str
     statistics_batch_size: opt.Count | None = None
     with_scores: bool = False
+    threshold: opt.Share | None = None
     summed: Annotated[str, ps.OneOf(names.METRICS)] | None = None
 
     def released(self, action: str) -> sr.Kinds:
@@ -704,9 +707,15 @@ class CountScores(AtSite):
 @sr.asks("evaluate.personalised")
 @dataclass(frozen=True, kw_only=True)
 class Personalise(AtSite):
-    """``evaluate.personalised``: metrics after local training."""
+    """``evaluate.personalised``: metrics after local training.
+
+    Attributes:
+        local: The training.
+        threshold: As of :class:`Evaluate`.
+    """
 
     local: LocalTraining
+    threshold: opt.Share | None = None
 
 
 def decode(action: str, values: object) -> Settings:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class Objective:
         positive: Class that scores are of; None is the last of two classes, and else the mean of
             all.
         multi_label: True if a record can have several labels, or none.
+        threshold: Probability from which a record is of the positive class, or has a label; None
+            predicts the most probable class, or labels from 1/2 on.
         own_loss: Loss of training, called with logits [B, classes] and labels, returns [B]; None is
             the one above, by which networks are tested in any case.
     """
@@ -53,6 +55,7 @@ class Objective:
     class_factors: Tensor | None = None
     positive: int | None = None
     multi_label: bool = False
+    threshold: float | None = None
     own_loss: OwnLoss | None = None
     predicts_numbers: ClassVar[bool] = False
 
@@ -133,7 +136,20 @@ class Objective:
 
     def predictions(self, logits: Tensor) -> Tensor:
         """Predict each record's label, in the form of ``labels``."""
-        return (logits >= 0).long() if self.multi_label else logits.argmax(1)
+        if self.threshold is None:
+            return (logits >= 0).long() if self.multi_label else logits.argmax(1)
+        return self.decided(self.probabilities(logits))
+
+    def decided(self, probabilities: Tensor) -> Tensor:
+        """The labels that :meth:`probabilities` [B, classes] give, in the form of ``labels``."""
+        positive = self.positive_class(probabilities.shape[1])
+        if self.multi_label:
+            return (probabilities >= (0.5 if self.threshold is None else self.threshold)).long()
+        if self.threshold is not None and positive is not None:  # from then on above all others
+            probabilities = probabilities.clone()
+            reached = probabilities[:, positive] >= self.threshold
+            probabilities[:, positive] = torch.where(reached, 2.0, -1.0)
+        return probabilities.argmax(1)
 
     def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The hits of predictions [B]: bool, or the share of correct labels, float64."""
@@ -162,8 +178,8 @@ class Objective:
     def scores(self, logits: Tensor, labels: Tensor) -> dict[str, float]:
         """Compute ``f1`` and, where they are defined, ``auroc`` and ``average_precision``.
 
-        They are of the positive class against the rest, or else the plain mean over the classes
-        that occur (macro).
+        They are of the positive class against the rest, with its ``sensitivity`` and
+        ``specificity``, or else the plain mean over the classes that occur (macro).
 
         Args:
             logits: [N, classes], on the CPU.
@@ -195,6 +211,9 @@ class Objective:
         scores = {"f1": torch.stack(f1s).nanmean(0)}
         if positive is not None:  # a class that is never predicted and does not occur
             scores["f1"] = scores["f1"].nan_to_num(nan=0.0)
+            right_N = members[0] == called[0]
+            for name, of_N in (("sensitivity", members[0]), ("specificity", ~members[0])):
+                scores[name] = weights_RN[:, of_N & right_N].sum(1) / weights_RN[:, of_N].sum(1)
         if bool(logits.isfinite().all()):
             ranks = self.ranks(logits)
             areas = [
@@ -386,10 +405,11 @@ class Regression(Objective):
         }
 
 
-def objective_of(
-    target: tuple[float, ...], *, positive: int | None = None, multi_label: bool = False
-) -> Objective:
-    """The objective of a model: of numbers where it has a target, see ``Inputs.target``."""
-    if target:
-        return Regression(target=target)
-    return Objective(positive=positive, multi_label=multi_label)
+def objective_of(target: tuple[float, ...], **decision: Any) -> Objective:
+    """The objective of a model: of numbers where it has a target, see ``Inputs.target``.
+
+    Args:
+        target: The same.
+        decision: ``positive``, ``multi_label`` and ``threshold`` of a classifier's.
+    """
+    return Regression(target=target) if target else Objective(**decision)

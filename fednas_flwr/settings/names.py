@@ -46,6 +46,7 @@ PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
 # Scores by which networks are compared and one is delivered.
 ACCURACY, AUROC, LOG_LOSS = "accuracy", "auroc", "log_loss"
 CLASS_METRICS = (ACCURACY, AUROC, "average_precision", "f1", LOG_LOSS)
+DECIDED = (ACCURACY, "f1")  # of the most probable class; by others labels get a threshold
 R2, RMSE, MAE = NUMBER_METRICS = ("r2", "rmse", "mae")  # of targets that are numbers
 METRICS = CLASS_METRICS + NUMBER_METRICS
 ERRORS = (LOG_LOSS, RMSE, MAE)  # of which less is better

@@ -156,6 +156,8 @@ OWN_INPUTS = {
     "id_column": "a name in its files",
     "form": "signs, words and names in its files",
     "intensity": "how it reads its images",
+    "positive": "of an exported model alone",
+    "threshold": "of an exported model alone; a request's is in its settings",
 }
 OWN_CLIENT = {
     "index": "its place in the roster",

@@ -167,6 +167,53 @@ TABLES = {
         labels(["high", *AGE[1:]]),
         "refused: .*column y, is numeric but holds high in row 1",
     ),
+    "two signs in numbers to predict": (
+        labels([f"{x}".replace(".", ".,"[i % 2]) for i, x in enumerate(AGE)]),
+        "refused: .* such as .* in 80 rows: set dataset.task=regression if they are numbers to pr",
+    ),
+    "commas in numbers to predict": (
+        labels([f"{x}".replace(".", ",") for x in AGE]),
+        "refused: .* in 80 rows: set dataset.task=regression if they are numbers to predict",
+    ),
+    "dates to predict": (labels(DAYS.strftime("%Y-%m-%d")), "refused: .*of a date give its days"),
+    "units in numbers to predict": (labels([f"{x} mg" for x in AGE]), "refused: .*task=regression"),
+    "ids that are texts": (
+        column([f"P{i:05d}" for i in range(N)], "patient_id"),
+        "patient_id has a value of its own in most rows: if it says whose a record is, name it in "
+        "dataset.id_column",
+    ),
+    "a sign that is not seen": (column(mostly("a", "a\u200b", 2)), "x holds a and a\u200b: join"),
+    "a full stop": (column(mostly("benign", "benign.", 9)), "x holds benign and benign.: join"),
+    "-1 among years": (column(mostly(AGE.astype(int), -1, 9)), f"-1 in 9 {MAYBE_MISSING}"),
+    "9 beside 0 and 1": (column(mostly(Y, 9, 9)), f"9 in 9 {MAYBE_MISSING}"),
+    "99 beside 1 to 5": (
+        column([99 if i % 9 == 0 else i % 5 + 1 for i in range(N)]),
+        "99 in 9 rec",
+    ),
+    "999 once": (column([999, *AGE[1:]]), f"999 in 1 {MAYBE_MISSING}"),
+    "9 as a label": (labels(mostly(Y, 9, 9)), "the label holds 9: if it means"),
+    "not tested as a label": (labels(mostly("neg", "Not tested", 9)), "holds Not tested: if it"),
+    "rows of one person": (
+        column([f"p{i // 4}" for i in range(N)], "patient_id"),
+        "patient_id has few rows of each value, as a person has: if it says whose",
+    ),
+    "metres and centimetres": (
+        column([1.6 + i / 400 if i % 4 else 160 + i / 4 for i in range(N)]),
+        "numbers up to 1.7975 and from 160 on: two units.: x",
+    ),
+    "thousands by points": (
+        content(
+            lambda of: (
+                b"pay;n;y\n"
+                + b"".join(b"%d.%03d;1;%d\n" % (i % 9 + 1, i, i % 2) for i in range(80))
+            )
+        ),
+        r"refused: .* has two readings: 1.000 in column pay is 1000 or 1.000",
+    ),
+    "the header again": (
+        lines(lambda rows: [*rows[:41], rows[0], *rows[41:]]),
+        r"rows that repeat the header are left out .1.*numbers: age, lab",
+    ),
     "a separator after every line": (
         lines(lambda rows: [f"{row}," for row in rows]),
         "columns without names and cells are left out.*label y: 0",
@@ -369,6 +416,14 @@ ARRAYS = {
         {"X": PIXELS.repeat(2, 1)[:, :, :4].repeat(2, 2)[:, :8].reshape(N, 64), "y": Y},
         "8x8 p",
     ),
+    "texts as objects": (
+        {"X": PIXELS, "y": np.array(["a", "b"], dtype=object)[Y]},
+        "refused: .* it holds objects; save texts by np.array.texts, dtype=str..$",
+    ),
+    "one picture of two classes": (
+        {"X": PIXELS.repeat(2, 0), "y": np.arange(2 * N) % 2},
+        "80 images occur under more than one label",
+    ),
     "two of a kind": ({"x": PIXELS, "X": PIXELS, "y": Y}, "refused: .*a part needs x_train and"),
 }
 
@@ -417,3 +472,47 @@ def test_what_is_said_of_a_labels_file(tmp_path: Path, case: str) -> None:
     (tmp_path / "images" / "labels.csv").write_text("\n".join(rows) + "\n")
     found = said(tmp_path / "images", "labelled_images", label="last", labels_file="labels.csv")
     assert re.match(f"{expected}.*" if expected else "$", found), found
+
+
+HEAD = "age,seen,lab,y\n"
+ASKED = {  # of a model whose table had these columns
+    "a word": (f"{HEAD}old,2021-01-01,3,0\n", "holds old in row 1: write it as"),
+    "two readings": (f"{HEAD}5,05/06/2024,3,0\n", "with two readings: write it as"),
+    "another sign": ("age;seen;lab;y\n5,5;2021-01-01;3;0\n", "holds 5,5 in row 1: write it"),
+    "no header": ("5.5,2021-01-01,3,0\n6.5,2021-01-01,3,0\n", "looks like a record: write it as"),
+    "rows with names": (f"{HEAD}a,5,2021-01-01,3,0\n", "5 cells, but the header 4: write it as"),
+    "no rows": (HEAD, "has no rows: give a table"),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_a_model_is_given_no_settings(tmp_path: Path, case: str) -> None:
+    table = PLAIN.assign(seen=DAYS.strftime("%Y-%m-%d"))[["age", "seen", "lab", "y"]]
+    table.to_csv(tmp_path / "t.csv", index=False)
+    data = prepared("csv", root=tmp_path / "t.csv", cache=tmp_path / "c", server_test=False)
+    text, expected = ASKED[case]
+    path = tmp_path / "label.csv"  # as a setting is called
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=expected) as refused:
+        read_raw(path, data.inputs)
+    assert "dataset." not in str(refused.value)
+    assert str(refused.value).startswith((str(path), "column age of"))
+
+
+FRAME = PLAIN.assign(sex=np.array(["f", "m"])[Y])
+UNLIKE = {  # what is given to a model, and what is said of it
+    "nothing": (FRAME.assign(age=np.nan), "column age has no value in any of 80 rows"),
+    "other words": (FRAME.assign(sex=mostly("f", "female", 5)), "sex: 16 of 80 cells, such as fem"),
+    "the same": (FRAME, ""),
+    "a few": (FRAME.head(5).assign(age=np.nan), ""),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_what_is_unlike_training_is_said(tmp_path: Path, case: str) -> None:
+    FRAME[["age", "sex", "y"]].to_csv(tmp_path / "t.csv", index=False)
+    data = prepared("csv", root=tmp_path / "t.csv", cache=tmp_path / "c", server_test=False)
+    frame, expected = UNLIKE[case]
+    notes = read_raw(frame, data.inputs).notes
+    assert len(notes) == bool(expected)
+    assert all(re.search(expected, note) for note in notes)

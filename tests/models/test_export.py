@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -217,3 +218,26 @@ def test_onnx_gives_every_name_once(name, tmp_path):
     assert [taken.name for taken in session.get_inputs()] == [name, "site"]
     outputs = [given.name for given in session.get_outputs()]
     assert outputs == [n + "_" * (n == name) for n in ("label", "probabilities")]
+
+
+@pytest.mark.parametrize(("classes", "positive"), [(2, None), (2, 0), (3, 1)])
+def test_onnx_decides_by_the_threshold(classes, positive, tmp_path):
+    torch.manual_seed(0)
+    names = ("a", "b", "c")[:classes]
+    inputs = Inputs((2,), (Column("x"), Column("y")), (0.0, 0.0), (1.0, 1.0), names)
+    decided = replace(inputs, positive=positive, threshold=0.2)
+    network, table = nn.Linear(2, classes), np.random.default_rng(0).normal(size=(200, 2))
+    found = {}
+    for one in (inputs, decided):
+        model = Model(network, one)
+        session = onnxruntime.InferenceSession(export_onnx(model, tmp_path)[0])
+        fed = {"x": table[:, :1].astype(np.float32), "y": table[:, 1:].astype(np.float32)}
+        labels, shares = session.run(None, fed)
+        assert model.predict(table).labels == labels.tolist()
+        found[one.threshold] = labels
+    place = 1 if positive is None else positive
+    reached = shares[:, place] >= 0.2
+    assert ((found[0.2] == names[place]) == reached).all()
+    rest = np.where(np.arange(classes) == place, -1, shares).argmax(1)
+    assert (found[0.2][~reached] == np.array(names)[rest[~reached]]).all()
+    assert (found[0.2] != found[None]).any()

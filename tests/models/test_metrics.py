@@ -26,7 +26,6 @@ from fednas_flwr.models.metrics import (
     intervals,
     pooled_baselines,
     record_losses,
-    shares_at,
 )
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression
 from fednas_flwr.settings.names import CLASS_METRICS, NUMBER_METRICS
@@ -35,6 +34,7 @@ from fednas_flwr.spaces.operations import SkipNetwork
 from ..search.test_objective import pairs_ranked_right, slow_scores
 
 CPU = torch.device("cpu")
+DECIDED = ("sensitivity", "specificity")
 
 
 def make_split(rows, *, seed=0):
@@ -73,7 +73,7 @@ def test_evaluate_equals_a_loop_over_single_examples(network):
     assert result.accuracy == hits / 300
     assert result.num_examples == 300
     assert result.as_dict() == {"loss": result.loss, "accuracy": result.accuracy}
-    no_scores = dict.fromkeys(("f1", "auroc", "average_precision", *NUMBER_METRICS))
+    no_scores = dict.fromkeys(("f1", "auroc", "average_precision", *DECIDED, *NUMBER_METRICS))
     assert asdict(result) == {**result.as_dict(), "num_examples": 300, **no_scores}
 
 
@@ -137,7 +137,7 @@ def test_scores_are_those_of_the_networks_logits(network, classes):
     assert {"f1": found.f1, "auroc": found.auroc} == pytest.approx(expected)
     assert (asdict(found)["auroc"] is None) == (len(classes) == 1)
     plain = evaluate(network, split, CPU)
-    own = {"f1": found.f1, "auroc": found.auroc, "average_precision": found.average_precision}
+    own = {name: getattr(found, name) for name in ("f1", "auroc", "average_precision", *DECIDED)}
     assert found == Metrics(plain.loss, plain.accuracy, len(rows), **own)
     assert found.as_dict() == plain.as_dict()  # what clients send has no scores
 
@@ -244,8 +244,8 @@ def test_the_threshold_is_the_best_of_all(thousandths, seed):
     assert threshold is not None
     everyone = [youden(k / BINS) for k in range(1, BINS)]
     assert youden(threshold) == pytest.approx(max(everyone))
-    whole = histogram(shares, positive)
-    found = shares_at(whole, threshold)
+    logits = torch.stack([-shares.logit(), torch.zeros_like(shares)], 1)
+    found = Objective(threshold=threshold).scores(logits, positive.long())
     assert found["sensitivity"] + found["specificity"] - 1 == pytest.approx(youden(threshold))
 
 
@@ -278,19 +278,25 @@ def test_a_report_has_all_scores_as_json(num_classes):
     logits = torch.randn(200, num_classes, generator=generator)
     logits[torch.arange(200), labels] += 1
     threshold = 0.4 if num_classes == 2 else None
-    found = detailed(logits, labels, objective=Objective(), threshold=threshold)
+    found = detailed(logits, labels, objective=Objective(threshold=threshold))
     json.dumps(found, allow_nan=False)
-    assert found["confusion"] == confusion_matrix(labels, logits.argmax(1)).tolist()
+    called = logits.argmax(1)
+    if num_classes == 2:
+        called = (logits.softmax(1)[:, 1] >= 0.4).long()
+        assert (called != logits.argmax(1)).any()
+    assert found["confusion"] == confusion_matrix(labels, called).tolist()
     counts = [row["count"] for row in found["per_class"]]
     assert counts == [200 / num_classes] * num_classes
-    accuracy = float((logits.argmax(1) == labels).double().mean())
+    accuracy = float((called == labels).double().mean())
+    assert found["accuracy"] == pytest.approx(accuracy)
     low, high = found["intervals"]["accuracy"]
     assert low < accuracy < high
-    assert ("sensitivity" in found) == (num_classes == 2)
+    assert (found["sensitivity"] is not None) == (num_classes == 2)
     if num_classes == 2:
-        called = logits.softmax(1)[:, 1] >= 0.4
         assert found["sensitivity"] == pytest.approx(float(called[labels == 1].double().mean()))
-        assert found["specificity"] == pytest.approx(float((~called[labels == 0]).double().mean()))
+        fine = 1 - called[labels == 0].double().mean()
+        assert found["specificity"] == pytest.approx(float(fine))
+        assert found["f1"] == pytest.approx(f1_score(labels, called))
 
 
 @settings(max_examples=30)

@@ -171,6 +171,8 @@ def test_scores_of_several_labels_are_means_over_them_or_of_one(positive, severa
     columns = slice(None) if positive is None else positive
     found = Objective(multi_label=True, positive=positive).scores(logits, labels)
     kinds = {"average": "macro"} if positive is None else {}
+    of_one = {name: found.pop(name) for name in DECIDED if name in found}
+    assert of_one.keys() == (set() if positive is None else DECIDED)
     y, ranks = labels[:, columns].numpy(), logits[:, columns].numpy()
     assert found == pytest.approx(
         {
@@ -211,6 +213,9 @@ def pairs_ranked_right(labels, ranks):
     return right / (len(own) * len(rest))
 
 
+DECIDED = {"sensitivity", "specificity"}  # of the positive class, where there is one
+
+
 def slow_scores(logits, labels):
     """F1 and AUROC counted record by record and pair by pair, in Python's numbers."""
     rows, classes = logits.tolist(), range(logits.shape[1])
@@ -249,23 +254,34 @@ def test_scores_equal_slow_counts(data):
     assert found.get("auroc") == (
         None if expected["auroc"] is None else pytest.approx(expected["auroc"])
     )
-    assert set(found) <= {"f1", "auroc", "average_precision"}
+    assert set(found) - DECIDED <= {"f1", "auroc", "average_precision"}
+    if num_classes == 2:
+        for c, name in enumerate(("specificity", "sensitivity")):
+            called = [
+                row.index(max(row))
+                for row, y in zip(logits.tolist(), labels, strict=True)
+                if y == c
+            ]
+            assert found.get(name) == (
+                pytest.approx(called.count(c) / len(called)) if called else None
+            )
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
 def test_of_one_class_alone_there_is_no_area(num_classes):
     logits = torch.eye(num_classes)[[0, 1, 1]]
-    assert CLASSIFICATION.scores(logits, torch.tensor([1, 1, 1])).keys() == {"f1"}
+    assert CLASSIFICATION.scores(logits, torch.tensor([1, 1, 1])).keys() - DECIDED == {"f1"}
 
 
 @pytest.mark.parametrize("wild", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_has_no_area(wild):
     logits, labels = torch.tensor([[0.0, 1.0], [2.0, wild], [1.0, 0.0]]), torch.tensor([0, 1, 1])
     scores = CLASSIFICATION.scores(logits, labels)
-    assert scores.keys() == {"f1"}
+    assert scores.keys() - DECIDED == {"f1"}
     assert 0 <= scores["f1"] <= 1
     tame = logits.nan_to_num(3.0, 3.0, -3.0)
-    assert CLASSIFICATION.scores(tame, labels).keys() == {"f1", "auroc", "average_precision"}
+    found = CLASSIFICATION.scores(tame, labels).keys()
+    assert found - DECIDED == {"f1", "auroc", "average_precision"}
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
@@ -293,10 +309,9 @@ def test_losses_and_predictions_are_computed_here_alone():
             )
             if name.split(".")[-1] in losses or over_classes:
                 found.setdefault(path.relative_to(package).as_posix(), []).append(ast.unparse(call))
-    assert len(found.pop("search/objective.py")) == 3  # of a class, of several labels; argmax
+    assert len(found.pop("search/objective.py")) == 4  # of a class, of several labels; 2 argmax
     assert len(found.pop("search/candidate.py")) == 1  # over ops
     assert len(found.pop("search/data_free_scores.py")) == 1  # of a made-up task
-    assert len(found.pop("estimators.py")) == 1  # of probabilities
     assert found == {}
 
 

@@ -1,0 +1,106 @@
+"""The threshold of a model is a part of it: every way to ask it gives the same labels."""
+
+from html import unescape
+
+import numpy as np
+import onnxruntime
+import pandas as pd
+import pytest
+
+from fednas_flwr import FedClassifier, load
+from fednas_flwr.cli import main
+from fednas_flwr.runs.numbers import read_run
+
+LINEAR = ("algorithm=fedavg", "algorithm.network=linear", "dataset=csv", "dataset.label=died")
+LINEAR += ("clients=2", "retrain.rounds=6", "stages=[retrain,evaluate,export]")
+PRIVATE = ("privacy=dp", "privacy.epsilon=60", "privacy.scores_error=.03")
+PRIVATE += (
+    "dataset.ranges={age: [20, 90], pressure: [60, 180]}",
+    'dataset.class_names=["no","yes"]',
+)
+
+
+def patients(number, seed=0):
+    """Patients, 12 % of whom die, mostly the old ones with a high pressure."""
+    rng = np.random.default_rng(seed)
+    table = pd.DataFrame({"age": rng.integers(20, 90, number).astype(float)})
+    table["pressure"] = rng.normal(120, 15, number).round(1)
+    risk = table["age"] / 20 + table["pressure"] / 15 + rng.normal(0, 1.2, number)
+    table["died"] = np.where(risk > risk.quantile(0.88), "yes", "no")
+    return table
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("patients")
+    patients(900).to_csv(root / "train.csv", index=False)
+    patients(300, seed=1).to_csv(root / "test.csv", index=False)
+    return root
+
+
+@pytest.mark.parametrize("private", [(), PRIVATE], ids=["plain", "private"])
+def test_every_route_gives_the_same_labels(finished_run, data, private, tmp_path, capsys):
+    run = finished_run(*LINEAR, f"dataset.root={data}", *private)
+    file, table = data / "test.csv", pd.read_csv(data / "test.csv")
+    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    central, threshold = evaluated["central"], evaluated["threshold"]
+    shares = load(run.folder).predict(file).probabilities[:, 1]
+    labels = np.where(shares >= np.float32(threshold), "yes", "no")
+    assert 0 < threshold < 0.45  # and it decides:
+    assert 0 < (labels != np.where(shares >= 0.5, "yes", "no")).mean()
+
+    exported = tmp_path / "exported"
+    assert main(["export", str(run.folder), "--to", str(exported)]) == 0
+    for folder in (run.folder, exported):
+        output = tmp_path / "found.csv"
+        capsys.readouterr()
+        assert main(["predict", str(folder), str(file), "--output", str(output)]) == 0
+        assert (pd.read_csv(output)["label"] == labels).all()
+        printed = capsys.readouterr().out
+        assert f"Scores at a threshold of {threshold:g}" in printed
+        for name in ("f1", "sensitivity", "specificity"):
+            assert f" {central[name]:.3f} " in printed
+        assert printed.count(f" {100 * central['accuracy']:.1f} %") >= 2  # above and in the table
+        assert load(folder).predict(file).labels == labels.tolist()
+        assert load(folder).predict(table.drop(columns="died")).labels == labels.tolist()
+        session = onnxruntime.InferenceSession(folder / "model.onnx")
+        fed = {name: table[[name]].to_numpy(np.float32) for name in ("age", "pressure")}
+        assert (session.run(["label"], fed)[0] == labels).all()
+        halves = load(folder).predict(table, threshold=0.5).labels
+        assert halves == np.where(shares >= 0.5, "yes", "no").tolist()
+
+    died, called = (table["died"] == "yes").to_numpy(), labels == "yes"
+    assert central["accuracy"] == (labels == table["died"]).mean()
+    assert central["sensitivity"] == called[died].mean()
+    assert central["specificity"] == (~called[~died]).mean()
+    assert central["confusion"][1] == [int((~called[died]).sum()), int(called[died].sum())]
+    said = f"The label is yes from a probability of {threshold:.3g} on"
+    for name in ("report.html", "MODEL_CARD.md"):
+        assert said in unescape((run.folder / name).read_text())
+    for client in evaluated["clients"] if not private else ():
+        assert {"sensitivity", "specificity"} <= client.keys()
+
+
+def test_the_estimator_decides_by_the_threshold(tmp_path):
+    settings = ["algorithm.draws=2", "retrain.rounds=4", f"dataset.cache={tmp_path / 'cache'}"]
+    model = FedClassifier(clients=2, preset="fast", settings=[*settings, f"run_dir={tmp_path}/r"])
+    table = patients(600)
+    model.fit(table, label="died")
+    threshold = read_run(model.run_folder).last("evaluated")["threshold"]
+    shares = model.predict_proba(table)[:, 1].astype(np.float32)
+    labels = np.where(shares >= np.float32(threshold), "yes", "no")
+    assert (model.predict(table) == labels).all()
+    assert (labels != np.where(shares >= 0.5, "yes", "no")).any()
+    assert load(model.run_folder).predict(table).labels == labels.tolist()
+
+
+def test_compared_by_accuracy_the_most_probable_class_is_the_label(finished_run, data):
+    run = finished_run(*LINEAR, f"dataset.root={data}", "evaluation.metric=accuracy")
+    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    assert evaluated["threshold"] is None
+    found = load(run.folder).predict(data / "test.csv")
+    assert found.accuracy == evaluated["central"]["accuracy"]
+    assert (np.array(found.labels) == "yes").tolist() == (
+        found.probabilities.argmax(1) == 1
+    ).tolist()
+    assert "The label is the most probable class" in (run.folder / "MODEL_CARD.md").read_text()
