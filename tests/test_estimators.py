@@ -3,6 +3,8 @@
 import pickle
 import shutil
 import warnings
+from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 
 import fednas_flwr
-from fednas_flwr import FedClassifier, FedRegressor, compose
+from fednas_flwr import FedClassifier, FedRegressor, compose, estimators, run
+from fednas_flwr.api import check
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.runs.run_folder import read_config_file
 from fednas_flwr.settings import dump_config
@@ -57,7 +60,7 @@ def config_of(model):
 
 
 def test_the_package_lists_what_it_has():
-    assert {*fednas_flwr.__all__} <= {*dir(fednas_flwr)}
+    assert dir(fednas_flwr) == sorted(fednas_flwr.__all__)
     assert fednas_flwr.FedRegressor is FedRegressor
 
 
@@ -74,7 +77,25 @@ def test_a_fit_is_a_run_of_the_command_line(fitted):
     )
     assert dump_config(config) == dump_config(typed)
     assert (fitted.run_folder / "model.onnx").exists()
-    assert pd.read_parquet(root).shape == (200, 5)
+
+
+def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_path, monkeypatch):
+    root = Path(config_of(fitted).dataset.root)
+    assert [path.name for path in root.parents[1].iterdir()] == ["self-tests"]
+
+    def stop(event):
+        if event["event"] == "round" and event["stage"] == "retrain":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(estimators, "run", lambda config: run(config, listeners=[stop]))
+    table = patients().assign(label=1, site=2)  # features, whose names are taken
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, table[["age", "label", "site"]], table["died"], groups=table["hospital"])
+    model = run(tmp_path / "run").model
+    assert [column.name for column in model.inputs.schema] == ["age", "label", "site"]
+    with pytest.raises(ConfigError, match="run_dir="):
+        fit(tmp_path, table[["age"]], table["died"])
+    assert len([*(tmp_path / "cache").glob("fit-*/records.parquet")]) == 1
 
 
 def test_predictions_are_the_targets_own_values(fitted):
@@ -172,6 +193,20 @@ def test_what_is_wrong_is_told_in_one_sentence(keys, label, message):
         FedClassifier(**keys).fit(patients(), label=label)
 
 
+@pytest.mark.parametrize("preset", estimators.PRESETS)
+@pytest.mark.parametrize("epsilon", [False, True])
+def test_every_preset_is_a_run_with_and_without_privacy(preset, epsilon, tmp_path, monkeypatch):
+    def checked(config):
+        check(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(estimators, "run", checked)
+    own = [f"dataset.cache={tmp_path}"] + epsilon * ["dataset.ranges={age: [0, 100]}"]
+    model = FedClassifier(preset=preset, epsilon=8 if epsilon else None, settings=own)
+    with pytest.raises(InterruptedError):
+        model.fit(patients()[["age", "died"]], label="died")
+
+
 @pytest.mark.run
 def test_a_grid_search_tunes_it(tmp_path):
     table = patients()
@@ -196,6 +231,7 @@ def test_a_number_is_predicted_in_its_own_unit(tmp_path):
 def test_scikit_learns_own_checks(estimator, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDNAS_CACHE", str(tmp_path / "cache"))
+    begun = process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = estimator(preset="fast", settings=TINY)
@@ -203,6 +239,7 @@ def test_scikit_learns_own_checks(estimator, tmp_path, monkeypatch):
     failed = [one["check_name"] for one in results if one["status"] == "xfail"]
     assert failed == [*EXPECTED]
     assert len(results) > 50
+    assert process_time() - begun < 120
 
 
 def test_a_column_that_is_not_there_is_named():
