@@ -71,6 +71,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         preset: str = "default",
         settings: Sequence[str] = (),
         random_state: int | None = None,
+        verbose: bool = False,
     ) -> None:
         """Store the settings.
 
@@ -82,9 +83,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
                 none. A table's ``dataset.ranges`` are then among the ``settings``.
             time_limit: Of the run, such as ``10min``.
             preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
-                search, ``best`` compares more networks and trains them for longer.
+                search, ``best`` compares more networks, without privacy in 40 rounds.
             settings: Further settings, as ``fednas run`` takes them; they overrule all others.
             random_state: Seed of the run; None is 1.
+            verbose: True shows what ``fednas run`` shows.
         """
         self.clients = clients
         self.metric = metric
@@ -93,9 +95,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.preset = preset
         self.settings = settings
         self.random_state = random_state
+        self.verbose = verbose
 
     def fit(self, X: Any, y: Any = None, *, label: str | None = None, groups: Any = None) -> Self:
         """Search, train and export a network in a run folder.
+
+        Records are written below ``dataset.cache`` and removed at the end, unless the run is
+        interrupted, and could go on by ``fednas run resume=<run folder>``.
 
         Args:
             X: A table, a DataFrame of pandas or another library or an array [N, F]; or images, an
@@ -201,7 +207,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             name = "records.parquet" if X.ndim == 2 else "records.npz"
             root = str(write_atomically(folder / name, content))
             data = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
-            return run(with_clients(replace(config, dataset=data), ()))
+            config = with_clients(replace(config, dataset=data), ())
+            return run(config, quiet=not self.verbose)
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:
         """Features as scikit-learn has them; columns of a DataFrame may be of any kind."""

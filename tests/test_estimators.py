@@ -3,6 +3,8 @@
 import pickle
 import shutil
 import warnings
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -29,6 +31,14 @@ EXPECTED = {
     "check_fit2d_1feature": "of its ten records a client keeps one to train on, which batch norm "
     "cannot normalise; the message says so"
 }
+
+
+TYPED = [
+    *("experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"),
+    *("evaluation.baselines=0", "trackers=[]", "dataset=csv", "dataset.label=died"),
+    *("search_space=mlp_small", "partition=column", "partition.column=hospital", "clients=3"),
+    *TINY,
+]
 
 
 def patients(number=200):
@@ -68,13 +78,8 @@ def test_a_fit_is_a_run_of_the_command_line(fitted):
     config = config_of(fitted)
     assert (config.clients, config.partition.name) == (3, "column")
     root = str(config.dataset.root)
-    typed = compose(
-        *("experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"),
-        *("evaluation.baselines=0", "trackers=[]", "dataset=csv", "dataset.label=died"),
-        *("search_space=mlp_small", "partition=column", "partition.column=hospital", "clients=3"),
-        *(f"dataset.root={root}", f"dataset.cache={config.dataset.cache}", *TINY),
-        f"run_dir={fitted.run_folder}",
-    )
+    own = (f"dataset.root={root}", f"dataset.cache={config.dataset.cache}")
+    typed = compose(*TYPED, *own, f"run_dir={fitted.run_folder}")
     assert dump_config(config) == dump_config(typed)
     assert (fitted.run_folder / "model.onnx").exists()
 
@@ -87,7 +92,7 @@ def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_pat
         if event["event"] == "round" and event["stage"] == "retrain":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(estimators, "run", lambda config: run(config, listeners=[stop]))
+    monkeypatch.setattr(estimators, "run", partial(run, listeners=[stop]))
     table = patients().assign(label=1, site=2)  # features, whose names are taken
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, table[["age", "label", "site"]], table["died"], groups=table["hospital"])
@@ -137,6 +142,21 @@ def test_a_pickle_predicts_without_the_run_folder(fitted, tmp_path):
             again.leaderboard()
     finally:
         shutil.move(away, fitted.run_folder_)
+
+
+@pytest.mark.run
+def test_from_a_dataframe_to_a_leaderboard_is_the_runs_time_and_two_seconds(fitted, tmp_path):
+    """Processor time; by the fixture, all that is imported once has been."""
+    table, own = patients(), [f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'fit'}"]
+    begun = process_time()
+    model = FedClassifier(clients="hospital", preset="fast", settings=[*TINY, *own])
+    assert len(model.fit(table, label="died").leaderboard()) > 1
+    between = process_time()
+    table.to_csv(tmp_path / "table.csv", index=False)
+    typed = compose(*TYPED, f"dataset.root={tmp_path / 'table.csv'}", own[0])
+    run(replace(typed, run_dir=str(tmp_path / "run")))
+    alone = process_time() - between
+    assert between - begun < alone + 2
 
 
 def fit(tmp_path, X, y, *settings, groups=None, **keys):
@@ -196,7 +216,7 @@ def test_what_is_wrong_is_told_in_one_sentence(keys, label, message):
 @pytest.mark.parametrize("preset", estimators.PRESETS)
 @pytest.mark.parametrize("epsilon", [False, True])
 def test_every_preset_is_a_run_with_and_without_privacy(preset, epsilon, tmp_path, monkeypatch):
-    def checked(config):
+    def checked(config, quiet):
         check(config)
         raise InterruptedError
 
