@@ -164,11 +164,11 @@ def fit(tmp_path, X, y, *settings, groups=None, **keys):
     return FedClassifier(preset="fast", settings=own, **keys).fit(X, y, groups=groups)
 
 
-def test_arrays_and_groups(tmp_path):
+def test_arrays_and_groups(tmp_path, capsys):
     table = patients()
-    model = fit(
-        tmp_path, table[["age", "pressure"]].to_numpy(), table["sex"], groups=table["hospital"]
-    )
+    X, groups = table[["age", "pressure"]].to_numpy(), table["hospital"]
+    model = fit(tmp_path, X, table["sex"], groups=groups, verbose=True)
+    assert f"run folder: {tmp_path / 'run'}" in capsys.readouterr().out
     assert config_of(model).clients == 3
     assert model.classes_.tolist() == ["f", "m"]
     assert model.n_features_in_ == 2
