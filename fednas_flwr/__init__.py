@@ -59,4 +59,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """List what there is, imported or not."""
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -69,12 +69,15 @@ class Result:
         return load(self.folder)
 
     def leaderboard(self) -> list[dict[str, Any]]:
-        """The networks that the run has compared, best first, a row of numbers each."""
-        from fednas_flwr.runs.leaderboard import candidates, compared
+        """A row of numbers for what is delivered, then for each model it was compared with.
+
+        Networks come first, the best by their scores on validation records before the others; then
+        models that need no search.
+        """
+        from fednas_flwr.runs.leaderboard import compared
         from fednas_flwr.runs.numbers import read_run
 
-        chosen = [one.row() for one in candidates(self.folder)]
-        return chosen or compared(read_run(self.folder))
+        return compared(read_run(self.folder))
 
     def plot(self, name: str = "leaderboard") -> Picture:
         """A picture of the report, which Jupyter shows: ``clients``, ``roc``, ``retrain_loss``, ...

@@ -7,11 +7,12 @@ model, and predicts without that folder.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,19 +29,22 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from fednas_flwr.api import Result, compose, run, with_clients
 from fednas_flwr.base.errors import ConfigError, check_choice, listed
 from fednas_flwr.base.files import make_folder, write_atomically
-from fednas_flwr.models.networks import load
+from fednas_flwr.client.rehearsal import SELF_TESTS
+from fednas_flwr.models.networks import load, load_description
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import export_model
+from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import expanded
 
-LABEL, SITE = "label", "site"  # columns of arrays and of what is given beside a DataFrame
-BEST = "experiment=search/recommended"
+FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
+FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
+PLAIN, PRIVATE = "experiment=search/recommended", "experiment=search/recommended_private"
+MORE = "evaluation.baselines=4"
 PRESETS = {  # without and with privacy
-    "fast": ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
-    + ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"],
-    "default": [BEST],
-    "best": [BEST, "algorithm.pool.keep=16", "evaluation.baselines=4", "retrain.rounds=40"],
+    "fast": (FAST, FAST),
+    "default": ([PLAIN], [PRIVATE]),
+    "best": ([PLAIN, MORE, "algorithm.pool.keep=16", "retrain.rounds=40"], [PRIVATE, MORE]),
 }
 
 
@@ -67,6 +71,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         preset: str = "default",
         settings: Sequence[str] = (),
         random_state: int | None = None,
+        verbose: bool = False,
     ) -> None:
         """Store the settings.
 
@@ -78,9 +83,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
                 none. A table's ``dataset.ranges`` are then among the ``settings``.
             time_limit: Of the run, such as ``10min``.
             preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
-                search, ``best`` compares more networks and trains them for longer.
+                search, ``best`` compares more networks, without privacy in 40 rounds.
             settings: Further settings, as ``fednas run`` takes them; they overrule all others.
             random_state: Seed of the run; None is 1.
+            verbose: True shows what ``fednas run`` shows.
         """
         self.clients = clients
         self.metric = metric
@@ -89,9 +95,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.preset = preset
         self.settings = settings
         self.random_state = random_state
+        self.verbose = verbose
 
     def fit(self, X: Any, y: Any = None, *, label: str | None = None, groups: Any = None) -> Self:
         """Search, train and export a network in a run folder.
+
+        Records are written below ``dataset.cache`` and removed at the end, unless the run is
+        interrupted, and could go on by ``fednas run resume=<run folder>``.
 
         Args:
             X: A table, a DataFrame of pandas or another library or an array [N, F]; or images, an
@@ -104,7 +114,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             ValueError: The data is not of this form.
             ConfigError: The run is not possible with these settings and records.
         """
-        X, site = _frame(X), SITE
+        X, site = _frame(X), None
         if y is None and label is not None:
             y, X = _taken(X, label)
         if y is None:
@@ -115,13 +125,14 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         X = self._checked(X, reset=True)
         y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
         check_consistent_length(X, y, groups)
-        result = self._run(X, self._target(y), groups, label=label or LABEL, site=site)
-        self.run_folder_ = str(result.folder.resolve())
+        result = self._run(X, self._target(y), groups, label=label, site=site)
+        load_description(result.folder)  # refuses a run that had no time for a model
         self._content = (result.folder / MODEL_FILE).read_bytes()
+        self.run_folder_ = str(result.folder.resolve())
         return self
 
     def leaderboard(self) -> pd.DataFrame:
-        """The networks that the run has compared, best first, a row of numbers each."""
+        """What is delivered and all that it was compared with, see ``Result.leaderboard``."""
         return pd.DataFrame(Result(self.run_folder).leaderboard())
 
     def report(self) -> Path:
@@ -159,8 +170,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             raise ConfigError(f"the run folder {folder} is gone: only predictions work without it.")
         return folder
 
-    def _run(self, X: Any, y: Any, groups: Any, *, label: str, site: str) -> Result:
-        """The run of the settings, on records that are written to the cache of data sets."""
+    def _run(self, X: Any, y: Any, groups: Any, *, label: str | None, site: str | None) -> Result:
+        """The run of the settings, on records in a file for the time that it takes."""
         check_choice("preset", self.preset, PRESETS)
         chosen = {
             "seed": self.random_state or 1,
@@ -172,10 +183,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             "clients": (self.clients or 1) if groups is None else None,
         }
         if X.ndim == 2:
-            table = pd.DataFrame(X).add_prefix("").assign(**{label: y})
+            table = pd.DataFrame(X).add_prefix("")
+            label = label or _free("label", table)
+            table[label] = y
             chosen |= {"dataset.label": label, "search_space": "mlp_small"}
             chosen |= {"dataset.task": self.task} if self.task != "classification" else {}
             if groups is not None:
+                site = site or _free("site", table)
                 table[site] = np.asarray(groups)
                 chosen |= {"partition": "column", "partition.column": site}
             content = table.to_parquet(index=False)
@@ -185,17 +199,16 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             arrays = io.BytesIO()
             np.savez(arrays, x_train=X, y_train=y)
             content = arrays.getvalue()
-        private = "" if self.epsilon is None else "_private"
-        settings = [s + private * (s == BEST) for s in PRESETS[self.preset]]
+        settings = [*PRESETS[self.preset][self.epsilon is not None]]
         for name, value in chosen.items():  # quoted, as JSON is
             settings += [] if value is None else [f"{name}={json.dumps(value, ensure_ascii=False)}"]
         config = compose(*settings, *self.settings)
-        folder = expanded("dataset.cache", config.dataset.cache)
-        make_folder(folder)
-        name = hashlib.blake2b(content, digest_size=16).hexdigest()
-        path = write_atomically(folder / f"{name}.{'parquet' if X.ndim == 2 else 'npz'}", content)
-        data = replace(config.dataset, root=str(path))  # type: ignore[call-arg]
-        return run(with_clients(replace(config, dataset=data), ()))
+        with _cache_of_a_fit(expanded("dataset.cache", config.dataset.cache)) as folder:
+            name = "records.parquet" if X.ndim == 2 else "records.npz"
+            root = str(write_atomically(folder / name, content))
+            data = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
+            config = with_clients(replace(config, dataset=data), ())
+            return run(config, quiet=not self.verbose)
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:
         """Features as scikit-learn has them; columns of a DataFrame may be of any kind."""
@@ -273,6 +286,28 @@ def _taken(frame: pd.DataFrame, column: str) -> tuple[pd.Series, pd.DataFrame]:
         have = listed(map(str, getattr(frame, "columns", ("no named columns",))), 8)
         raise ValueError(f"X has no column {column}: it has {have}.")
     return frame[column], frame.drop(columns=column)
+
+
+def _free(name: str, table: pd.DataFrame) -> str:
+    """A name that no column has."""
+    return name if name not in table else _free(f"{name}_", table)
+
+
+@contextmanager
+def _cache_of_a_fit(cache: Path) -> Iterator[Path]:
+    """A folder for records, which stays only if the run is stopped midway and can be resumed."""
+    make_folder(cache / SELF_TESTS)
+    folder = Path(tempfile.mkdtemp(prefix="fit-", dir=cache))
+    (folder / SELF_TESTS).symlink_to((cache / SELF_TESTS).resolve())  # these serve all runs
+    resumable = False
+    try:
+        yield folder
+    except (KeyboardInterrupt, OSError, QuorumError):
+        resumable = True
+        raise
+    finally:
+        if not resumable:
+            shutil.rmtree(folder)
 
 
 def _frame(data: Any) -> Any:

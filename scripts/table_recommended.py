@@ -1,17 +1,18 @@
-"""Table: what the recommended command delivers, beside the simplest alternatives.
+"""Tables: what the recommended command delivers, beside the simplest alternatives.
 
     python scripts/table_recommended.py --data <folder> [--jobs 2] [--only heart,digits]
 
 Nobody tuned on the seeds, which are listed here; each has a split of its own into clients' records
 and the server's test set. What is chosen is chosen by validation records. ``<folder>`` has the data
 of the README's table in the forms in which they are published: ``heart_disease/``, ``fraud/``,
-``breastmnist/``, ``FashionMNIST/``, ``cifar10_jpeg60k.npz.xz``; digits and a table with
+``breastmnist/``, ``FashionMNIST/``, ``cifar10_jpeg60k.npz.xz``; digits, diabetes and tables with
 interactions are made here. Continues where it was stopped; every finished run is added to
-scripts/results/recommended.json.
+scripts/results/recommended.json, or, of a number to predict, regression.json.
 
 Columns are test scores by each row's own metric: of the delivered network; of the found one, the
 mean random one, the data-free choice and ResNet-8, which all had the same rounds; of the linear
-model; and of the boosted trees on pooled records of a table.
+model; and of the boosted trees on pooled records of a table. Of numbers they are R2, also of ridge
+regression on pooled records, and the delivered network's RMSE.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from table_runs import arguments, make_all, measure
 from tables import start_results
 
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.runs.leaderboard import candidates, chosen
+from fednas_flwr.runs.leaderboard import candidates, chosen, compared
 from fednas_flwr.runs.numbers import Run
 
 RESULTS = Path(__file__).parent / "results" / "recommended.json"
+NUMBERS = RESULTS.with_name("regression.json")
 RUNS = Path("runs/table_recommended")
 SEEDS, FEW_SEEDS = (101, 102, 103, 104, 105), (101, 102, 103)
 SUFFIX = {"dataset=csv": ".csv"}
@@ -53,6 +55,11 @@ COLUMNS = [{"metric": name, "title": name, "scale": 100, "decimals": 1} for name
 COLUMNS.append(
     {"metric": "minus_simple", "title": "delivered minus simple", "scale": 100, "decimals": 1}
 )
+OF_NUMBERS = [
+    {"metric": name, "title": name, "decimals": 3}
+    for name in ("delivered", "found", "linear", "ridge", "trees")
+]
+OF_NUMBERS.append({"metric": "rmse", "title": "RMSE of delivered"})
 
 
 def main() -> None:
@@ -68,6 +75,12 @@ def main() -> None:
         command="python scripts/table_recommended.py --data <folder>",
         columns=COLUMNS,
     )
+    start_results(
+        NUMBERS,
+        title="Numbers: the recommended command and simpler models, test R2",
+        command="python scripts/table_recommended.py --data <folder> --only diabetes,stays",
+        columns=OF_NUMBERS,
+    )
     jobs = []
     for name, (write, partitions, overrides, seeds) in ROWS.items():
         for partition, divided in partitions.items():
@@ -77,11 +90,16 @@ def main() -> None:
                 root = RUNS / "data" / f"{name}_{seed}{SUFFIX.get(overrides[0], '.npz')}"
                 group = {"data": name, "partition": partition}
                 folder = RUNS / f"{name}_{partition}_{seed}".replace(" ", "_")
-                settings = ["experiment=search/recommended", "runtime.threads=1"]
-                settings += [*overrides, *divided, "evaluation.baselines=2"]
+                results, more, random = RESULTS, scores, 2
+                if partitions is BUDGETS.get(name):
+                    results, more, random = NUMBERS, scores_of_numbers, 1
+                    group = {"data": name, "privacy": partition}
+                searches = ["experiment=search/recommended"] * (not divided[0].startswith("exp"))
+                settings = [*searches, "runtime.threads=1", *overrides, *divided]
+                settings.append(f"evaluation.baselines={random}")
                 if not root.exists():
                     write(data, root, seed)
-                run = partial(measure, RESULTS, folder, group=group, seed=seed, more=scores)
+                run = partial(measure, results, folder, group=group, seed=seed, more=more)
                 jobs.append(partial(run, overrides=settings, root=root.resolve()))
     make_all(lambda job: job(), jobs, at_a_time=options.jobs)
 
@@ -111,6 +129,19 @@ def scores(run: Run) -> dict[str, float | None]:
     }
 
 
+def scores_of_numbers(run: Run) -> dict[str, float | None]:
+    """Test scores of a run that predicts a number, by the columns' names."""
+    rows = {row["network"]: row["test"] for row in compared(run)}
+    return {
+        "delivered": run.test_score(),
+        "found": rows.get("found"),
+        "linear": rows.get("linear"),
+        "ridge": run.test_score("linear"),
+        "trees": run.test_score("trees"),
+        "rmse": run.scores("central")["rmse"],
+    }
+
+
 def write_heart(data: Path, root: Path, seed: int) -> None:
     """Write the four hospitals' tables as they are, with an id that the split follows."""
     for file in sorted((data / "heart_disease").glob("processed.*.data")):
@@ -136,6 +167,25 @@ def write_interactions(data: Path, root: Path, seed: int) -> None:
     table = pd.DataFrame(x.round(4), columns=[f"x{i}" for i in range(12)])
     table["label"] = (drawn.random(3000) < 1 / (1 + np.exp(-odds))).astype(int)
     _write_table(root, table.assign(site=[f"site {s}" for s in site]), seed)
+
+
+def write_diabetes(data: Path, root: Path, seed: int) -> None:
+    """Write scikit-learn's 442 patients, whose disease progresses by a number."""
+    from sklearn.datasets import load_diabetes
+
+    _write_table(root, load_diabetes(as_frame=True, scaled=False).frame, seed)
+
+
+def write_stays(data: Path, root: Path, seed: int) -> None:
+    """Write 1,200 made stays in four hospitals, in days, with an interaction of two columns."""
+    drawn = np.random.default_rng(seed)
+    age, crp = drawn.integers(20, 95, 1200), drawn.exponential(12, 1200).round(1)
+    ward, site = drawn.choice(["surgery", "icu", "eye"], 1200), drawn.integers(0, 4, 1200)
+    days = 2 + 0.05 * age + 0.05 * crp + (ward == "icu") * (2 + 0.15 * crp) + 0.3 * site
+    days = (days + drawn.normal(0, 1, 1200)).clip(0.1).round(1)
+    crp[drawn.random(1200) < 0.05] = np.nan
+    columns = {"age": age, "ward": ward, "crp": crp, "site": [f"site {s}" for s in site]}
+    _write_table(root, pd.DataFrame(columns).assign(days=days), seed)
 
 
 def write_breast(data: Path, root: Path, seed: int) -> None:
@@ -213,7 +263,26 @@ def _write_table(path: Path, table: pd.DataFrame, seed: int) -> None:
 
 
 Write = Callable[[Path, Path, int], None]
-COLUMN = ("partition=column", "partition.column=site", "clients=6", "dataset.label=label")
+SITES = ("partition=column", "partition.column=site")
+COLUMN = (*SITES, "clients=6", "dataset.label=label")
+EPSILON = ("experiment=search/recommended_private", "privacy.epsilon=8")
+OF_DIABETES = (
+    "dataset.ranges={age:[18,80],sex:[1,2],bmi:[15,45],bp:[60,140],s1:[90,310],s2:[40,250],"
+    "s3:[20,100],s4:[2,10],s5:[3,6.5],s6:[55,125]}"
+)
+BUDGETS: dict[str, dict[str, tuple[str, ...]]] = {  # of a number to predict, in place of partitions
+    "diabetes": {
+        "none": ("clients=4",),
+        "epsilon 8": (*EPSILON, "clients=4", OF_DIABETES, "dataset.target_range=[25,350]"),
+    },
+    "stays": {
+        "none": (*SITES, "clients=4"),
+        "epsilon 8": (
+            *(*EPSILON, *SITES, "clients=4", "dataset.target_range=[0,25]"),
+            "dataset.ranges={age:[18,100],crp:[0,60]}",
+        ),
+    },
+}
 ROWS: dict[str, tuple[Write, dict[str, tuple[str, ...]], tuple[str, ...], tuple[int, ...]]] = {
     "heart": (
         write_heart,
@@ -228,6 +297,13 @@ ROWS: dict[str, tuple[Write, dict[str, tuple[str, ...]], tuple[str, ...], tuple[
         SEEDS,
     ),
     "interactions": (write_interactions, {"sites": COLUMN}, TABLE, SEEDS),
+    "diabetes": (
+        write_diabetes,
+        BUDGETS["diabetes"],
+        (*TABLE, "dataset.label=target"),
+        FEW_SEEDS,
+    ),
+    "stays": (write_stays, BUDGETS["stays"], (*TABLE, "dataset.label=days"), FEW_SEEDS),
     "breast": (write_breast, {"iid": ("clients=4",)}, ("dataset=npz",), SEEDS),
     "digits": (write_digits, PARTITIONS, ("dataset=npz",), SEEDS),
     "fashion 2,000": (

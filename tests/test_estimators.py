@@ -3,6 +3,10 @@
 import pickle
 import shutil
 import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,8 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 
 import fednas_flwr
-from fednas_flwr import FedClassifier, FedRegressor, compose
+from fednas_flwr import FedClassifier, FedRegressor, compose, estimators, run
+from fednas_flwr.api import check
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.runs.run_folder import read_config_file
 from fednas_flwr.settings import dump_config
@@ -26,6 +31,14 @@ EXPECTED = {
     "check_fit2d_1feature": "of its ten records a client keeps one to train on, which batch norm "
     "cannot normalise; the message says so"
 }
+
+
+TYPED = [
+    *("experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"),
+    *("evaluation.baselines=0", "trackers=[]", "dataset=csv", "dataset.label=died"),
+    *("search_space=mlp_small", "partition=column", "partition.column=hospital", "clients=3"),
+    *TINY,
+]
 
 
 def patients(number=200):
@@ -57,7 +70,7 @@ def config_of(model):
 
 
 def test_the_package_lists_what_it_has():
-    assert {*fednas_flwr.__all__} <= {*dir(fednas_flwr)}
+    assert dir(fednas_flwr) == sorted(fednas_flwr.__all__)
     assert fednas_flwr.FedRegressor is FedRegressor
 
 
@@ -65,16 +78,29 @@ def test_a_fit_is_a_run_of_the_command_line(fitted):
     config = config_of(fitted)
     assert (config.clients, config.partition.name) == (3, "column")
     root = str(config.dataset.root)
-    typed = compose(
-        *("experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"),
-        *("evaluation.baselines=0", "trackers=[]", "dataset=csv", "dataset.label=died"),
-        *("search_space=mlp_small", "partition=column", "partition.column=hospital", "clients=3"),
-        *(f"dataset.root={root}", f"dataset.cache={config.dataset.cache}", *TINY),
-        f"run_dir={fitted.run_folder}",
-    )
+    own = (f"dataset.root={root}", f"dataset.cache={config.dataset.cache}")
+    typed = compose(*TYPED, *own, f"run_dir={fitted.run_folder}")
     assert dump_config(config) == dump_config(typed)
     assert (fitted.run_folder / "model.onnx").exists()
-    assert pd.read_parquet(root).shape == (200, 5)
+
+
+def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_path, monkeypatch):
+    root = Path(config_of(fitted).dataset.root)
+    assert [path.name for path in root.parents[1].iterdir()] == ["self-tests"]
+
+    def stop(event):
+        if event["event"] == "round" and event["stage"] == "retrain":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(estimators, "run", partial(run, listeners=[stop]))
+    table = patients().assign(label=1, site=2)  # features, whose names are taken
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, table[["age", "label", "site"]], table["died"], groups=table["hospital"])
+    model = run(tmp_path / "run").model
+    assert [column.name for column in model.inputs.schema] == ["age", "label", "site"]
+    with pytest.raises(ConfigError, match="run_dir="):
+        fit(tmp_path, table[["age"]], table["died"])
+    assert len([*(tmp_path / "cache").glob("fit-*/records.parquet")]) == 1
 
 
 def test_predictions_are_the_targets_own_values(fitted):
@@ -118,16 +144,31 @@ def test_a_pickle_predicts_without_the_run_folder(fitted, tmp_path):
         shutil.move(away, fitted.run_folder_)
 
 
+@pytest.mark.run
+def test_from_a_dataframe_to_a_leaderboard_is_the_runs_time_and_two_seconds(fitted, tmp_path):
+    """Processor time; by the fixture, all that is imported once has been."""
+    table, own = patients(), [f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'fit'}"]
+    begun = process_time()
+    model = FedClassifier(clients="hospital", preset="fast", settings=[*TINY, *own])
+    assert len(model.fit(table, label="died").leaderboard()) > 1
+    between = process_time()
+    table.to_csv(tmp_path / "table.csv", index=False)
+    typed = compose(*TYPED, f"dataset.root={tmp_path / 'table.csv'}", own[0])
+    run(replace(typed, run_dir=str(tmp_path / "run")))
+    alone = process_time() - between
+    assert between - begun < alone + 2
+
+
 def fit(tmp_path, X, y, *settings, groups=None, **keys):
     own = [*TINY, f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}", *settings]
     return FedClassifier(preset="fast", settings=own, **keys).fit(X, y, groups=groups)
 
 
-def test_arrays_and_groups(tmp_path):
+def test_arrays_and_groups(tmp_path, capsys):
     table = patients()
-    model = fit(
-        tmp_path, table[["age", "pressure"]].to_numpy(), table["sex"], groups=table["hospital"]
-    )
+    X, groups = table[["age", "pressure"]].to_numpy(), table["hospital"]
+    model = fit(tmp_path, X, table["sex"], groups=groups, verbose=True)
+    assert f"run folder: {tmp_path / 'run'}" in capsys.readouterr().out
     assert config_of(model).clients == 3
     assert model.classes_.tolist() == ["f", "m"]
     assert model.n_features_in_ == 2
@@ -172,6 +213,20 @@ def test_what_is_wrong_is_told_in_one_sentence(keys, label, message):
         FedClassifier(**keys).fit(patients(), label=label)
 
 
+@pytest.mark.parametrize("preset", estimators.PRESETS)
+@pytest.mark.parametrize("epsilon", [False, True])
+def test_every_preset_is_a_run_with_and_without_privacy(preset, epsilon, tmp_path, monkeypatch):
+    def checked(config, quiet):
+        check(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(estimators, "run", checked)
+    own = [f"dataset.cache={tmp_path}"] + epsilon * ["dataset.ranges={age: [0, 100]}"]
+    model = FedClassifier(preset=preset, epsilon=8 if epsilon else None, settings=own)
+    with pytest.raises(InterruptedError):
+        model.fit(patients()[["age", "died"]], label="died")
+
+
 @pytest.mark.run
 def test_a_grid_search_tunes_it(tmp_path):
     table = patients()
@@ -196,6 +251,7 @@ def test_a_number_is_predicted_in_its_own_unit(tmp_path):
 def test_scikit_learns_own_checks(estimator, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDNAS_CACHE", str(tmp_path / "cache"))
+    begun = process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = estimator(preset="fast", settings=TINY)
@@ -203,6 +259,7 @@ def test_scikit_learns_own_checks(estimator, tmp_path, monkeypatch):
     failed = [one["check_name"] for one in results if one["status"] == "xfail"]
     assert failed == [*EXPECTED]
     assert len(results) > 50
+    assert process_time() - begun < 120
 
 
 def test_a_column_that_is_not_there_is_named():

@@ -24,7 +24,7 @@ from fednas_flwr.client.client import Client
 from fednas_flwr.privacy.self_test import Computation, largest_size, made_up_labels, unwatched
 from fednas_flwr.spaces.latency_tables import machine_name
 
-FOLDER = "self-tests"
+SELF_TESTS = "self-tests"
 # Beginnings of the names of settings by which kernels are chosen.
 KERNEL_SETTINGS = ("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_")
 MOST_FILES = 1000  # a server that thinks of ever new networks fills no disk
@@ -83,7 +83,7 @@ def shown_size(key: list[Any], cache: Path | None, test: Callable[[], int]) -> i
     text = json.dumps(key)
     if cache is None:
         return test()
-    path = cache / FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    path = cache / SELF_TESTS / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
     size = _read(path, text)
     if size is None:
         size = test()

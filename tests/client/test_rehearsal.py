@@ -13,7 +13,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import rehearsal
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
-from fednas_flwr.client.rehearsal import FOLDER, machine, shown_size, structure
+from fednas_flwr.client.rehearsal import SELF_TESTS, machine, shown_size, structure
 from fednas_flwr.privacy.mechanism import micro_batches
 from fednas_flwr.settings import with_runtime
 
@@ -32,7 +32,7 @@ def test_a_result_is_found_again_by_a_later_process_unless_its_file_is_damaged(t
         assert len(calls) == 1
     assert shown_size(["other"], tmp_path, test) == 4
     assert len(calls) == 2
-    for path in (tmp_path / FOLDER).iterdir():
+    for path in (tmp_path / SELF_TESTS).iterdir():
         path.write_text(json.dumps({"key": "another", "size": 64}))
     assert shown_size(["key", 1.5], tmp_path, test) == 4
     assert len(calls) == 3
@@ -48,7 +48,7 @@ def test_a_server_that_asks_for_ever_new_networks_fills_no_disk(tmp_path, monkey
     monkeypatch.setattr(rehearsal, "MOST_FILES", 3)
     for number in range(6):
         assert shown_size([number], tmp_path, lambda number=number: number + 1) == number + 1
-    assert len(list((tmp_path / FOLDER).iterdir())) == 3
+    assert len(list((tmp_path / SELF_TESTS).iterdir())) == 3
 
 
 def test_the_key_knows_structure_machine_and_settings_but_no_weights(monkeypatch):
