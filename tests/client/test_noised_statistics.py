@@ -1,7 +1,5 @@
 """Means and deviations of a private table: one noised release of each client, within its ranges."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -325,9 +323,7 @@ def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_calibrate_tells_of_the_release(
-    overrides: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_tells_of_the_release(overrides, capsys):
     assert main(["calibrate", *overrides, NOISE]) == 0
     told = capsys.readouterr().out
     assert "statistics, statistics on train: 1 steps" in told

@@ -1,16 +1,12 @@
 """``runtime=inline`` on several cores: the same bits, whatever process answers, and no orphans."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +17,12 @@ from fednas_flwr.deploy import local_actors
 from fednas_flwr.deploy.grids import InProcessGrid, LostError
 from fednas_flwr.deploy.local_actors import Forks, LocalGrid, local_grid, packed
 from fednas_flwr.runs.numbers import read_run
-from fednas_flwr.settings import Config, with_runtime
+from fednas_flwr.settings import with_runtime
 
 SHORT = ("rounds=3", "retrain.rounds=3", "dataset.linear_baseline=false")
 
 
-def test_one_core_one_client_or_a_process_among_others_stays_alone(
-    compose_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_core_one_client_or_a_process_among_others_stays_alone(compose_config, monkeypatch):
     config = compose_config("clients=3", "runtime.device=cpu")
     for cores, changed, alone in (
         (2, config, False),
@@ -46,14 +40,14 @@ def test_one_core_one_client_or_a_process_among_others_stays_alone(
         assert type(grid) is InProcessGrid
 
 
-def wait_for_workers(event: dict[str, Any]) -> None:
+def wait_for_workers(event):
     """A listener that lets no second round begin before there are workers."""
     while event["event"] == "round" and event["round"] == 1 and len(workers()) < 2:
         time.sleep(0.1)
 
 
 @pytest.fixture
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_cores(monkeypatch):
     monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
     monkeypatch.setattr(local_actors.os, "sched_getaffinity", lambda process: {0, 1})
 
@@ -70,12 +64,7 @@ def test_a_run_whose_processes_cannot_be_started_goes_on_in_its_own(
 
 
 @pytest.mark.run
-def test_workers_give_the_bits_of_one_process(
-    compose_config: Callable[..., Config],
-    tmp_path: Path,
-    two_cores: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_give_the_bits_of_one_process(compose_config, tmp_path, two_cores, monkeypatch):
     config, runs = compose_config(*SHORT, "runtime.device=cpu"), []
     answered: list[int] = []
     real = LocalGrid.answer
@@ -96,12 +85,12 @@ def test_workers_give_the_bits_of_one_process(
 
 @pytest.mark.run
 def test_a_worker_that_dies_costs_its_reply_and_another_takes_its_place(
-    compose_config: Callable[..., Config], tmp_path: Path, two_cores: None
-) -> None:
+    compose_config, tmp_path, two_cores
+):
     killed: list[int] = []
     config = compose_config("rounds=20", "stages=[search]", "runtime.device=cpu")
 
-    def kill_one(event: dict[str, Any]) -> None:
+    def kill_one(event):
         wait_for_workers(event)
         if event["event"] == "round" and event["round"] == 3:
             killed.append(workers()[0])
@@ -116,7 +105,7 @@ def test_a_worker_that_dies_costs_its_reply_and_another_takes_its_place(
 
 
 @pytest.mark.run
-def test_a_process_that_forks_others_is_replaced_when_it_has_died() -> None:
+def test_a_process_that_forks_others_is_replaced_when_it_has_died():
     sent = packed(len)
     assert sent is not None
     with Forks(sent) as forks:
@@ -134,7 +123,7 @@ def test_a_process_that_forks_others_is_replaced_when_it_has_died() -> None:
 
 
 @pytest.mark.run
-def test_no_worker_outlives_the_run(compose_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_no_worker_outlives_the_run(compose_config, tmp_path):
     script = (
         "import sys; from fednas_flwr import compose, run;"
         "from fednas_flwr.deploy import local_actors; local_actors.PATIENCE_S = 0.0;"
@@ -152,7 +141,7 @@ def test_no_worker_outlives_the_run(compose_config: Callable[..., Config], tmp_p
         time.sleep(0.1)
 
 
-def workers(of: int | None = None) -> list[int]:
+def workers(of=None):
     """The workers that a process, by default this one, has started by its interpreter."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -1,7 +1,5 @@
 """More clients than anybody wants to see one by one: made when asked, told by quantiles."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Runs whose rounds ask some of the clients: whom, with what average, and at what epsilon."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Whole runs by secure sums: equal to plain ones, with dropouts, refusals, and shared noise."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Clipped sums against a float64 loop over single records, and their sensitivity as a property."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys
@@ -21,10 +19,7 @@ from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
-from fednas_flwr.search.batch_gradients import (
-    BatchGradients,
-    trainable_weights,
-)
+from fednas_flwr.search.batch_gradients import BatchGradients, trainable_weights
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
@@ -246,10 +241,7 @@ def test_public_factors_multiply_after_clipping():
     x, _ = make_batch(shape, torch.float64, batch=3)
     y = torch.tensor([0, 1, 2])
     factors = torch.tensor([1.0, 0.25, 0.5, 1.0, 1.0])
-    for parameters, summed in (
-        (supernet.weights(), weight_sum),
-        (supernet.alphas(), alpha_sum),
-    ):
+    for parameters, summed in ((supernet.weights(), weight_sum), (supernet.alphas(), alpha_sum)):
         records = gradients_one_by_one(supernet, x, y, loss=cross_entropy, parameters=parameters)
         max_norm = 0.5 * min(map(norm, records))
         expected = clipped_sum(records, max_norm, factors=[1.0, 0.25, 0.5])

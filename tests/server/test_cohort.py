@@ -1,13 +1,10 @@
 """The cohort over grids that reorder, repeat, withhold and lose messages."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import asdict
 
 import pytest
-from flwr.app import RecordDict
 
 from fednas_flwr.data.records import Column
 from fednas_flwr.deploy.grids import InProcessGrid
@@ -155,7 +152,7 @@ def test_a_client_answers_only_when_the_reply_before_is_consumed(federation):
     order = []
 
     def noting(client):
-        def note(content: RecordDict) -> RecordDict:
+        def note(content):
             order.append(f"answers {client}")
             return content
 
