@@ -12,17 +12,16 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from fednas_flwr import api, compose
-from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, show
+from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning
 from fednas_flwr.base.foreign import dump_yaml
 from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.table_files import read_texts
-from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork, conf_folder, dump_config
+from fednas_flwr.settings import DifferentialPrivacy, GivenNetwork, conf_folder, dump_config
 from fednas_flwr.settings.configuration import load_config, parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, given_settings
-from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import algorithms
-from fednas_flwr.settings.run_settings import AggregateSettings, SamplingSettings, SecureSumSettings
+from fednas_flwr.settings.run_settings import SamplingSettings, SecureSumSettings
 from fednas_flwr.settings.unused import Given, check_effect
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
@@ -148,21 +147,11 @@ def test_json_round_trip(tree):
     assert "\n" not in dump_config(config)
 
 
-def test_whole_numbers_become_floats_and_nothing_else_is_converted(tree):
-    config = parse_config(changed(tree, "runtime.deadline_s", 60))
-    assert isinstance(config.runtime.deadline_s, float)
-    for key, value in {"rounds": 3.0, "clients": "3", "run_dir": 1, "seed": None}.items():
-        with pytest.raises(ConfigError, match=f"{key}={show(value)} has the wrong type"):
-            parse_config(changed(tree, key, value))
-
-
 BAD_VALUES = [  # numbers out of their ranges are those of test_ranges
-    ("algorithm.weights.min_lr", 9.0),
     ("dataset.mean", ["a"]),
     ("dataset.fractions", {"train": "all"}),
     ("privacy.name", "dp"),
     ("runtime.name", "slurm"),
-    ("retrain.weights.weight_decay", 41.0),  # learning rate .025
 ]
 
 
@@ -261,13 +250,6 @@ def test_missing_and_unknown_keys_are_named(tree):
         parse_config(changed(compose_tree(["dataset=mnist"]), "dataset.root", "???"))
 
 
-def test_configuration_cannot_be_changed(tree):
-    config = parse_config(tree)
-    with pytest.raises(AttributeError):
-        config.seed = 3  # type: ignore[misc]
-    assert isinstance(config, Config)
-
-
 def test_cache_folder_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("FEDNAS_CACHE", "/tmp/elsewhere")
     assert compose_tree([])["dataset"]["cache"] == "/tmp/elsewhere"
@@ -341,7 +323,7 @@ def test_no_record_decides_how_a_site_reads_the_others(tmp_path):
     ("overrides", "words"),
     [
         (["aggregate=mode"], "aggregate=mode is unknown"),
-        (["aggregate=median", "algorithm=fnas"], "sums of gradients"),
+        (["aggregate=median", "algorithm=fnas", "clients=2"], "sums of gradients"),
         (["aggregate=median", "clients=2"], "expected 3 or more"),
         (["aggregate=median", "retrain.exchange=gradients"], "set aggregate=mean or retrain.exch"),
         (["aggregate=trimmed_mean"], "aggregate.trim=1 leaves nothing of the replies"),
@@ -371,15 +353,6 @@ def test_every_algorithm_has_one_entry_and_a_file():
     assert files == set(algorithms())
     for name, entry in algorithms().items():
         assert (entry.search is None) == issubclass(entry.settings, GivenNetwork), name
-
-
-def test_the_algorithms_own_refusals_come_before_the_general_ones():
-    config = parse_config(compose_tree(["algorithm=fed_darts", "clients=2"]))
-    with pytest.raises(ConfigError, match="aggregate=median with a round of 2 clients"):
-        check_combinations(replace(config, aggregate=AggregateSettings("median")))
-    fnas = parse_config(compose_tree(["algorithm=fnas", "clients=2"]))
-    with pytest.raises(ConfigError, match="sums of gradients"):
-        check_combinations(replace(fnas, aggregate=AggregateSettings("median")))
 
 
 def test_fednas_with_privacy_is_told_which_algorithms_there_are():
