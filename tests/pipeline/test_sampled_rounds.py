@@ -19,6 +19,7 @@ from fednas_flwr.models.networks import describe_network
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.report.templates import sentence
+from fednas_flwr.server.exchange import Participants
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.names import SAMPLINGS
 
@@ -68,14 +69,19 @@ def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whol
     assert len(tested["clients"]) <= 2
 
 
-def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(whole.folder, folder)
-    text = (folder / "config.yaml").read_text().replace(str(whole.folder), str(folder))
+def copy_without(run, folder, *checkpoints):
+    """Return a copy of a run's folder that lacks some checkpoints, to be resumed."""
+    shutil.copytree(run.folder, folder)
+    text = (folder / "config.yaml").read_text().replace(str(run.folder), str(folder))
     (folder / "config.yaml").write_text(text)
-    for pattern in ("search-00000[34].*", "retrain-*"):
+    for pattern in checkpoints:
         for path in (folder / "checkpoints").glob(pattern):
             path.unlink()
+    return folder
+
+
+def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline, tmp_path):
+    folder = copy_without(whole, tmp_path / "run", "search-00000[34].*", "retrain-*")
     resumed = run_inline(resume=folder)
     before = {(e["stage"], e["round"]): e["asked"] for e in named(whole, "round")}
     again = resumed.events[len(whole.events) :]
@@ -176,7 +182,9 @@ def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
     alone = {}
     for client in participants.clients:
         single, _ = retraining(compose_config, federate, "retrain.rounds=1")
-        single.cohort.sampling = SimpleNamespace(participants=lambda *_, c=client: turn_of(c))
+        single.cohort.sampling = SimpleNamespace(
+            participants=lambda *_, c=client: Participants((c,))
+        )
         single.strategy.start(single.grid, num_rounds=1)
         (alone[client],) = single.strategy.states["weights"].values()
     fed.strategy.start(fed.grid, num_rounds=1)
@@ -185,12 +193,6 @@ def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
     total = sum(sizes.values())
     expected = sum(sizes[c] * alone[c].double() for c in participants.clients) / total
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def turn_of(client):
-    from fednas_flwr.server.exchange import Participants
-
-    return Participants((client,))
 
 
 def failing_app(config, failing):
@@ -279,13 +281,7 @@ def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
     private, run_inline, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
-    folder = tmp_path / "run"
-    shutil.copytree(private.folder, folder)
-    text = (folder / "config.yaml").read_text().replace(str(private.folder), str(folder))
-    (folder / "config.yaml").write_text(text)
-    for path in (folder / "checkpoints").glob("retrain-000003.*"):
-        path.unlink()
-    resumed = run_inline(resume=folder)
+    resumed = run_inline(resume=copy_without(private, tmp_path / "run", "retrain-000003.*"))
     again = resumed.events[len(private.events) :]
     (told,) = [event for event in again if event["event"] == "privacy"]
     (last,) = [event for event in again if event["event"] == "round"]
