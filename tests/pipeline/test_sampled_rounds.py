@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -25,6 +24,7 @@ from fednas_flwr.settings.names import SAMPLINGS
 
 from ..booked import booked, ledger_of
 from ..contracts.test_strategies import SETTINGS
+from ..finished_runs import copy_without
 
 SIX = ["clients=6", "sampling.per_round=2", "rounds=4", "retrain.rounds=3"]
 FNAS = ["algorithm=fnas", "algorithm.batch_size=8", *SIX]
@@ -67,17 +67,6 @@ def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whol
         )
     (tested,) = named(whole, "evaluated")
     assert len(tested["clients"]) <= 2
-
-
-def copy_without(run, folder, *checkpoints):
-    """Return a copy of a run's folder that lacks some checkpoints, to be resumed."""
-    shutil.copytree(run.folder, folder)
-    text = (folder / "config.yaml").read_text().replace(str(run.folder), str(folder))
-    (folder / "config.yaml").write_text(text)
-    for pattern in checkpoints:
-        for path in (folder / "checkpoints").glob(pattern):
-            path.unlink()
-    return folder
 
 
 def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline, tmp_path):
