@@ -76,11 +76,12 @@ def table(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _begun_once():
+def _begun_once(tmp_path_factory):
     """Begin each run once: what it asks clients does not depend on what they answer.
 
     Books lie in memory where there is a disk of it: every release is synced.
     """
+    tmp_path_factory.getbasetemp()  # which stays on the disk
     recorded, known = audit._recorded, {}
     tempfile.tempdir = next((place for place in ("/dev/shm",) if os.path.isdir(place)), None)
 
