@@ -30,7 +30,7 @@ from fednas_flwr.settings.hydra_config import (
     add_choice,
     check_free_name,
     compose_tree,
-    given_settings,
+    user_settings,
 )
 from fednas_flwr.settings.incompatible import check_combinations
 from fednas_flwr.settings.names import NO_SKIP
@@ -128,19 +128,19 @@ def compose(*overrides: str) -> Config:
         >>> compose("algorithm=fed_darts", "rounds=2").rounds
         2
     """
-    given = given_settings(overrides)
-    return with_clients(parse_config(compose_tree(overrides), given=given), given.typed)
+    user = user_settings(overrides)
+    return with_clients(parse_config(compose_tree(overrides), user=user), user.typed)
 
 
-def with_clients(config: Config, given: Collection[str]) -> Config:
+def with_clients(config: Config, typed: Collection[str]) -> Config:
     """A configuration with a client for every site, or value of a column, that divides its data.
 
     Args:
         config: Of a run.
-        given: Names of the settings that the user has set, whose ``clients`` stays.
+        typed: Names of the settings that the user has set, whose ``clients`` stays.
     """
     divided = config.partition.name in ("sites", "column") and config.runtime.name != "deployment"
-    if not divided or "clients" in given:
+    if not divided or "clients" in typed:
         return config
     from fednas_flwr.data.prepared import client_names, prepare_run
 
@@ -256,8 +256,8 @@ def register_algorithm(
     Example:
         ``register_algorithm("mine", Algorithm(MySettings, MyStrategy), defaults={"mu": 0.1})``
     """
-    given = issubclass(algorithm.settings, GivenNetwork)
-    neutral = {"weights": None, "image_size": None} if given else {}
+    takes_network = issubclass(algorithm.settings, GivenNetwork)
+    neutral = {"weights": None, "image_size": None} if takes_network else {}
     _register("algorithm", name, algorithm, {**neutral, **(defaults or {})})
 
 

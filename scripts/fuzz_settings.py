@@ -41,7 +41,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.settings import Config, conf_folder
 from fednas_flwr.settings.configuration import parse_config
-from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.settings.parser import Between, Length, OneOf
 from fednas_flwr.settings.unused import without_effect
 
@@ -200,7 +200,7 @@ def advised(chosen: list[str]) -> list[str]:
 @cache
 def _composed(chosen: tuple[str, ...]) -> tuple[list[str], Config] | ConfigError:
     try:
-        return list(chosen), parse_config(compose_tree(chosen), given=given_settings(chosen))
+        return list(chosen), parse_config(compose_tree(chosen), user=user_settings(chosen))
     except ConfigError as error:
         return error
 

@@ -24,12 +24,13 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from matplotlib.figure import Figure
 from table_runs import TEST_ACCURACY, arguments, cpu_seconds, make_all, measure
 from tables import start_results
 
@@ -221,7 +222,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.plot:
         runs = json.loads((options.results / "dp_budget.json").read_text())["runs"]
-        (options.results / "dp_budget.svg").write_text(draw(runs))
+        draw(runs, options.results / "dp_budget.svg")
         return
     if options.root is None:
         parser.error("--root is needed to run: the folder with FashionMNIST")
@@ -267,89 +268,47 @@ def make(job: Job, *, root: Path, results: Path) -> None:
     shutil.rmtree(cifar10_features(job.seed), ignore_errors=True)
 
 
-COLOURS = dict(zip(COMPARED, ("#0072b2", "#e69f00", "#009e73", "#cc79a7"), strict=True))
-DASHES = {1: "none", 4: "6 4"}  # by clients
-WIDTH, HEIGHT = 700, 400
-LEFT, RIGHT, TOP, BOTTOM = 60, 250, 20, 50
+LINES = {  # of the picture, by network and clients: label, colour, dashes
+    ("DP-FNAS", 1): ("searched, on fixed features, 1 client", "#0072b2", "-"),
+    ("linear", 1): ("linear, on fixed features, 1 client", "#009e73", "-"),
+    ("linear", 4): ("linear, 4 clients", "#009e73", "--"),
+    ("DP-FNAS", 4): ("searched, 4 clients", "#0072b2", "--"),
+    ("CNN-Tanh", 1): ("a CNN on the images, 1 client", "#cc79a7", "-"),
+}
 
 
-def draw(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return an SVG of test accuracy over budget: a line per network and K, with deviations.
-
-    The legend has each network's thousands of parameters.
+def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw test accuracy over budget, with standard deviations: a line per network and K.
 
     Args:
-        runs: Those of dp_budget.json; rows that are not there yet are left out.
+        runs: Those of dp_budget.json.
+        path: The picture.
     """
-    accuracies: dict[tuple[str, int], dict[float, list[float]]] = {}
-    sizes: dict[tuple[str, int], list[float]] = {}
-    for run in runs:
-        group = run["group"]
-        line = accuracies.setdefault((group["network"], group["K"]), {})
-        accuracy = 100 * run["metrics"]["central_accuracy"]
-        line.setdefault(group["budget"], []).append(accuracy)
-        size = run["metrics"]["num_parameters"] / 1e3
-        sizes.setdefault((group["network"], group["K"]), []).append(size)
-    every = [value for line in accuracies.values() for values in line.values() for value in values]
-    low, high = 5 * math.floor(min(every) / 5), 5 * math.ceil(max(every) / 5)
-
-    def place(budget: float, accuracy: float) -> tuple[float, float]:
-        across = math.log(budget / BUDGETS[0]) / math.log(BUDGETS[-1] / BUDGETS[0])
-        up = (accuracy - low) / (high - low)
-        return (
-            round(LEFT + across * (WIDTH - LEFT - RIGHT), 1),
-            round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1),
-        )
-
-    parts = [*_axes(low, high, place)]
-    for number, ((network, clients), line) in enumerate(sorted(accuracies.items())):
-        colour, dash = COLOURS[network], DASHES[clients]
-        stroke = f'stroke="{colour}" stroke-width="2"'
-        means = [place(budget, fmean(values)) for budget, values in sorted(line.items())]
-        points = " ".join(f"{x},{y}" for x, y in means)
-        parts.append(
-            f'<polyline points="{points}" fill="none" {stroke} stroke-dasharray="{dash}"/>'
-        )
-        parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in means]
-        for budget, values in line.items():
-            if len(values) > 1:
-                (x, bottom), (_, top) = (
-                    place(budget, fmean(values) + sign * stdev(values)) for sign in (-1, 1)
-                )
-                parts.append(f'<line x1="{x}" y1="{bottom}" x2="{x}" y2="{top}" {stroke}/>')
-        x, y = WIDTH - RIGHT + 15, TOP + 10 + 20 * number
-        least, most = (f"{end(sizes[network, clients]):.0f}" for end in (min, max))
-        size = f"{least} k" if least == most else f"{least} to {most} k"
-        parts += [
-            f'<line x1="{x}" y1="{y}" x2="{x + 28}" y2="{y}" {stroke} stroke-dasharray="{dash}"/>',
-            f'<text x="{x + 34}" y="{y + 4}">{network}, K = {clients}: {size}</text>',
-        ]
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _axes(
-    low: int, high: int, place: Callable[[float, float], tuple[float, float]]
-) -> Iterator[str]:
-    """Yield the head of the picture, its grid and what stands at it."""
-    yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="12">'
+    picture = Figure(figsize=(9, 4), layout="constrained")
+    axes = picture.add_subplot()
+    for (network, clients), (label, colour, dashes) in LINES.items():
+        values = {
+            budget: [
+                100 * run["metrics"]["central_accuracy"]
+                for run in runs
+                if run["group"] == {"network": network, "K": clients, "budget": budget}
+            ]
+            for budget in BUDGETS
+        }
+        means, deviations = map(fmean, values.values()), map(stdev, values.values())
+        style: dict[str, Any] = {"color": colour, "linestyle": dashes, "capsize": 3, "marker": "o"}
+        axes.errorbar(BUDGETS, [*means], [*deviations], label=label, **style)
+    axes.set(
+        title="Private training on 8,000 images of Fashion-MNIST",
+        xlabel="epsilon that each client may spend",
+        ylabel="test accuracy (%)",
+        xscale="log",
     )
-    yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
-    for accuracy in range(low, high + 1, 5):
-        x, y = place(BUDGETS[0], accuracy)
-        end, _ = place(BUDGETS[-1], accuracy)
-        yield f'<line x1="{x}" y1="{y}" x2="{end}" y2="{y}" stroke="#ddd"/>'
-        yield f'<text x="{x - 8}" y="{y + 4}" text-anchor="end">{accuracy}</text>'
-    for budget in BUDGETS:
-        x, y = place(budget, low)
-        yield f'<text x="{x}" y="{y + 18}" text-anchor="middle">{budget}</text>'
-    middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
-    yield f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle">budget (epsilon)</text>'
-    yield (
-        f'<text transform="translate(16 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">'
-        "test accuracy (%)</text>"
-    )
+    axes.set_xticks(BUDGETS, map(str, BUDGETS), minor=False)
+    axes.minorticks_off()
+    axes.grid(axis="y", color="#ddd")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    picture.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

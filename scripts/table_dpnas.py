@@ -30,7 +30,7 @@ from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.runs.numbers import Run, read_run
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.configuration import parse_config
-from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dpnas")
@@ -165,7 +165,7 @@ def sampled_accuracy(run: Run) -> float:
 
 def schedule(training: list[str]) -> tuple[int, int, Config]:
     """Return the steps, the expected batch and the configuration of a training."""
-    config = parse_config(compose_tree(training), given=given_settings(training))
+    config = parse_config(compose_tree(training), user=user_settings(training))
     assert isinstance(config.privacy, DifferentialPrivacy)
     steps = config.retrain.rounds * config.privacy.retrain.local_steps
     return steps, config.retrain.batch_size, config

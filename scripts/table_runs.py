@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -71,6 +73,7 @@ def measure(
     group: Mapping[str, Any],
     seed: int,
     root: Path | None,
+    end: float = math.inf,
     more: Callable[[Run], Mapping[str, float | None]] = lambda run: {},
 ) -> None:
     """Make one run, or go on with it, and add it to a table's results.
@@ -82,11 +85,12 @@ def measure(
         group: The first columns of the run's row.
         seed: The run's seed.
         root: Folder of the data; None where it needs none.
+        end: When the run is stopped, to go on another time, by ``time.monotonic``.
         more: Returns further metrics of the finished run.
     """
     if is_made(results, overrides, seed):
         return
-    run = make_run(folder, overrides=overrides, seed=seed, root=root)
+    run = make_run(folder, overrides=overrides, seed=seed, root=root, end=end)
     if run is None:
         return
     started = run.last("run_started")
@@ -108,10 +112,18 @@ def measure(
     print(f"{dict(group)} seed {seed}: {numbers}", flush=True)
 
 
-def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path | None) -> Run | None:
-    """Return a run, made or gone on with unless it is complete; None after telling why it failed.
+def make_run(
+    folder: Path,
+    *,
+    overrides: Sequence[str],
+    seed: int,
+    root: Path | None,
+    end: float = math.inf,
+) -> Run | None:
+    """Return a run, made or gone on with unless it is complete.
 
-    Arguments are those of :func:`measure`.
+    None if the time is over, or after telling why it failed. Arguments are those of
+    :func:`measure`.
     """
     if is_complete(folder):
         return read_run(folder)
@@ -126,12 +138,20 @@ def make_run(folder: Path, *, overrides: Sequence[str], seed: int, root: Path | 
             f"run_dir={folder}",
         ]
         arguments += [] if root is None else [f"dataset.root={root}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fednas_flwr", "run", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    left = end - time.monotonic()
+    if left <= 0:
+        return None
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "fednas_flwr", "run", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=None if left == math.inf else left,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{folder}: stopped, to go on another time", flush=True)
+        return None
     if done.returncode:
         print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
         return None

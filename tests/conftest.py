@@ -26,7 +26,7 @@ from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings import dump_config, hydra_config
 from fednas_flwr.settings.configuration import parse_config, yielded
-from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.spaces import dp_cells
 
 from . import processes
@@ -155,7 +155,7 @@ def compose_config(tiny_overrides):
         if any(override.startswith(own_size) for override in overrides):
             tiny = [o for o in tiny if not o.startswith(("search_space.", "retrain.channels"))]
         return parse_config(
-            yielded(compose_tree([*tiny, *overrides]), given_settings([*tiny, *overrides]))
+            yielded(compose_tree([*tiny, *overrides]), user_settings([*tiny, *overrides]))
         )
 
     return composed

@@ -18,11 +18,11 @@ from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.table_files import read_texts
 from fednas_flwr.settings import DifferentialPrivacy, GivenNetwork, conf_folder, dump_config
 from fednas_flwr.settings.configuration import load_config, parse_config, yielded
-from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.settings.run_settings import SamplingSettings, SecureSumSettings
-from fednas_flwr.settings.unused import Given, check_effect
+from fednas_flwr.settings.unused import UserSettings, check_effect
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 DP = "privacy=dp search_space.norm=group retrain.norm=group"
@@ -393,10 +393,10 @@ EXPERIMENTS = [c.partition("=")[2] for c in all_choices() if c.startswith("exper
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_no_shipped_experiment_sets_anything_without_effect(name):
     chosen = [f"experiment={name}"]
-    given = given_settings(chosen)
+    given = user_settings(chosen)
     assert given.experiment
     config = parse_config(yielded(compose_tree(chosen), given))
-    check_effect(config, Given(typed=given.experiment))
+    check_effect(config, UserSettings(typed=given.experiment))
 
 
 @pytest.fixture

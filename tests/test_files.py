@@ -99,7 +99,7 @@ from fednas_flwr.privacy.books.anchor import connect
 state = Path(sys.argv[1])
 Ledger(state / "ledger" / "ledger.sqlite", state / "keys" / "ledger.key").close()
 trail = AuditTrail(state / "trail" / "trail.jsonl", state / "keys" / "ledger.key")
-trail.refused("x", None, ValueError("y"), told=True, private=True)
+trail.refused("x", None, ValueError("y"), shown=True, private=True)
 SiteKeys.at(state / "sums" / "sum.key")
 connect(state / "journal" / "sums.sqlite").execute("CREATE TABLE a (b)")
 shown_size(["key"], state / "cache", lambda: 4)

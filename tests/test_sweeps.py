@@ -12,7 +12,7 @@ import yaml
 from fednas_flwr import api, cli
 from fednas_flwr.cli import run as sweeps
 from fednas_flwr.runs.events import read_events
-from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, given_settings
+from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, user_settings
 
 FEDNAS = [sys.executable, "-m", "fednas_flwr"]
 ENOUGH_S = 900.0
@@ -125,11 +125,11 @@ def test_experiments_in_a_folder_of_ones_own(tmp_path, capsys):
     assert cli.main(["run", where, "experiment=mine", "--cfg", "job"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
     assert (tree["algorithm"]["name"], tree["rounds"]) == ("fnas", 3)
-    assert "rounds" in given_settings([where, "experiment=mine"]).experiment
+    assert "rounds" in user_settings([where, "experiment=mine"]).experiment
     (own / "haste").mkdir()
     (own / "haste" / "great.yaml").write_text("# @package _global_\nrounds: 2\n")
     hasty = compose_tree(["+haste=great", where])
-    given = given_settings(["+haste=great", "clients=2", where])
+    given = user_settings(["+haste=great", "clients=2", where])
     assert (hasty["rounds"], given.typed) == (2, ["clients"])
     assert expand_sweep(["experiment=mine", where, "seed=1,2"])[1] == [
         *("experiment=mine", where, "seed=2")
@@ -146,7 +146,7 @@ def test_hydras_grammar():
     assert {"fnas", "zero_cost", "dpnas"} <= algorithms
     assert "fed_darts" not in algorithms
     assert len(jobs) == 2 * len(algorithms)
-    assert given_settings(["seed=2", "hydra.sweep.dir=x", "sweep.metric=epsilon"]).typed == ["seed"]
+    assert user_settings(["seed=2", "hydra.sweep.dir=x", "sweep.metric=epsilon"]).typed == ["seed"]
 
 
 @pytest.mark.run

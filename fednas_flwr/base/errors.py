@@ -68,11 +68,11 @@ def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigEr
         >>> print(unknown_choice("algorithm", "fed_dart", ["fed_darts", "fnas"]))
         algorithm=fed_dart is unknown: choose one of fed_darts, fnas (nearest: fed_darts).
     """
-    names, given = sorted(allowed), show(value)
-    nearest = [MEANT[given]] if given in MEANT else get_close_matches(given, names, cutoff=0.5)
+    names, shown = sorted(allowed), show(value)
+    nearest = [MEANT[shown]] if shown in MEANT else get_close_matches(shown, names, cutoff=0.5)
     hint = f" (nearest: {nearest[0]})" if nearest else ""
     choice = f"choose one of {', '.join(names)}" if names else "there is none"
-    return ConfigError(f"{what}={given} is unknown: {choice}{hint}.")
+    return ConfigError(f"{what}={shown} is unknown: {choice}{hint}.")
 
 
 def check_choice(what: str, value: object, allowed: Collection[str]) -> None:

@@ -89,15 +89,15 @@ class Pretrained(nn.Module):
         Raises:
             ConfigError: They cannot be read or fetched, or are not of this network.
         """
-        state, own = self._read(path), self.network.state_dict()
+        state, expected = self._read(path), self.network.state_dict()
         if self.name == LITE0 and next(iter(state), "") == LITE0_FIRST:
             head = (f"{head}.{kind}" for head in self._heads for kind in ("weight", "bias"))
-            state = dict(zip(dict.fromkeys([*own, *head]), state.values(), strict=False))
+            state = dict(zip(dict.fromkeys([*expected, *head]), state.values(), strict=False))
             self.get_buffer("mean").fill_(LITE0_MEAN)
             self.get_buffer("std").fill_(LITE0_STD)
-        fits = {k: v for k, v in state.items() if k in own and v.shape == own[k].shape}
+        fits = {k: v for k, v in state.items() if k in expected and v.shape == expected[k].shape}
         heads = tuple(f"{head}." for head in self._heads)
-        differing = {k for k in state.keys() | own.keys() if k not in fits}
+        differing = {k for k in state.keys() | expected.keys() if k not in fits}
         wrong = sorted(key for key in differing if not key.startswith(heads))
         if wrong:
             raise ConfigError(
@@ -105,7 +105,7 @@ class Pretrained(nn.Module):
                 f"{len(wrong)} tensors are missing, unknown or of another shape "
                 f"({listed(wrong, 3)}); give the file of that network."
             )
-        new = {key: torch.zeros_like(own[key]) for key in own.keys() - fits}
+        new = {key: torch.zeros_like(expected[key]) for key in expected.keys() - fits}
         self.network.load_state_dict({**fits, **new})
 
     def _read(self, path: Path | None) -> Mapping[str, Tensor]:

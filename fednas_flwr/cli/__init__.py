@@ -98,15 +98,15 @@ def _main(arguments: Sequence[str] | None) -> int:
         parser.epilog += "\n\nfor experts:" if name == "lookup" else ""
         parser.epilog += f"\n    {name:12} {commands.choices[name].description}"
     options, overrides = parser.parse_known_args(arguments)
-    given = vars(options)
-    handler, own, debug = (given.pop(name) for name in ("handler", "own", "debug"))
+    values = vars(options)
+    handler, files, debug = (values.pop(name) for name in ("handler", "own", "debug"))
     if "overrides" in signature(handler).parameters:
-        given["overrides"] = overrides
+        values["overrides"] = overrides
     elif overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
-        take_files(own)
-        return handler(**given) or 0
+        take_files(files)
+        return handler(**values) or 0
     except Exception as error:
         return fail(error, debug=debug)
 

@@ -85,15 +85,15 @@ def calibrate(
         steps: how many steps are released
         overrides: see above
     """
-    given = {"epsilon": epsilon, "delta": delta, "rate": rate, "steps": steps}
-    if {*given.values()} == {None}:
+    values = {"epsilon": epsilon, "delta": delta, "rate": rate, "steps": steps}
+    if {*values.values()} == {None}:
         config = compose(*overrides)
         from fednas_flwr.deploy.dry_run import private_terms
 
         print("\n".join(private_terms(config)))
         return
     if epsilon is None or delta is None or rate is None or steps is None or overrides:
-        missing = [f"--{name}" for name, value in given.items() if value is None]
+        missing = [f"--{name}" for name, value in values.items() if value is None]
         remedy = f"add {', '.join(missing)}" if missing else f"leave out {show(overrides[0])}"
         raise ConfigError(
             "fednas calibrate takes the overrides of a run, or --epsilon, --delta, --rate and "

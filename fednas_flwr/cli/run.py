@@ -111,8 +111,8 @@ def go_on(name: str) -> int:
     asked = read_yaml(record, str(record))["hydra"]["overrides"]["task"]
     jobs = hydra.expand_sweep(hydra.for_hydra(asked))
     for number, overrides in enumerate(jobs):
-        own = "_".join(text for text in overrides if any(text not in job for job in jobs))
-        new = f"{number}_{re.sub('[=/]', '-', own).replace('+', '')}"
+        differing = "_".join(text for text in overrides if any(text not in job for job in jobs))
+        new = f"{number}_{re.sub('[=/]', '-', differing).replace('+', '')}"
         folder = next(Path(name).glob(f"{number}_*"), Path(name) / new)
         if is_complete(folder):
             continue
@@ -281,7 +281,7 @@ def data(data: Path, *, overrides: Sequence[str]) -> None:
     name = "labelled_images" if has_table else _data_set(data)
     table = ["search_space=mlp_small"] if name == "csv" else []
     whole = [f"dataset={name}", f"dataset.root='{data.resolve()}'", *table, *overrides]
-    typed = hydra.given_settings(overrides).typed
+    typed = hydra.user_settings(overrides).typed
     config = api.with_clients(parse_config(hydra.compose_tree(whole)), typed)
     if isinstance(config.dataset, CSV) and config.partition.name == "sites":
         _compare_sites(config.dataset)

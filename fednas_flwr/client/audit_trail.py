@@ -121,7 +121,7 @@ class AuditTrail:
         self._append("released", **_place(request) | names | private)
 
     def refused(
-        self, action: str, request: Request | None, error: Exception, *, told: bool, private: bool
+        self, action: str, request: Request | None, error: Exception, *, shown: bool, private: bool
     ) -> str:
         """Note an error, unless the site's daily allowance is spent; the sentence for the server.
 
@@ -129,19 +129,19 @@ class AuditTrail:
             action: The action asked for.
             request: The request; None if it could not be read.
             error: The error.
-            told: True if the server may read its text. Any other stands in the site's own log, and
+            shown: True if the server may read its text. Any other stands in the site's own log, and
                 takes a fixed amount of the allowance: it may quote records.
             private: True if the site's records are private: only a refusal is then noted in full.
         """
         place = {"action": action} if request is None else _place(request)
-        reason = str(error) if told and private else type(error).__name__
-        fixed = 13 * LONGEST_TEXT + (0 if told else LONGEST_LOG)  # in JSON some characters take 12
+        reason = str(error) if shown and private else type(error).__name__
+        fixed = 13 * LONGEST_TEXT + (0 if shown else LONGEST_LOG)  # in JSON some characters take 12
         with suppress(DayFullError):
             self._take(len(json.dumps(place)) + fixed, beyond=LONGEST_END)
             self._append("refused", **place, reason=reason)
-            if not told:
+            if not shown:
                 print("".join(format_exception(error))[-LONGEST_LOG:], file=sys.stderr)
-        return described(error) if told else "an error at the site, whose own log says which"
+        return described(error) if shown else "an error at the site, whose own log says which"
 
     def _take(self, num_bytes: int, *, beyond: int = 0) -> None:
         if self.path is not None:

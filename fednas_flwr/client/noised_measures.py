@@ -196,7 +196,7 @@ class NoisedMeasures:
             parts = []  # micro-batches of exactly one size
             with _measuring(networks):
                 for part in torch.split(rows, size) if len(rows) else (rows,):
-                    x, y = (filled(own, size) for own in split.batch(part, client.device))
+                    x, y = (filled(tensor, size) for tensor in split.batch(part, client.device))
                     parts.append(computation(measured, x, y)[: len(part)])
             return torch.cat(parts)
 

@@ -223,9 +223,9 @@ class _Exchange:
         # whether replies are trained models, whose moments give the gradients
         self._is_trained = ACTIONS[request.action].trains and not self.by_client
         self._honest = len(clients) - (config.secure_sum.colluding if config.secure_sum else 0)
-        told = ("rewards",) if self.is_probe else KINDS
-        self.planned = {planned.kind: planned for planned in schedule if planned.kind in told}
-        self.hidden = [planned for planned in schedule if planned.kind not in told]
+        kinds = ("rewards",) if self.is_probe else KINDS
+        self.planned = {planned.kind: planned for planned in schedule if planned.kind in kinds}
+        self.hidden = [planned for planned in schedule if planned.kind not in kinds]
         steps = max(steps for _, steps in asked_kinds(request, of_client=self.by_client).values())
         self.two_steps: tuple[float, float] | None = None
         if steps > 1 and not (self.by_client or self.is_probe or self._draws_paths):
@@ -277,7 +277,7 @@ class _Exchange:
         with redirect_stderr(io.StringIO()):  # one without records says that it cannot train
             alone = self._request.summed is None
             reply = answer(clients[0], requests[0]) if alone else self._total(clients, requests)
-        rates = {k: own.rate(self._records) if sampled else 1.0 for k, own in self.planned.items()}
+        rates = {k: v.rate(self._records) if sampled else 1.0 for k, v in self.planned.items()}
         return self._values(reply, rates)
 
     def _asked(self, run: str, client: int, units: int, *, steps: int = 1) -> Request:
@@ -373,7 +373,7 @@ class _Exchange:
             rows = torch.zeros(len(persons)).long()
         whole = replace(self._canary, rows=rows, persons=persons)
         none = replace(whole, rows=rows[:0], persons=None if persons is None else persons[:0])
-        firsts = {own.splits[0] for own in self._schedule}  # of two that are read together
+        firsts = {planned.splits[0] for planned in self._schedule}  # of two that are read together
         read = SPLITS if self.by_client else firsts
         return replace(client, data=ClientData(*(whole if s in read else none for s in SPLITS)))
 
@@ -395,12 +395,12 @@ class _Exchange:
         """Have a client commit to the releases, with so many of the clipping norms."""
         planned = tuple(
             replace(
-                own,
+                planned,
                 steps=MOST_STEPS,
-                batch_size=own.batch_size if sampled else None,
-                max_grad_norm=own.max_grad_norm * norms,
+                batch_size=planned.batch_size if sampled else None,
+                max_grad_norm=planned.max_grad_norm * norms,
             )
-            for own in self._schedule
+            for planned in self._schedule
         )
         settings = rq.Commit(data_set=self._data_set, releases=planned)
         header = self._header(run, client)
@@ -422,9 +422,9 @@ class _Exchange:
         """Return new terms of a secure sum with room for all units."""
         assert self._request.summed is not None
         ranges = {
-            own.kind: replace(own, batch_size=None).sum_range(self._records)
-            for own in self._schedule
-            if own.kind in self._request.summed.ranges
+            planned.kind: replace(planned, batch_size=None).sum_range(self._records)
+            for planned in self._schedule
+            if planned.kind in self._request.summed.ranges
         }
         return Summed(secrets.token_hex(8), tuple(range(len(self._clients))), ranges)
 
@@ -432,7 +432,7 @@ class _Exchange:
         self, reply: Reply, rates: Mapping[str, float], *, exact: bool = False
     ) -> dict[str, Tensor]:
         """Return by kind the sums that a reply is made of, in units of the clipping norm [d]."""
-        batches = {k: own.num_records(self._records) * rates[k] for k, own in self.planned.items()}
+        batches = {k: v.num_records(self._records) * rates[k] for k, v in self.planned.items()}
         values = {}
         for kind, planned in self.planned.items():
             if kind in SPLIT_OF:
@@ -518,7 +518,7 @@ def _fixed(value: Any, lr: float) -> Any:
     if isinstance(value, Adam):
         return Adam(lr if lr >= 1 else 0.0, 0.0)
     if isinstance(value, list | tuple):
-        return type(value)(_fixed(own, lr) for own in value)
+        return type(value)(_fixed(part, lr) for part in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
     changed = {field.name: _fixed(getattr(value, field.name), lr) for field in fields(value)}

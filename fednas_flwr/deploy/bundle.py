@@ -72,11 +72,11 @@ def check_bundle(fab: bytes) -> None:
         ConfigError: A name or byte of a file differs, e.g. because the versions do, or two files
             have one name.
     """
-    own = _digest(bundle_files())
-    if (found := _digest(_read_bundle(fab))) != own:
+    ours = _digest(bundle_files())
+    if (found := _digest(_read_bundle(fab))) != ours:
         raise ConfigError(
             f"the run's app code {found[:12]} is refused: this site runs the fednas_flwr "
-            f"{fednas_flwr.__version__} that is installed here, whose bundle is {own[:12]}, and no "
+            f"{fednas_flwr.__version__} that is installed here, whose bundle is {ours[:12]}, and no "
             "code of a run; start it by `fednas run` or `flwr run` of that version."
         )
 

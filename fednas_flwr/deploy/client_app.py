@@ -110,11 +110,11 @@ def _handler(
                 print(f"{awaited}: run {request.header.run!r} waits for it", file=sys.stderr)
             return Message(messages.encode_reply(request.header, reply), reply_to=message)
         except BudgetExceededError as error:
-            reason = trail.refused(action, request, error, told=True, private=True)
+            reason = trail.refused(action, request, error, shown=True, private=True)
             return Message(Error(messages.BUDGET_SPENT, reason), reply_to=message)
         except Exception as error:  # the server must learn why; it drops this client
-            told = isinstance(error, safe)  # any other text may quote a record
-            reason = trail.refused(action, request, error, told=told, private=private)
+            shown = isinstance(error, safe)  # any other text may quote a record
+            reason = trail.refused(action, request, error, shown=shown, private=private)
             return Message(Error(CLIENT_RAISED, reason), reply_to=message)
 
     return handle
@@ -200,11 +200,17 @@ def _guard(config_json: str, site: Site, policy: str | None) -> ReleaseGuard | N
 
 @lru_cache(maxsize=MOST_ALIVE)
 def _client(config_json: str, index: int, site: Site, policy: str | None) -> Client:
-    own, guard = dict(site), _guard(config_json, site, policy)
-    config = site_config(_config(config_json), own)
+    node, guard = dict(site), _guard(config_json, site, policy)
+    config = site_config(_config(config_json), node)
     data, networks = _data(dump_config(config))
     return make_client(
-        config, index, data=data, networks=networks, site=own, guard=guard, settings=config_json
+        config,
+        index,
+        data=data,
+        networks=networks,
+        site=node,
+        guard=guard,
+        settings=config_json,
     )
 
 

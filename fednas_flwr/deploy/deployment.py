@@ -180,16 +180,16 @@ def _follow(run_id: str, superlink: str) -> Generator[str]:
 
 def _status(run_id: str, superlink: str) -> tuple[str, str]:
     """Return status and details of a run; wait for a SuperLink that is away, and say so."""
-    began, told = time.monotonic(), False
+    began, has_warned = time.monotonic(), False
     while True:
         try:
             return read_status(_flwr_json("ls", superlink, "--run-id", run_id))
         except RuntimeError as error:
             if time.monotonic() > began + SUPERLINK_BACK_S:
                 raise
-            if not told:
+            if not has_warned:
                 print(f"{error} Waiting {SUPERLINK_BACK_S / 60:.0f} minutes.", file=sys.stderr)
-                told = True
+                has_warned = True
             time.sleep(RETRY_S)
 
 

@@ -25,6 +25,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.features import KINDS
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid, places, this_node
+from fednas_flwr.deploy.local_actors import side_by_side
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
 from fednas_flwr.pipeline.baselines import compared_rounds
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
@@ -225,7 +226,7 @@ def _stage(
 
 
 class SteppedGrid(InProcessGrid):
-    """The clients of a run in this process, each of whose answers may be of fewer steps."""
+    """The clients of a run in this process, each of whose answers may be of few steps."""
 
     def __init__(self, config: Config) -> None:
         """Make them."""
@@ -233,9 +234,9 @@ class SteppedGrid(InProcessGrid):
 
     def after(self, message: Message, request: Request, steps: int) -> Message:
         """Return the reply to a request, decoded from the message, for that many steps."""
-        own = replace(request, settings=request.settings.with_steps(steps))
-        states = encode_states(own.states)
-        message.content = encode(own.header, own.settings, states, own.statistics, own.summed)
+        few = replace(request, settings=request.settings.with_steps(steps))
+        states = encode_states(few.states)
+        message.content = encode(few.header, few.settings, states, few.statistics, few.summed)
         return super().answer(message)
 
 
@@ -259,9 +260,10 @@ class MeasuringGrid(SteppedGrid):
         self.clients_s: dict[tuple[Any, ...], list[float]] = {}
         self.spent_s = 0.0
         self._step_s: dict[tuple[Any, ...], float] = {}
-        self.at_once = 1
         if isinstance(config.runtime, RayRuntime):
             self.at_once = min(config.clients, max(1, places(config.runtime, this_node())))
+        else:
+            self.at_once = side_by_side(config)
 
     def answer(self, message: Message) -> Message:
         """Return the reply after one step, or a few, of local training."""

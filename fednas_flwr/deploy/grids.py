@@ -19,8 +19,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cache
@@ -192,8 +193,10 @@ def _check_superlink(name: str) -> None:
             f"({error}): correct it."
         ) from error
     if name not in known:
-        told = str(unknown_choice("runtime.superlink", name, known)).removesuffix(".")
-        raise ConfigError(f"{told}, or add [superlink.{show(name)}] with its address to {path}.")
+        sentence = str(unknown_choice("runtime.superlink", name, known)).removesuffix(".")
+        raise ConfigError(
+            f"{sentence}, or add [superlink.{show(name)}] with its address to {path}."
+        )
 
 
 def this_node() -> Nodes:
@@ -229,11 +232,13 @@ def _nodes(address: str) -> Nodes:
 POLL_S = 0.1
 AGAIN_S = 1.0  # after which another worker is started where one could not be
 AHEAD = 4  # messages per worker, from the head of the queue, among which it finds its clients'
+SHORT_S = 0.2  # longest work of several messages that a worker takes at once
 STORED_BYTES = 100_000  # arrays of fewer travel with each message, which Ray does faster
 REPLY_BYTES = 4_000_000  # replies of fewer do without the store: a tenth of a small round's time
 DIED = "the client's process has died, perhaps for want of memory"
 
-Answer = Callable[[Message, Any], Message]  # of a message without its arrays, and these
+Taken = list[tuple[Message, Any]]  # messages without their arrays, and these
+Answer = Callable[[Taken], list[Message]]
 
 
 class LostError(Exception):
@@ -241,22 +246,25 @@ class LostError(Exception):
 
 
 class Worker:
-    """Answers one message after the other, in a process of its own; any client's."""
+    """Answers messages, one after the other, in a process of its own; any client's."""
 
     def __init__(self, grid: InProcessGrid) -> None:
         """Take the grid whose clients it stands for."""
         flower_patches.begin_task(grid.server_node_id)
         self._grid = grid
 
-    def answer(self, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:
-        """Return the reply of the client that a message is for.
+    def answer(
+        self, messages: Sequence[Message], *arrays: Mapping[str, ArrayRecord]
+    ) -> list[Message]:
+        """Return the replies of the clients that messages are for.
 
         Args:
-            message: Without its arrays.
-            arrays: By their names in the message's content.
+            messages: Without their arrays.
+            arrays: Of each message, by their names in its content.
         """
-        message.content.update(arrays)
-        return self._grid.answer(message)
+        for message, its in zip(messages, arrays, strict=True):
+            message.content.update(its)
+        return [self._grid.answer(message) for message in messages]
 
 
 class WorkerGrid(InProcessGrid):
@@ -264,9 +272,11 @@ class WorkerGrid(InProcessGrid):
 
     A worker takes the next message when it is idle: near the head of the queue rather that of a
     client that it has answered before, whose records and networks are in its memory. So no message
-    waits while a worker is idle, and the server need not hold many replies. A worker that dies
-    gives an error in place of the reply that it worked on, and another is started in its place. It
-    takes part as soon as it is there.
+    waits while a worker is idle, and the server need not hold many replies. Of messages that have
+    lately taken milliseconds it takes several, fewer as the queue gets shorter (guided
+    self-scheduling, Polychronopoulos and Kuck, 1987). A worker that dies gives errors in place of
+    the replies that it worked on, and another is started in its place. It takes part as soon as it
+    is there.
 
     Args:
         client_app: Answers every message.
@@ -299,6 +309,7 @@ class WorkerGrid(InProcessGrid):
         self._queue: dict[str, tuple[Message, Any]] = {}  # without arrays, and these
         self._replies: dict[str, Message] = {}
         self._before: dict[int, int] = {}  # thread that has last taken a message of a client's node
+        self._seconds: dict[str, float] = {}  # that a message of an action has last taken
         self._changed = threading.Condition()
         self.threads: list[threading.Thread] = []
         self.num_workers, self.has_ended = 0, False
@@ -343,12 +354,12 @@ class WorkerGrid(InProcessGrid):
                 worker = self._start()
                 self._count(1)
             if worker is not None:
-                while (taken := self._next(None)) and self._keep(*taken, worker):
+                while (taken := self._next(None, several=True)) and self._keep(taken, worker):
                     pass
                 self._count(-1)
                 continue
             while not self.alone and (taken := self._next(0.0)):
-                self._keep(*taken, worker)
+                self._keep(taken, worker)
             with self._changed:
                 self._changed.wait_for(lambda: self.has_ended, AGAIN_S)
 
@@ -356,32 +367,40 @@ class WorkerGrid(InProcessGrid):
         with self._changed:
             self.num_workers += more
 
-    def _next(self, timeout: float | None) -> tuple[Message, Any] | None:
-        """Take the next message for this thread; None at the end, or if there is none in time."""
+    def _next(self, timeout: float | None, *, several: bool = False) -> Taken:
+        """Take the next message for this thread; none at the end, or if there is none in time."""
         thread = threading.get_ident()
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self.has_ended, timeout)
             if self.has_ended or not self._queue:
-                return None
+                return []
             head = list(islice(self._queue.values(), AHEAD * self._number))
-            own = (m for m, _ in head if self._before.get(m.metadata.dst_node_id) == thread)
-            first = next(own, head[0][0])
-            self._before[first.metadata.dst_node_id] = thread
-            return self._queue.pop(first.metadata.message_id)
+            head.sort(key=lambda one: self._before.get(one[0].metadata.dst_node_id) != thread)
+            seconds = self._seconds.get(head[0][0].metadata.message_type, math.inf)
+            share = len(self._queue) // (2 * self._number)
+            taken = head[: max(min(share, int(SHORT_S / seconds)), 1) if several else 1]
+            for message, _ in taken:
+                self._before[message.metadata.dst_node_id] = thread
+                del self._queue[message.metadata.message_id]
+            return taken
 
-    def _keep(self, message: Message, arrays: Any, worker: Answer | None) -> bool:
-        """Keep a worker's reply, or why there is none; True if the worker lives."""
-        lives = True
+    def _keep(self, taken: Taken, worker: Answer | None) -> bool:
+        """Keep a worker's replies, or why there are none; True if the worker lives."""
+        lives, started = True, time.monotonic()
         try:
             if worker is None:
                 raise LostError
-            reply = worker(message, arrays)
+            replies = worker(taken)
         except Exception as error:
             lives = not isinstance(error, LostError)
             reason = f"{type(error).__name__}: {error}" if lives else DIED
-            reply = Message(Error(flower_patches.CLIENT_RAISED, reason), reply_to=message)
+            failed = Error(flower_patches.CLIENT_RAISED, reason)
+            replies = [Message(failed, reply_to=message) for message, _ in taken]
+        seconds = (time.monotonic() - started) / len(taken)
         with self._changed:
-            self._replies[message.metadata.message_id] = reply
+            for (message, _), reply in zip(taken, replies, strict=True):
+                self._replies[message.metadata.message_id] = reply
+                self._seconds[message.metadata.message_type] = max(seconds, 1e-9)
             self._changed.notify_all()
         return lives
 
@@ -430,7 +449,13 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
     def start() -> Answer:
         actor = make_actor.remote(clients)
         result(actor.__ray_ready__.remote())
-        return lambda message, arrays: result(actor.answer.remote(message, arrays))
+
+        def answer(taken: Taken) -> list[Message]:
+            messages, arrays = zip(*taken, strict=True)
+            replies: list[Message] = result(actor.answer.remote(messages, *arrays))
+            return replies
+
+        return answer
 
     def put(arrays: dict[str, ArrayRecord]) -> Any:
         return arrays if payload_bytes(RecordDict({**arrays})) < STORED_BYTES else ray.put(arrays)

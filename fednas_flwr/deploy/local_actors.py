@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from functools import cache, partial
 from multiprocessing import connection, reduction
@@ -25,10 +25,10 @@ from typing import Any
 
 import cloudpickle
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid, LostError, Worker, WorkerGrid
+from fednas_flwr.deploy.grids import InProcessGrid, LostError, Taken, Worker, WorkerGrid
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.registry import registered, restore
@@ -126,8 +126,8 @@ def _serve(handle: int, function: Callable[..., Any]) -> None:
 def main() -> None:
     """Fork a process for each pipe that comes through the standard input; end with that."""
     control = connection.Connection(sys.stdin.fileno())
-    own, function = pickle.loads(control.recv_bytes())
-    restore(own)
+    entries, function = pickle.loads(control.recv_bytes())
+    restore(entries)
     fork = multiprocessing.get_context("fork").Process
     with suppress(EOFError, OSError):
         while True:
@@ -137,17 +137,21 @@ def main() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def side_by_side(config: Config) -> int:
+    """How many clients a run on this machine computes at a time, in processes of their own or 1."""
+    number = min(config.clients, len(os.sched_getaffinity(0)) // config.runtime.threads)
+    on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
+    repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
+    return 1 if not on_cpu or repeats or ALONE in os.environ else max(1, number)
+
+
 @contextmanager
 def local_grid(config: Config) -> Iterator[InProcessGrid]:
     """The grid of a run on this machine, with further processes where they can help."""
     text = dump_config(config)
-    app = make_client_app(text)
-    cores = len(os.sched_getaffinity(0))
-    number = min(config.clients, cores // config.runtime.threads)
-    on_cpu = config.runtime.device == "cpu" or not torch.cuda.is_available()
-    repeats = getattr(config.privacy, "test_seed", None) is not None  # noise of one process
+    app, number = make_client_app(text), side_by_side(config)
     sent = packed(partial(_answer, text))
-    if number < 2 or not on_cpu or repeats or ALONE in os.environ or sent is None:
+    if number == 1 or sent is None:
         yield InProcessGrid(app, config.clients)
         return
     with Forks(sent) as forks:
@@ -156,8 +160,9 @@ def local_grid(config: Config) -> Iterator[InProcessGrid]:
             yield grid
 
 
-def _answer(config_json: str, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:
-    return _worker(config_json).answer(message, arrays)
+def _answer(config_json: str, taken: Taken) -> list[Message]:
+    messages, arrays = zip(*taken, strict=True)
+    return _worker(config_json).answer(messages, *arrays)
 
 
 @cache
@@ -176,15 +181,16 @@ class LocalGrid(WorkerGrid):
         """Return the replies that are there; while there are no workers, that of one client."""
         if not self.num_workers and (taken := self._next(0.0)):
             started = time.monotonic()
-            self._keep(*taken, self._answer_here)
+            self._keep(taken, self._answer_here)
             self._spent_s += time.monotonic() - started
             if self._spent_s > PATIENCE_S and not self.threads:
                 self.begin()
         return super().pull_messages(message_ids)
 
-    def _answer_here(self, message: Message, arrays: Mapping[str, ArrayRecord]) -> Message:
-        message.content.update(arrays)
-        return self.answer(message)
+    def _answer_here(self, taken: Taken) -> list[Message]:
+        for message, arrays in taken:
+            message.content.update(arrays)
+        return [self.answer(message) for message, _ in taken]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from fednas_flwr.runs.events import EventLog, Listener
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, is_whole
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import load_config, parse_config
-from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.settings.run_settings import Deployment, RayRuntime
 
 APPEAR_S, SETTLE_S, POLL_S = 60.0, 3.0, 0.1  # of a federation's nodes
@@ -123,7 +123,7 @@ def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
 
 def _composed(overrides: list[str], num_nodes: int) -> Config:
     """Return the checked configuration; nodes that hold the data are sites of a deployment."""
-    typed = given_settings(overrides).typed
+    typed = user_settings(overrides).typed
     if "runtime" in typed:
         raise ConfigError(
             "runtime is chosen by Flower's federation, on which the run already is: leave it out."
@@ -132,7 +132,7 @@ def _composed(overrides: list[str], num_nodes: int) -> Config:
         overrides = [*overrides, f"clients={num_nodes}"]
     if SITES in overrides:
         overrides = [*overrides, "runtime=deployment", "runtime.superlink=flwr"]
-    return parse_config(compose_tree(overrides), given=given_settings(overrides))
+    return parse_config(compose_tree(overrides), user=user_settings(overrides))
 
 
 def count_nodes(grid: Grid) -> int:

@@ -91,8 +91,10 @@ def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: 
     """Train networks beside the run's, those that are not done, and tell their test scores."""
     for folder, reason in train_all(config, folders, limit):
         run = read_run(folder)
-        told = reason or (score(run.test_score()) if run.is_regression else percent(run.accuracy()))
-        tell(f"{folder.parent.name} {folder.name}: {told}")
+        result = reason or (
+            score(run.test_score()) if run.is_regression else percent(run.accuracy())
+        )
+        tell(f"{folder.parent.name} {folder.name}: {result}")
 
 
 def train_all(

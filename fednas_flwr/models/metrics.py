@@ -235,7 +235,7 @@ def pooled_baselines(
         else:
             logits = fitted(model, y, num_classes)
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
-        results[name] = objective.told({ACCURACY: accuracy}) | objective.scores(logits, y_test)
+        results[name] = objective.reported({ACCURACY: accuracy}) | objective.scores(logits, y_test)
     return results
 
 
@@ -525,7 +525,7 @@ def detailed(
         seed: Of the bootstrap.
     """
     tested = measured(logits_NC, labels_N, objective=objective, with_scores=True)
-    metrics = objective.told(asdict(tested))
+    metrics = objective.reported(asdict(tested))
     if isinstance(objective, Regression):
         predicted_N = objective.predictions(logits_NC)
         score = partial(objective.weighted_scores, logits_NC, labels_N)

@@ -108,10 +108,10 @@ def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
 
 def delivered(config: Config, candidate: Candidate) -> Config:
     """Return the configuration by which a run trains the candidate that it delivers."""
-    own = _candidates(config)[candidate.name]
-    retrain = replace(own.retrain, rounds=_rounds(config))
-    dataset = replace(own.dataset, linear_baseline=config.dataset.linear_baseline)
-    return replace(own, retrain=retrain, dataset=dataset, run_dir=config.run_dir)
+    alike = _candidates(config)[candidate.name]
+    retrain = replace(alike.retrain, rounds=_rounds(config))
+    dataset = replace(alike.dataset, linear_baseline=config.dataset.linear_baseline)
+    return replace(alike, retrain=retrain, dataset=dataset, run_dir=config.run_dir)
 
 
 def _candidates(config: Config) -> dict[str, Config]:
@@ -129,8 +129,8 @@ def _candidates(config: Config) -> dict[str, Config]:
     file = folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
     if file.is_file():  # its search is done
         space = candidates[DATA_FREE].search_space
-        given = replace(alike, stages=STAGES, genotype=str(file.resolve()))
-        candidates[DATA_FREE] = replace(given, search_space=space)
+        retrained = replace(alike, stages=STAGES, genotype=str(file.resolve()))
+        candidates[DATA_FREE] = replace(retrained, search_space=space)
     return candidates
 
 
@@ -140,11 +140,11 @@ def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
     if not isinstance(dataset, Images) or dataset.backbone is None or not dataset.backbone.weights:
         return
     size, backbone = int(transform_of(dataset)[2]), dataset.backbone
-    given = {"network": backbone.name, "weights": backbone.weights, "image_size": size}
+    network = {"network": backbone.name, "weights": backbone.weights, "image_size": size}
     dataset = replace(dataset, backbone=None, scattering=None)
     if isinstance(dataset, EncodedImages) and reads_encoded(dataset):
         dataset = replace(dataset, image_size=size)
-    algorithm = _shipped("fedavg", **given)
+    algorithm = _shipped("fedavg", **network)
     yield FINE_TUNED, replace(config, algorithm=algorithm, dataset=dataset, stages=STAGES)
 
 

@@ -135,11 +135,11 @@ def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping
     A resumed run draws its clients by the same numbers, whoever is connected now; of one that was
     not connected then nothing is known.
     """
-    told = {client: known.get("splits", {}) for client, known in cohort.properties.items()}
+    numbers = {client: known.get("splits", {}) for client, known in cohort.properties.items()}
     begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
     if begun:
-        told = dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
-    return [told.get(client, {}) for client in range(cohort.num_clients)]
+        numbers = dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
+    return [numbers.get(client, {}) for client in range(cohort.num_clients)]
 
 
 def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: EventLog) -> None:
@@ -253,16 +253,16 @@ def commit(
         c: Commit(data_set=privacy.data_set, releases=tuple(schedules[c])) for c in cohort.clients
     }
     for client, reply in _agreed(cohort, requests, config.runtime.approval_s):
-        own = schedules[client]
+        releases = schedules[client]
         to_do = {s: sum(r > done.get(s, 0) for r in rounds) for s, rounds in turns[client].items()}
         try:
-            cost = _cost(own, reply)
+            cost = _cost(releases, reply)
         except ReplyError as error:
             cohort.dismiss(client, str(error), COMMIT)
             continue
         properties = cohort.properties[client]
         records = tuple(sorted(properties["splits"].items()))
-        search = tuple(planned for planned in own if planned.stage == "search")
+        search = tuple(planned for planned in releases if planned.stage == "search")
         clients.append(
             {
                 "client": client,
@@ -271,9 +271,11 @@ def commit(
                 "rates": [planned.rate(properties["splits"]) for planned in of_all],
                 **{name: properties[name] for name in ("budget", "secure_noise", "unit")},
                 **cost,
-                **_alone(own, properties, privacy.delta),
+                **_alone(releases, properties, privacy.delta),
                 **({} if sampling is None else {"turns": to_do}),
-                "covers": schedule.covered_rounds(own, reply.properties["covered_steps"], to_do),
+                "covers": schedule.covered_rounds(
+                    releases, reply.properties["covered_steps"], to_do
+                ),
             }
         )
     for client in set(cohort.clients) - {promise["client"] for promise in clients}:
@@ -297,13 +299,13 @@ def commit(
     schedule.check_covered(privacy, covers, quorum, remark=remark)
 
 
-def _cost(own: Schedule, reply: Reply) -> dict[str, Any]:
+def _cost(releases: Schedule, reply: Reply) -> dict[str, Any]:
     """Return the cost of its schedule that a client declares.
 
     Raises:
         ReplyError: It leaves out one of these, or a split.
     """
-    said, splits = reply.properties, {split for planned in own for split in planned.splits}
+    said, splits = reply.properties, {split for planned in releases for split in planned.splits}
     silent = [name for name in ("epsilon", "covered_steps") if name not in said]
     covered = said.get("epsilon", {PRV: splits})[PRV]
     silent += [f"epsilon of {split}" for split in sorted(splits.difference(covered))]
@@ -323,16 +325,16 @@ def _agreed(
     exchange = replace(COMMIT, settings_of=requests)
     replies = dict(cohort.ask(exchange))
     deadline = time.monotonic() + approval_s
-    told: dict[int, str] = {}
+    reported: dict[int, str] = {}
     while waiting := {
         c: reply.properties["awaits"]
         for c, reply in replies.items()
         if "awaits" in reply.properties
     }:
-        if waiting != told:
+        if waiting != reported:
             schedules = [{"client": c, "schedule": awaited} for c, awaited in waiting.items()]
             cohort.emit("approval_awaited", run=cohort.run, clients=schedules)
-            told = waiting
+            reported = waiting
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             break
@@ -367,19 +369,19 @@ def awaited_run(events: Sequence[Event]) -> str | None:
     return str(agreements[-1]["run"])
 
 
-def _alone(own: Schedule, properties: Mapping[str, Any], delta: float) -> dict[str, Any]:
+def _alone(releases: Schedule, properties: Mapping[str, Any], delta: float) -> dict[str, Any]:
     """Cost of the schedule for a client whose secure sums are broken.
 
     Its own share is then all that hides its records: of h honest sites' noise ``1 / sqrt(h)``.
     """
     honest = properties.get("honest_sites")
-    if honest is None or not any(planned.shared for planned in own):
+    if honest is None or not any(planned.shared for planned in releases):
         return {}
     alone = [
         replace(planned, noise_multiplier=(planned.noise_multiplier or 0.0) / math.sqrt(honest))
         if planned.shared
         else planned
-        for planned in own
+        for planned in releases
     ]
     records = tuple(properties["splits"].items())
     return {"honest_sites": honest, "alone_epsilon": _epsilon(tuple(alone), records, delta)}

@@ -158,10 +158,10 @@ def check_sites(
 def _settings(privacy: DifferentialPrivacy, planned: PlannedRelease) -> str:
     """The settings that the terms of a release follow from, with their values."""
     name, norm = planned.noise_name, f"max_grad_norm={planned.max_grad_norm:g}"
-    given = schedule.given_noise(privacy, name)
-    if given is None:
+    noise = schedule.given_noise(privacy, name)
+    if noise is None:
         return f"privacy.epsilon={privacy.epsilon:g} with privacy.{name}.{norm}"
-    return given if name in schedule.GIVEN else f"{given} with {norm}"
+    return noise if name in schedule.GIVEN else f"{noise} with {norm}"
 
 
 def _left(config: Config, allowed: DataSetPolicy, *, client: int) -> dict[str, RenyiFilter]:
@@ -330,8 +330,8 @@ def check_features(prepared: Prepared, clients: Iterable[loaders.ClientData]) ->
         for i, client in enumerate(islice(clients, 1) if images else clients)
         for part in (client.train, client.validation, client.test)
     )
-    own = [] if test is None else [loaders.server_split(test, prepared.mean, prepared.std)]
-    for owner, split in chain(splits, (("the server's test set", split) for split in own)):
+    server = [] if test is None else [loaders.server_split(test, prepared.mean, prepared.std)]
+    for owner, split in chain(splits, (("the server's test set", split) for split in server)):
         column, value = loaders.largest_feature(split)
         if value <= LARGEST_FEATURE:
             continue

@@ -198,8 +198,8 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
 def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
     """Record in a group's own events the guarantee of privacy, which is of the whole run."""
     if promised := read_run(run.folder).privacy:
-        own = [promise for promise in promised["clients"] if promise["client"] in clients]
-        part.log.emit("privacy", **(_fields(promised) | {"clients": own}))
+        members = [promise for promise in promised["clients"] if promise["client"] in clients]
+        part.log.emit("privacy", **(_fields(promised) | {"clients": members}))
 
 
 def _fields(event: Event) -> Event:

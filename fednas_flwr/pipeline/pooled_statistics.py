@@ -66,17 +66,17 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
             f"{len(parties)} of {cohort.num_clients} clients tell means and deviations of their "
             f"columns, {cohort.quorum} are needed."
         )
-    held, far = stats.bounded(parties)
+    bounded, far = stats.bounded(parties)
     for client, column in far.items():
-        told, name = parties[client][column], names[column]
+        said, name = parties[client][column], names[column]
         message = (
-            f"client {client} says that {name} has mean {told.mean:.4g} and deviation "
-            f"{told.std:.4g}, far from what most say: it is held to {stats.REACH:g} times the "
+            f"client {client} says that {name} has mean {said.mean:.4g} and deviation "
+            f"{said.std:.4g}, far from what most say: it is held to {stats.REACH:g} times the "
             "median client's reach. If it is right, declare dataset.statistics={column: [mean, "
             "std], ...}"
         )
         log.emit("warning", message=message)
-    return _emitted(stats.pooled(list(held.values()), data), log)
+    return _emitted(stats.pooled(list(bounded.values()), data), log)
 
 
 def noised_statistics(
@@ -115,10 +115,10 @@ def noised_statistics(
         )
     ):
         weight = reply.num_examples
-        told = unpack(reply.states[STATISTICS], layout)[STATISTICS]
+        sums = unpack(reply.states[STATISTICS], layout)[STATISTICS]
         batch = planned.expected_batch(cohort.properties[client]["splits"])
         noise = (planned.noise_multiplier or 0.0) * stats.largest_norm(num_columns) / batch
-        total += weight * told.double()
+        total += weight * sums.double()
         weights, variance = weights + weight, variance + (weight * noise) ** 2
     noise = math.sqrt(variance) / weights
     ranges = stats.Statistics(prepared.mean, prepared.std)

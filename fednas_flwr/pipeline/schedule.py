@@ -78,7 +78,7 @@ def make_schedules(
     if sampling is None:
         turns = turns[:1]  # which are all clients'
     # for the whole run, also when it is resumed
-    wholes = [_of_turns(rounds, own, done={}, spare=True) for own in turns]
+    wholes = [_of_turns(rounds, turn, done={}, spare=True) for turn in turns]
     demanding = _demanding(wholes if sampling else wholes * len(records), records)
     for name in CALIBRATED:
         if sigmas[name] is None:
@@ -89,7 +89,7 @@ def make_schedules(
             ]
             sigmas[name] = max([*needed, least]) if needed else None
     schedules = [
-        _with_noise(_of_turns(rounds, own, done=done, spare=spare), sigmas) for own in turns
+        _with_noise(_of_turns(rounds, turn, done=done, spare=spare), sigmas) for turn in turns
     ]
     return schedules if sampling is not None else schedules * config.clients
 
@@ -190,18 +190,18 @@ def _calibrated(
         planned: All releases, those with noise that is known already count as others.
         declared: The client's number of records by split.
     """
-    own = [release for release in planned if release.noise_name == name]
-    steps = sum(release.steps for release in own)
-    given: float | None = getattr(privacy, name).epsilon
+    releases = [release for release in planned if release.noise_name == name]
+    steps = sum(release.steps for release in releases)
+    epsilon: float | None = getattr(privacy, name).epsilon
     needed = 0.0
-    for split in sorted({split for release in own for split in release.splits}):
-        target = given or privacy.epsilon * _share(privacy, name, split, planned)
+    for split in sorted({split for release in releases for split in release.splits}):
+        target = epsilon or privacy.epsilon * _share(privacy, name, split, planned)
         others = [
             release
             for release in planned
             if release.noise_multiplier is not None
             and split in release.splits
-            and given is None
+            and epsilon is None
             and (name == "retrain" or release.noise_name != "retrain")
         ]
         before = [other.release(declared) for other in others]
@@ -215,12 +215,12 @@ def _calibrated(
                 "privacy.fewest_records or the noise multipliers, or take fewer rounds."
             )
         try:
-            least = _least_noise(privacy, target, own[0].rate(declared), steps, before)
+            least = _least_noise(privacy, target, releases[0].rate(declared), steps, before)
             needed = max(needed, least)
         except ValueError as error:
-            key = "privacy.epsilon" if given is None else f"privacy.{name}.epsilon"
+            key = "privacy.epsilon" if epsilon is None else f"privacy.{name}.epsilon"
             raise ConfigError(
-                f"{key}={given or privacy.epsilon:g}: no noise keeps {name} to the "
+                f"{key}={epsilon or privacy.epsilon:g}: no noise keeps {name} to the "
                 f"{target:.3g} that it has for {steps} steps "
                 f"at privacy.delta={privacy.delta:g}; raise {key}, or take fewer rounds."
             ) from error
@@ -321,11 +321,11 @@ def _of_turns(
     """A client's releases in its rounds after ``done``; see :func:`make_schedules`."""
     planned: Schedule = []
     for stage, of_stage in rounds.items():
-        own = [
+        rest = [
             of_stage[number - 1] for number in turns.get(stage, ()) if number > done.get(stage, 0)
         ]
-        spared = plan.largest_round(own) if spare and stage != "evaluate" else []
-        planned += plan.add_up([release for one in own for release in one] + spared)
+        spared = plan.largest_round(rest) if spare and stage != "evaluate" else []
+        planned += plan.add_up([release for one in rest for release in one] + spared)
     return planned
 
 
@@ -338,12 +338,12 @@ def _demanding(
     """
     keys = sorted({release.key for whole in wholes for release in whole})
     demands: dict[tuple[float, ...], tuple[Schedule, Mapping[str, int]]] = {}
-    for whole, own in zip(wholes, records, strict=True):
-        if not own:  # not connected
+    for whole, known in zip(wholes, records, strict=True):
+        if not known:  # not connected
             continue
-        of_kind = {release.key: (release.steps, release.rate(own)) for release in whole}
+        of_kind = {release.key: (release.steps, release.rate(known)) for release in whole}
         vector = tuple(value for key in keys for value in of_kind.get(key, (0, 0.0)))
-        demands.setdefault(vector, (whole, own))
+        demands.setdefault(vector, (whole, known))
     return [
         demand
         for vector, demand in demands.items()

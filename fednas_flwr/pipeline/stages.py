@@ -252,8 +252,8 @@ def _evaluate(
                 )
             if holds_out and replies:
                 classes = len(objective.scored_classes(prepared.num_classes))
-                told = [reply.properties.get("sums", ()) for reply in replies]
-                totals = [metrics.summed(values, metric, classes) for values in told]
+                answers = [reply.properties.get("sums", ()) for reply in replies]
+                totals = [metrics.summed(values, metric, classes) for values in answers]
                 if fitting := [total for total in totals if total is not None]:
                     total = torch.stack(fitting).sum(0)
                     validation = metrics.score_of_sums(total, metric).tolist()
@@ -292,11 +292,11 @@ def _evaluate(
                     data_set=data_set,
                     with_scores=shows_clients,
                 )
-                told = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
+                answers = _ask_tests(run, "evaluate.model", request, states, threshold=threshold)
                 if config.secure_sum:
-                    results["total"] = told[0] if told else None
+                    results["total"] = answers[0] if answers else None
                 else:
-                    results["clients"] = told
+                    results["clients"] = answers
             if config.evaluation.personalised:
                 last = rq.Personalise(local=_last_round(with_precision(run, config), description))
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
@@ -399,7 +399,7 @@ def _ask_tests(
             fields |= reply.properties.get("scores", {})
             if threshold is not None and "histogram" in reply.properties:
                 fields |= metrics.shares_at(reply.properties["histogram"], threshold)
-            results.append(objective.told(reply.metrics) | fields)
+            results.append(objective.reported(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
     return results

@@ -151,7 +151,7 @@ def _numbers(shape: Sequence[int], generator: torch.Generator, *, sign: float) -
 def _made_up_weights(network: nn.Module) -> Iterator[None]:
     """Give a network made-up weights inside the block, and let it drop no paths and no units."""
     generator = make_generator(0, "self-test", "weights")
-    own = [(parameter, parameter.detach().clone()) for parameter in network.parameters()]
+    saved = [(parameter, parameter.detach().clone()) for parameter in network.parameters()]
     dropped = [
         (module, name, getattr(module, name))
         for module in network.modules()
@@ -159,7 +159,7 @@ def _made_up_weights(network: nn.Module) -> Iterator[None]:
         if isinstance(getattr(module, name, None), float)
     ]
     try:
-        for parameter, _ in own:
+        for parameter, _ in saved:
             if parameter.dim() > 1:
                 numbers = _numbers(parameter.shape, generator, sign=-1.0)
                 numbers /= numbers.flatten(1).norm(dim=1).clamp(min=1e-3).mean()
@@ -170,7 +170,7 @@ def _made_up_weights(network: nn.Module) -> Iterator[None]:
             setattr(module, name, ALL_KEPT if probability > 0 else 0.0)
         yield
     finally:
-        for parameter, values in own:
+        for parameter, values in saved:
             parameter.data.copy_(values)
         for module, name, probability in dropped:
             setattr(module, name, probability)

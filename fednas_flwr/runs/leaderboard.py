@@ -95,15 +95,15 @@ def compared(run: Run) -> list[dict[str, Any]]:
 def _networks(run: Run) -> list[Candidate]:
     choice = chosen(run.folder)
     name = f"delivered ({choice.name})" if choice else "found"
-    own = [Candidate(name, run, run)] if run.last("evaluated") else []
+    first = [Candidate(name, run, run)] if run.last("evaluated") else []
     if choice:
-        return own + candidates(run.folder)
+        return first + candidates(run.folder)
     others = [Candidate(other.folder.name, other, other) for other in run.baselines()]
 
     def score(one: Candidate) -> float:
         return run.score.sign * (one.run.test_score() or 0.0)
 
-    return own + sorted(others, key=lambda one: (-score(one), one.name))
+    return first + sorted(others, key=lambda one: (-score(one), one.name))
 
 
 def candidates(folder: Path) -> list[Candidate]:

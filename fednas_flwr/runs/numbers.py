@@ -203,8 +203,8 @@ class Run:
     @property
     def is_regression(self) -> bool:
         """True if the target is a number."""
-        told = self.last("partition").get("number")  # which a group of clients does not tell
-        return bool(told) or self.score.name in names.NUMBER_METRICS
+        is_number = self.last("partition").get("number")  # which a group of clients does not tell
+        return bool(is_number) or self.score.name in names.NUMBER_METRICS
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -396,17 +396,17 @@ class Run:
         It is of differences on resamples of the same test records, where those of both are known;
         else of the network's own score, as if the other's were certain. None where neither is.
         """
-        own, name, sign = self.scores("central"), self.score.name, self.score.sign
+        ours, name, sign = self.scores("central"), self.score.name, self.score.sign
         others = {"the pooled linear model": "linear", "pooled boosted trees": "trees"}
         theirs = self.scores(others[rival]) if rival in others else {}
         for other in self.baselines() if rival == CLIENTS_LINEAR else ():
             theirs = other.scores("central") if other.folder.name == names.LINEAR else theirs
-        pair = [(scores.get("resamples") or {}).get(name) for scores in (own, theirs)]
+        pair = [(scores.get("resamples") or {}).get(name) for scores in (ours, theirs)]
         if all(pair):
             leads = [sign * (a - b) for a, b in zip(*pair, strict=True)]
             cuts = quantiles(leads, n=40)  # the first and the last leave 2.5 % beyond
             return [cuts[0], cuts[-1]]
-        ends = (own.get("intervals") or {}).get(name)
+        ends = (ours.get("intervals") or {}).get(name)
         return ends and sorted(sign * (end - self.simpler()[rival]) for end in ends)
 
     @property

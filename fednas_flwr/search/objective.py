@@ -111,7 +111,7 @@ class Objective:
             total = total + auxiliary_weight * reduce(self.losses(auxiliary, labels))
         return total, losses
 
-    def told(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def reported(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What clients' mean loss and hits say of a network."""
         return dict(metrics)
 
@@ -348,7 +348,7 @@ class Regression(Objective):
         share = 1 - self._errors(logits, labels).abs() / self.span
         return share.nan_to_num(nan=0.0).clamp(0, 1)
 
-    def told(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def reported(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The same without closeness, with the error in the target's unit, unless it is known."""
         found = {name: value for name, value in metrics.items() if name != names.ACCURACY}
         if "loss" in metrics:

@@ -159,9 +159,9 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
     like = next(client for client, variant in variants.items() if variant == usual)
     unfit = {}
     for client in (c for c, variant in variants.items() if variant != usual):
-        own, other = (properties[c].get("schema") for c in (client, like))
-        if own and other and own != other:
-            unfit[client] = f"its columns are not those of the others: {difference(own, other)}"
+        schema, other = (properties[c].get("schema") for c in (client, like))
+        if schema and other and schema != other:
+            unfit[client] = f"its columns are not those of the others: {difference(schema, other)}"
             continue
         key = next(key for key in keys if properties[client][key] != properties[like][key])
         unfit[client] = (

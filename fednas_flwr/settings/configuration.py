@@ -14,7 +14,7 @@ from fednas_flwr.settings.names import CLIENT
 from fednas_flwr.settings.parser import choose_kind, field_types, known_names, parse
 from fednas_flwr.settings.registry import BUILT_IN, entries
 from fednas_flwr.settings.run_settings import AGGREGATES, PRIVACY, RUNTIMES, SERVER_OPTIMIZERS
-from fednas_flwr.settings.unused import Given, check_effect
+from fednas_flwr.settings.unused import UserSettings, check_effect
 
 UPDATE_NORM = 1.0  # that a client's update is clipped to by default; a record's gradient is shorter
 YIELDING = {  # defaults of privacy=dp that give way where the user sets what they take the place of
@@ -32,62 +32,62 @@ CHOICES: dict[str, dict[str, type]] = {  # by group, the class of each choice
 UNREGISTERED = "; one of your own must be registered first, in each process and at each site"
 
 
-def parse_config(tree: Mapping[str, Any], *, given: Given | None = None) -> Config:
+def parse_config(tree: Mapping[str, Any], *, user: UserSettings | None = None) -> Config:
     """Return the checked configuration of a composed tree.
 
     Args:
         tree: Groups of settings.
-        given: The settings that the user has set, and that must have an effect.
+        user: The settings that the user has set, and that must have an effect.
 
     Raises:
         ConfigError: A key is unknown or missing, a value has the wrong type or is out of range,
             two settings exclude each other, or one that was given has no effect
             (:class:`~fednas_flwr.base.errors.NoEffectError`).
     """
-    if given is None:
+    if user is None:
         return _parse(tree)
-    config = _parse(yielded(tree, given))
-    check_effect(config, given)
+    config = _parse(yielded(tree, user))
+    check_effect(config, user)
     return config
 
 
-def yielded(tree: Mapping[str, Any], given: Given) -> Mapping[str, Any]:
+def yielded(tree: Mapping[str, Any], user: UserSettings) -> Mapping[str, Any]:
     """Return the tree without the defaults in whose place the user has set something.
 
     Of a group of an experiment that is chosen anew, what the experiment sets in it and the new
     choice lacks goes: with ``experiment=dp_fnas/fashion_mnist privacy=none`` its budget.
     """
     yields: dict[str, float | None] = {}
-    privacy, known = tree.get("privacy"), {*given.typed, *given.experiment}
+    privacy, known = tree.get("privacy"), {*user.typed, *user.experiment}
     if isinstance(privacy, Mapping) and privacy.get("name") == "dp":
         if privacy.get("unit") == CLIENT and "privacy.retrain.max_grad_norm" not in known:
             yields["privacy.retrain.max_grad_norm"] = UPDATE_NORM
         for default, others in YIELDING.items():
-            typed = default not in given.typed and any(other in given.typed for other in others)
+            typed = default not in user.typed and any(other in user.typed for other in others)
             if typed or (default not in known and any(other in known for other in others)):
                 yields[default] = None
-    tree, kinds = _yielded(tree, yields, given), chosen_kinds(tree)
-    for setting in given.experiment:
+    tree, kinds = _yielded(tree, yields, user), chosen_kinds(tree)
+    for setting in user.experiment:
         group, first, *_ = f"{setting}.".split(".")
-        is_typed = any(name.startswith(f"{group}.{first}") for name in given.typed)
-        if group in given.typed and group in kinds and not is_typed:
+        is_typed = any(name.startswith(f"{group}.{first}") for name in user.typed)
+        if group in user.typed and group in kinds and not is_typed:
             if first not in field_types(kinds[group]):
                 tree[group].pop(first, None)
     return tree
 
 
 def _yielded(
-    tree: Mapping[str, Any], yields: Mapping[str, Any], given: Given, prefix: str = ""
+    tree: Mapping[str, Any], yields: Mapping[str, Any], user: UserSettings, prefix: str = ""
 ) -> dict[str, Any]:
     """Return a tree with other values, and no default of ``min_lr`` above an ``lr`` that is set."""
     copy = {
-        key: _yielded(value, yields, given, f"{prefix}{key}.")
+        key: _yielded(value, yields, user, f"{prefix}{key}.")
         if isinstance(value, dict)
         else yields.get(f"{prefix}{key}", value)
         for key, value in tree.items()
     }
     lr, last, key = copy.get("lr"), copy.get("min_lr"), f"{prefix}min_lr"
-    is_own = key in given.typed or (key in given.experiment and f"{prefix}lr" not in given.typed)
+    is_own = key in user.typed or (key in user.experiment and f"{prefix}lr" not in user.typed)
     if isinstance(lr, int | float) and isinstance(last, int | float) and last > lr and not is_own:
         copy["min_lr"] = lr
     return copy

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
 from fednas_flwr.base.foreign import check_resolved, read_yaml
 from fednas_flwr.settings import conf_folder, expanded
-from fednas_flwr.settings.unused import Given
+from fednas_flwr.settings.unused import UserSettings
 
 EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray]'"
 NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # what overrides say to Hydra
@@ -132,11 +132,11 @@ def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
 
     Only what is typed may hold ``${...}``: in somebody's file it would read this environment.
     """
-    given = read_yaml(expanded("config", path), f"config={path}")
-    check_resolved(given)
+    content = read_yaml(expanded("config", path), f"config={path}")
+    check_resolved(content)
     groups = _groups()
     try:
-        tree: Any = OmegaConf.create(given)
+        tree: Any = OmegaConf.create(content)
         tree["run_dir"] = None
         for override in map(_parse, overrides):
             text, key = str(override.input_line), override.key_or_group
@@ -172,7 +172,7 @@ def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
     return dict(values)
 
 
-def given_settings(overrides: Sequence[str]) -> Given:
+def user_settings(overrides: Sequence[str]) -> UserSettings:
     """Return the settings that the user has given: by overrides or a chosen experiment file."""
     typed: list[str] = []
     groups = _groups(overrides).keys() - _groups().keys()  # of the user's own
@@ -181,7 +181,9 @@ def given_settings(overrides: Sequence[str]) -> Given:
         if not key.startswith(NOT_SETTINGS) and key not in groups:
             typed += _leaves(key, override.value())
     names = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
-    return Given(typed, _experiment_settings(names[-1], _folders(overrides)) if names else [])
+    return UserSettings(
+        typed, _experiment_settings(names[-1], _folders(overrides)) if names else []
+    )
 
 
 def _experiment_settings(name: str, folders: Sequence[Path]) -> list[str]:

@@ -209,8 +209,8 @@ def within(condition: object, key: str, value: object, expected: str) -> tuple[b
 
 def one_of(**values: object) -> tuple[bool, str]:
     """A conflict unless exactly one of the values is given."""
-    given = sum(value is not None for value in values.values())
-    return given != 1, f"{' or '.join(values)} must be given, and only one"
+    number = sum(value is not None for value in values.values())
+    return number != 1, f"{' or '.join(values)} must be given, and only one"
 
 
 def check_range(condition: bool, key: str, value: object, expected: str) -> None:

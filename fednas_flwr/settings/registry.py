@@ -151,7 +151,7 @@ def carry(group: str, name: str, entry: Any) -> None:
 
 def registered() -> dict[str, dict[str, Any]]:
     """The entries from outside the package, by group and name."""
-    return {group: dict(own) for group, own in OWN.items()}
+    return {group: dict(parts) for group, parts in OWN.items()}
 
 
 def own_parts(config: Config) -> list[str]:
@@ -168,5 +168,5 @@ def own_parts(config: Config) -> list[str]:
 
 def restore(carried: Mapping[str, Mapping[str, Any]]) -> None:
     """Take what :func:`registered` returned in another process; what is here already stays."""
-    for group, own in carried.items():
-        TABLES[group].update({**own, **entries(group)})
+    for group, parts in carried.items():
+        TABLES[group].update({**parts, **entries(group)})

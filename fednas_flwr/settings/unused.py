@@ -22,7 +22,7 @@ from fednas_flwr.settings.registry import Rule, algorithm_of, spelled
 
 
 @dataclass(frozen=True)
-class Given:
+class UserSettings:
     """The settings that the user has set, by their dotted names; a group has its own name.
 
     Attributes:
@@ -308,7 +308,7 @@ def without_effect(config: Config) -> dict[str, Rule]:
     return rules
 
 
-def check_effect(config: Config, given: Given) -> None:
+def check_effect(config: Config, user: UserSettings) -> None:
     """Refuse settings that the user has typed and that have no effect.
 
     Of those of an experiment, which cannot be unset from outside of its file, one warning tells.
@@ -317,7 +317,7 @@ def check_effect(config: Config, given: Given) -> None:
         NoEffectError: Of the first that is refused.
     """
     idle = without_effect(config)
-    for name in given.typed:
+    for name in user.typed:
         if rule := _rule_for(name, idle, config):
             raise NoEffectError(
                 f"{_setting(config, name)} has no effect with {spelled(rule.cause, config)}: "
@@ -325,8 +325,8 @@ def check_effect(config: Config, given: Given) -> None:
             )
     lost = [
         name
-        for name in given.experiment
-        if not any(f"{name}.".startswith(f"{typed}.") for typed in given.typed)
+        for name in user.experiment
+        if not any(f"{name}.".startswith(f"{typed}.") for typed in user.typed)
         and _rule_for(name, idle, config)
     ]
     if lost:

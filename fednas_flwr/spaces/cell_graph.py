@@ -42,8 +42,8 @@ def is_weightless(op: str) -> bool:
         >>> is_weightless("skip_connect"), is_weightless("sep_conv_3x3")
         (True, False)
     """
-    own = TABLES["op"].get(op)
-    return op in WEIGHTLESS or (own is not None and not own.has_weights)
+    entry = TABLES["op"].get(op)
+    return op in WEIGHTLESS or (entry is not None and not entry.has_weights)
 
 
 def has_weights(edges: Sequence[Edge], *, outputs: Iterable[int]) -> bool:

@@ -390,8 +390,8 @@ def _candidate(layer: Layer, *, norm: Norm) -> nn.Sequential:
     inputs, outputs = layer.input_shape[0], layer.output_shape[0]
     if layer.op not in MBCONVS:
         after = ops.make_norm(inputs, norm=norm, affine=True)
-        own = ops.OwnOp(layer.op, inputs, after, stride=layer.stride, sides=layer.input_shape[1:])
-        return nn.Sequential(own, *_layers("project", inputs, outputs, norm=norm).values())
+        op = ops.OwnOp(layer.op, inputs, after, stride=layer.stride, sides=layer.input_shape[1:])
+        return nn.Sequential(op, *_layers("project", inputs, outputs, norm=norm).values())
     inner = inputs * layer.expansion
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     if layer.expansion > 1:

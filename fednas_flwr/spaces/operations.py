@@ -345,9 +345,9 @@ def normalised(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
 
 def own_parts(edges: Sequence[Any], x: Tensor) -> list[tuple[Tensor, Sequence[str]]]:
     """Outputs of the ops that users have registered on the edges of a state, for :func:`mix`."""
-    own = [name for name in edges[0].names if name in TABLES["op"]]
-    outs = [torch.stack([edge.ops[name](x) for edge in edges], dim=1) for name in own]
-    return [(out[:, None], [name]) for out, name in zip(outs, own, strict=True)]
+    user_ops = [name for name in edges[0].names if name in TABLES["op"]]
+    outs = [torch.stack([edge.ops[name](x) for edge in edges], dim=1) for name in user_ops]
+    return [(out[:, None], [name]) for out, name in zip(outs, user_ops, strict=True)]
 
 
 def max_pool(x_BCHW: Tensor, *, stride: int = 1) -> Tensor:

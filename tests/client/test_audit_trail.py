@@ -36,7 +36,7 @@ def verified(path):
     return verify_trail(path, key_of(path))
 
 
-TOLD = {"told": True, "private": True}
+TOLD = {"shown": True, "private": True}
 
 
 def written(path, exchanges=2):
@@ -213,7 +213,7 @@ path, key = map(Path, sys.argv[1:])
 for _ in range(40):
     trail = AuditTrail(path, key, ledger=path.with_name("ledger.sqlite"))
     error = ConfigError("x" * 100)
-    trail.refused("train.search", None, error, told=True, private=True)
+    trail.refused("train.search", None, error, shown=True, private=True)
 """
 
 
@@ -261,7 +261,7 @@ def test_when_the_day_is_full_requests_are_refused_and_only_the_last_lines_say_s
     for _ in range(100):
         with pytest.raises(DayFullError) as spent:
             trail.asked(REQUEST, flower_run=7)
-        trail.refused("evaluate.candidates", REQUEST, spent.value, told=False, private=True)
+        trail.refused("evaluate.candidates", REQUEST, spent.value, shown=False, private=True)
         sizes.append(path.stat().st_size)
     said = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert 2 <= len(said) <= 9

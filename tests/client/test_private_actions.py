@@ -653,7 +653,7 @@ def test_squared_errors_of_numbers_are_released_within_the_squared_range(
     assert not ((predicted >= 0) & (predicted <= 20)).all()
     errors = predicted.clamp(0, 20) - y.double().clamp(0, 20)
     assert errors.abs().max() > 10
-    told = NUMBERS.told(reply.metrics)
+    told = NUMBERS.reported(reply.metrics)
     assert told["rmse"] ** 2 == pytest.approx((errors**2).sum().item() / 20, rel=1e-4)
     closeness = (1 - errors.abs() / 20).sum().item() / 20
     assert reply.metrics["accuracy"] == pytest.approx(closeness, rel=1e-4)

@@ -29,7 +29,7 @@ from fednas_flwr.server.reply_checks import misfits
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.data_settings import Backbone as Settings
-from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 
 from ..data_sets import prepared
 
@@ -165,7 +165,7 @@ def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weight
     for name in ("recommended", "recommended_private"):
         chosen = [f"experiment=search/{name}", *overrides(weights)]
         with pytest.warns(match="scattering") if "private" in name else nullcontext():
-            config = parse_config(compose_tree(chosen), given=given_settings(chosen))
+            config = parse_config(compose_tree(chosen), user=user_settings(chosen))
         assert config.search_space.name == "mlp"
         assert isinstance(config.dataset.transform, Settings)
     other = compose_tree([*overrides(weights), "search_space=mlp"])
@@ -174,7 +174,7 @@ def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weight
     for setting in ("dataset.flip=true", "dataset.scattering={scales: 1, angles: 2}"):
         typed = [*overrides(weights), setting]
         with pytest.raises(NoEffectError, match="no effect with dataset.backbone="):
-            parse_config(compose_tree(typed), given=given_settings(typed))
+            parse_config(compose_tree(typed), user=user_settings(typed))
 
 
 def test_tables_have_no_backbone(tmp_path: Path, weights: Path) -> None:

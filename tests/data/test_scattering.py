@@ -20,7 +20,7 @@ from fednas_flwr.data.scattering import Scattering, num_paths
 from fednas_flwr.data.summary import reading_notes
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.settings.configuration import parse_config
-from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 
 from ..data_sets import prepared
 
@@ -131,9 +131,9 @@ def test_features_are_not_augmented_and_what_asks_for_it_is_refused(compose_conf
     assert client.augmentation == {"crop_padding": 0, "flip": 0, "cutout": 0}
     for setting in ("dataset.flip=true", "dataset.crop_padding=1", "dataset.mean=[0.5]"):
         overrides = ("dataset.scattering={scales: 2, angles: 8}", setting)
-        given = given_settings(overrides)
+        given = user_settings(overrides)
         with pytest.raises(NoEffectError, match="no effect with dataset.scattering="):
-            parse_config(compose_tree(overrides), given=given)
+            parse_config(compose_tree(overrides), user=given)
 
 
 @pytest.mark.run

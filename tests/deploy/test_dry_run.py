@@ -8,6 +8,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.deploy import dry_run
 from fednas_flwr.deploy.dry_run import MeasuringGrid, estimate
+from fednas_flwr.deploy.local_actors import ALONE
 from fednas_flwr.protocol.requests import Amount, Evaluate, Train
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.settings.configuration import parse_config
@@ -56,9 +57,13 @@ def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run
     assert told.memory_bytes > 50e6
 
 
-@pytest.mark.parametrize("overrides", [(), LOCAL])
-def test_seconds_are_those_of_all_steps_of_all_clients(overrides, compose_config, monkeypatch):
+@pytest.mark.parametrize(("overrides", "cores"), [((), 1), (LOCAL, 1), (LOCAL, 2)])
+def test_seconds_are_those_of_all_steps_of_all_clients(
+    overrides, cores, compose_config, monkeypatch
+):
     """With a clock by which a message takes 2 s and each of its steps half a second."""
+    monkeypatch.delenv(ALONE, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
     asked = []
     answer = MeasuringGrid._timed
 
@@ -76,7 +81,7 @@ def test_seconds_are_those_of_all_steps_of_all_clients(overrides, compose_config
     )
     (stage,) = estimate(config).stages
     parts = [properties["splits"]["train"] for properties in grids[0].properties.values()]
-    expected = sum(2 + 0.5 * 7 * -(-part // 2) for part in parts)
+    expected = sum(2 + 0.5 * 7 * -(-part // 2) for part in parts) / cores
     assert stage.round_s == pytest.approx(expected, abs=30)  # the server's own seconds
     assert stage.round_s >= expected
     assert sorted(asked) == [1, 1, 1, 1, dry_run.FEW]

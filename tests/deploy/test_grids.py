@@ -36,9 +36,11 @@ def told(grid, ids):
 def worker_of(name, act):
     """A worker that tells its name, after it has acted on the client that is asked."""
 
-    def answer(message, arrays):
-        act(message.metadata.dst_node_id - 2)
-        return Message(RecordDict({"told": ConfigRecord({"worker": name})}), reply_to=message)
+    def answer(taken):
+        for message, _ in taken:
+            act(message.metadata.dst_node_id - 2)
+        content = RecordDict({"told": ConfigRecord({"worker": name})})
+        return [Message(content, reply_to=message) for message, _ in taken]
 
     return answer
 
@@ -88,7 +90,9 @@ def test_messages_leave_the_queue_nearly_in_order(make):
     assert order[0] == AHEAD
 
 
-def test_a_worker_that_dies_costs_the_reply_that_it_worked_on(make):
+def test_a_worker_that_dies_costs_the_reply_that_it_worked_on(make, monkeypatch):
+    monkeypatch.setattr(grids, "SHORT_S", 0.0)
+
     def act(client):
         if client == 3:
             raise LostError
@@ -100,6 +104,21 @@ def test_a_worker_that_dies_costs_the_reply_that_it_worked_on(make):
     assert [replies[3], replies[5]] == [DIED, "ZeroDivisionError: no record"]
     assert {*replies} <= {DIED, "ZeroDivisionError: no record", "0", "1", "2"}
     assert len({*told(grid, asked(grid, list(range(6, CLIENTS))))}) <= 2
+
+
+def test_several_short_messages_are_taken_at_once_and_lost_together(make, monkeypatch):
+    monkeypatch.setattr(grids, "SHORT_S", 60.0)  # so that any pace here is short
+
+    def act(client):
+        if client == 2 * AHEAD + 2:
+            raise LostError
+
+    grid = make(1, act)
+    told(grid, asked(grid, [0]))  # so it knows how long one takes
+    lost = [
+        i for i, reply in enumerate(told(grid, asked(grid, list(range(CLIENTS))))) if reply == DIED
+    ]
+    assert lost == list(range(2 * AHEAD, 3 * AHEAD))
 
 
 def test_workers_that_die_at_their_start_cost_a_reply_each():
@@ -115,6 +134,7 @@ def test_workers_that_die_at_their_start_cost_a_reply_each():
 @pytest.mark.parametrize("seed", range(10))
 def test_every_message_is_answered_or_lost_once(make, seed, monkeypatch):
     monkeypatch.setattr(grids, "POLL_S", 0.001)
+    monkeypatch.setattr(grids, "SHORT_S", 0.0)
     rng, acted = Random(seed), list[int]()
     dying = {client for client in range(CLIENTS) if rng.random() < 0.2}
 

@@ -9,7 +9,7 @@ from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import is_complete, read_run
 from fednas_flwr.settings import parser
 from fednas_flwr.settings.configuration import parse_config
-from fednas_flwr.settings.hydra_config import compose_tree, given_settings
+from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.settings.parser import seconds
 
 SHORT = ("rounds=3", "retrain.rounds=3", "runtime.time_limit=1s")
@@ -92,4 +92,4 @@ def test_a_limit_where_no_rounds_are_is_refused():
     with pytest.raises(
         ConfigError, match="runtime.time_limit=30min has no effect with algorithm=zero_cost"
     ):
-        parse_config(compose_tree(overrides), given=given_settings(overrides))
+        parse_config(compose_tree(overrides), user=user_settings(overrides))

@@ -379,13 +379,13 @@ def test_what_is_released_of_a_number_is_within_its_range(pairs):
         assert hit == pytest.approx(1 - abs(error) / 10, abs=1e-6)
     known = ~labels.isnan()
     if known.any():
-        told = objective.told(
+        told = objective.reported(
             {"loss": float(losses[known].mean()), "accuracy": float(hits[known].mean())}
         )
         errors = (losses[known] * GIVEN[1] ** 2).sqrt()
         assert told["rmse"] == pytest.approx(float((errors**2).mean().sqrt()), abs=1e-6)
         assert "accuracy" not in told
-        assert objective.told({"loss": 1.0, "rmse": 3.0}) == {"loss": 1.0, "rmse": 3.0}
+        assert objective.reported({"loss": 1.0, "rmse": 3.0}) == {"loss": 1.0, "rmse": 3.0}
 
 
 def test_a_declared_range_is_not_replaced_by_what_clients_find():

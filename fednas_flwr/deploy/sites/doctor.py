@@ -217,18 +217,18 @@ def _site_records(folder: Path, settings: Settings) -> str:
     key = folder / "state" / "split.key"
     text = key.read_text() if key.exists() else "none yet"  # the first start makes it
     parts = make_client_data(prepared, rows, key=text.encode(), fractions=allowed.fractions)
-    told = reading_notes(prepared)
+    notes = reading_notes(prepared)
     try:
         check_features(prepared, [parts])
     except ConfigError as error:
         if not prepared.train.schema:  # of images the settings decide, of a table single records
             raise
-        told = [*told, f"{error}"]
+        notes = [*notes, f"{error}"]
     if allowed.unit == CLIENT:
-        return "; ".join(["the site is protected as a whole", *told])
-    held = {split: getattr(parts, split).num_units for split in SPLITS}
-    number, declared = sum(held.values()), sum(allowed.by_split.values())
-    words = f"{number:,} {allowed.unit}s, {held['train']:,} of them to train on"
+        return "; ".join(["the site is protected as a whole", *notes])
+    numbers = {split: getattr(parts, split).num_units for split in SPLITS}
+    number, declared = sum(numbers.values()), sum(allowed.by_split.values())
+    words = f"{number:,} {allowed.unit}s, {numbers['train']:,} of them to train on"
     if number > MORE_RECORDS * declared:
         raise Trouble(
             f"{words}, but policy.yaml declares {declared:,}, and answers of more than "
@@ -236,7 +236,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
             "near them, and keep it."
         )
     few = [f"policy.yaml declares {declared:,}: more noise than need be"]
-    return "; ".join([words, *few * (number < declared / MORE_RECORDS), *told])
+    return "; ".join([words, *few * (number < declared / MORE_RECORDS), *notes])
 
 
 def _site_ledger(folder: Path, settings: Settings) -> str:

@@ -65,8 +65,8 @@ def clock_skew_s(host: str, port: int, authority: Path) -> float:
     before = time.time()
     date = ask_date(host, port, authority)
     now = (before + time.time()) / 2
-    told = parsedate_to_datetime(date).timestamp()
-    return min(0.0, now - told) or max(0.0, now - told - 1)
+    theirs = parsedate_to_datetime(date).timestamp()
+    return min(0.0, now - theirs) or max(0.0, now - theirs - 1)
 
 
 def ask_date(host: str, port: int, authority: Path) -> str:

@@ -117,9 +117,9 @@ def make_sum_key(path: Path) -> Path:
     """
     if path.exists():
         raise FileExistsError(path)
-    own = SiteKeys.at(path).public("")
+    keys = SiteKeys.at(path).public("")
     public = path.with_suffix(".pub")
-    write_atomically(public, json.dumps({"mask": own.mask, "signature": own.signature}) + "\n")
+    write_atomically(public, json.dumps({"mask": keys.mask, "signature": keys.signature}) + "\n")
     return public
 
 

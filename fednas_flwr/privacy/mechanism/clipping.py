@@ -334,12 +334,12 @@ def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
 def _only_trainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Let exactly these parameters require gradients inside the block."""
     chosen = {id(parameter) for parameter in parameters.values()}
-    own = list(module.parameters())
-    if not chosen <= {id(parameter) for parameter in own}:
+    every = list(module.parameters())
+    if not chosen <= {id(parameter) for parameter in every}:
         raise ValueError("a parameter to differentiate by does not belong to the module")
     if len(chosen) < len(parameters):
         raise ValueError("a parameter to differentiate by is given under two names")
-    changed = [p for p in own if p.requires_grad != (id(p) in chosen)]
+    changed = [p for p in every if p.requires_grad != (id(p) in chosen)]
     try:
         for parameter in changed:
             parameter.requires_grad_(not parameter.requires_grad)

@@ -209,10 +209,10 @@ class _Records:
         parts = (*self.module.modules(), *self.module.parameters())
         before = [(part, dict(vars(part))) for part in parts]
         hooked = _hooks()[1](self.module, loss_reduction="sum")
-        own = own_linear_layers(self.module)  # which round all rows alike
+        rounding = own_linear_layers(self.module)  # which round all rows alike
         gradients: list[Group] = []
         try:
-            with torch.enable_grad(), warnings.catch_warnings(), own:
+            with torch.enable_grad(), warnings.catch_warnings(), rounding:
                 warnings.filterwarnings("ignore", message="Full backward hook is firing")
                 losses_B = losses_of(hooked(x_B), y_B, self.loss, self.watch)
                 # Not backward(), which would add to .grad. Of the sums only the names are used.

@@ -1,0 +1,191 @@
+"""Table: the papers' rows on all images of Fashion-MNIST, in networks of 25 M multiply-adds.
+
+    python scripts/table_papers.py --root <folder> [--for 150min] [--only DP-FNAS]
+
+All rows retrain NAS-Bench-201's cell, one per stage, with the fewest channels (a multiple of 2)
+that give it 25 M multiply-adds, for 20 rounds of one epoch of all 60,000 images; only FedEx and
+FEATHERS tune as they retrain, which is what they are. DP-FNAS' search is private, by a budget of
+3.5, and as in the paper the delivered model is not. A search takes about 20 minutes of a quiet core
+and a retraining 30, or 45 without bfloat16.
+
+Runs are made in the order of the list, one core each, and go on where they were stopped; ``--for``
+says when to stop. They count whatever commit they are of, which is kept beside each: core-hours are
+not spent again after each change. Results go to scripts/results/papers.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from table_runs import PARAMETERS, TEST_ACCURACY, arguments, make_all, make_run, measure
+from tables import start_results
+
+from fednas_flwr.models.networks import make_space
+from fednas_flwr.settings.parser import seconds
+from fednas_flwr.spaces.costs import count_multiply_adds
+from fednas_flwr.spaces.genotype import load_genotype
+
+RESULTS = Path(__file__).parent / "results" / "papers.json"
+RUNS = Path("runs/table_papers")
+LEAST_MULTIPLY_ADDS = 25e6
+SPACE = ("search_space=nasbench201_small", "search_space.channels=4")
+TRAINING = (
+    *("stages=[retrain,evaluate,export]", "retrain.rounds=20", "retrain.local_epochs=1"),
+    *("retrain.batch_size=96", "dataset.cutout=8"),
+)
+FEDAVG = ("algorithm=fedavg", "retrain=recommended")
+DIVISIONS = {"iid": "partition=iid", "label-skewed": "partition=label_groups"}
+MINUTES = {"scale": 1 / 60, "decimals": 0}
+COLUMNS = [
+    TEST_ACCURACY,
+    {"metric": "paper", "title": "paper's (%)", "decimals": 1},
+    PARAMETERS,
+    {"metric": "multiply_adds", "title": "multiply-adds (M)", "scale": 1e-6, "decimals": 1},
+    {"metric": "searched_seconds", "title": "search (min)", **MINUTES},
+    {"metric": "retrain_seconds", "title": "retraining (min)", **MINUTES},
+    {"metric": "searched_epsilon", "title": "PRV epsilon of the search", "decimals": 2},
+]
+DARTS = ("experiment=fed_darts/published", "rounds=5", "algorithm.batch_size=64")
+FNAS = ("experiment=fnas/fashion_mnist", "rounds=400", "algorithm.batch_size=64")
+DP_FNAS = ("experiment=dp_fnas/fashion_mnist", "privacy.epsilon=3.5", "rounds=60")
+RECOMMENDED = ("experiment=search/recommended",)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: a search, and the retraining of what it has found.
+
+    Attributes:
+        paper: Whose table it is of.
+        name: Its algorithm.
+        clients: How many share the images.
+        search: Settings of the search.
+        number: What the paper has on its own data (%); None where it has no such row.
+        training: Settings of the retraining.
+        partition: One of ``DIVISIONS``.
+    """
+
+    paper: str
+    name: str
+    clients: int
+    search: tuple[str, ...]
+    number: float | None
+    training: tuple[str, ...] = FEDAVG
+    partition: str = "iid"
+
+    def settings(self, *, of: tuple[str, ...]) -> list[str]:
+        """Overrides of a run: those ``of`` a stage, and data and their division."""
+        data = ("dataset=fashion_mnist", "dataset.limit_train=null", "dataset.limit_test=null")
+        division = (DIVISIONS[self.partition], f"clients={self.clients}")
+        return [*of, *data, *division, "runtime.threads=1", "training.precision=auto"]
+
+
+def feathers(partition: str, clients: int, numbers: tuple[float, float, float]) -> list[Row]:
+    """Rows of FEATHERS' Table 2: of DARTS (f), FedEx and FEATHERS, of which it has the numbers."""
+    tuned = ("algorithm.num_configurations=12",)
+    searches = {
+        "DARTS (f)": (DARTS, numbers[0], FEDAVG),
+        "recommended": (RECOMMENDED, None, FEDAVG),
+        "FEATHERS": (
+            ("experiment=feathers/fashion_mnist", "rounds=5", "algorithm.batch_size=64"),
+            numbers[2],
+            ("experiment=feathers/fashion_mnist", "algorithm.nas_rounds=5", *tuned),
+        ),
+        "FedEx on DARTS' cell": (DARTS, numbers[1], ("experiment=fedex/fashion_mnist", *tuned)),
+        "random search": (("experiment=random_search/fashion_mnist", "rounds=5"), None, FEDAVG),
+    }
+    return [
+        Row("FEATHERS", name, clients, search, number, training, partition)
+        for name, (search, number, training) in searches.items()
+    ]
+
+
+ROWS = [
+    *feathers("iid", 5, (92, 82, 94)),
+    Row("DP-FNAS", "FNAS", 4, FNAS, 96.8),
+    Row("DP-FNAS", "DP-FNAS", 4, DP_FNAS, 96.9),
+    *feathers("label-skewed", 5, (93, 81, 93)),
+    Row("DP-FNAS", "vanilla NAS", 1, FNAS, 97.2),
+    Row("DP-FNAS", "DP-FNAS", 1, DP_FNAS, 97.0),
+    Row("DP-FNAS", "FNAS", 8, FNAS, 96.7),
+    Row("DP-FNAS", "DP-FNAS", 8, DP_FNAS, 96.6),
+    *(row for row in feathers("iid", 10, (91, 78, 93)) if row.number and "FedEx" not in row.name),
+]
+
+
+def main() -> None:
+    """Make what is missing, until the time is over."""
+    parser = arguments(__doc__)
+    parser.add_argument("--for", dest="time", default="1000h", help="stop after 150min, 2h, ...")
+    parser.add_argument("--only", default="", help="rows of one paper: FEATHERS, DP-FNAS")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    options = parser.parse_args()
+    start_results(
+        RESULTS,
+        title="The papers' rows on all 60,000 images of Fashion-MNIST",
+        command="python scripts/table_papers.py --root <folder>",
+        columns=COLUMNS,
+    )
+    root, end = options.root.resolve(), time.monotonic() + seconds(options.time)
+    rows = [row for row in ROWS if options.only in ("", row.paper)]
+    jobs = [(row, seed) for seed in options.seeds for row in rows]
+    make_all(lambda job: make(*job, root=root, end=end), jobs, at_a_time=options.jobs)
+
+
+def make(row: Row, seed: int, *, root: Path, end: float) -> None:
+    """Make one row's runs, unless they are there or the time is over."""
+    group = {
+        "paper": row.paper,
+        "clients": row.clients,
+        "partition": row.partition,
+        "algorithm": row.name,
+    }
+    known = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
+    if any((run["group"], run["seed"]) == (group, seed) for run in known):
+        return
+    overrides = row.settings(of=(*row.search, *SPACE, "stages=[search]"))
+    searched = folder(row.search[0], row, seed)
+    search = make_run(searched, overrides=overrides, seed=seed, root=root, end=end)
+    if search is None:
+        return
+    genotype = search.folder / "genotype.json"
+    sizes = (f"genotype={genotype}", f"retrain.channels={channels(genotype)}")
+    measure(
+        RESULTS,
+        folder(f"{row.paper} {row.name}", row, seed),
+        overrides=row.settings(of=(*row.training, *TRAINING, *sizes)),
+        group=group,
+        seed=seed,
+        root=root,
+        end=end,
+        more=lambda run: {
+            "paper": row.number,
+            "searched_seconds": search.numbers()["search_seconds"],
+            "searched_epsilon": search.numbers()["epsilon"],
+        },
+    )
+
+
+def folder(name: str, row: Row, seed: int) -> Path:
+    """Of a run of that name on a row's division of the images."""
+    words = re.findall(r"[\w-]+", f"{name.removeprefix('experiment=')} {row.partition}")
+    return RUNS / "_".join([*words, str(row.clients), f"s{seed}"])
+
+
+def channels(genotype: Path) -> int:
+    """The fewest channels, a multiple of 2, with which a found cell has 25 M multiply-adds."""
+    cell, width, cost = load_genotype(genotype), 0, 0
+    while cost < LEAST_MULTIPLY_ADDS:
+        width += 2
+        settings = {"channels": width, "num_cells": 1, "norm": "batch"}
+        space = make_space("nasbench201", input_shape=(1, 28, 28), num_classes=10, **settings)
+        cost = count_multiply_adds(space.network(cell), space.input_shape)
+    return width
+
+
+if __name__ == "__main__":
+    main()
