@@ -34,13 +34,13 @@ from torch.nn import functional
 
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.base.processes import ALONE
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid, ray_grid
-from fednas_flwr.deploy.local_actors import ALONE
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.protocol.messages import (

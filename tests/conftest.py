@@ -15,6 +15,7 @@ from hypothesis import settings
 from safetensors.torch import save_file
 
 from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.base import processes
 from fednas_flwr.base.pretrained import Pretrained
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
@@ -29,9 +30,9 @@ from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.spaces import dp_cells
 
-from . import processes
 from .composing import remembering
 from .finished_runs import FinishedRuns, whole_run
+from .processes import started
 
 # Where it is ignored, as in a background job, it would be ignored by the processes of tests, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,6 +53,17 @@ LONGEST_FILES = (  # of a minute or more
 
 WHOLE_RUNS = {"run_inline", "finished_run", "machines"}  # tests with such a fixture are `run`
 OTHER_RUNS = ("ray", "browser")  # and those with such a marker
+
+
+@pytest.fixture(autouse=True)
+def no_processes_of_earlier_tests(monkeypatch):
+    """Let every run begin in this process, and what it has started end with the test."""
+    monkeypatch.setattr("fednas_flwr.cli.run.warm_up", lambda: None)
+    yield
+    while processes._started:
+        interpreter, _ = processes._started.pop()
+        interpreter.kill()
+        interpreter.wait()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
@@ -83,7 +95,7 @@ def pytest_runtest_setup():
 @pytest.fixture(scope="session")
 def fednas():
     """``fednas(*arguments)``: the command, in a process of its own."""
-    return processes.started
+    return started
 
 
 @pytest.fixture

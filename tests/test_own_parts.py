@@ -23,13 +23,14 @@ from fednas_flwr import (
     register_op,
     run,
 )
+from fednas_flwr.base import processes
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy import local_actors
 from fednas_flwr.models.networks import make_space
 from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
 from fednas_flwr.privacy.self_test import unwatched
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.settings.registry import OWN, TABLES
+from fednas_flwr.settings.registry import OWN, TABLES, packed
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 from fednas_flwr.spaces.operations import MixedOp, OwnOp
 
@@ -243,21 +244,21 @@ register_loss("focal", focal)
 
 @pytest.mark.run
 def test_processes_of_this_machine_know_them(tmp_path, monkeypatch):
-    monkeypatch.delenv(local_actors.ALONE, raising=False)
+    monkeypatch.delenv(processes.ALONE, raising=False)
     monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
     answered: list[str] = []
-    call = local_actors._call
+    call = processes._call
 
     def counted(*asked):
         found = call(*asked)  # raises if one has died
         answered.append(type(found).__name__)
         return found
 
-    monkeypatch.setattr(local_actors, "_call", counted)
-    there = run(composed(tmp_path / "there", *USED, "rounds=30"))
+    monkeypatch.setattr(processes, "_call", counted)
+    there = run(composed(tmp_path / "there", *USED, "rounds=12"))
     assert len(answered) > 4
-    monkeypatch.setattr(local_actors, "PATIENCE_S", 1e9)
-    here = run(composed(tmp_path / "here", *USED, "rounds=30"))
+    monkeypatch.setenv(processes.ALONE, "1")
+    here = run(composed(tmp_path / "here", *USED, "rounds=12"))
     assert there.genotype == here.genotype
     assert there.scores["central"] == here.scores["central"]
 
@@ -310,7 +311,7 @@ def test_mixed_ops_keep_their_names():
 
 
 def test_what_cannot_be_sent_stays_in_this_process():
-    assert local_actors.packed(len) is not None
+    assert packed(len) is not None
     lock = threading.Lock()
     register_metric("locked", lambda p, y: float(lock.locked()))
-    assert local_actors.packed(len) is None
+    assert packed(len) is None

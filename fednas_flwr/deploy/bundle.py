@@ -76,8 +76,8 @@ def check_bundle(fab: bytes) -> None:
     if (found := _digest(_read_bundle(fab))) != ours:
         raise ConfigError(
             f"the run's app code {found[:12]} is refused: this site runs the fednas_flwr "
-            f"{fednas_flwr.__version__} that is installed here, whose bundle is {ours[:12]}, and no "
-            "code of a run; start it by `fednas run` or `flwr run` of that version."
+            f"{fednas_flwr.__version__} that is installed here, whose bundle is {ours[:12]}, and "
+            "no code of a run; start it by `fednas run` or `flwr run` of that version."
         )
 
 

@@ -22,6 +22,7 @@ import torch
 from flwr.app import Message
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.processes import at_once
 from fednas_flwr.data.features import KINDS
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid, places, this_node
@@ -87,6 +88,7 @@ class Estimate:
         free_bytes: What the disk of the run's folder has free.
         privacy: (epsilon, delta) and what they protect; empty without.
         at_once: Clients that are computed side by side.
+        processes: Of clients, a few more than there are cores, see ``processes.at_once``.
         features: Sizes and times of features of images.
     """
 
@@ -97,6 +99,7 @@ class Estimate:
     free_bytes: int
     privacy: str
     at_once: int
+    processes: int
     features: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
@@ -137,6 +140,7 @@ def estimate(config: Config) -> Estimate:
             gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             privacy=_promised(run),
             at_once=grid.at_once,
+            processes=grid.processes,
             features=tuple(n for n in run.prepared.train.notes if n.startswith(KINDS)),
         )
 
@@ -251,6 +255,7 @@ class MeasuringGrid(SteppedGrid):
         clients_s: By exchange what each client would take, in seconds.
         spent_s: What answering has taken.
         at_once: Clients that would be computed side by side.
+        processes: In which they would be.
     """
 
     def __init__(self, config: Config) -> None:
@@ -262,8 +267,10 @@ class MeasuringGrid(SteppedGrid):
         self._step_s: dict[tuple[Any, ...], float] = {}
         if isinstance(config.runtime, RayRuntime):
             self.at_once = min(config.clients, max(1, places(config.runtime, this_node())))
+            self.processes = self.at_once
         else:
             self.at_once = side_by_side(config)
+            self.processes = at_once(config.clients, threads=config.runtime.threads)
 
     def answer(self, message: Message) -> Message:
         """Return the reply after one step, or a few, of local training."""

@@ -36,6 +36,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from fednas_flwr.base.errors import ConfigError, show, unknown_choice
+from fednas_flwr.base.processes import LostError
 from fednas_flwr.deploy import flower_patches
 from fednas_flwr.protocol.messages import payload_bytes
 from fednas_flwr.settings import Config
@@ -239,10 +240,6 @@ DIED = "the client's process has died, perhaps for want of memory"
 
 Taken = list[tuple[Message, Any]]  # messages without their arrays, and these
 Answer = Callable[[Taken], list[Message]]
-
-
-class LostError(Exception):
-    """A worker has died, or is not waited for any more."""
 
 
 class Worker:

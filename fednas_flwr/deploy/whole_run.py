@@ -5,16 +5,13 @@ What is compared is a run of its own, in a folder of the run's.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.deploy.grids import LostError
-from fednas_flwr.deploy.local_actors import Forks, packed
+from fednas_flwr.base.processes import LostError, at_once, beside
 from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.models.prediction import MODEL_FILE
 from fednas_flwr.pipeline import baselines
@@ -26,8 +23,9 @@ from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, is_whole, read_ru
 from fednas_flwr.runs.run_folder import open_run_folder
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import Config, with_runtime
-from fednas_flwr.settings.names import FOUND
+from fednas_flwr.settings.names import FOUND, LINEAR
 from fednas_flwr.settings.parser import seconds
+from fednas_flwr.settings.registry import packed
 from fednas_flwr.settings.unused import without_effect
 
 Tell = Callable[[str], None]
@@ -109,21 +107,19 @@ def train_all(
         folders: Of runs.
         limit: The time that each may take; None is any.
     """
-    number = min(len(folders), len(os.sched_getaffinity(0)))
+    folders = sorted(folders, key=lambda folder: folder.name == LINEAR)  # the shortest last
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
-    if alone or number < 2 or (sent := packed(train)) is None:
+    if alone or at_once(len(folders)) < 2 or (sent := packed(train)) is None:
         yield from ((folder, train(folder, limit)) for folder in folders)
         return
-    with ThreadPoolExecutor(number) as threads, Forks(sent) as forks:
-        started = {threads.submit(lambda one: forks.start()(one, limit), f): f for f in folders}
-        try:
-            for done in as_completed(started):
-                yield started[done], done.result()
-        except LostError as error:
-            raise ConfigError(
-                "a process that trains the networks to compare with has ended: the machine may "
-                "be out of memory; go on with resume=<run folder>."
-            ) from error
+    try:
+        for (folder, _), reason in beside(sent, [(folder, limit) for folder in folders]):
+            yield folder, reason
+    except LostError as error:
+        raise ConfigError(
+            "a process that trains the networks to compare with has ended: the machine may "
+            "be out of memory; go on with resume=<run folder>."
+        ) from error
 
 
 def train(folder: Path, limit: str | None) -> str:

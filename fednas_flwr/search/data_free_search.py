@@ -6,7 +6,7 @@ result is a ranking: the first is the choice, the first few are a pool that reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
-Score = Callable[[Genotype], Mapping[str, float]]
+Scores = Callable[[list[Genotype]], Iterable[Mapping[str, float]]]  # of each, in their order
 TRIES = 200  # in a row without a new architecture within the limits, before the search gives up
 
 
@@ -67,7 +67,7 @@ def exceeded(
 
 def search(
     space: SearchSpace,
-    score: Score,
+    score: Scores,
     *,
     draws: int,
     generator: torch.Generator,
@@ -80,8 +80,8 @@ def search(
 
     Args:
         space: Space of the architectures; none is degenerate.
-        score: Function that returns the scores of a genotype, such as ``data_free_scores.measure``
-            with all other arguments given. Every genotype must get the same names.
+        score: Function that returns the scores of each of some genotypes, as
+            ``data_free_scores.measure`` has them. Every genotype must get the same names.
         draws: Number of architectures to score; fewer where the space has no more.
         generator: All that is random comes from it, so that its state fixes the result.
         limits: Limits on the cost of a network, see :func:`exceeded`.
@@ -96,9 +96,9 @@ def search(
     if draws < 1:
         raise ValueError(f"draws must be at least 1, got {draws}")
     scored = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
-    refused: dict[str, list[float]] = {}
+    refused, drawn = dict[str, list[float]](), list[Genotype]()
     tried, seen = 0, set(scored)
-    while len(scored) < len(known) + draws and tried < TRIES:
+    while len(drawn) < draws and tried < TRIES:
         tried += 1
         genotype = space.random_genotype(generator)
         key = to_json(genotype)
@@ -109,9 +109,9 @@ def search(
         for name, cost in over.items():
             refused.setdefault(name, []).append(cost)
         if not over:
-            scored[key] = Scored(genotype, score(genotype), number=len(scored))
+            drawn.append(genotype)
             tried = 0
-    if limits and not scored:
+    if limits and not scored and not drawn:
         counts = (
             f"{len(costs)} exceed {name}={limits[name]} (the least of them has {min(costs):,.10g})"
             for name, costs in refused.items()
@@ -121,7 +121,9 @@ def search(
             f"{', '.join(counts)}: raise them, or lower the network's sizes (retrain.channels, "
             "retrain.num_cells, or those of search_space)."
         )
-    return ranked(list(scored.values()))
+    pairs = enumerate(zip(drawn, score(drawn), strict=True), len(scored))
+    found = [Scored(genotype, scores, number=number) for number, (genotype, scores) in pairs]
+    return ranked([*scored.values(), *found])
 
 
 def ranked(scored: list[Scored]) -> list[Scored]:
@@ -135,16 +137,17 @@ def _ordered(scored: list[Scored], scores: Sequence[Mapping[str, float]]) -> lis
     return [scored[index] for index in order]
 
 
-def shortlisted(ranking: list[Scored], score: Score, *, keep: int) -> list[Scored]:
+def shortlisted(ranking: list[Scored], score: Scores, *, keep: int) -> list[Scored]:
     """A ranking whose first ``keep`` are ordered by further scores, combined among them.
 
     Args:
         ranking: The best first.
-        score: Function that returns the further scores of a genotype that has none yet.
+        score: Function that returns the further scores of each genotype that has none yet.
         keep: Number of architectures, at most all.
     """
+    further = iter(score([one.genotype for one in ranking[:keep] if one.further is None]))
     best = [
-        one if one.further is not None else one._replace(further=score(one.genotype))
+        one if one.further is not None else one._replace(further=next(further))
         for one in ranking[:keep]
     ]
     return _ordered(best, [one.further or {} for one in best]) + ranking[keep:]

@@ -8,10 +8,12 @@ deployment must know the name themselves.
 
 from __future__ import annotations
 
+import pickle
 import re
 import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any, get_type_hints
 
@@ -164,6 +166,22 @@ def own_parts(config: Config) -> list[str]:
         "metric": OWN["metric"],
     }
     return [f"{group} {name}" for group, of in used.items() for name in of if name in OWN[group]]
+
+
+def packed(function: Callable[..., Any]) -> bytes | None:
+    """A function of the package, pickled with what is registered; None if that cannot be sent."""
+    import cloudpickle
+
+    try:
+        sent: bytes = cloudpickle.dumps(partial(_restored, registered(), function))
+    except (pickle.PicklingError, TypeError, AttributeError):  # an open file, a lock, ...
+        return None
+    return sent
+
+
+def _restored(carried: Mapping[str, Any], function: Callable[..., Any], *asked: Any) -> Any:
+    restore(carried)
+    return function(*asked)
 
 
 def restore(carried: Mapping[str, Mapping[str, Any]]) -> None:

@@ -12,12 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fednas_flwr.algorithms.zero_cost import strategy
 from fednas_flwr.api import run
+from fednas_flwr.base import processes
+from fednas_flwr.base.processes import Forks, LostError
 from fednas_flwr.deploy import local_actors
-from fednas_flwr.deploy.grids import InProcessGrid, LostError
-from fednas_flwr.deploy.local_actors import Forks, LocalGrid, local_grid, packed
+from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.deploy.local_actors import LocalGrid, local_grid
 from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.search.data_free_scores import AZ_NAS
 from fednas_flwr.settings import with_runtime
+from fednas_flwr.settings.registry import packed
+
+from ..small_spaces import SPACES as SMALL
 
 SHORT = ("rounds=3", "retrain.rounds=3", "dataset.linear_baseline=false")
 
@@ -31,11 +38,11 @@ def test_one_core_one_client_or_a_process_among_others_stays_alone(compose_confi
         (2, with_runtime(config, threads=2), True),
         (2, compose_config("privacy=dp", "privacy.test_seed=1", "runtime.device=cpu"), True),
     ):
-        monkeypatch.setattr(local_actors.os, "sched_getaffinity", lambda p, n=cores: set(range(n)))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda p, n=cores: set(range(n)))
         with local_grid(changed) as grid:
             assert (type(grid) is InProcessGrid) == alone
-    monkeypatch.setattr(local_actors.os, "sched_getaffinity", lambda process: {0, 1})
-    monkeypatch.setenv(local_actors.ALONE, "1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setenv(processes.ALONE, "1")
     with local_grid(config) as grid:
         assert type(grid) is InProcessGrid
 
@@ -46,10 +53,32 @@ def wait_for_workers(event):
         time.sleep(0.1)
 
 
+def test_tasks_that_cores_do_not_divide_evenly_share_them(monkeypatch):
+    for cores, tasks, threads, number in (
+        *((2, 3, 1, 3), (2, 4, 1, 2), (2, 5, 1, 3), (2, 3, 2, 1), (1, 3, 1, 1), (1, 3, 2, 0)),
+        *((4, 3, 1, 3), (8, 10, 1, 10), (8, 27, 1, 11), (2, 1, 1, 1)),
+    ):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda p, n=cores: set(range(n)))
+        assert processes.at_once(tasks, threads=threads) == number
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert processes.at_once(3) == 1
+
+
+@pytest.mark.run
+def test_scores_are_those_of_one_process(compose_config, two_cores, monkeypatch):
+    config = compose_config("algorithm=zero_cost")
+    space, generator = SMALL["nasbench201"], torch.Generator().manual_seed(0)
+    genotypes = [space.random_genotype(generator) for _ in range(9)]
+    here = strategy._scores(config, space, AZ_NAS, genotypes)
+    processes.warm_up()
+    monkeypatch.setattr(strategy, "LostError", ZeroDivisionError)  # nothing is then computed here
+    assert strategy._scores(config, space, AZ_NAS, genotypes) == here
+
+
 @pytest.fixture
 def two_cores(monkeypatch):
     monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(local_actors.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
 
 
 def test_a_run_whose_processes_cannot_be_started_goes_on_in_its_own(
@@ -71,9 +100,9 @@ def test_workers_give_the_bits_of_one_process(compose_config, tmp_path, two_core
     monkeypatch.setattr(LocalGrid, "answer", lambda s, m: answered.append(1) or real(s, m))
     for name, alone, listeners in (("alone", "1", ()), ("workers", "", (wait_for_workers,))):
         if alone:
-            monkeypatch.setenv(local_actors.ALONE, alone)
+            monkeypatch.setenv(processes.ALONE, alone)
         else:
-            monkeypatch.delenv(local_actors.ALONE)
+            monkeypatch.delenv(processes.ALONE)
         runs.append(run(replace(config, run_dir=str(tmp_path / name)), listeners=listeners))
         assert not read_run(runs[-1].folder).failures()
     one, other = (load_file(done.folder / "model.safetensors") for done in runs)
@@ -111,9 +140,9 @@ def test_a_process_that_forks_others_is_replaced_when_it_has_died():
     with Forks(sent) as forks:
         first = forks.start()
         assert first("abc") == 3
-        assert forks._process is not None
-        forks._process.kill()
-        forks._process.wait()
+        (interpreter, _) = processes._started[0]
+        interpreter.kill()
+        interpreter.wait()
         assert first("abcd") == 4  # which lives
         other = forks.start()
         assert other("ab") == 2
@@ -125,9 +154,9 @@ def test_a_process_that_forks_others_is_replaced_when_it_has_died():
 @pytest.mark.run
 def test_no_worker_outlives_the_run(compose_config, tmp_path):
     script = (
-        "import sys; from fednas_flwr import compose, run;"
+        "import os, sys; from fednas_flwr import compose, run;"
         "from fednas_flwr.deploy import local_actors; local_actors.PATIENCE_S = 0.0;"
-        "local_actors.os.sched_getaffinity = lambda process: {0, 1};"
+        "os.sched_getaffinity = lambda process: {0, 1};"
         "run(compose('rounds=100000', 'stages=[search]', 'runtime.device=cpu',"
         "            f'run_dir={sys.argv[1]}'))"
     )

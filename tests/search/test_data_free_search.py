@@ -39,7 +39,13 @@ def numbered(genotype):
 
 
 def run(space, score, *, seed=0, draws=60, **arguments):
-    return search(space, score, draws=draws, generator=make_generator(seed, "search"), **arguments)
+    return search(
+        space,
+        functools.partial(map, score),
+        draws=draws,
+        generator=make_generator(seed, "search"),
+        **arguments,
+    )
 
 
 def test_random_draws_are_those_of_the_space_each_once_and_ranked(space):
@@ -101,7 +107,7 @@ def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
         scored.append(genotype)
         return {"number": numbered(genotype)["number"], "twice": 2 * numbered(genotype)["number"]}
 
-    first = shortlisted(found, further, keep=4)
+    first = shortlisted(found, functools.partial(map, further), keep=4)
     assert scored == [one.genotype for one in found[:4]]
     expected = sorted(found[:4], key=lambda one: -numbered(one.genotype)["number"])
     assert [one.genotype for one in first[:4]] == [one.genotype for one in expected]
@@ -109,7 +115,8 @@ def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
     assert first[4:] == found[4:]
     scored.clear()
     known = {to_json(one.genotype): one for one in first}
-    second = shortlisted([known[to_json(one.genotype)] for one in found], further, keep=5)
+    again = [known[to_json(one.genotype)] for one in found]
+    second = shortlisted(again, functools.partial(map, further), keep=5)
     assert scored == [found[4].genotype]
     numbers = [numbered(one.genotype)["number"] for one in second[:5]]
     assert numbers == sorted(numbers, reverse=True)

@@ -6,7 +6,8 @@ Also the parts of it that choose a pool: what is drawn, within which limits, and
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,17 +17,21 @@ import torch
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.zero_cost import PoolSettings, ZeroCostSettings
+from fednas_flwr.base.processes import LostError, beside, is_warm
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import describe_network, described_space
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.data_free_scores import measure
-from fednas_flwr.search.data_free_search import Score, Scored, search, shortlisted
+from fednas_flwr.search.data_free_search import Scored, Scores, search, shortlisted
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.names import FOUND
+from fednas_flwr.settings.registry import packed
 from fednas_flwr.spaces.costs import cost_by, latency_of
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
+
+PART = 4  # genotypes that a process scores at a time
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,12 @@ class ScoredDraws:
         Args:
             **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
         """
-        score = partial(measure, self.space, seed=self.config.seed)
-        scores, shortlist = self.choice.chosen_scores(self.space.name), self.choice.shortlist
-        ranking = self._search(partial(score, scores=scores), **drawn)
+        scores, shortlist = partial(_scores, self.config, self.space), self.choice.shortlist
+        chosen = self.choice.chosen_scores(self.space.name)
+        ranking = self._search(partial(scores, chosen), **drawn)
         if shortlist is None:
             return ranking
-        return shortlisted(ranking, partial(score, scores=shortlist.scores), keep=shortlist.keep)
+        return shortlisted(ranking, partial(scores, shortlist.scores), keep=shortlist.keep)
 
     def check(self, generator: torch.Generator) -> None:
         """Refuse limits within which no network is drawn; none is scored.
@@ -64,7 +69,7 @@ class ScoredDraws:
         Args:
             generator: Source of the first draws.
         """
-        self._search(lambda _: {"none": 0.0}, draws=1, generator=generator)
+        self._search(lambda drawn: [{"none": 0.0}] * len(drawn), draws=1, generator=generator)
 
     def spread(self, ranking: list[Scored], size: int) -> list[Genotype]:
         """The best of a ranking in each of so many ranges of cost with equally many networks."""
@@ -80,7 +85,7 @@ class ScoredDraws:
         anything = self.space.random_genotype(torch.Generator())
         return described_space(describe_network(self.config, self.prepared, anything))[0]
 
-    def _search(self, score: Score, **drawn: Any) -> list[Scored]:
+    def _search(self, score: Scores, **drawn: Any) -> list[Scored]:
         limits = self.choice.limits
         return search(
             self.space,
@@ -90,6 +95,25 @@ class ScoredDraws:
             limited=self._trained() if limits.by_name else self.space,
             **drawn,
         )
+
+
+def _scores(
+    config: Config, space: SearchSpace, names: Sequence[str], genotypes: list[Genotype]
+) -> list[Mapping[str, float]]:
+    """The scores of genotypes, in processes of this machine where these only have to be forked."""
+    score = partial(measure, space, scores=names, seed=config.seed)
+    measured = partial(_measured, config.runtime.threads, score)
+    parts = {first: genotypes[first : first + PART] for first in range(0, len(genotypes), PART)}
+    found: dict[int, list[Any]] = {}
+    if is_warm() and len(parts) > 1 and (sent := packed(measured)):
+        with suppress(LostError):
+            found = {first: scores for (first, _), scores in beside(sent, parts.items())}
+    return [s for first, part in parts.items() for s in found.get(first) or measured(first, part)]
+
+
+def _measured(threads: int, score: Any, first: int, genotypes: list[Genotype]) -> list[Any]:
+    torch.set_num_threads(threads)
+    return [score(genotype) for genotype in genotypes]
 
 
 class ZeroCost(RoundStrategy[ZeroCostSettings]):

@@ -1,0 +1,191 @@
+"""Processes of this machine beside this one, forked from one that has imported all they need.
+
+That interpreter is started once, by :func:`warm_up` or the first :class:`Forks`; it computes
+nothing, and ends with this process, as all that it has forked do.
+
+Main functions: :class:`Forks` and :func:`beside`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from multiprocessing import connection, reduction
+from typing import Any
+
+ALONE = "FEDNAS_ALONE"  # in the environment of processes that must not start others
+ENTRY = "fednas_flwr.deploy.local_actors"  # a module that imports what is needed, then forks
+_lock = threading.Lock()
+_started: list[tuple[subprocess.Popen[bytes], connection.Connection]] = []  # the last one, if any
+
+
+class LostError(Exception):
+    """A worker has died, or is not waited for any more."""
+
+
+def cores() -> int:
+    """Number of this machine's cores that this process may use; 1 where it starts no others."""
+    if ALONE in os.environ or not hasattr(os, "sched_getaffinity"):  # as on macOS
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+def at_once(tasks: int, *, threads: int = 1) -> int:
+    """Number of processes in which so many tasks, of some threads each, are computed.
+
+    As many as there are cores, and a few more: of three tasks, two cores computed two and then one,
+    where they share all three in three quarters of the time.
+    """
+    number = cores() // threads
+    return min(tasks, number + tasks % max(1, number))
+
+
+def is_warm() -> bool:
+    """True if the interpreter from which processes are forked has been started."""
+    return any(process.poll() is None for process, _ in _started)
+
+
+def warm_up() -> None:
+    """Start the interpreter from which processes are forked, where there are cores for them."""
+    if cores() > 1:
+        with _lock:
+            _control()
+
+
+def _control() -> connection.Connection:
+    """The way to the interpreter, which is started where it is not there."""
+    if not is_warm():
+        control, its = multiprocessing.Pipe()
+        path = os.pathsep.join(filter(None, sys.path))  # it imports what this one can
+        with its:
+            process = subprocess.Popen(
+                [sys.executable, "-m", ENTRY],
+                stdin=its.fileno(),
+                env={**os.environ, ALONE: "1", "PYTHONPATH": path},
+                start_new_session=True,
+            )
+        _started[:] = [(process, control)]
+    return _started[0][1]
+
+
+class Forks(AbstractContextManager["Forks"]):
+    """Processes that call a function, which end with the context.
+
+    Args:
+        sent: The function, pickled.
+    """
+
+    def __init__(self, sent: bytes) -> None:
+        """Start none yet."""
+        self._sent, self._pipes, self._has_ended = sent, list[connection.Connection](), False
+
+    def __exit__(self, *_: object) -> None:
+        """End all processes."""
+        with _lock:
+            self._has_ended = True
+            for pipe in self._pipes:
+                with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def start(self) -> Callable[..., Any]:
+        """Fork a process; the function as it is called there, once that is ready.
+
+        Raises:
+            LostError: The process has died, as the function raises, too.
+        """
+        pipe, its = multiprocessing.Pipe()
+        with _lock, its, _lost_if_broken():
+            if self._has_ended:
+                raise LostError
+            reduction.send_handle(_control(), its.fileno(), 0)
+            self._pipes.append(pipe)
+        _call(pipe, os.getcwd(), sys.path, dict(os.environ))
+        with _lost_if_broken():
+            pipe.send_bytes(self._sent)
+        return partial(_call, pipe)
+
+
+@contextmanager
+def _lost_if_broken() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise LostError from error
+
+
+def _call(pipe: Any, *asked: Any) -> Any:
+    with _lost_if_broken():
+        pipe.send(asked)
+        return pipe.recv()
+
+
+def beside(
+    sent: bytes, calls: Collection[tuple[Any, ...]]
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Calls of a function in several processes, begun in their order.
+
+    Yields the arguments of each call with its result, as they come.
+
+    Args:
+        sent: The function, pickled.
+        calls: The arguments of each.
+
+    Raises:
+        LostError: A process has died, as the function raises, too.
+    """
+    own = threading.local()
+
+    def call(one: tuple[Any, ...]) -> Any:
+        if not hasattr(own, "function"):
+            own.function = forks.start()
+        return own.function(*one)
+
+    with ThreadPoolExecutor(at_once(len(calls))) as threads, Forks(sent) as forks:
+        asked = {threads.submit(call, one): one for one in calls}
+        for done in as_completed(asked):
+            yield asked[done], done.result()
+
+
+def serve_forks() -> None:
+    """Fork a process for each pipe that comes through the standard input; end with that."""
+    control = connection.Connection(sys.stdin.fileno())
+    fork = multiprocessing.get_context("fork").Process
+    with suppress(EOFError, OSError):
+        while True:
+            handle = reduction.recv_handle(control)
+            fork(target=_serve, args=(handle,)).start()
+            os.close(handle)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _serve(handle: int) -> None:
+    """Answer calls until the other end is gone, whatever is computed then."""
+    threading.Thread(target=_end_with, args=(handle,), daemon=True).start()
+    pipe = connection.Connection(handle)
+    with suppress(EOFError):
+        folder, sys.path[:], environment = pipe.recv()
+        os.chdir(folder)
+        os.environ.update({**environment, ALONE: "1"})
+        pipe.send(True)  # it is there
+        function = pickle.loads(pipe.recv_bytes())
+        while True:
+            pipe.send(function(*pipe.recv()))
+
+
+def _end_with(handle: int) -> None:
+    """End this process when the other end of a pipe is closed."""
+    end = select.poll()
+    end.register(handle, 0)  # which is to be told of that alone
+    end.poll()
+    os._exit(0)
