@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -31,8 +32,10 @@ from fednas_flwr.spaces import dp_cells
 
 from .composing import remembering
 from .finished_runs import FinishedRuns, whole_run
-from .fork_server import serving
+from .processes import started
 
+# Where it is ignored, as in a background job, it would be ignored by the processes of tests, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # results must not depend on the number of cores
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("full", deadline=None, derandomize=True, max_examples=100)
@@ -90,10 +93,9 @@ def pytest_runtest_setup():
 
 
 @pytest.fixture(scope="session")
-def fednas(tmp_path_factory):
-    """``fednas(*arguments)``: the command, in a process of its own that has imported everything."""
-    with serving(tmp_path_factory.mktemp("fork")) as server:
-        yield server
+def fednas():
+    """``fednas(*arguments)``: the command, in a process of its own."""
+    return started
 
 
 @pytest.fixture

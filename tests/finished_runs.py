@@ -56,6 +56,17 @@ def looked_at(run, **own):
     return SimpleNamespace(**vars(run), **last, test=test, central=central, **own)
 
 
+def copy_without(run, folder, *checkpoints):
+    """Return a copy of a run's folder that lacks some checkpoints, to be resumed."""
+    shutil.copytree(run.folder, folder)
+    text = (folder / "config.yaml").read_text().replace(str(run.folder), str(folder))
+    (folder / "config.yaml").write_text(text)
+    for pattern in checkpoints:
+        for path in (folder / "checkpoints").glob(pattern):
+            path.unlink()
+    return folder
+
+
 def digest_of(path):
     """Return the SHA-256 of the names and contents of a file, or of all files in a folder."""
     total = sha256()

@@ -1,7 +1,5 @@
 """Supernets computed op by op, as papers define them: an oracle for the package's own forward."""
 
-from __future__ import annotations
-
 import torch
 
 from fednas_flwr.spaces import darts, nasbench201

@@ -1,7 +1,5 @@
 """A small search space of every kind, and one of drawn paths with its costs."""
 
-from __future__ import annotations
-
 from fednas_flwr.spaces.costs import Costs
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DARTSOpsSpace, DPCellSpace
@@ -31,8 +29,4 @@ PATH_SPACE = MBConvSpace(
     candidates=("mbconv2_3x3", "mbconv3_5x5", "mbconv3_3x3", "zero"),
     norm="group",
 )
-PATH_COSTS = Costs(
-    "ms",
-    2.0,
-    [[3.0, 5.0, 4.0, 0.1], [3.0, 6.0, 4.0, 0.1], [2.0, 3.0, 2.5, None]],
-)
+PATH_COSTS = Costs("ms", 2.0, [[3.0, 5.0, 4.0, 0.1], [3.0, 6.0, 4.0, 0.1], [2.0, 3.0, 2.5, None]])

@@ -1,6 +1,5 @@
 """From a configuration to objects: every combination on embedded or made data builds."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,22 +10,13 @@ from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data, save_partition
-from fednas_flwr.models.networks import (
-    describe_network,
-    given_genotype,
-    make_device,
-    make_network,
-    make_space,
-    supernet_space,
-)
+from fednas_flwr.models import networks
 from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.pipeline.feasible import check_buildable
-from fednas_flwr.settings import Config, conf_folder
+from fednas_flwr.settings import conf_folder
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.spaces.genotype import load_genotype, save_genotype
-
-Compose = Callable[..., Config]
 
 COST = "{table: null, unit: ms, target: 3.0, loss: additive, scale: 1.0, exponent: 1.0}"
 # Files that need nothing but the installation, beside those of the made data set.
@@ -182,25 +172,25 @@ def test_groups_are_checked_before_the_search(compose_config, overrides, sentenc
 def test_networks_for_images_refuse_tables(network):
     description = {"name": network, "input_shape": [7], "num_classes": 2, "norm": "group"}
     with pytest.raises(ConfigError, match=f"{network}.*images"):
-        make_network(description)
-    linear = make_network({"name": "linear", "input_shape": [7], "num_classes": 2})
+        networks.make_network(description)
+    linear = networks.make_network({"name": "linear", "input_shape": [7], "num_classes": 2})
     assert linear(torch.zeros(3, 7)).shape == (3, 2)
 
 
 def test_unknown_names_are_told_with_those_there_are(compose_config):
     with pytest.raises(ConfigError, match="network=resnet is unknown.*derived"):
-        make_network({"name": "resnet", "input_shape": [3, 8, 8], "num_classes": 2})
+        networks.make_network({"name": "resnet", "input_shape": [3, 8, 8], "num_classes": 2})
     with pytest.raises(ConfigError, match=r"search_space\.name=dart.*nearest: darts"):
-        make_space(
+        networks.make_space(
             "dart", input_shape=(3, 8, 8), num_classes=2, channels=4, num_cells=1, norm="batch"
         )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_is_refused_where_there_is_none():
-    assert make_device("auto") == torch.device("cpu")
+    assert networks.make_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match="runtime.device=cuda.*runtime.device=cpu"):
-        make_device("cuda")
+        networks.make_device("cuda")
 
 
 def test_initial_networks_depend_on_the_seed_alone(compose_config):
@@ -232,7 +222,7 @@ def test_partition_file_is_used_and_checked(compose_config, tmp_path):
 
 def test_genotype_that_does_not_fit_is_refused(compose_config, tmp_path):
     config = compose_config("search_space=darts_small", "search_space.channels=4")
-    space = supernet_space(config, make_data(config)[0])
+    space = networks.supernet_space(config, make_data(config)[0])
     path = tmp_path / "genotype.json"
     save_genotype(path, space.random_genotype(torch.Generator().manual_seed(0)))
     given = ["stages=[retrain]", f"genotype={path}"]
@@ -249,7 +239,7 @@ def test_shipped_genotypes_are_given_by_name(compose_config):
     given = ["search_space=dp_cells", "retrain=dp_cells", "stages=[retrain]"]
     config = compose_config(*given, "genotype=dpnas_mnist")
     path = conf_folder() / "genotypes" / "dpnas_mnist.json"
-    assert given_genotype(config) == load_genotype(path)
+    assert networks.given_genotype(config) == load_genotype(path)
     with pytest.raises(ConfigError, match=r"genotype=dpnas_mnst is .*nearest: dpnas_mnist"):
         check_buildable(compose_config(*given, "genotype=dpnas_mnst"))
 
@@ -257,7 +247,7 @@ def test_shipped_genotypes_are_given_by_name(compose_config):
 def test_mbconv_networks_have_the_size_of_the_search_space(compose_config, tmp_path):
     """Also where a genotype is transferred: there ``search_space`` is what gives the size."""
     path, retrain = tmp_path / "genotype.json", ["stages=[retrain]", "retrain=mbconv"]
-    space = make_space(
+    space = networks.make_space(
         "mbconv",
         input_shape=(3, 32, 32),
         num_classes=10,
@@ -278,8 +268,8 @@ def test_mbconv_networks_have_the_size_of_the_search_space(compose_config, tmp_p
         )
     )
     check_buildable(config)
-    description = describe_network(config, make_data(config)[0], genotype)
-    network = make_network(description)
+    description = networks.describe_network(config, make_data(config)[0], genotype)
+    network = networks.make_network(description)
     assert network.before[0][0].stride == (2, 2)
     assert network.before[0][0].out_channels == 16
     for overrides, message in {

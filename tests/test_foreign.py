@@ -1,7 +1,5 @@
 """Words and files of strangers: one function per format, one reader of YAML and JSON."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -47,10 +45,7 @@ from fednas_flwr.spaces.latency_tables import from_json as table_from_json
 COLUMNS = (Column("a"), Column("b"))
 PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
 ALIASES = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))]
-MERGES = [
-    "a0: &a0 {x: 1}",
-    *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 60)),
-]
+MERGES = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 60))]
 CHAIN = ["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 60))]
 BAD_YAML = {
     "\n".join(ALIASES): "its aliases and values make more than 50,000 nodes",
@@ -78,7 +73,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def written(folder: Path, name: str, text: str) -> Path:
+def written(folder, name, text):
     """Return the path of a file in a folder that also holds a run's events."""
     path = folder / name
     path.parent.mkdir(exist_ok=True)
@@ -89,9 +84,7 @@ def written(folder: Path, name: str, text: str) -> Path:
 
 @pytest.mark.parametrize("words", BAD_YAML.values(), ids=range(len(BAD_YAML)))
 @pytest.mark.parametrize("name", READERS)
-def test_yaml_that_is_too_much_or_none_is_one_sentence(
-    tmp_path: Path, name: str, words: str
-) -> None:
+def test_yaml_that_is_too_much_or_none_is_one_sentence(tmp_path, name, words):
     text = next(text for text, told in BAD_YAML.items() if told == words)
     path = written(tmp_path, name, text)
     with pytest.raises(ConfigError, match=re.escape(words)) as mistake:
@@ -99,14 +92,14 @@ def test_yaml_that_is_too_much_or_none_is_one_sentence(
     assert "\n" not in str(mistake.value)
 
 
-def test_the_package_has_no_other_reader_of_yaml() -> None:
+def test_the_package_has_no_other_reader_of_yaml():
     reads = re.compile(r"\b(safe_load|full_load|unsafe_load|yaml\.load|OmegaConf\.load)\b")
     found = [p for p in PACKAGE.rglob("*.py") if reads.search(p.read_text(encoding="utf-8"))]
     assert found == [PACKAGE / "base" / "foreign.py"]
 
 
 @pytest.mark.parametrize("text", ["a: &a {x: 1}\nb: *a", "a: [&b 1, *b, *b]"])
-def test_a_few_aliases_are_read(text: str) -> None:
+def test_a_few_aliases_are_read(text):
     assert json.dumps(load_yaml(text, "text")) in (
         '{"a": {"x": 1}, "b": {"x": 1}}',
         '{"a": [1, 1, 1]}',
@@ -121,12 +114,12 @@ values = st.recursive(
 
 
 @given(values)
-def test_what_is_written_is_read(value: object) -> None:
+def test_what_is_written_is_read(value):
     assert load_yaml(dump_yaml(value), "text") == value
 
 
 @pytest.mark.parametrize("deep", ["[" * 50_000, "[" * 200 + "]" * 200])
-def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path, deep: str) -> None:
+def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path, deep):
     path = written(tmp_path, "file.json", deep)
     readers: list[Callable[[], object]] = [
         lambda: load_partition(path),
@@ -141,7 +134,7 @@ def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path, deep: st
     assert read_events(tmp_path / "events.jsonl") == [{"event": "c"}]
 
 
-def test_metadata_of_a_model_that_are_none_are_one_sentence(tmp_path: Path) -> None:
+def test_metadata_of_a_model_that_are_none_are_one_sentence(tmp_path):
     for text in ("[" * 50_000, "[]", "{}", '{"network": 1, "inputs": 5}'):
         path = tmp_path / "model.safetensors"
         save_file({"a": torch.zeros(1)}, path, metadata={METADATA_KEY: text})
@@ -152,9 +145,7 @@ def test_metadata_of_a_model_that_are_none_are_one_sentence(tmp_path: Path) -> N
 # --- settings of somebody else
 
 
-def test_no_interpolation_of_somebodys_configuration_is_resolved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_interpolation_of_somebodys_configuration_is_resolved(tmp_path, monkeypatch):
     """It would put this user's environment into the run's files, which are given away."""
     monkeypatch.setenv("SECRET", "hunter2")
     for key, hostile in {
@@ -173,7 +164,7 @@ def test_no_interpolation_of_somebodys_configuration_is_resolved(
         site_dataset(path, cache="cache")
 
 
-def test_what_the_user_types_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_types_is_resolved(tmp_path, monkeypatch):
     monkeypatch.setenv("CACHE", "mine")
     path = written(tmp_path, "config.yaml", dump_yaml(compose_tree([])))
     for first in ([], [f"config={path}"]):
@@ -190,7 +181,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text(
 
 
 @given(TEXT, TEXT)
-def test_a_cell_of_markdown_is_one_cell_of_text(first: str, second: str) -> None:
+def test_a_cell_of_markdown_is_one_cell_of_text(first, second):
     table = f"| x{markdown(first)} | x{markdown(second)} |\n| --- | --- |\n"
     tokens = (
         MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(table)
@@ -203,40 +194,38 @@ def test_a_cell_of_markdown_is_one_cell_of_text(first: str, second: str) -> None
 
 
 @given(TEXT)
-def test_markdown_and_terminal_can_be_applied_twice(text: str) -> None:
+def test_markdown_and_terminal_can_be_applied_twice(text):
     assert markdown(markdown(text)) == markdown(text)
     assert terminal(terminal(text)) == terminal(text)
     assert terminal(text).isprintable()
 
 
 @pytest.mark.parametrize("text", ["www.a.b", "WWW.a", "http://a", "mailto:a", "xmpp:a", "a@b.c"])
-def test_no_dialect_makes_a_link_of_a_bare_address(text: str) -> None:
+def test_no_dialect_makes_a_link_of_a_bare_address(text):
     for before in ("", "see ", "("):
         escaped = markdown(before + text).lower()
         assert not re.search(r"www\.|://|mailto:|xmpp:|@", escaped)
 
 
 @pytest.mark.parametrize("name", ["fed_darts", "cuda:0", "2024-05-31T10:00:00+00:00", "1e-05, x"])
-def test_ordinary_words_stay_as_they_are(name: str) -> None:
+def test_ordinary_words_stay_as_they_are(name):
     assert markdown(name) == terminal(name) == csv_cell(name) == name
 
 
 @pytest.mark.parametrize("start", list("=+-@\t\r\n") + ["＝", "＋", "－", "＠"])
-def test_no_cell_is_a_formula(start: str) -> None:
+def test_no_cell_is_a_formula(start):
     text = f'{start}HYPERLINK("https://evil.example")'
     assert csv_cell(text) == f"'{text}"
     assert csv_cell(f"a;{text}") == f"a;'{text}"
 
 
 @pytest.mark.parametrize("number", [-1, -0.5, "-1", "+1.5", "-1e-05", "-1;+2", None, "a-b", ""])
-def test_numbers_and_other_words_are_no_formula(number: object) -> None:
+def test_numbers_and_other_words_are_no_formula(number):
     assert csv_cell(number) is number or csv_cell(number) == number
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_predictions_hold_no_formula(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], several: bool
-) -> None:
+def test_predictions_hold_no_formula(tmp_path, capsys, several):
     """Names of classes and of files may be anybody's; labels are still those of the model."""
     names = ('=HYPERLINK("https://evil.example")', "-1", "@SUM(1)")
     inputs = Inputs((2,), COLUMNS, (0.0,) * 2, (1.0,) * 2, names, "label", several)

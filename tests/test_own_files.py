@@ -1,12 +1,8 @@
 """``--with <file.py>``: names of one's own on the command line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,7 +32,7 @@ RUN = (
 
 
 @pytest.fixture(autouse=True)
-def _only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _only_here(monkeypatch):
     """Forget what a test has registered."""
     monkeypatch.setenv(VARIABLE, "")
     before = {group: set(table) for group, table in TABLES.items()}
@@ -49,14 +45,14 @@ def _only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def mine(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     return path
 
 
 @pytest.mark.run
-def test_a_data_set_and_a_score_of_ones_own_are_used(mine: Path, tmp_path: Path) -> None:
+def test_a_data_set_and_a_score_of_ones_own_are_used(mine, tmp_path):
     folder, cache = tmp_path / "run", f"dataset.cache={tmp_path / 'cache'}"
     assert main(["run", "--with", str(mine), *RUN, cache, f"run_dir={folder}"]) == 0
     (evaluated,) = (e for e in read_events(folder / "events.jsonl") if e["event"] == "evaluated")
@@ -69,7 +65,7 @@ def test_a_data_set_and_a_score_of_ones_own_are_used(mine: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["sweep", "ray"])
-def test_other_processes_learn_of_what_is_ones_own(mine: Path, tmp_path: Path, where: str) -> None:
+def test_other_processes_learn_of_what_is_ones_own(mine, tmp_path, where):
     own = {
         "sweep": ("-m", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
         "ray": ("runtime=ray",),
@@ -99,9 +95,7 @@ def test_other_processes_learn_of_what_is_ones_own(mine: Path, tmp_path: Path, w
         ),
     ],
 )
-def test_a_file_that_is_wrong_is_told_in_one_sentence(
-    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, capsys):
     path = tmp_path / "mine.py"
     if text is not None:
         path.write_text(text)
@@ -114,9 +108,7 @@ def test_a_file_that_is_wrong_is_told_in_one_sentence(
 
 @pytest.mark.run
 @pytest.mark.parametrize("score", [lambda p, y: np.nan, lambda p, y: p[:, 99].mean()])
-def test_a_score_that_fails_ends_the_run_in_one_sentence(
-    score: object, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_score_that_fails_ends_the_run_in_one_sentence(score, mine, tmp_path, capsys):
     register_metric("wrong", score)  # type: ignore[arg-type]
     cache, folder = f"dataset.cache={tmp_path / 'cache'}", tmp_path / "run"
     assert main(["run", "--with", str(mine), *RUN, cache, f"run_dir={folder}"]) != 0

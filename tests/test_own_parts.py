@@ -1,19 +1,15 @@
 """Ops, losses, networks and metrics of one's own: every space, privacy, workers, resume, export."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,21 +47,21 @@ SPACES: dict[str, dict[str, Any]] = {**IMAGES, "mlp": {"channels": 8, "num_cells
 SMALL = ("dataset.limit_train=300", "search_space.channels=4", "rounds=2", "retrain.rounds=2")
 
 
-def wide(channels: int, stride: int) -> nn.Module:
+def wide(channels, stride):
     return nn.Conv2d(channels, channels, 7, stride, 3, bias=False)
 
 
-def focal(logits: Tensor, labels: Tensor) -> Tensor:
+def focal(logits, labels):
     nats = functional.cross_entropy(logits, labels, reduction="none")
     return (1 - (-nats).exp()) ** 2 * nats
 
 
-def small(shape: tuple[int, ...], classes: int) -> nn.Module:
+def small(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(shape)), classes))
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
+def _registered():
     """Register what the tests use, and forget it."""
     register_op("wide", wide)
     register_op("layer", lambda channels, stride: nn.Linear(channels, channels))
@@ -78,7 +74,7 @@ def _registered() -> Iterator[None]:
             del own[name], TABLES[group][name]
 
 
-def space_of(name: str, norm: str = "group", ops: tuple[str, ...] = ("wide", "blur")) -> Any:
+def space_of(name, norm="group", ops=("wide", "blur")):
     shape, own = ((6,), ("layer",)) if name == "mlp" else ((2, 9, 9), ops)
     settings = {"input_shape": shape, "num_classes": 3, "norm": norm, "own_ops": own}
     return make_space(name, **settings, **SPACES[name])
@@ -86,7 +82,7 @@ def space_of(name: str, norm: str = "group", ops: tuple[str, ...] = ("wide", "bl
 
 @pytest.mark.parametrize("name", SPACES)
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_every_space_offers_it(name: str, norm: str) -> None:
+def test_every_space_offers_it(name, norm):
     space = space_of(name, norm)
     added = [*space.own_ops]
     assert list(space.ops[-len(added) :]) == added
@@ -107,7 +103,7 @@ def test_every_space_offers_it(name: str, norm: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["darts", "nasbench201"])
-def test_the_fast_supernet_computes_what_its_modules_do(name: str) -> None:
+def test_the_fast_supernet_computes_what_its_modules_do(name):
     torch.manual_seed(0)
     supernet = space_of(name).supernet().double()
     x = torch.randn(3, 2, 9, 9, dtype=torch.float64)
@@ -116,7 +112,7 @@ def test_the_fast_supernet_computes_what_its_modules_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SPACES])
-def test_private_gradients_are_those_of_each_record(name: str) -> None:
+def test_private_gradients_are_those_of_each_record(name):
     torch.manual_seed(0)
     supernet = space_of(name, ops=("wide",)).supernet().double().train()
     shape = (6,) if name == "mlp" else (2, 9, 9)
@@ -136,7 +132,7 @@ def test_private_gradients_are_those_of_each_record(name: str) -> None:
             torch.testing.assert_close(found[n][record], gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_private_layers_without_known_gradients_are_refused() -> None:
+def test_private_layers_without_known_gradients_are_refused():
     register_op("odd", lambda channels, stride: nn.PReLU(channels))
     supernet = space_of("nasbench201", ops=("odd",)).supernet().train()
     with pytest.raises(ValueError, match=r"build it of nn\.Conv2d, nn\.Linear and nn\.GroupNorm"):
@@ -144,7 +140,7 @@ def test_private_layers_without_known_gradients_are_refused() -> None:
 
 
 class Mixing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x - x.mean(0, keepdim=True)
 
 
@@ -156,13 +152,13 @@ class Mixing(nn.Module):
         (lambda channels, stride: Mixing(), "each record computed by itself"),
     ],
 )
-def test_an_op_that_is_wrong_is_told_in_one_sentence(make: Any, message: str) -> None:
+def test_an_op_that_is_wrong_is_told_in_one_sentence(make, message):
     register_op("wrong", make)
     with pytest.raises(ConfigError, match=message):
         space_of("nasbench201", ops=("wrong",)).supernet()
 
 
-def test_names_are_checked() -> None:
+def test_names_are_checked():
     with pytest.raises(ConfigError, match="op=wide exists"):
         register_op("wide", wide)
     with pytest.raises(ConfigError, match="network=linear exists"):
@@ -175,7 +171,7 @@ def test_names_are_checked() -> None:
         space_of("nasbench201", ops=("none",))
 
 
-def test_a_loss_sees_one_record_at_a_time() -> None:
+def test_a_loss_sees_one_record_at_a_time():
     logits, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
     factors = torch.tensor([1.0, 0.5, 0.1])
     objective = Objective(factors, own_loss=lambda one, label: focal(one, label).mean())
@@ -188,11 +184,11 @@ def test_a_loss_sees_one_record_at_a_time() -> None:
         Objective(own_loss=lambda one, label: one).losses(logits, labels)
 
 
-def composed(folder: Path, *settings: str) -> Any:
+def composed(folder, *settings):
     return compose(*SMALL, f"run_dir={folder}", f"dataset.cache={folder.parent}", *settings)
 
 
-def test_a_model_with_an_op_is_exported(tmp_path: Path) -> None:
+def test_a_model_with_an_op_is_exported(tmp_path):
     edges = [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
     cell = tuple(Edge("wide" if s == 0 else "blur", s, t) for s, t in edges)
     save_genotype(tmp_path / "cell.json", Genotype("nasbench201", {"cell": cell}))
@@ -210,7 +206,7 @@ def test_a_model_with_an_op_is_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.run
-def test_all_are_used_and_resumed(tmp_path: Path) -> None:
+def test_all_are_used_and_resumed(tmp_path):
     register_metric("Brier", lambda p, y: float(np.mean((1 - p[np.arange(len(y)), y]) ** 2)))
     settings = ("search_space.own_ops=[wide]", "training.loss=focal")
     whole = run(composed(tmp_path / "whole", *settings))
@@ -218,7 +214,7 @@ def test_all_are_used_and_resumed(tmp_path: Path) -> None:
     report = (whole.folder / "report.html").read_text()
     assert "op wide, loss focal, metric Brier" in report
 
-    def stop(event: Any) -> None:
+    def stop(event):
         if event["event"] == "round" and event["stage"] == "retrain":
             raise KeyboardInterrupt
 
@@ -247,15 +243,13 @@ register_loss("focal", focal)
 
 
 @pytest.mark.run
-def test_processes_of_this_machine_know_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_of_this_machine_know_them(tmp_path, monkeypatch):
     monkeypatch.delenv(processes.ALONE, raising=False)
     monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
     answered: list[str] = []
     call = processes._call
 
-    def counted(*asked: Any) -> Any:
+    def counted(*asked):
         found = call(*asked)  # raises if one has died
         answered.append(type(found).__name__)
         return found
@@ -271,7 +265,7 @@ def test_processes_of_this_machine_know_them(
 
 @pytest.mark.run
 @pytest.mark.ray
-def test_workers_of_ray_know_them(tmp_path: Path) -> None:
+def test_workers_of_ray_know_them(tmp_path):
     (tmp_path / "own.py").write_text(OWN_FILE)
     settings = [*SMALL, *USED, f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'ray'}"]
     command = [sys.executable, "-m", "fednas_flwr", "run", "--with", str(tmp_path / "own.py")]
@@ -282,7 +276,7 @@ def test_workers_of_ray_know_them(tmp_path: Path) -> None:
         assert (tmp_path / "ray" / name).read_bytes() == (here.folder / name).read_bytes()
 
 
-def test_data_sets_and_loaders_of_torch_are_read(tmp_path: Path) -> None:
+def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     rng = torch.Generator().manual_seed(0)
     x = torch.rand(90, 1, 8, 8, generator=rng)
     y = (x.mean((1, 2, 3)) > 0.5).long()
@@ -302,7 +296,7 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path: Path) -> None:
         run(compose("dataset=wrong", "clients=2", f"dataset.cache={tmp_path}"))
 
 
-def test_strategies_of_flower_are_told_what_to_derive_from() -> None:
+def test_strategies_of_flower_are_told_what_to_derive_from():
     from flwr.serverapp.strategy import FedAvg
 
     for strategy in (FedAvg, FedAvg()):
@@ -310,13 +304,13 @@ def test_strategies_of_flower_are_told_what_to_derive_from() -> None:
             run(compose(), strategy=strategy)  # type: ignore[arg-type]
 
 
-def test_mixed_ops_keep_their_names() -> None:
+def test_mixed_ops_keep_their_names():
     space = space_of("darts")
     edges = [m for m in space.supernet().modules() if isinstance(m, MixedOp)]
     assert all(tuple(edge.names) == space.ops for edge in edges)
 
 
-def test_what_cannot_be_sent_stays_in_this_process() -> None:
+def test_what_cannot_be_sent_stays_in_this_process():
     assert packed(len) is not None
     lock = threading.Lock()
     register_metric("locked", lambda p, y: float(lock.locked()))

@@ -1,7 +1,5 @@
 """Frozen dataclasses from trees of plain values: what is taken, and what is refused how."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +17,7 @@ class Optimizer:
     lr: float
     steps: int
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if not self.lr > 0:
             raise ConfigError(f"lr={self.lr} is out of range: expected above 0.")
         if self.steps < 0:
@@ -41,7 +39,7 @@ class Network:
     description: dict[str, Any]
 
 
-def values(**changes: Any) -> dict[str, Any]:
+def values(**changes):
     """Return what parses to :data:`NETWORK`, as JSON gives it, with some keys changed."""
     return {
         "name": "cell",
@@ -73,7 +71,7 @@ NETWORK = Network(
 )
 
 
-def refused(**changes: Any) -> str:
+def refused(**changes):
     """Return the sentence with which changed values are refused, inside ``net`` and at the top."""
     sentences = []
     for key in ("net", ""):

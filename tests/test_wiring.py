@@ -30,13 +30,13 @@ from fednas_flwr.protocol.requests import (
     Amount,
     LocalTraining,
     Personalise,
-    TakeGradients,
-    TrainCandidates,
 )
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.settings.run_settings import SecureSumSettings
+
+from .asked import smallest
 
 NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
 AUGMENTED = ["dataset.crop_padding=3", "dataset.flip=true", "dataset.cutout=3"]
@@ -115,13 +115,7 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
         compose_config("algorithm=fnas", "clients=1", "search_space.norm=group", *AUGMENTED)
     )
     client, supernet = fnas.clients[0], supernet_space(fnas.config, fnas.data[0]).supernet().train()
-    lrs = {"weights": 0.0, "alphas": 0.0}
-    reply = ask(
-        client,
-        "train.gradients",
-        TakeGradients(step=0, local_steps=1, local_lrs=lrs, batch_size=None, order=1, inner_lr=0.1),
-        packed(supernet),
-    )
+    reply = ask(client, "train.gradients", smallest()["train.gradients"], packed(supernet))
     for state, name, tensors in (
         ("weights", "train", supernet.weights()),
         ("alphas", "validation", supernet.alphas()),
@@ -142,9 +136,7 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
     client = federate(config).clients[0]
     supernet = client.make_space().supernet().train()
     path = [5] * 15
-    asked = TrainCandidates(
-        candidates=[path], step=0, local_steps=1, batch_size=None, weights=STEP, dp_aware=None
-    )
+    asked = replace(smallest(weights=STEP)["train.candidate"], candidates=[path])
     reply = ask(client, "train.candidate", asked, {"weights": packed(supernet)["weights"]})
     split = client.data.train
     x, y = augmented(
@@ -170,31 +162,29 @@ def test_class_factors_weigh_the_steps_of_candidates(compose_config, federate):
     supernet = federate(config).clients[0].make_space().supernet().train()
     start, found = {"weights": packed(supernet)["weights"]}, []
     for own, lr in ((config, 0.0625), (halved, 0.125)):
-        asked = TrainCandidates(
-            candidates=[[5] * 15],
-            step=0,
-            local_steps=1,
-            batch_size=None,
-            weights=replace(STEP, lr=lr),
-            dp_aware=None,
-        )
+        step = smallest(weights=replace(STEP, lr=lr))["train.candidate"]
+        asked = replace(step, candidates=[[5] * 15])
         reply = ask(federate(own).clients[0], "train.candidate", asked, start)
         found.append(reply.states["weights"]["float32"])
     assert torch.equal(*found)
     assert not torch.equal(found[0], start["weights"]["float32"])
 
 
+def site_of(folder, **changes):
+    """Return a node's settings with a policy of 80 records."""
+    policy = yaml.safe_load(template())
+    policy["data_sets"]["my-data"] |= {"records": 80, **changes}
+    (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
+    own = {"policy": folder / "policy.yaml", "ledger": folder / "ledger" / "rows"}
+    own |= {"ledger-key": folder / "key", "data-set": "my-data"}
+    return dict.fromkeys(PRIVATE_SITE_KEYS, "read elsewhere") | {k: str(v) for k, v in own.items()}
+
+
 def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuses_them(
     compose_config, tmp_path
 ):
     """The policy of a site says whether it has a part in sums, not the run."""
-    (tmp_path / "policy.yaml").write_text(template().replace("records: 5000", "records: 80"))
-    site = dict.fromkeys(PRIVATE_SITE_KEYS, "read elsewhere") | {
-        "policy": str(tmp_path / "policy.yaml"),
-        "ledger": str(tmp_path / "ledger" / "rows"),
-        "ledger-key": str(tmp_path / "key"),
-        "data-set": "my-data",
-    }
+    site = site_of(tmp_path)
     config = compose_config(
         *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=1"),
         *("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
@@ -206,10 +196,7 @@ def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuse
     summed = replace(config, secure_sum=SecureSumSettings())
     with pytest.raises(ConfigError, match="this site's policy has no section secure_sum"):
         make_client(summed, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
-    policy = yaml.safe_load(template())
-    own = {"records": 80, "secure_sum": {"roster": "ab" * 32, "least_sites": 2, "colluding": 0}}
-    policy["data_sets"]["my-data"] |= own
-    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
+    site_of(tmp_path, secure_sum={"roster": "ab" * 32, "least_sites": 2, "colluding": 0})
     with pytest.raises(ConfigError, match="the policy has secure_sum but the node lacks roster"):
         make_client(config, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
 
@@ -320,16 +307,7 @@ def test_the_servers_own_test_set_of_real_sites_is_normalised_as_the_training_is
 
 def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_config, tmp_path):
     fractions = {"train": 0.2, "validation": 0.7, "test": 0.1}
-    policy = yaml.safe_load(template())
-    policy["data_sets"]["my-data"] |= {"fractions": fractions, "records": 80}
-    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
-    site = dict.fromkeys(PRIVATE_SITE_KEYS, "read elsewhere") | {
-        "policy": str(tmp_path / "policy.yaml"),
-        "ledger": str(tmp_path / "ledger" / "rows"),
-        "ledger-key": str(tmp_path / "key"),
-        "data-set": "my-data",
-        "split-key": "of the site",
-    }
+    site = site_of(tmp_path, fractions=fractions) | {"split-key": "of the site"}
     runs = compose_config("clients=1", "dataset.split_key=the run")
     private = compose_config(
         *("clients=1", "privacy=dp", "algorithm=dp_fnas", "dataset.split_key=the run"),

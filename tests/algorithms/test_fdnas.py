@@ -7,13 +7,7 @@ import torch
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.search.proxyless import (
-    alpha_gradient,
-    draw_paths,
-    gate_gradient,
-    rescale,
-    uniform_alphas,
-)
+from fednas_flwr.search import proxyless
 from fednas_flwr.spaces.costs import space_costs
 
 SMALL = [
@@ -60,15 +54,15 @@ def local_epochs(supernet, client, generator, algorithm, *, warm_up):
         for x, y in client.epoch(client.data.train, batch_size=16, generator=generator):
             if not warm_up:
                 batch = next(validation)
-                paths = draw_paths(alphas, mode="two", generator=generator)
-                gates, _ = gate_gradient(supernet, batch, paths)
-                alphas.grad = alpha_gradient(gates, alphas, paths)
+                paths = proxyless.draw_paths(alphas, mode="two", generator=generator)
+                gates, _ = proxyless.gate_gradient(supernet, batch, paths)
+                alphas.grad = proxyless.alpha_gradient(gates, alphas, paths)
                 old = alphas.detach().clone()
                 adam.step()
                 with torch.no_grad():
-                    alphas.copy_(rescale(alphas, old, paths))
-            drawn = uniform_alphas(alphas.detach()) if warm_up else alphas
-            path = draw_paths(drawn, mode="one", generator=generator).tolist()
+                    alphas.copy_(proxyless.rescale(alphas, old, paths))
+            drawn = proxyless.uniform_alphas(alphas.detach()) if warm_up else alphas
+            path = proxyless.draw_paths(drawn, mode="one", generator=generator).tolist()
             sgd.zero_grad()
             torch.nn.functional.cross_entropy(supernet.body(x, paths=path), y).backward()
             sgd.step()

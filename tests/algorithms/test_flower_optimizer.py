@@ -18,7 +18,6 @@ from fednas_flwr.settings import Config
 
 from ..asked import spied
 
-ROUNDS = 3
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.65,0.35]"]
 FLOWER = {
     "adam": FedAdam(eta=0.02, tau=0.01, beta_1=0.8, beta_2=0.9),

@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
+from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.client.answer import answer
 from fednas_flwr.models.networks import describe_network, supernet_space
-from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
 from fednas_flwr.search.batch_gradients import BatchGradients
-from fednas_flwr.search.optimizer_step import no_moments
-from fednas_flwr.server.exchange import Exchange
 
 CONSTANT = ["algorithm.weights.lr=0.05", "algorithm.weights.min_lr=0.05"]
 SEARCH = [
@@ -136,30 +132,6 @@ def test_by_default_no_moment_travels_and_every_request_begins_anew(compose_conf
         assert all(MOMENTS not in reply.states for reply in replies.values())
 
 
-def test_the_servers_momentum_is_fedavgm(compose_config, federate):
-    """v <- m v + (mean of the clients' models - w); w <- w + v, of weights alone."""
-    federation = recorded(federate(compose_config(*SEARCH, *UNEQUAL, "training.momentum=server")))
-    strategy = federation.strategy
-    before = {s: p["float32"].double().numpy() for s, p in strategy.states.items()}
-    strategy.start(federation.grid, num_rounds=ROUNDS)
-    counts, velocity = [len(client.data.train) for client in federation.clients], 0.0
-    for _, settings, sent, replies in federation.asked:
-        assert settings.local.weights.momentum == 0
-        np.testing.assert_allclose(sent["weights"]["float32"], before["weights"], atol=1e-5)
-        means = {
-            state: np.average(
-                [replies[c].states[state]["float32"].double().numpy() for c in (0, 1)],
-                axis=0,
-                weights=counts,
-            )
-            for state in ("weights", "alphas")
-        }
-        velocity = 0.9 * velocity + (means["weights"] - before["weights"])
-        before = {"weights": before["weights"] + velocity, "alphas": means["alphas"]}
-    for state, expected in before.items():
-        np.testing.assert_allclose(strategy.states[state]["float32"], expected, atol=1e-5)
-
-
 ARM = "{lr: 0.05, weight_decay: 0, momentum: 0.9, alpha_lr: 0, alpha_weight_decay: 0, dropout: 0}"
 BLOCKS = ["search_space=mbconv_small", "search_space.norm=group", "retrain=mbconv"]
 CELLS = ["search_space=dp_cells", "search_space.widths=[8]", "retrain=dp_cells"]
@@ -170,17 +142,18 @@ MOMENTUM = ["algorithm.weights.momentum=0.9"]
 @pytest.mark.parametrize(
     ("action", "given"),
     [
+        ("train.search", SEARCH),
         ("train.search", ["algorithm=fdnas", *BLOCKS, *MOMENTUM]),
         ("train.candidate", ["algorithm=dpnas", *CELLS, *MOMENTUM]),
         ("train.search", ["algorithm=feathers", f"algorithm.configurations=[{ARM}]"]),
         ("train.weights", ["algorithm=fedavg", "algorithm.network=plain_cnn"]),
     ],
-    ids=["fdnas", "dpnas", "feathers", "fedavg"],
+    ids=["fed_darts", "fdnas", "dpnas", "feathers", "fedavg"],
 )
 def test_every_average_of_local_training_has_the_servers_momentum(
     action, given, compose_config, federate
 ):
-    """As above, of whatever averages what clients have trained."""
+    """v <- m v + (mean of the clients' models - w); w <- w + v, of weights alone: FedAvgM."""
     config = compose_config(
         *given, *UNEQUAL, "training.momentum=server", "retrain.weights.momentum=0.9"
     )
@@ -199,10 +172,18 @@ def test_every_average_of_local_training_has_the_servers_momentum(
     assert len(trained) == ROUNDS
     sents = [sent["weights"]["float32"].double().numpy() for _, _, sent, _ in trained]
     sents.append(federation.strategy.states["weights"]["float32"].double().numpy())
-    for (_, _, _, replies), sent, following in zip(trained, sents[:-1], sents[1:], strict=True):
-        states = [replies[c].states["weights"]["float32"].double().numpy() for c in (0, 1)]
-        velocity = 0.9 * velocity + (np.average(states, axis=0, weights=counts) - sent)
+
+    def mean(replies, state):
+        own = [replies[c].states[state]["float32"].double().numpy() for c in (0, 1)]
+        return np.average(own, axis=0, weights=counts)
+
+    for (_, asked, _, replies), sent, following in zip(trained, sents[:-1], sents[1:], strict=True):
+        assert getattr(asked, "local", asked).weights.momentum == 0
+        velocity = 0.9 * velocity + (mean(replies, "weights") - sent)
         np.testing.assert_allclose(following, sent + velocity, atol=1e-5)
+    if given is SEARCH:
+        found = federation.strategy.states["alphas"]["float32"]
+        np.testing.assert_allclose(found, mean(replies, "alphas"), atol=1e-5)
 
 
 def test_the_servers_momentum_of_a_candidate_begins_with_its_trial(compose_config, federate):
@@ -228,57 +209,6 @@ def test_the_servers_momentum_of_a_candidate_begins_with_its_trial(compose_confi
 def test_fedex_has_no_one_momentum_for_the_server(compose_config):
     with pytest.raises(ConfigError, match="training.momentum=server with algorithm=fedex"):
         compose_config("algorithm=fedex", "training.momentum=server")
-
-
-def test_a_client_keeps_nothing_between_requests(compose_config, federate):
-    """The same request twice, with another one between, gives the same reply."""
-    federation = recorded(federate(compose_config(*SEARCH, *UNEQUAL, "training.momentum=averaged")))
-    federation.strategy.start(federation.grid, num_rounds=2)
-    client, replies = federation.clients[0], []
-    for index in (1, 0, 1):
-        action, settings, sent, _ = federation.asked[index]
-        header = Header("test", "search", index + 1, 1, 0, "nonce")
-        replies.append(answer(client, Request(action, header, settings, sent)))
-    for state, packed in replies[0].states.items():
-        assert all(torch.equal(v, replies[2].states[state][d]) for d, v in packed.items())
-    assert torch.equal(
-        replies[0].states[MOMENTS]["float32"], federation.asked[1][3][0].states[MOMENTS]["float32"]
-    )
-
-
-def test_moments_of_private_clients_follow_from_releases(compose_config, federate, tmp_path):
-    """At q = 1 and lr so small that nothing moves, the buffer is the sum of noised means."""
-    config = compose_config(
-        *(
-            "algorithm=fed_darts",
-            "privacy=dp",
-            "training.momentum=averaged",
-            "clients=1",
-            "rounds=2",
-        ),
-        *("search_space.norm=group", "search_space.channels=2", "search_space.num_cells=1"),
-        *("retrain.norm=group", "privacy.epsilon=1000", f"privacy.sites={tmp_path}"),
-        "stages=[search]",
-    )
-    from fednas_flwr.pipeline.schedule import make_schedules
-    from fednas_flwr.protocol.requests import Commit
-
-    federation = federate(config)
-    federation.cohort.connect(federation.grid)
-    records = [properties["splits"] for properties in federation.cohort.properties.values()]
-    schedule = make_schedules(config, records, done={})[0]
-    commit = Commit(data_set="records", releases=tuple(schedule))
-    list(federation.cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
-    strategy = make_search(config, federation.data[0], federation.cohort, None, schedule)
-    strategy.start(federation.grid, num_rounds=2)
-    assert not [e for e in federation.events if e["event"] == "client_failed"]
-    moments = unpack(strategy.states[MOMENTS], strategy.layouts[MOMENTS])
-    supernet = supernet_space(config, federation.data[0]).supernet()
-    assert list(moments) == list(no_moments(supernet))
-    buffers = [t for n, t in moments.items() if n.startswith("weights.momentum_buffer")]
-    assert all(bool((buffer != 0).all()) for buffer in buffers)  # noise is on every value
-    steps = 2 * config.privacy.local_steps
-    assert all(float(t) == steps for n, t in moments.items() if n.startswith("alphas.step"))
 
 
 def test_another_momentum_is_refused(compose_config):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -32,11 +31,9 @@ from fednas_flwr.protocol.states import (
 )
 from fednas_flwr.search.data_free_scores import AZ_NAS, combine, measure
 from fednas_flwr.search.optimizer_step import no_moments
-from fednas_flwr.spaces.costs import count_parameters
 from fednas_flwr.spaces.genotype import from_json, to_json
 
 from ..asked import spied
-from ..booked import booked
 
 ROUNDS = 4
 SEARCH = [
@@ -399,17 +396,6 @@ def test_a_pool_that_no_score_ranks_is_the_first_drawn(compose_config, federate)
     assert first_pool(federation) == drawn
 
 
-def test_limits_hold(searched, compose_config, federate):
-    space = searched.strategy.space
-    sizes = sorted(count_parameters(space.network(g)) for g in first_pool(searched))
-    limit = f"algorithm.pool.limits.parameters={sizes[0]}"
-    federation = federate(compose_config(*SEARCH, limit))
-    federation.strategy.start(federation.grid, num_rounds=1)
-    found = [count_parameters(space.network(g)) for g in first_pool(federation)]
-    assert len(found) == 4
-    assert max(found) <= sizes[0] < sizes[-1]
-
-
 def first_pool(federation):
     event = next(e for e in federation.events if e["event"] == "rewarded")
     return [from_json(json.dumps(genotype)) for genotype in event["genotypes"]]
@@ -435,25 +421,3 @@ def test_one_network_is_left_and_rungs_divide_by_eta(private, keep, eta, rounds)
         for number in range(1, rounds + 1)
     )
     assert measured == len(set(left)) - 1
-
-
-def test_a_private_search_books_one_vector_of_gradients_a_step(run_inline, tmp_path):
-    """Four networks, two rungs: as many releases of weights as steps, one of rewards a rung."""
-    run = run_inline(
-        *("algorithm=successive_halving", "algorithm.pool.draws=5", "algorithm.pool.keep=4"),
-        *("privacy=dp", "clients=2", "rounds=2", "stages=[search]", "search_space.norm=group"),
-        *("privacy.local_steps=3", "algorithm.batch_size=8", "privacy.epsilon=100"),
-        f"privacy.sites={tmp_path}",
-    )
-    (told,) = [event for event in run.events if event["event"] == "privacy"]
-    planned = {release["kind"]: release["steps"] for release in told["schedule"]}
-    assert planned == {"weights": 2 * 3, "rewards": 2}
-    steps = Counter()
-    for row in booked(tmp_path):
-        steps[row.action] += row.release.steps
-    assert steps == {"train.weights:weights": 6, "evaluate.candidates:rewards": 2}
-    rewarded = [event for event in run.events if event["event"] == "rewarded"]
-    assert [len(event["rewards"]) for event in rewarded] == [4, 2]
-    assert all(event["noise"] > 0 for event in rewarded)
-    rounds = [event["metrics"] for event in run.events if event["event"] == "round"]
-    assert not any("loss" in name for metrics in rounds for name in metrics)

@@ -114,6 +114,19 @@ def received(action, header, values, states=None):
     return decode_request(action, RecordDict({**content, **encode_states(states or {})}))
 
 
+def clipped_sum(split, gradients_of, norm, factors=None):
+    """Return the sum of clipped gradients, one float64 record at a time, and the largest norm."""
+    total, most = 0.0, 0.0
+    for row in range(len(split)):
+        x, y = split.batch(torch.tensor([row]), "cpu")
+        gradient = torch.cat([g.reshape(-1) for g in gradients_of(x.double(), y)])
+        length = gradient.norm().item()
+        most = max(most, length)
+        factor = 1.0 if factors is None else factors[y].item()
+        total = total + gradient * (min(1.0, norm / length) * factor)
+    return total, most
+
+
 def without_last(name):
     """Return an edit of a client's data that takes one record out of a split."""
 

@@ -30,20 +30,13 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import DataSetPolicy
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.settings import dump_config
 
-SETTINGS = TakeGradients(
-    step=0,
-    local_steps=1,
-    local_lrs={"weights": 0.1},
-    batch_size=None,
-    order=1,
-    inner_lr=0.1,
-    data_set="records",
-)
+from ..asked import smallest
+
+SETTINGS = smallest("records")["train.weight_gradient"]
 PLANNED = PlannedRelease(
     "search", "train.weight_gradient", "weights", ("train",), 8.0, 20, 0.5, 1.5, shared=True
 )
@@ -112,20 +105,11 @@ REFUSES = "it decides whether there is a reply, never what is in it"
 COUNTS = "how many records its own sum is of; its noise does not depend on it"
 ROUNDING = "how its own gradients are rounded, before clipping"
 OWN_POLICY = {
-    "account": REFUSES,
-    "epsilon": REFUSES,
-    "delta": REFUSES,
-    "least_noise_multiplier": REFUSES,
-    "largest_noise_multiplier": REFUSES,
-    "largest_grad_norm": REFUSES,
-    "largest_steps": REFUSES,
-    "actions": REFUSES,
-    "approve": REFUSES,
-    "secure_noise": REFUSES,
-    "records": COUNTS,
-    "fractions": COUNTS,
-    "threads": ROUNDING,
-    "micro_batch_size": ROUNDING,
+    **dict.fromkeys(("account", "epsilon", "delta", "largest_grad_norm", "largest_steps"), REFUSES),
+    **dict.fromkeys(("least_noise_multiplier", "largest_noise_multiplier", "actions"), REFUSES),
+    **dict.fromkeys(("approve", "secure_noise"), REFUSES),
+    **dict.fromkeys(("records", "fractions"), COUNTS),
+    **dict.fromkeys(("threads", "micro_batch_size"), ROUNDING),
     "test_seed": "that noise is drawn from a seed is shared, see below; that it may be is not",
 }
 # Of a client, what the run's settings decide: changed by these settings.
@@ -179,11 +163,15 @@ INSIDE = {
 
 
 @pytest.fixture
-def client(compose_config, tmp_path):
-    config = compose_config(
+def config(compose_config, tmp_path):
+    return compose_config(
         *("algorithm=dp_fnas", "privacy=dp", "clients=4"),
         *("secure_sum={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
     )
+
+
+@pytest.fixture
+def client(config):
     return make_client(config, 0, data=make_data(config), networks={})
 
 
@@ -235,14 +223,10 @@ def _client_without_data():
     return SimpleNamespace(moments=None, data=SimpleNamespace(train=split), inputs=inputs)
 
 
-@pytest.mark.parametrize("name", SHARED_REQUEST)
-def test_what_a_request_says_is_shared(name, context):
-    assert context(request=replace(REQUEST, **SHARED_REQUEST[name])) != context()
-
-
-@pytest.mark.parametrize("name", OWN_REQUEST)
-def test_whom_a_request_is_for_is_not(name, context):
-    assert context(request=replace(REQUEST, **OWN_REQUEST[name])) == context()
+@pytest.mark.parametrize("name", [*SHARED_REQUEST, *OWN_REQUEST])
+def test_what_a_request_says_is_shared_but_whom_it_is_for(name, context):
+    other = replace(REQUEST, **(SHARED_REQUEST | OWN_REQUEST)[name])
+    assert (context(request=other) != context()) == (name in SHARED_REQUEST)
 
 
 @pytest.mark.parametrize("name", SHARED_RELEASE)
@@ -286,32 +270,21 @@ def test_a_sites_own_rules_are_not(change, client, context):
     assert context(with_policy(client, **change)) == before
 
 
-@pytest.mark.parametrize("name", SHARED_CLIENT)
-def test_the_settings_are_shared(name, client, context):
-    assert context(replace(client, **{name: SHARED_CLIENT[name]})) != context()
-
-
-@pytest.mark.parametrize("name", SHARED_INPUTS)
-def test_what_the_records_are_is_shared(name, client, context):
-    inputs = replace(client.inputs, **{name: SHARED_INPUTS[name]})
-    assert context(replace(client, inputs=inputs)) != context()
-
-
-@pytest.mark.parametrize("split_part", ["mean", "std"])
-def test_declared_means_and_deviations_are_shared(split_part, client, context):
-    train = replace(client.data.train, **{split_part: (0.25,)})
-    assert context(replace(client, data=replace(client.data, train=train))) != context()
+def test_settings_and_what_the_records_are_are_shared(client, context):
+    before, data = context(), client.data
+    others = [replace(client, **{name: value}) for name, value in SHARED_CLIENT.items()]
+    for name, value in SHARED_INPUTS.items():
+        others.append(replace(client, inputs=replace(client.inputs, **{name: value})))
+    for part in ("mean", "std"):
+        train = replace(data.train, **{part: (0.25,)})
+        others.append(replace(client, data=replace(data, train=train)))
+    for other in others:
+        assert context(other) != before
 
 
 @pytest.mark.parametrize("name", BY_SETTINGS)
-def test_what_settings_decide_is_shared_by_the_hash_of_all(
-    name, client, context, compose_config, tmp_path
-):
+def test_what_settings_decide_is_shared_by_the_hash_of_all(name, config, context):
     """A server that sends one site other settings, even those that a composition refuses."""
-    config = compose_config(
-        *("algorithm=dp_fnas", "privacy=dp", "clients=4"),
-        *("secure_sum={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
-    )
     change = dict(BY_SETTINGS[name])
     for group in change.keys() - {"seed"}:
         change[group] = replace(getattr(config, group), **change[group])

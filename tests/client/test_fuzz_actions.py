@@ -150,28 +150,3 @@ def test_no_malformed_request_tells_two_sites_apart(make_site, monkeypatch):
     print(f"{REQUESTS} requests of seed {SEED}: {dict(kinds)}, of {len(asked)} actions")
     assert set(ASKED) <= asked
     assert min(kinds["answered"], kinds["refused"]) > REQUESTS / 20
-
-
-@pytest.mark.parametrize("leak", ["sentence", "row"])
-def test_the_fuzz_sees_a_site_that_tells(leak, make_site):
-    """One that fails, or books twice, when it holds less than it declares."""
-    sites = [make_site(hold=hold) for hold in (None, without_one)]
-    full = len(sites[0].client.data.train)
-    request = sites[0].request("train.weight_gradient")
-    text = json.dumps({"header": asdict(request.header), "settings": asdict(request.settings)})
-    for site in sites:
-        answers = site.answer
-
-        def telling(request, site=site, answers=answers):
-            if len(site.client.data.train) < full and leak == "sentence":
-                raise ConfigError("refused.")
-            if len(site.client.data.train) < full:
-                answers(request)
-            return answers(request)
-
-        site.answer = telling
-    one, other = (
-        outcome(site, "train.weight_gradient", text, request.states, []) for site in sites
-    )
-    assert one != other
-    assert (one[0] == other[0]) == (leak == "row")

@@ -13,7 +13,7 @@ from fednas_flwr.protocol.states import MOMENTS, Layout, Part, load_states, netw
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import no_moments, path_states
 
-from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, schedule
+from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, clipped_sum, schedule
 
 METRICS_TERMS = {"noise_multiplier": METRICS["noise_multiplier"]}
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
@@ -45,15 +45,13 @@ def test_steps_are_clipped_sums_of_one_path_after_the_other(site, supernet, tota
     for path in PATHS:
         candidate = Candidate(supernet, path)
         weights = list(candidate.weights().values())
+
+        def by_weights(x, y, candidate=candidate, weights=weights):
+            return torch.autograd.grad(functional.cross_entropy(candidate(x), y), weights)
+
         for _ in range(ASKED["local_steps"]):
-            total = 0.0
-            for row in range(len(train)):
-                x, y = train.batch(torch.tensor([row]), "cpu")
-                loss = functional.cross_entropy(candidate(x.double()), y)
-                parts = torch.autograd.grad(loss, weights)
-                gradient = torch.cat([part.reshape(-1) for part in parts])
-                norms.append(gradient.norm().item())
-                total = total + gradient * min(1.0, NORM / norms[-1])
+            total, largest = clipped_sum(train, by_weights, NORM)
+            norms.append(largest)
             sgd.zero_grad()
             split = (total / RECORDS["train"]).split([weight.numel() for weight in weights])
             for weight, part in zip(weights, split, strict=True):
@@ -104,21 +102,6 @@ def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, 
     assert (row.action, row.splits, row.release.sample_rate, row.release.steps) == (
         *("evaluate.candidates:rewards", ("validation",), 1, 1),
     )
-
-
-@pytest.mark.run
-def test_noise_on_each_reward_grows_with_the_root_of_their_number(make_site):
-    """Of 100 noised rewards of one candidate's copies: std sigma sqrt(M) / N within 6 errors."""
-    site = make_site(committed=EVERYTHING)
-    copies = [PATHS[1]] * 25
-    rewards = torch.cat(
-        [
-            site.ask("evaluate.candidates", candidates=copies).states["rewards"]["float32"]
-            for _ in range(4)
-        ]
-    )
-    std = METRICS["noise_multiplier"] * math.sqrt(25) / RECORDS["validation"]
-    assert rewards.double().std().item() == pytest.approx(std, rel=6 / math.sqrt(200))
 
 
 @pytest.mark.parametrize("moments", [False, True])

@@ -1,7 +1,5 @@
 """What self-tests have shown is kept, and the site decides how it computes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The guard of private mode: what is booked, drawn and released, and in which order."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import asdict, fields, replace

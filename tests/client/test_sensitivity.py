@@ -26,14 +26,7 @@ from fednas_flwr.client.answer import answer, asked_kinds
 from fednas_flwr.client.making import make_client, make_site_guard
 from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.prepared import make_data
-from fednas_flwr.models.networks import (
-    FIXED_NETWORKS,
-    describe_derived,
-    describe_pool,
-    make_network,
-    supernet_sizes,
-    supernet_space,
-)
+from fednas_flwr.models import networks
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
@@ -200,7 +193,7 @@ def kits(compose_config, data_overrides):
                 *SIZES.get(name, ()),
             )
             prepared = make_data(config)[0]
-            space = supernet_space(config, prepared)
+            space = networks.supernet_space(config, prepared)
             with seeded(1, "kit"):
                 supernet = space.supernet()
             classes = len(prepared.train.class_names)
@@ -216,15 +209,15 @@ def kits(compose_config, data_overrides):
 
 def descriptions(kit, *, pools):
     """Descriptions of derived networks of a space, with and without auxiliary heads, or pools."""
-    settings = {"shapes": kit.shapes, "sizes": supernet_sizes(kit.config.search_space)}
+    settings = {"shapes": kit.shapes, "sizes": networks.supernet_sizes(kit.config.search_space)}
     settings["norm"] = "group"
     genotypes = [kit.space.random_genotype(make_generator(1, "kit", n)) for n in range(3)]
     has_heads = kit.name in WITH_AUXILIARY_HEADS
     for auxiliary in (False, True) if has_heads and not pools else (has_heads,):
         if pools:
-            yield describe_pool(genotypes, auxiliary=auxiliary, **settings)
+            yield networks.describe_pool(genotypes, auxiliary=auxiliary, **settings)
         else:
-            yield describe_derived(genotypes[0], auxiliary=auxiliary, **settings)
+            yield networks.describe_derived(genotypes[0], auxiliary=auxiliary, **settings)
 
 
 def packed(network, scale):
@@ -422,7 +415,7 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
         pytest.skip("of pools alone")
     for described in descriptions(kit, pools=pools):
         with seeded(2, "network"):
-            states = packed(make_network(described), LARGE)
+            states = packed(networks.make_network(described), LARGE)
         asked = Asked(of_network(action, described), states)
         if pools and action in ("train.probe", "evaluate.model"):
             with pytest.raises(ConfigError, match="refused, the settings do not fit"):
@@ -436,12 +429,12 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
 @pytest.mark.parametrize(
     "action", [action for action in NETWORK_ACTIONS if action != "evaluate.candidates"]
 )
-@pytest.mark.parametrize("name", sorted(FIXED_NETWORKS))
+@pytest.mark.parametrize("name", sorted(networks.FIXED_NETWORKS))
 def test_fixed_networks(name, action, kits, ask, totals):
     kit = kits("nasbench201")
     described = {"name": name, **kit.shapes, "norm": "group"}
     with seeded(2, "network"):
-        states = packed(make_network(described), 1.0)
+        states = packed(networks.make_network(described), 1.0)
     asked = Asked(of_network(action, described), states)
     assert check(ask, totals, kit, action, asked) > 1e-6
 
@@ -466,7 +459,7 @@ def test_secure_sums_of_gradients(action, pool, kits, ask, totals):
     settings, states = replace(of_supernet("train.gradients", kit)[0], local_steps=1), None
     if action == "train.network_gradient":
         with seeded(2, "network"):
-            states = packed(make_network(described), 1.0)
+            states = packed(networks.make_network(described), 1.0)
         settings = of_network(action, described)
     asked = Asked(settings, states or packed(kit.supernet, 1.0))
     if pool and action == "train.network_gradient":
@@ -486,7 +479,7 @@ def test_whole_clients(action, sums, kits, ask, totals):
     if action == "train.weights":
         described = next(descriptions(kit, pools=True))
         with seeded(2, "network"):
-            states = packed(make_network(described), 1.0)
+            states = packed(networks.make_network(described), 1.0)
         settings = Train(local=replace(training(described), amount=local), data_set=DATA_SET)
     elif action == "train.search":
         settings = replace(settings, local=replace(settings.local, amount=local))

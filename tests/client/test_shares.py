@@ -1,7 +1,5 @@
 """Shares of noise on their way from the site that draws them to the sum: whole cells, as drawn."""
 
-from __future__ import annotations
-
 import math
 import operator
 from dataclasses import replace

@@ -4,12 +4,11 @@ There ``.item()`` and the like fail, as does an operation of two devices. Left o
 paths that are drawn from the alphas: what is to be computed must be known before.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from fednas_flwr.models.networks import FIXED_NETWORKS
@@ -23,7 +22,6 @@ from ..small_spaces import SPACES
 
 WEIGHTS = SGD(lr=0.1, min_lr=0.1, momentum=0.9, weight_decay=1e-4, clip_norm=5.0)
 ALPHAS = Adam(lr=0.1, weight_decay=1e-3)
-Given = Mapping[str, Tensor | None]
 
 
 def losses(output, labels):

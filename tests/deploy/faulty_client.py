@@ -1,15 +1,11 @@
 """Faults to build into a private client, by name: what becomes of one kind of release."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.deploy import audit_run
@@ -39,7 +35,7 @@ class Now:
     kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
-    def tensor(self) -> slice:
+    def tensor(self):
         """A tensor of the release, the same one in all releases; of one with one, all of it."""
         sizes = self.sizes
         index = self.kept.setdefault("tensor", self.dice.randrange(len(sizes)))
@@ -47,60 +43,60 @@ class Now:
         return slice(start, start + sizes[index])
 
 
-def no_noise(noise: Tensor, now: Now) -> Tensor:
+def no_noise(noise, now):
     return torch.zeros_like(noise)
 
 
-def half_noise(noise: Tensor, now: Now) -> Tensor:
+def half_noise(noise, now):
     return (noise / 2).round().long()
 
 
-def none_in_one_value(noise: Tensor, now: Now) -> Tensor:
+def none_in_one_value(noise, now):
     noise[now.kept.setdefault("value", now.dice.randrange(len(noise)))] = 0
     return noise
 
 
-def half_in_one_tensor(noise: Tensor, now: Now) -> Tensor:
+def half_in_one_tensor(noise, now):
     noise[now.tensor] = (noise[now.tensor] / 2).round().long()
     return noise
 
 
-def same_noise(noise: Tensor, now: Now) -> Tensor:
+def same_noise(noise, now):
     return now.kept.setdefault("noise", noise)
 
 
-def noise_of_two_releases(noise: Tensor, now: Now) -> Tensor:
+def noise_of_two_releases(noise, now):
     before = now.kept.pop("noise", None)
     return now.kept.setdefault("noise", noise) if before is None else before
 
 
-def same_noise_in_a_request(noise: Tensor, now: Now) -> Tensor:
+def same_noise_in_a_request(noise, now):
     return now.kept.setdefault(now.place, noise)
 
 
-def twice_the_norm(total: Tensor, now: Now) -> Tensor:
+def twice_the_norm(total, now):
     return 2 * total
 
 
-def no_clipping(total: Tensor, now: Now) -> Tensor:
+def no_clipping(total, now):
     return 100 * total  # the audit's canaries have gradients of more norms than that
 
 
-def clipped_after_the_sum(total: Tensor, now: Now) -> Tensor:
+def clipped_after_the_sum(total, now):
     return total * min(1.0, now.norm / max(1e-30, float(total.norm())))
 
 
-def clipped_by_tensor(total: Tensor, now: Now) -> Tensor:
+def clipped_by_tensor(total, now):
     units = float(total.norm()) / now.norm  # all alike, and louder than the norm in every tensor
     parts = total.split(list(now.sizes))
     return torch.cat([part * (units * now.norm / max(1e-30, float(part.norm()))) for part in parts])
 
 
-def twice_the_rate(mask: Callable[[float], Tensor], probability: float, now: Now) -> Tensor:
+def twice_the_rate(mask, probability, now):
     return mask(min(1.0, 2 * probability))
 
 
-def same_units(mask: Callable[[float], Tensor], probability: float, now: Now) -> Tensor:
+def same_units(mask, probability, now):
     drawn = mask(probability)
     return now.kept.setdefault(len(drawn), drawn)
 
@@ -124,7 +120,7 @@ FAULTS: dict[str, Any] = {**NOISES, **REPEATED, **SUMS, **GRADIENTS, **MASKS}
 
 
 @contextmanager
-def broken(fault: str, key: str, *, seed: int = 0) -> Iterator[None]:
+def broken(fault, key, *, seed=0):
     """Build a fault into one kind of release of all clients, inside the block.
 
     Args:
@@ -135,7 +131,7 @@ def broken(fault: str, key: str, *, seed: int = 0) -> Iterator[None]:
     now, change = Now(random.Random(seed)), FAULTS[fault]
     is_now = False
 
-    def booked(guard: ReleaseGuard, planned: Any, header: Any, *arguments: Any) -> Any:
+    def booked(guard, planned, header, *arguments):
         nonlocal is_now
         is_now, now.norm = planned.key == key, planned.max_grad_norm
         now.place = header.run, header.phase
@@ -146,12 +142,12 @@ def broken(fault: str, key: str, *, seed: int = 0) -> Iterator[None]:
                 total = change(total, now)
         return sums, total, sigma
 
-    def noise(generator: SecureGenerator, shape: tuple[int, ...], *, sigma: int) -> Tensor:
+    def noise(generator, shape, *, sigma):
         drawn = discrete_gaussian(generator, shape, sigma=sigma)
         return change(drawn, now) if is_now and fault in NOISES | REPEATED else drawn
 
-    def mask(generator: SecureGenerator, number: int, *, probability: float) -> Tensor:
-        def drawn(probability: float) -> Tensor:
+    def mask(generator, number, *, probability):
+        def drawn(probability):
             return poisson_mask(generator, number, probability=probability)
 
         is_fault = is_now and fault in MASKS and probability < 1
@@ -169,11 +165,11 @@ def broken(fault: str, key: str, *, seed: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def audited_only(key: str) -> Iterator[None]:
+def audited_only(key):
     """Leave out of audits all requests but those that release a kind, inside the block."""
     whole = audit_run._findings
 
-    def findings(exchange: Any, miss: float) -> Iterator[audit_run.Finding]:
+    def findings(exchange, miss):
         if key in {own.key for own in exchange.planned.values()}:
             yield from whole(exchange, miss)
 

@@ -46,36 +46,15 @@ DEPLOYMENT = ("runtime=deployment", "runtime.superlink=site")
 REAL_SITES = (*DEPLOYMENT, "partition=sites", "dataset.server_test=false")
 
 # As `flwr ls site --run-id 12884540773031768585 --format json` of Flower 1.41 printed it.
-LISTING = """{
-  "success": true,
-  "runs": [
-    {
-      "run-id": "12884540773031768585",
-      "federation-id": "@none/default",
-      "fab-id": "fednas/fednas-launched",
-      "fab-name": "fednas-launched",
-      "fab-version": "0.1.0",
-      "fab-hash": "1ea5f14b6817acb703f02d43c38777fd1d47a1c505371f2ffe561b9725344e19",
-      "status": "running",
-      "status-details": "N/A",
-      "elapsed": 156.77317,
-      "pending-at": "2026-11-20 18:45:08Z",
-      "starting-at": "2026-11-20 18:45:09Z",
-      "running-at": "2026-11-20 18:45:15Z",
-      "finished-at": "N/A",
-      "network-traffic": {
-        "inbound-bytes": 1225894,
-        "outbound-bytes": 1523792,
-        "total-bytes": 2749686
-      },
-      "compute-time": {
-        "serverapp-seconds": 156.77317,
-        "clientapp-seconds": 250.78146600723267,
-        "total-seconds": 407.55463600723266
-      }
-    }
-  ]
-}"""
+LISTING = """{"success": true, "runs": [{"run-id": "12884540773031768585",
+"federation-id": "@none/default", "fab-id": "fednas/fednas-launched",
+"fab-name": "fednas-launched", "fab-version": "0.1.0",
+"fab-hash": "1ea5f14b6817acb703f02d43c38777fd1d47a1c505371f2ffe561b9725344e19", "status":
+"running", "status-details": "N/A", "elapsed": 156.77317, "pending-at": "2026-11-20 18:45:08Z",
+"starting-at": "2026-11-20 18:45:09Z", "running-at": "2026-11-20 18:45:15Z", "finished-at":
+"N/A", "network-traffic": {"inbound-bytes": 1225894, "outbound-bytes": 1523792, "total-bytes":
+2749686}, "compute-time": {"serverapp-seconds": 156.77317, "clientapp-seconds":
+250.78146600723267, "total-seconds": 407.55463600723266}}]}"""
 
 
 # --- what is handed to Flower

@@ -1,11 +1,8 @@
 """Who answers which messages: nobody idle, clients where they were, none lost but by a worker."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from random import Random
 
@@ -14,17 +11,17 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fednas_flwr.deploy import grids
-from fednas_flwr.deploy.grids import AHEAD, DIED, Answer, LostError, Taken, WorkerGrid
+from fednas_flwr.deploy.grids import AHEAD, DIED, LostError, WorkerGrid
 
 CLIENTS = 40
 
 
-def asked(grid: WorkerGrid, clients: list[int]) -> list[str]:
+def asked(grid, clients):
     messages = [Message(RecordDict(), client + 2, "query.told") for client in clients]
     return list(grid.push_messages(messages))
 
 
-def told(grid: WorkerGrid, ids: list[str]) -> list[str]:
+def told(grid, ids):
     """What the reply to each message tells, in their order."""
     replies: dict[str, Message] = {}
     while len(replies) < len(ids):
@@ -36,10 +33,10 @@ def told(grid: WorkerGrid, ids: list[str]) -> list[str]:
     ]
 
 
-def worker_of(name: int, act: Callable[[int], None]) -> Answer:
+def worker_of(name, act):
     """A worker that tells its name, after it has acted on the client that is asked."""
 
-    def answer(taken: Taken) -> list[Message]:
+    def answer(taken):
         for message, _ in taken:
             act(message.metadata.dst_node_id - 2)
         content = RecordDict({"told": ConfigRecord({"worker": name})})
@@ -49,10 +46,10 @@ def worker_of(name: int, act: Callable[[int], None]) -> Answer:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., WorkerGrid]]:
+def make():
     made: list[WorkerGrid] = []
 
-    def make(number: int, act: Callable[[int], None] = lambda client: None) -> WorkerGrid:
+    def make(number, act=lambda client: None):
         names = itertools.count()
         start = lambda: worker_of(next(names), act)  # noqa: E731
         grid = WorkerGrid(ClientApp(), CLIENTS, number=number, start=start)
@@ -67,7 +64,7 @@ def make() -> Iterator[Callable[..., WorkerGrid]]:
             thread.join()
 
 
-def test_a_client_goes_back_to_its_worker(make: Callable[..., WorkerGrid]) -> None:
+def test_a_client_goes_back_to_its_worker(make):
     both = threading.Barrier(2)  # no worker takes two of a round
     grid = make(2, lambda client: both.wait())
     first = told(grid, asked(grid, [0, 1]))
@@ -76,15 +73,13 @@ def test_a_client_goes_back_to_its_worker(make: Callable[..., WorkerGrid]) -> No
         assert told(grid, asked(grid, [1, 0])) == first[::-1]
 
 
-def test_no_client_waits_for_its_worker_while_another_is_idle(
-    make: Callable[..., WorkerGrid],
-) -> None:
+def test_no_client_waits_for_its_worker_while_another_is_idle(make):
     both = threading.Barrier(2)
     grid = make(2, lambda client: both.wait(timeout=60))  # breaks unless both work at a time
     assert sorted(told(grid, asked(grid, [0] * 2))) == ["0", "1"]
 
 
-def test_messages_leave_the_queue_nearly_in_order(make: Callable[..., WorkerGrid]) -> None:
+def test_messages_leave_the_queue_nearly_in_order(make):
     order: list[int] = []
     grid = make(1, order.append)
     told(grid, asked(grid, [0]))
@@ -95,12 +90,10 @@ def test_messages_leave_the_queue_nearly_in_order(make: Callable[..., WorkerGrid
     assert order[0] == AHEAD
 
 
-def test_a_worker_that_dies_costs_the_reply_that_it_worked_on(
-    make: Callable[..., WorkerGrid], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_dies_costs_the_reply_that_it_worked_on(make, monkeypatch):
     monkeypatch.setattr(grids, "SHORT_S", 0.0)
 
-    def act(client: int) -> None:
+    def act(client):
         if client == 3:
             raise LostError
         if client == 5:
@@ -113,12 +106,10 @@ def test_a_worker_that_dies_costs_the_reply_that_it_worked_on(
     assert len({*told(grid, asked(grid, list(range(6, CLIENTS))))}) <= 2
 
 
-def test_several_short_messages_are_taken_at_once_and_lost_together(
-    make: Callable[..., WorkerGrid], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_short_messages_are_taken_at_once_and_lost_together(make, monkeypatch):
     monkeypatch.setattr(grids, "SHORT_S", 60.0)  # so that any pace here is short
 
-    def act(client: int) -> None:
+    def act(client):
         if client == 2 * AHEAD + 2:
             raise LostError
 
@@ -130,8 +121,8 @@ def test_several_short_messages_are_taken_at_once_and_lost_together(
     assert lost == list(range(2 * AHEAD, 3 * AHEAD))
 
 
-def test_workers_that_die_at_their_start_cost_a_reply_each() -> None:
-    def start() -> Answer:
+def test_workers_that_die_at_their_start_cost_a_reply_each():
+    def start():
         raise LostError
 
     with closing(WorkerGrid(ClientApp(), CLIENTS, number=2, start=start)) as grid:
@@ -141,15 +132,13 @@ def test_workers_that_die_at_their_start_cost_a_reply_each() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_every_message_is_answered_or_lost_once(
-    make: Callable[..., WorkerGrid], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_message_is_answered_or_lost_once(make, seed, monkeypatch):
     monkeypatch.setattr(grids, "POLL_S", 0.001)
     monkeypatch.setattr(grids, "SHORT_S", 0.0)
     rng, acted = Random(seed), list[int]()
     dying = {client for client in range(CLIENTS) if rng.random() < 0.2}
 
-    def act(client: int) -> None:
+    def act(client):
         acted.append(client)
         time.sleep(rng.random() / 1000)
         if client in dying:

@@ -1,22 +1,17 @@
 """Sites fork a process for every message: what it imports itself is imported anew in each."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
-from flwr.app import Message
 from flwr.common.serde import recorddict_to_proto
 
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.runs.run_folder import create_run_folder
-from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings import dump_config
 
 # What takes long to import and has no part in a step on prepared data.
 HEAVY = {
@@ -53,15 +48,15 @@ class Recorded(Exception):
     ids=["exact", "private"],
 )
 def test_a_process_that_searches_on_prepared_data_imports_little(
-    compose_config: Callable[..., Config], tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
+    compose_config, tmp_path, overrides
+):
     config = create_run_folder(
         compose_config(*overrides, "stages=[search]", f"run_dir={tmp_path / 'run'}")
     )
     grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     push, file, actions = grid.push_messages, tmp_path / "request", []
 
-    def record(messages: Iterable[Message]) -> Iterable[str]:
+    def record(messages):
         first, *others = messages  # to client 0
         if first.metadata.message_type.startswith("train."):
             actions.append(first.metadata.message_type)

@@ -1,16 +1,12 @@
 """``runtime=inline`` on several cores: the same bits, whatever process answers, and no orphans."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.local_actors import LocalGrid, local_grid
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.search.data_free_scores import AZ_NAS
-from fednas_flwr.settings import Config, with_runtime
+from fednas_flwr.settings import with_runtime
 from fednas_flwr.settings.registry import packed
 
 from ..small_spaces import SPACES as SMALL
@@ -33,9 +29,7 @@ from ..small_spaces import SPACES as SMALL
 SHORT = ("rounds=3", "retrain.rounds=3", "dataset.linear_baseline=false")
 
 
-def test_one_core_one_client_or_a_process_among_others_stays_alone(
-    compose_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_core_one_client_or_a_process_among_others_stays_alone(compose_config, monkeypatch):
     config = compose_config("clients=3", "runtime.device=cpu")
     for cores, changed, alone in (
         (2, config, False),
@@ -53,13 +47,13 @@ def test_one_core_one_client_or_a_process_among_others_stays_alone(
         assert type(grid) is InProcessGrid
 
 
-def wait_for_workers(event: dict[str, Any]) -> None:
+def wait_for_workers(event):
     """A listener that lets no second round begin before there are workers."""
     while event["event"] == "round" and event["round"] == 1 and len(workers()) < 2:
         time.sleep(0.1)
 
 
-def test_tasks_that_cores_do_not_divide_evenly_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_that_cores_do_not_divide_evenly_share_them(monkeypatch):
     for cores, tasks, threads, number in (
         *((2, 3, 1, 3), (2, 4, 1, 2), (2, 5, 1, 3), (2, 3, 2, 1), (1, 3, 1, 1), (1, 3, 2, 0)),
         *((4, 3, 1, 3), (8, 10, 1, 10), (8, 27, 1, 11), (2, 1, 1, 1)),
@@ -71,9 +65,7 @@ def test_tasks_that_cores_do_not_divide_evenly_share_them(monkeypatch: pytest.Mo
 
 
 @pytest.mark.run
-def test_scores_are_those_of_one_process(
-    compose_config: Callable[..., Config], two_cores: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_those_of_one_process(compose_config, two_cores, monkeypatch):
     config = compose_config("algorithm=zero_cost")
     space, generator = SMALL["nasbench201"], torch.Generator().manual_seed(0)
     genotypes = [space.random_genotype(generator) for _ in range(9)]
@@ -84,7 +76,7 @@ def test_scores_are_those_of_one_process(
 
 
 @pytest.fixture
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_cores(monkeypatch):
     monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
 
@@ -101,12 +93,7 @@ def test_a_run_whose_processes_cannot_be_started_goes_on_in_its_own(
 
 
 @pytest.mark.run
-def test_workers_give_the_bits_of_one_process(
-    compose_config: Callable[..., Config],
-    tmp_path: Path,
-    two_cores: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_give_the_bits_of_one_process(compose_config, tmp_path, two_cores, monkeypatch):
     config, runs = compose_config(*SHORT, "runtime.device=cpu"), []
     answered: list[int] = []
     real = LocalGrid.answer
@@ -127,12 +114,12 @@ def test_workers_give_the_bits_of_one_process(
 
 @pytest.mark.run
 def test_a_worker_that_dies_costs_its_reply_and_another_takes_its_place(
-    compose_config: Callable[..., Config], tmp_path: Path, two_cores: None
-) -> None:
+    compose_config, tmp_path, two_cores
+):
     killed: list[int] = []
     config = compose_config("rounds=20", "stages=[search]", "runtime.device=cpu")
 
-    def kill_one(event: dict[str, Any]) -> None:
+    def kill_one(event):
         wait_for_workers(event)
         if event["event"] == "round" and event["round"] == 3:
             killed.append(workers()[0])
@@ -147,7 +134,7 @@ def test_a_worker_that_dies_costs_its_reply_and_another_takes_its_place(
 
 
 @pytest.mark.run
-def test_a_process_that_forks_others_is_replaced_when_it_has_died() -> None:
+def test_a_process_that_forks_others_is_replaced_when_it_has_died():
     sent = packed(len)
     assert sent is not None
     with Forks(sent) as forks:
@@ -165,7 +152,7 @@ def test_a_process_that_forks_others_is_replaced_when_it_has_died() -> None:
 
 
 @pytest.mark.run
-def test_no_worker_outlives_the_run(compose_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_no_worker_outlives_the_run(compose_config, tmp_path):
     script = (
         "import os, sys; from fednas_flwr import compose, run;"
         "from fednas_flwr.deploy import local_actors; local_actors.PATIENCE_S = 0.0;"
@@ -183,7 +170,7 @@ def test_no_worker_outlives_the_run(compose_config: Callable[..., Config], tmp_p
         time.sleep(0.1)
 
 
-def workers(of: int | None = None) -> list[int]:
+def workers(of=None):
     """The workers that a process, by default this one, has started by its interpreter."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):

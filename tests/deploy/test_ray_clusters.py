@@ -2,16 +2,12 @@
 
 import os
 import socket
-from collections.abc import Callable
 
 import pytest
 
 from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.grids import check_cluster
-from fednas_flwr.settings import Config
-
-Compose = Callable[..., Config]
 
 
 @pytest.fixture

@@ -1,12 +1,7 @@
 """``evaluation.baselines=2``: networks that were not searched, trained beside the found one."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +14,6 @@ from fednas_flwr.report.comparison import run_folders
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
-from fednas_flwr.settings import Config
 from fednas_flwr.settings.optimizers import RESNETS
 from fednas_flwr.spaces.costs import count_multiply_adds
 
@@ -34,11 +28,11 @@ RANGES = {
 
 
 @pytest.fixture
-def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_draws(monkeypatch):
     """Take fewer networks for the data-free choice, for time alone."""
     shipped = baselines.read_yaml
 
-    def fewer(path: Path, file: str) -> Any:
+    def fewer(path, file):
         settings = shipped(path, file)
         if file == baselines.DATA_FREE_FILE:
             settings["algorithm"]["draws"] = 4
@@ -48,14 +42,14 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "read_yaml", fewer)
 
 
-def told(folder: Path) -> dict[str, dict[str, Any]]:
+def told(folder):
     return {own.folder.name: own.config for own in read_run(folder).baselines()}
 
 
 REAL_SITES = ("runtime=deployment", "runtime.superlink=site", "partition=sites")
 
 
-def test_private_real_sites_train_no_baselines() -> None:
+def test_private_real_sites_train_no_baselines():
     private = ("algorithm=dp_fnas", "privacy=dp", *REAL_SITES)
     with pytest.raises(NoEffectError, match=r"evaluation.baselines=2 .* would pay for more"):
         compose(*private, "evaluation.baselines=2")
@@ -67,9 +61,7 @@ def test_private_real_sites_train_no_baselines() -> None:
 
 @pytest.mark.run
 @pytest.mark.usefixtures("few_draws")
-def test_baselines_are_trained_as_the_found_network(
-    compose_config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_baselines_are_trained_as_the_found_network(compose_config, tmp_path):
     folder = tmp_path / "run"
     result = run(compose_config("evaluation.baselines=2", f"run_dir={folder}"))
     configs = told(folder)
@@ -122,9 +114,7 @@ def test_baselines_are_trained_as_the_found_network(
 
 @pytest.mark.run
 @pytest.mark.usefixtures("few_draws")
-def test_private_baselines_have_a_ledger_of_their_own(
-    compose_config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_private_baselines_have_a_ledger_of_their_own(compose_config, tmp_path):
     folder = tmp_path / "run"
     overrides = ["algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=50", "clients=2"]
     overrides += ["search_space.norm=group", "retrain.norm=group", "evaluation.baselines=1"]
@@ -144,9 +134,7 @@ def test_private_baselines_have_a_ledger_of_their_own(
 
 
 @pytest.mark.run
-def test_a_completed_run_that_is_resumed_releases_nothing_more(
-    compose_config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_a_completed_run_that_is_resumed_releases_nothing_more(compose_config, tmp_path):
     folder = tmp_path / "run"
     overrides = ["algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=50", "clients=2"]
     overrides += ["search_space.norm=group", "retrain.norm=group", "rounds=1"]
@@ -163,8 +151,8 @@ def test_a_completed_run_that_is_resumed_releases_nothing_more(
     [(200.0, 10.0, 1.0, 2), (40.0, 1.0, 0.0, 0), (200.0, 30.0, 0.0, 0), (200.0, 10.0, 20.0, 0)],
 )
 def test_baselines_are_made_by_default_where_they_add_little(
-    tmp_path: Path, search: float, retrain: float, evaluate: float, number: int
-) -> None:
+    tmp_path, search, retrain, evaluate, number
+):
     """The run takes over a minute, and five times all but its search is less than half of it."""
     stages = {"search": search, "retrain": retrain, "evaluate": evaluate}
     lines = [{"event": "run_started"}]
@@ -179,9 +167,7 @@ def test_baselines_are_made_by_default_where_they_add_little(
     assert baselines.affordable(tmp_path) == 2  # it goes on with what it has begun
 
 
-def test_the_data_free_choice_goes_by_few_scores_where_none_ranks(
-    compose_config: Callable[..., Config],
-) -> None:
+def test_the_data_free_choice_goes_by_few_scores_where_none_ranks(compose_config):
     """Of DARTS' cells: in the run's own space, without a shortlist."""
     config = compose_config("search_space=darts_small")
     own = baselines._data_free(config)
@@ -190,9 +176,7 @@ def test_the_data_free_choice_goes_by_few_scores_where_none_ranks(
     assert (own.algorithm.draws, own.algorithm.shortlist, own.rounds) == (250, None, 1)
 
 
-def test_the_data_free_choice_of_a_table_keeps_the_tables_space(
-    compose_config: Callable[..., Config],
-) -> None:
+def test_the_data_free_choice_of_a_table_keeps_the_tables_space(compose_config):
     config = compose_config("search_space=mlp_small")
     choice = baselines._data_free(config)
     assert choice.search_space == config.search_space
@@ -206,9 +190,7 @@ def test_the_data_free_choice_of_a_table_keeps_the_tables_space(
 
 @pytest.mark.run
 @pytest.mark.parametrize(("low", "high"), [(0.02, 0.03), (2e-4, 3e-4)])
-def test_found_hyper_parameters_are_taken_over(
-    compose_config: Callable[..., Config], tmp_path: Path, low: float, high: float
-) -> None:
+def test_found_hyper_parameters_are_taken_over(compose_config, tmp_path, low, high):
     """Also a learning rate below the one to which retraining's would fall."""
     folder = tmp_path / "run"
     ranges = ",".join(

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +14,7 @@ from fednas_flwr.data.prepared import make_data, save_partition
 from fednas_flwr.data.records import assign_splits
 from fednas_flwr.pipeline.feasible import check_buildable, written_bytes
 from fednas_flwr.runs.run_folder import create_run_folder
-from fednas_flwr.settings import Config
 
-Compose = Callable[..., Config]
 NOISED = ("privacy=dp", "algorithm=dp_fnas", "search_space.norm=group", "retrain.norm=group")
 PRIVATE = (*NOISED, "privacy.epsilon=50")
 TABLE = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")

@@ -154,23 +154,12 @@ def test_whatever_passes_as_a_table_leaves_a_median_that_computes(whole):
     assert passed > 10
 
 
-def hostile(text, **changes):
-    document = json.loads(text)
-    return json.dumps(document | changes)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         lambda text: 7,
-        lambda text: None,
         lambda text: text[:-9],
-        lambda text: "[" * 200_000,
         lambda text: text + " " * LARGEST_TABLE,
-        lambda text: hostile(text, threads=float("inf")),
-        lambda text: hostile(text, layers={"op": 1}),
-        lambda text: hostile(text, layers=7),
-        lambda text: text.replace('"kernel": 1', '"kernel": 1e999'),
         lambda text: text.replace('"median_ms": 0', '"median_ms": -1'),
     ],
 )

@@ -1,12 +1,8 @@
 """The leaderboard: the simplest candidate that is hardly worse than the best is delivered."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,14 +13,11 @@ from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.tables import leaderboard_table
 from fednas_flwr.runs.leaderboard import candidates, chosen, compared, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, FINALISTS_FOLDER, read_run
-from fednas_flwr.settings import Config
 
 SPREAD = (0.0, 0.01, -0.01)  # of a candidate's own resamples
 
 
-def add(
-    folder: Path, name: str, score: float, *, parameters: int, noise: float, metric: str = "auroc"
-) -> None:
+def add(folder, name, score, *, parameters, noise, metric="auroc"):
     """Write the run of a candidate; ``noise`` is what it alone loses in each second resample."""
     values = [score + shift - noise * (i % 2) for i, shift in enumerate(SPREAD * 4)]
     evaluated = {"event": "evaluated", "metric": metric, "validation": values, "central": {}}
@@ -43,8 +36,8 @@ def add(
     ],
 )
 def test_the_simplest_finalist_within_a_standard_error_of_the_best_is_delivered(
-    tmp_path: Path, linear: float, small: float, expected: str
-) -> None:
+    tmp_path, linear, small, expected
+):
     scores = {"large": 0.9, "small": small, "linear": linear}
     sizes = {"large": 900, "small": 90, "linear": 1000}
     for place, add_to in ((BASELINES_FOLDER, -0.1), (FINALISTS_FOLDER, 0.0)):
@@ -60,7 +53,7 @@ def test_the_simplest_finalist_within_a_standard_error_of_the_best_is_delivered(
     assert [one.name for one in candidates(tmp_path)][-1] == "random_1"
 
 
-def test_fronts_are_trained_to_the_end_and_limits_bound_what_is_delivered(tmp_path: Path) -> None:
+def test_fronts_are_trained_to_the_end_and_limits_bound_what_is_delivered(tmp_path):
     sizes = {"large": 900, "small": 90, "linear": 10, "front_1": 20, "front_2": 500, "found": 70}
     scores = {
         "large": 0.9,
@@ -81,7 +74,7 @@ def test_fronts_are_trained_to_the_end_and_limits_bound_what_is_delivered(tmp_pa
     assert chosen(tmp_path).name == "small"
 
 
-def test_a_smaller_log_loss_is_better(tmp_path: Path) -> None:
+def test_a_smaller_log_loss_is_better(tmp_path):
     for name, score in {"a": 0.4, "b": 0.6}.items():
         for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
             add(tmp_path / place, name, score, parameters=1, noise=0.0, metric="log_loss")
@@ -90,14 +83,14 @@ def test_a_smaller_log_loss_is_better(tmp_path: Path) -> None:
     assert (choice.name, choice.row()["validation"]) == ("a", 0.4)
 
 
-def test_a_folder_without_candidates_delivers_none(tmp_path: Path) -> None:
+def test_a_folder_without_candidates_delivers_none(tmp_path):
     assert chosen(tmp_path) is None
     add(tmp_path / BASELINES_FOLDER, "linear", 0.5, parameters=1, noise=0.0)  # no choice, either
     assert chosen(tmp_path) is None
 
 
 @pytest.fixture
-def recommended(compose_config: Callable[..., Config], tmp_path: Path) -> Config:
+def recommended(compose_config, tmp_path):
     config = compose_config(
         *(
             "experiment=search/recommended",
@@ -114,7 +107,7 @@ def recommended(compose_config: Callable[..., Config], tmp_path: Path) -> Config
 
 
 @pytest.mark.slow
-def test_a_front_has_networks_of_five_ranges_of_cost(recommended: Config) -> None:
+def test_a_front_has_networks_of_five_ranges_of_cost(recommended):
     pool = replace(recommended.algorithm.pool, front=True, draws=24, keep=5)
     limits = replace(pool.limits, multiply_adds=200_000)
     algorithm = replace(recommended.algorithm, pool=replace(pool, limits=limits), eta=5)
@@ -138,9 +131,7 @@ def test_a_front_has_networks_of_five_ranges_of_cost(recommended: Config) -> Non
 
 @pytest.mark.run
 @pytest.mark.parametrize("best", ["linear", "found", "random_1", "resnet8_4"])
-def test_a_run_delivers_the_candidate_that_is_chosen(
-    best: str, recommended: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path, monkeypatch):
     """Whichever it is: the model, its genotype and its test are of that network."""
     real = baselines.__dict__["finalists"]
     monkeypatch.setattr(baselines, "finalists", lambda folder: [best, *real(folder)][:1])
@@ -167,15 +158,13 @@ def test_a_run_delivers_the_candidate_that_is_chosen(
 
 
 @pytest.mark.run
-def test_a_run_that_was_stopped_goes_on_where_it_was(
-    recommended: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_stopped_goes_on_where_it_was(recommended, monkeypatch):
     """After the search, between candidates, and before what is delivered."""
     from fednas_flwr.deploy import whole_run
 
     launch, launched = whole_run.launch, list[str]()
 
-    def stopping(config: Config, **options: Any) -> None:
+    def stopping(config, **options):
         launched.append(Path(str(config.run_dir)).name)
         if len(launched) in (2, 5, 9):
             raise KeyboardInterrupt
@@ -201,16 +190,14 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
 
 
 @pytest.mark.run
-def test_no_candidate_has_trained_on_what_chooses_it(
-    recommended: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_candidate_has_trained_on_what_chooses_it(recommended, monkeypatch):
     """Neither search nor candidates read validation records before they are measured on them."""
     from fednas_flwr.client.client import Client
 
     trained: list[str] = []
     real = Client.epoch
 
-    def noted(self: Client, split: Any, **options: Any) -> Any:
+    def noted(self, split, **options):
         trained.extend(
             name
             for name in ("train", "validation", "test")
@@ -226,7 +213,7 @@ def test_no_candidate_has_trained_on_what_chooses_it(
     assert {*trained} == {"train", "validation"}
 
 
-def test_a_run_without_a_choice_shows_its_baselines_by_test_scores(tmp_path: Path) -> None:
+def test_a_run_without_a_choice_shows_its_baselines_by_test_scores(tmp_path):
     add(tmp_path, "own", 0.9, parameters=3, noise=0.0)
     add(tmp_path / "own" / BASELINES_FOLDER, "linear", 0.8, parameters=1, noise=0.0)
     file = tmp_path / "own" / BASELINES_FOLDER / "linear" / "events.jsonl"
@@ -236,6 +223,6 @@ def test_a_run_without_a_choice_shows_its_baselines_by_test_scores(tmp_path: Pat
     assert Result(tmp_path / "own").leaderboard() == rows
 
 
-def test_experiments_of_papers_deliver_what_was_found() -> None:
+def test_experiments_of_papers_deliver_what_was_found():
     assert compose("experiment=feathers/fraud").evaluation.deliver == "found"
     assert compose("experiment=search/recommended").evaluation.deliver == "best"

@@ -1,7 +1,6 @@
 """What a private run takes from its records, budget and noise arrives where it acts."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,13 +19,12 @@ from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.server.limits import distance
-from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings import dump_config
 
 LINEAR = (
     *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "stages=[retrain]"),
     *("clients=2", "retrain.rounds=3", "privacy.retrain.local_steps=2", "privacy.epsilon=20"),
 )
-Compose = Callable[..., Config]
 
 
 class Listening(InProcessGrid):

@@ -1,9 +1,6 @@
 """More clients than anybody wants to see one by one: made when asked, told by quantiles."""
 
-from __future__ import annotations
-
 import json
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +21,8 @@ from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.names import QUANTILES
+
+from ..finished_runs import copy_without
 
 CLIENTS = 300
 MANY = [
@@ -94,11 +93,8 @@ def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
 
 @pytest.mark.run
 def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(many.folder, folder)
-    text = (folder / "config.yaml").read_text().replace(str(many.folder), str(folder))
-    (folder / "config.yaml").write_text(text)
-    for path in [*(folder / "checkpoints").glob("retrain-000006.*"), *folder.glob("model.*")]:
+    folder = copy_without(many, tmp_path / "run", "retrain-000006.*")
+    for path in folder.glob("model.*"):
         path.unlink()
     asked: list[tuple[str, int]] = []
     run(open_run_folder(str(folder)), folder, asked, resumed=True)

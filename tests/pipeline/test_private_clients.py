@@ -9,11 +9,10 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import release_guard
 from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
-from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.unused import without_effect
 
-from ..booked import booked
+from ..booked import booked, decoded_totals
 
 SIZES = ("channels=2", "num_cells=1")
 CLIENTS = [
@@ -84,16 +83,7 @@ def test_clients_release_one_update_an_exchange(algorithm, run_inline):
 
 def test_the_total_of_updates_carries_the_noise_that_is_booked(run_inline):
     """Of clients that move nothing, totals are the noise alone."""
-    totals, decode = [], Grid.decode
-
-    def kept(grid, total, *, sites):
-        values = decode(grid, total, sites=sites)
-        if grid.bits == 32 and len(values) > 1000:
-            totals.append(values)
-        return values
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Grid, "decode", kept)
+    with decoded_totals() as totals:
         ran = run_inline(
             *CLIENTS,
             *("algorithm=fedavg", "algorithm.network=resnet8_4", "stages=[retrain]"),

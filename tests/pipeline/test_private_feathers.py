@@ -51,6 +51,39 @@ def searched(run):
     return run(*FEATHERS)
 
 
+def check_books(run, **of_rounds):
+    """Check what every whole private run owes; return the promised steps and each client's.
+
+    ``of_rounds`` is the number of rounds of each stage, all of which the budget covers.
+    """
+    (promise,), (spent,) = named(run, "privacy"), named(run, "privacy_spent")
+    promised = {
+        (i["stage"], f"{i['action']}:{i['kind']}", tuple(i["splits"])): i["steps"]
+        for i in promise["schedule"]
+    }
+    budget, booked_steps = run.config.privacy.epsilon, []
+    for told, rows in zip(promise["clients"], run.booked, strict=True):
+        booked_steps.append(counts := Counter())
+        for row in rows:
+            key = row.stage, row.action, row.splits
+            counts[key] += row.release.steps
+            assert row.committed_steps == promised[key]
+        for split in ("train", "validation"):
+            releases = [row.release for row in rows if split in row.splits]
+            assert filter_epsilon(releases, 1e-5) <= budget
+            if counts == promised:
+                assert told["epsilon"]["rdp"][split] == pytest.approx(rdp_epsilon(releases, 1e-5))
+        assert max(told["epsilon"]["prv"].values()) <= budget
+        covers = [{"stage": stage, "rounds": n, "of": n} for stage, n in of_rounds.items()]
+        assert told["covers"] == covers
+    assert all(0 < client["spent"] <= budget for client in spent["clients"])
+    assert not named(run, "client_left") + named(run, "client_failed")
+    for event in named(run, "round"):
+        assert all(metrics == {} for metrics in event["clients"].values())
+        assert not any("loss" in name for name in event["metrics"])
+    return promised, booked_steps
+
+
 @pytest.mark.run
 def test_every_step_of_every_trial_is_booked_and_none_beyond_the_schedule(searched):
     phases = named(searched, "explored")
@@ -70,37 +103,10 @@ def test_every_step_of_every_trial_is_booked_and_none_beyond_the_schedule(search
         ("retrain", "train.probe:weights", ("train",)): 3 * tried["retrain"],
         ("retrain", "train.probe:rewards", ("validation",)): tried["retrain"],
     }
-    (promise,) = named(searched, "privacy")
-    promised = {
-        (i["stage"], f"{i['action']}:{i['kind']}", tuple(i["splits"])): i["steps"]
-        for i in promise["schedule"]
-    }
-    for rows in searched.booked:
-        counts = Counter((row.stage, row.action, row.splits) for row in rows)
-        assert counts == expected
-        assert set(counts) == set(promised)
-        assert all(counts[key] <= promised[key] for key in counts)
-        assert all(
-            row.committed_steps == promised[row.stage, row.action, row.splits] for row in rows
-        )
-    assert not named(searched, "client_left") + named(searched, "client_failed")
-
-
-@pytest.mark.run
-def test_one_composed_epsilon_covers_search_trials_rewards_and_retraining(searched):
-    for rows in searched.booked:
-        for split in ("train", "validation"):
-            releases = [row.release for row in rows if split in row.splits]
-            assert filter_epsilon(releases, 1e-5) <= 30
-    (spent,) = named(searched, "privacy_spent")
-    assert all(0 < client["spent"] <= 30 for client in spent["clients"])
-    (promise,) = named(searched, "privacy")
-    for client in promise["clients"]:
-        assert max(client["epsilon"]["prv"].values()) <= 30
-        assert client["covers"] == [
-            {"stage": "search", "rounds": 3, "of": 3},
-            {"stage": "retrain", "rounds": 3, "of": 3},
-        ]
+    promised, booked_steps = check_books(searched, search=3, retrain=3)
+    assert booked_steps == [expected] * 2
+    assert set(promised) == set(expected)
+    assert all(expected[key] <= promised[key] for key in expected)
 
 
 @pytest.mark.run
@@ -119,8 +125,6 @@ def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_recor
     assert first["loss_bound"] == largest
     own = max(LEAST_LOSS_BOUND, BOUND_PER_SCALE * scale)
     assert later["loss_bound"] == pytest.approx(min(largest, own))
-    for event in named(searched, "round"):
-        assert all(metrics == {} for metrics in event["clients"].values())
 
 
 FDNAS = [
@@ -133,25 +137,6 @@ FDNAS = [
 ]
 
 
-@pytest.mark.run
-def test_private_fdnas_releases_no_alphas_in_its_warm_up(run):
-    fdnas = run(*FDNAS)
-    assert not named(fdnas, "client_left") + named(fdnas, "client_failed")
-    (promise,) = named(fdnas, "privacy")
-    for rows in fdnas.booked:
-        counts = Counter((row.action, row.splits) for row in rows)
-        assert counts == {
-            ("train.search:weights", ("train",)): 3 * 2,
-            ("train.search:alphas", ("validation",)): 2 * 2,
-            ("train.weights:weights", ("train", "validation")): 2 * 3,
-        }
-        assert [item["steps"] for item in promise["schedule"]] == [6, 4, 6]
-        assert {row.round for row in rows if row.action == "train.search:alphas"} == {2, 3}
-        for split in ("train", "validation"):
-            releases = [row.release for row in rows if split in row.splits]
-            assert filter_epsilon(releases, 1e-5) <= 30
-
-
 DPNAS = [
     *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "privacy=dp", "clients=2"),
     *("search_space.widths=[2,2,4]", "search_space.head=4", "algorithm.warm_up_rounds=1"),
@@ -162,46 +147,73 @@ DPNAS = [
 ]
 
 
+HALVING = [
+    *("algorithm=successive_halving", "algorithm.pool.draws=5", "algorithm.pool.keep=4"),
+    *("privacy=dp", "clients=2", "rounds=2", "stages=[search]", "search_space.norm=group"),
+    *("privacy.local_steps=3", "algorithm.batch_size=8", "privacy.epsilon=100"),
+]
+RETRAINED = ("retrain", "train.weights:weights", ("train", "validation"))
+BOOKED = {  # the steps by what is released, and the rounds of what is not released in all of them
+    "fdnas": (
+        FDNAS,
+        {
+            ("search", "train.search:weights", ("train",)): 3 * 2,
+            ("search", "train.search:alphas", ("validation",)): 2 * 2,
+            RETRAINED: 2 * 3,
+        },
+        {"train.search:alphas": {2, 3}},
+    ),
+    "dpnas": (
+        DPNAS,
+        {
+            ("search", "train.candidate:weights", ("train",)): 3 * 3 * 2,
+            ("search", "evaluate.candidates:rewards", ("validation",)): 2 + 1,
+            RETRAINED: 2 * 3,
+        },
+        {"evaluate.candidates:rewards": {2, 3}},
+    ),
+    "successive_halving": (  # as many releases of weights as steps, one of rewards a rung
+        HALVING,
+        {
+            ("search", "train.weights:weights", ("train",)): 2 * 3,
+            ("search", "evaluate.candidates:rewards", ("validation",)): 2,
+        },
+        {},
+    ),
+}
+
+
 @pytest.mark.run
-def test_private_dpnas_books_every_step_of_candidates_and_one_vector_of_rewards(run):
-    """The composed epsilon is that of the committed schedule, by the accountant itself."""
-    dpnas = run(*DPNAS)
-    assert not named(dpnas, "client_left") + named(dpnas, "client_failed")
-    (promise,) = named(dpnas, "privacy")
-    sigma = next(i["noise_multiplier"] for i in promise["schedule"] if i["kind"] == "rewards")
-    for told, rows in zip(promise["clients"], dpnas.booked, strict=True):
-        counts = Counter((row.action, row.splits) for row in rows)
-        assert counts == {
-            ("train.candidate:weights", ("train",)): 3 * 3 * 2,
-            ("evaluate.candidates:rewards", ("validation",)): 2 + 1,
-            ("train.weights:weights", ("train", "validation")): 2 * 3,
-        }
-        assert [item["steps"] for item in promise["schedule"]] == [18, 3, 6]
-        assert {r.round for r in rows if r.action.startswith("evaluate")} == {2, 3}
-        for split in ("train", "validation"):
-            releases = [row.release for row in rows if split in row.splits]
-            assert filter_epsilon(releases, 1e-5) <= 30
-            assert told["epsilon"]["rdp"][split] == pytest.approx(rdp_epsilon(releases, 1e-5))
-        searched = [row for row in rows if row.stage == "search"]
-        assert told["search_epsilon"] == pytest.approx(
-            max(
-                rdp_epsilon([row.release for row in searched if split in row.splits], 1e-5)
+@pytest.mark.parametrize("algorithm", BOOKED)
+def test_all_steps_of_the_schedule_are_booked(run, algorithm):
+    overrides, expected, of_rounds = BOOKED[algorithm]
+    done = run(*overrides)
+    rounds = {"search": 3, "retrain": 2} if algorithm != "successive_halving" else {"search": 2}
+    promised, booked_steps = check_books(done, **rounds)
+    assert promised == expected
+    assert booked_steps == [expected] * 2
+    for rows in done.booked:
+        for action, numbers in of_rounds.items():
+            assert {row.round for row in rows if row.action == action} == numbers
+    (promise,), rewarded = named(done, "privacy"), named(done, "rewarded")
+    if algorithm == "successive_halving":
+        assert [len(event["rewards"]) for event in rewarded] == [4, 2]
+        assert all(event["noise"] > 0 for event in rewarded)
+    if algorithm == "dpnas":
+        for told, rows in zip(promise["clients"], done.booked, strict=True):
+            releases = {
+                split: [r.release for r in rows if r.stage == "search" and split in r.splits]
                 for split in ("train", "validation")
-            )
-        )
-        assert told["search_epsilon"] < max(told["epsilon"]["rdp"].values())
-        assert told["covers"] == [
-            {"stage": "search", "rounds": 3, "of": 3},
-            {"stage": "retrain", "rounds": 2, "of": 2},
-        ]
-    rewarded = named(dpnas, "rewarded")
-    assert [len(event["paths"]) for event in rewarded] == [4, 4, 5]
-    declared = sum(client["records"]["validation"] for client in promise["clients"])
-    for event in rewarded:
-        expected = sigma * math.sqrt(2 * len(event["paths"])) / declared
-        assert event["noise"] == pytest.approx(expected)
-    for event in named(dpnas, "round"):
-        assert all(metrics == {} for metrics in event["clients"].values())
+            }
+            own = max(rdp_epsilon(of_split, 1e-5) for of_split in releases.values())
+            assert told["search_epsilon"] == pytest.approx(own)
+            assert own < max(told["epsilon"]["rdp"].values())
+        assert [len(event["paths"]) for event in rewarded] == [4, 4, 5]
+        sigma = next(i["noise_multiplier"] for i in promise["schedule"] if i["kind"] == "rewards")
+        declared = sum(client["records"]["validation"] for client in promise["clients"])
+        for event in rewarded:
+            expected_noise = sigma * math.sqrt(2 * len(event["paths"])) / declared
+            assert event["noise"] == pytest.approx(expected_noise)
 
 
 @pytest.mark.run

@@ -1,12 +1,6 @@
 """Targets that are numbers: from a table to scores in the target's unit, private too; refusals."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -40,7 +34,7 @@ TINY = ("clients=2", "rounds=1", "retrain=quickstart", "retrain.rounds=1")
 SMALL = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 
 
-def stays() -> pd.DataFrame:
+def stays():
     """Length of stay in days, with one decimal, by age, ward and CRP, which is missing at times."""
     rng = np.random.default_rng(0)
     age, crp = rng.integers(20, 95, STAYS), rng.exponential(12, STAYS).round(1)
@@ -52,7 +46,7 @@ def stays() -> pd.DataFrame:
     return table.assign(days=days.clip(0.1, None).round(1))
 
 
-def written(folder: Path, table: pd.DataFrame | None = None) -> tuple[str, ...]:
+def written(folder, table=None):
     """Overrides by which the last quarter of a table is the server's test set."""
     table = stays() if table is None else table
     first = 3 * len(table) // 4
@@ -62,11 +56,7 @@ def written(folder: Path, table: pd.DataFrame | None = None) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module", params=["found", "given", "huber"])
-def finished(
-    request: pytest.FixtureRequest,
-    finished_run: Callable[..., Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> SimpleNamespace:
+def finished(request, finished_run, tmp_path_factory):
     """A finished run: mean and deviation found by the clients, or of a given range."""
     folder = tmp_path_factory.mktemp(request.param)
     more = {
@@ -81,7 +71,7 @@ def finished(
 pytestmark = pytest.mark.run
 
 
-def test_predictions_are_in_the_targets_unit_as_are_their_scores(finished: SimpleNamespace) -> None:
+def test_predictions_are_in_the_targets_unit_as_are_their_scores(finished):
     truth = pd.read_csv(finished.raw)["days"].to_numpy()
     found = load(finished.folder).predict(finished.raw)
     assert found.truth == pytest.approx(truth)
@@ -106,7 +96,7 @@ def test_predictions_are_in_the_targets_unit_as_are_their_scores(finished: Simpl
     ]
 
 
-def test_what_standardises_is_of_all_clients_or_public(finished: SimpleNamespace) -> None:
+def test_what_standardises_is_of_all_clients_or_public(finished):
     target = load(finished.folder).inputs.target
     if finished.kind == "given":
         assert target == pytest.approx((6, 12**0.5, 0, 12))
@@ -119,7 +109,7 @@ def test_what_standardises_is_of_all_clients_or_public(finished: SimpleNamespace
     assert target == pytest.approx((float(numbers.mean()), float(numbers.std(correction=0))))
 
 
-def test_onnxruntime_predicts_as_python_does(finished: SimpleNamespace) -> None:
+def test_onnxruntime_predicts_as_python_does(finished):
     session = onnxruntime.InferenceSession(finished.folder / "model.onnx")
     model = load(finished.folder)
     (numbers,) = session.run(["prediction"], onnx_inputs(finished.test.features, model.inputs))
@@ -129,9 +119,7 @@ def test_onnxruntime_predicts_as_python_does(finished: SimpleNamespace) -> None:
     assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"]) == ["days"]
 
 
-def test_the_command_writes_numbers_and_prints_scores(
-    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_numbers_and_prints_scores(finished, tmp_path, capsys):
     output = tmp_path / "found.csv"
     assert main(["predict", str(finished.folder), str(finished.raw), "--output", str(output)]) == 0
     printed = capsys.readouterr().out
@@ -144,7 +132,7 @@ def test_the_command_writes_numbers_and_prints_scores(
     )
 
 
-def test_report_and_card_are_of_numbers(finished: SimpleNamespace) -> None:
+def test_report_and_card_are_of_numbers(finished):
     report = (finished.folder / "report.html").read_text()
     card = (finished.folder / "MODEL_CARD.md").read_text()
     assert "Predicted over true" in report
@@ -163,7 +151,7 @@ def test_report_and_card_are_of_numbers(finished: SimpleNamespace) -> None:
     assert not any("accuracy" in name for e in rounds for name in e["metrics"])
 
 
-def test_numbers_of_one_bin_stay_together(finished: SimpleNamespace) -> None:
+def test_numbers_of_one_bin_stay_together(finished):
     """Parts of the declared range, or deciles, divide records as classes do."""
     prepared, parts = make_data(finished.config)
     spreads = [float(prepared.train.labels[part].std()) for part in parts]
@@ -185,9 +173,7 @@ def test_numbers_of_one_bin_stay_together(finished: SimpleNamespace) -> None:
     ],
     ids=lambda overrides: overrides[0].split("=")[1],
 )
-def test_searches_that_need_no_classes_find_a_network(
-    overrides: tuple[str, ...], finished_run: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_searches_that_need_no_classes_find_a_network(overrides, finished_run, tmp_path):
     run = finished_run(
         *overrides[:1], *written(tmp_path, stays()[:200]), *TINY, *SMALL, *overrides[1:]
     )
@@ -209,9 +195,7 @@ def test_searches_that_need_no_classes_find_a_network(
     ],
     ids=["recommended", "dp_fnas", "halving"],
 )
-def test_private_clients_learn_within_the_declared_range(
-    overrides: tuple[str, ...], finished_run: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_private_clients_learn_within_the_declared_range(overrides, finished_run, tmp_path):
     given = (
         *overrides[:1],
         *written(tmp_path),
@@ -234,9 +218,7 @@ def test_private_clients_learn_within_the_declared_range(
         assert "accuracy" not in client
 
 
-def test_secure_sums_tell_the_errors_of_all_records(
-    finished_run: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_secure_sums_tell_the_errors_of_all_records(finished_run, tmp_path):
     private = ("privacy=dp", "privacy.epsilon=8", "privacy.metrics_noise_multiplier=1")
     run = finished_run(*written(tmp_path), *RANGES, *LINEAR, *private, "secure_sum=true")
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
@@ -245,7 +227,7 @@ def test_secure_sums_tell_the_errors_of_all_records(
     assert "accuracy" not in evaluated["total"]
 
 
-def photographs(folder: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
+def photographs(folder):
     """Images in a folder whose table tells how bright each is, and overrides to read them."""
     rng = np.random.default_rng(0)
     brightness = rng.uniform(20, 200, 160).round(1)
@@ -259,7 +241,7 @@ def photographs(folder: Path) -> tuple[pd.DataFrame, tuple[str, ...]]:
     return table, ("dataset=labelled_images", f"dataset.root={folder}", *more)
 
 
-def test_numbers_are_predicted_of_images(finished_run: Callable[..., Any], tmp_path: Path) -> None:
+def test_numbers_are_predicted_of_images(finished_run, tmp_path):
     table, of_images = photographs(tmp_path)
     run = finished_run(*of_images, *LINEAR)
     (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
@@ -284,9 +266,7 @@ def test_numbers_are_predicted_of_images(finished_run: Callable[..., Any], tmp_p
     ],
     ids=["dpnas", "private dpnas", "fdnas", "cfdnas", "fedex", "resnet"],
 )
-def test_all_algorithms_take_numbers_of_images(
-    overrides: tuple[str, ...], finished_run: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_all_algorithms_take_numbers_of_images(overrides, finished_run, tmp_path):
     _, of_images = photographs(tmp_path)
     run = finished_run(*of_images, "clients=2", "rounds=1", *overrides, "retrain.rounds=1")
     assert not [e for e in run.events if e["event"] == "client_failed"]
@@ -296,9 +276,7 @@ def test_all_algorithms_take_numbers_of_images(
         assert np.isfinite(load(folder).predict(tmp_path).labels).all()
 
 
-def test_sites_with_tables_of_their_own_find_one_target(
-    run_inline: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_sites_with_tables_of_their_own_find_one_target(run_inline, tmp_path):
     table = stays()
     files = [tmp_path / "0.csv", tmp_path / "1.csv"]
     for site, file in enumerate(files):
@@ -326,10 +304,7 @@ def test_sites_with_tables_of_their_own_find_one_target(
             ("evaluation.positive=icu",),
             "positive=icu is for records with classes, not with a number",
         ),
-        (
-            ("evaluation.metric=auroc",),
-            "metric=auroc is for records with classes, not with a",
-        ),
+        (("evaluation.metric=auroc",), "metric=auroc is for records with classes, not with a"),
         (
             ("dataset.label=ward", "evaluation.metric=r2"),
             "metric=r2 is for records with a number to predict, not of one class each",
@@ -342,12 +317,7 @@ def test_sites_with_tables_of_their_own_find_one_target(
         ((RANGES[0],), r"declare dataset.target_range=\[low, high\], too"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    overrides: tuple[str, ...],
-    message: str,
-    compose_config: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
+def test_what_does_not_fit_is_refused(overrides, message, compose_config, tmp_path):
     given = written(tmp_path)
     with pytest.raises(ConfigError, match=message):
         check_buildable(compose_config(*given, *overrides))
@@ -360,9 +330,7 @@ def test_what_does_not_fit_is_refused(
         (np.arange(STAYS) % 80, "80 different whole numbers"),
     ],
 )
-def test_whole_numbers_that_may_be_classes_are_asked_about(
-    days: np.ndarray, message: str, compose_config: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_whole_numbers_that_may_be_classes_are_asked_about(days, message, compose_config, tmp_path):
     given = written(tmp_path, stays().assign(days=days))
     with pytest.raises(ConfigError, match=message.replace("1200", "900")):
         check_buildable(compose_config(*given, *LINEAR))
@@ -373,9 +341,7 @@ def test_whole_numbers_that_may_be_classes_are_asked_about(
 
 
 @pytest.mark.parametrize("task", [(), ("dataset.task=regression",)], ids=["found", "said"])
-def test_numbers_with_decimal_commas_are_read_as_those_with_points(
-    task: tuple[str, ...], compose_config: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_numbers_with_decimal_commas_are_read_as_those_with_points(task, compose_config, tmp_path):
     table, read = stays(), []
     for name, sign in (("point", "."), ("comma", ",")):
         folder = tmp_path / name
@@ -401,8 +367,6 @@ def test_numbers_with_decimal_commas_are_read_as_those_with_points(
     ],
     ids=["few", "few halves", "many", "decimals"],
 )
-def test_the_kind_of_the_label_tells_the_task(
-    days: np.ndarray, is_number: bool, compose_config: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_kind_of_the_label_tells_the_task(days, is_number, compose_config, tmp_path):
     given = written(tmp_path, stays().assign(days=days))
     assert make_data(compose_config(*given, *LINEAR))[0].train.is_regression == is_number

@@ -1,7 +1,5 @@
 """Report and model card of real runs state what the clients did, whatever the settings say."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -27,11 +25,11 @@ def fast_accountant(monkeypatch):
     monkeypatch.setitem(accounting.ACCOUNTANTS, "prv", rdp_epsilon)  # PRV takes a second per client
 
 
-def card(run) -> str:
+def card(run):
     return (run.folder / "MODEL_CARD.md").read_text(encoding="utf-8")
 
 
-def booked_steps(run, client: int) -> dict[str, int]:
+def booked_steps(run, client):
     """Return the number of releases of weights in a client's ledger by stage."""
     steps = Counter()
     for row in booked(run.folder / "sites", client):

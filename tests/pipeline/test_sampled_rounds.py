@@ -1,10 +1,7 @@
 """Runs whose rounds ask some of the clients: whom, with what average, and at what epsilon."""
 
-from __future__ import annotations
-
 import json
 import re
-import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -21,11 +18,13 @@ from fednas_flwr.models.networks import describe_network
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.report.templates import sentence
+from fednas_flwr.server.exchange import Participants
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.names import SAMPLINGS
 
 from ..booked import booked, ledger_of
 from ..contracts.test_strategies import SETTINGS
+from ..finished_runs import copy_without
 
 SIX = ["clients=6", "sampling.per_round=2", "rounds=4", "retrain.rounds=3"]
 FNAS = ["algorithm=fnas", "algorithm.batch_size=8", *SIX]
@@ -71,13 +70,7 @@ def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whol
 
 
 def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(whole.folder, folder)
-    text = (folder / "config.yaml").read_text().replace(str(whole.folder), str(folder))
-    (folder / "config.yaml").write_text(text)
-    for pattern in ("search-00000[34].*", "retrain-*"):
-        for path in (folder / "checkpoints").glob(pattern):
-            path.unlink()
+    folder = copy_without(whole, tmp_path / "run", "search-00000[34].*", "retrain-*")
     resumed = run_inline(resume=folder)
     before = {(e["stage"], e["round"]): e["asked"] for e in named(whole, "round")}
     again = resumed.events[len(whole.events) :]
@@ -178,7 +171,9 @@ def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
     alone = {}
     for client in participants.clients:
         single, _ = retraining(compose_config, federate, "retrain.rounds=1")
-        single.cohort.sampling = SimpleNamespace(participants=lambda *_, c=client: turn_of(c))
+        single.cohort.sampling = SimpleNamespace(
+            participants=lambda *_, c=client: Participants((c,))
+        )
         single.strategy.start(single.grid, num_rounds=1)
         (alone[client],) = single.strategy.states["weights"].values()
     fed.strategy.start(fed.grid, num_rounds=1)
@@ -187,12 +182,6 @@ def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
     total = sum(sizes.values())
     expected = sum(sizes[c] * alone[c].double() for c in participants.clients) / total
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def turn_of(client):
-    from fednas_flwr.server.exchange import Participants
-
-    return Participants((client,))
 
 
 def failing_app(config, failing):
@@ -281,13 +270,7 @@ def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
     private, run_inline, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
-    folder = tmp_path / "run"
-    shutil.copytree(private.folder, folder)
-    text = (folder / "config.yaml").read_text().replace(str(private.folder), str(folder))
-    (folder / "config.yaml").write_text(text)
-    for path in (folder / "checkpoints").glob("retrain-000003.*"):
-        path.unlink()
-    resumed = run_inline(resume=folder)
+    resumed = run_inline(resume=copy_without(private, tmp_path / "run", "retrain-000003.*"))
     again = resumed.events[len(private.events) :]
     (told,) = [event for event in again if event["event"] == "privacy"]
     (last,) = [event for event in again if event["event"] == "round"]

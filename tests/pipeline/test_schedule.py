@@ -1,7 +1,5 @@
 """The schedule that a private run commits to, and the noise that is left for retraining."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Whole runs by secure sums: equal to plain ones, with dropouts, refusals, and shared noise."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -19,12 +17,11 @@ from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.protocol.messages import decode_reply, decode_request
-from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.runs.events import latest_rounds, read_events
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import dump_config
 
-from ..booked import booked
+from ..booked import booked, decoded_totals
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 SHORT = [
@@ -215,22 +212,6 @@ def test_a_client_lost_before_its_answer_or_after_its_signature(action, compose_
     failed = {e["client"] for e in events if e["event"] == "client_failed"}
     assert failed == {1}
     assert [e["total"]["sites"] for e in events if e["event"] == "evaluated"] == [3]
-
-
-@pytest.mark.run
-def test_the_total_of_survivors_is_theirs_alone(compose_config, tmp_path):
-    folders = {name: tmp_path / name for name in ("plain", "summed")}
-    lost = lost_at("train.search", {2})
-    base = (*SHORT, "algorithm=fed_darts", "stages=[search]", "clients=4")
-    for name, folder in folders.items():
-        sums = SUMS if name == "summed" else ("runtime.largest_share=1",)
-        chosen = [o for o in base if not (name == "summed" and o == "clients=4")]
-        run(compose_config(*chosen, *sums, f"run_dir={folder}"), lost=lost)
-    plain, summed = (
-        load_file(f / "checkpoints" / "search-000001.safetensors") for f in folders.values()
-    )
-    for name, tensor in plain.items():
-        torch.testing.assert_close(tensor, summed[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.run
@@ -440,20 +421,10 @@ def test_the_total_carries_the_noise_that_is_booked(compose_config, tmp_path):
         "algorithm.weights.clip_norm=null", "privacy.weights.max_grad_norm=1e-3",
         "algorithm.alphas.lr=1e-9",
     )  # fmt: skip
-    totals = []
-    decode = Grid.decode
-
-    def kept(grid, total, *, sites):
-        values = decode(grid, total, sites=sites)
-        if grid.bits == 32 and len(values) > 1000:
-            totals.append((values, sites))
-        return values
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Grid, "decode", kept)
+    with decoded_totals() as totals:
         run(config)
     assert len(totals) == 8
-    found = np.concatenate([values for values, _ in totals]).std()
+    found = np.concatenate(totals).std()
     # 4 sites took part; each adds 1 / 2 of the variance, as only 2 honest ones are relied on.
     assert found == pytest.approx(sigma * 1e-3 * np.sqrt(4 / 2), rel=0.05)
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,18 +17,6 @@ TIMEOUT_S = 900
 
 
 Start = Callable[..., Any]  # of `fednas <arguments>`; returns what has the methods of a Popen
-
-
-def interpreter(*arguments):
-    """Start ``fednas`` as a new interpreter in a process group of its own, as a terminal would."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "fednas_flwr", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def complete(start, *arguments):
@@ -74,10 +61,10 @@ def overrides(tiny_overrides):
 
 
 @pytest.fixture(scope="module")
-def whole(overrides, tmp_path_factory):
+def whole(fednas, overrides, tmp_path_factory):
     """The folder of a run that nobody stopped, and the seconds that it took."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return folder, complete(interpreter, *overrides, f"run_dir={folder}")
+    return folder, complete(fednas, *overrides, f"run_dir={folder}")
 
 
 @pytest.mark.run
@@ -101,12 +88,12 @@ def test_a_run_that_is_stopped_goes_on(fednas, overrides, whole, tmp_path, event
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", range(MOMENTS))
-def test_a_run_that_is_stopped_at_any_moment_goes_on(overrides, whole, tmp_path, moment):
+def test_a_run_that_is_stopped_at_any_moment_goes_on(fednas, overrides, whole, tmp_path, moment):
     folder, seconds = whole
     end = time.monotonic() + seconds * (moment + 0.5) / MOMENTS
     run = [*overrides, f"run_dir={tmp_path / 'run'}"]
-    stop_when(interpreter, lambda: time.monotonic() >= end, *run)
-    assert_goes_on(interpreter, tmp_path / "run", folder)
+    stop_when(fednas, lambda: time.monotonic() >= end, *run)
+    assert_goes_on(fednas, tmp_path / "run", folder)
 
 
 def descendants(pid):
@@ -126,7 +113,7 @@ def descendants(pid):
 @pytest.mark.parametrize("victim", ["ray::Worker", "raylet/raylet", "gcs/gcs_server"])
 @pytest.mark.parametrize("stage", ["search", "retrain"])
 def test_a_run_goes_on_after_processes_of_ray_were_killed(
-    overrides, whole, tmp_path, stage, victim
+    fednas, overrides, whole, tmp_path, stage, victim
 ):
     folder = tmp_path / "run"
     own = ("runtime=ray", "runtime.client_cpus=0.5", "runtime.quorum=1", f"run_dir={folder}")
@@ -136,7 +123,7 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
         told = read_events(log) if log.exists() else []
         return any(event["event"] == "round" and event["stage"] == stage for event in told)
 
-    with interpreter("run", *overrides, *own) as process:
+    with fednas("run", *overrides, *own) as process:
         while process.poll() is None and not begun():
             time.sleep(0.005)
         victims = [pid for pid, command in descendants(process.pid) if victim in command]
@@ -150,7 +137,7 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
         assert sentence.startswith("fednas: QuorumError: ")
         assert "the client's process has died" in sentence
         assert sentence.endswith(f"fednas run resume={folder}")
-        complete(interpreter, f"resume={folder}")
+        complete(fednas, f"resume={folder}")
     else:  # workers go on without what has started them, and idle ones are not missed
         assert process.returncode == 0
     for name in ("genotype.json", "model.safetensors"):

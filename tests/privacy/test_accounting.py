@@ -4,8 +4,6 @@ import warnings
 import dp_accounting
 import pytest
 from dp_accounting import pld, rdp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from opacus.accountants import PRVAccountant
 from opacus.accountants.analysis import gdp as opacus_gdp
 from scipy.optimize import brentq
@@ -33,12 +31,6 @@ REFERENCES = [
     (Release(0.6, 0.01, 1000), 5.56, 7.43, (8.68, 8.68)),
     (Release(0.5, 0.0192, 5300), 95.2, 60.5, (65.6, 69.4)),
 ]
-releases = st.builds(
-    Release,
-    noise_multiplier=st.floats(0.4, 10.0),
-    sample_rate=st.floats(1e-4, 1.0),
-    steps=st.integers(1, 2000),
-)
 
 
 def event(release):
@@ -157,25 +149,13 @@ def test_gdp_at_its_ends():
     assert large > 1e9
 
 
-@settings(max_examples=8)
-@given(releases)
-def test_rdp_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta(release):
-    s, p, n = release.noise_multiplier, release.sample_rate, release.steps
-    epsilon = rdp_epsilon([release], DELTA)
-    assert 0 <= epsilon <= rdp_epsilon([Release(s, p, n + 1 + n // 10)], DELTA)
-    assert epsilon <= rdp_epsilon([Release(s, min(1.0, 1.2 * p), n)], DELTA) * (1 + 1e-9)
-    assert epsilon >= rdp_epsilon([Release(1.2 * s, p, n)], DELTA)
-    assert epsilon <= rdp_epsilon([release], DELTA / 3)
-    assert epsilon <= rdp_epsilon([release, Release(2.0, 0.1, 1)], DELTA)
+@pytest.mark.parametrize("accountant", [prv_epsilon, rdp_epsilon, gdp_epsilon, filter_epsilon])
+def test_epsilon_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta(accountant):
+    def epsilon(sigma=1.0, rate=0.02, steps=200, *others, delta=DELTA):
+        return accountant([Release(sigma, rate, steps), *others], delta)
 
-
-def test_prv_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta():
-    epsilon = prv_epsilon([Release(1.0, 0.02, 200)], DELTA)
-    assert epsilon < prv_epsilon([Release(1.0, 0.02, 240)], DELTA)
-    assert epsilon < prv_epsilon([Release(1.0, 0.024, 200)], DELTA)
-    assert epsilon > prv_epsilon([Release(1.1, 0.02, 200)], DELTA)
-    assert epsilon < prv_epsilon([Release(1.0, 0.02, 200)], DELTA / 3)
-    assert epsilon < prv_epsilon([Release(1.0, 0.02, 200), Release(5.0, 1.0, 1)], DELTA)
+    assert 0 < epsilon() < min(epsilon(steps=240), epsilon(rate=0.024), epsilon(delta=DELTA / 3))
+    assert epsilon(sigma=1.1) < epsilon() < epsilon(1.0, 0.02, 200, Release(5.0, 1.0, 1))
 
 
 @pytest.mark.parametrize("accountant", [prv_epsilon, rdp_epsilon, gdp_epsilon, filter_epsilon])
@@ -235,27 +215,16 @@ def test_calibrated_noise_meets_its_target_and_no_less_would(accountant, target)
     assert accountant([Release(sigma * 0.998, 0.02, 300)], DELTA) > target
 
 
+def test_calibrated_noise_is_never_none():
+    plan = {"target_epsilon": 1e5, "delta": DELTA, "sample_rate": 0.02, "steps": 300}
+    assert calibrate_noise(**plan, accountant=filter_epsilon) >= 0.01
+
+
 def test_calibration_with_the_tight_accountant_needs_less_noise():
     plan = {"target_epsilon": 1.0, "delta": DELTA, "sample_rate": 0.05, "steps": 50}
     tight = calibrate_noise(**plan, accountant=prv_epsilon)
     assert prv_epsilon([Release(tight, 0.05, 50)], DELTA) <= 1.0
     assert tight < calibrate_noise(**plan, accountant=rdp_epsilon)
-
-
-def test_calibrated_noise_grows_with_steps_and_rate_and_shrinks_with_the_target():
-    def noise(target=2.0, rate=0.02, steps=300):
-        return calibrate_noise(
-            target_epsilon=target,
-            delta=DELTA,
-            sample_rate=rate,
-            steps=steps,
-            accountant=filter_epsilon,
-        )
-
-    assert noise() < noise(steps=600)
-    assert noise() < noise(rate=0.04)
-    assert noise() > noise(target=4.0)
-    assert noise(target=1e5) >= 0.01
 
 
 def test_calibration_refuses_what_cannot_be_met():

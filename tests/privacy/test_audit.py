@@ -6,15 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fednas_flwr.privacy.audit import (
-    SHOWN,
-    length_limits,
-    rate_limit,
-    shows_quarter,
-    shows_twice,
-    values_for_half,
-    variance_limits,
-)
+from fednas_flwr.privacy import audit
 
 COUNTS = (1, 2, 30, 1000, 100_000)
 MISSES = (1e-2, 1e-6, 1e-9)
@@ -24,7 +16,7 @@ MISSES = (1e-2, 1e-6, 1e-9)
 @pytest.mark.parametrize("miss", MISSES)
 def test_limits_of_a_variance_are_wrong_as_often_as_they_say(count, miss):
     """At the squares at which a limit is the true variance, 1, the rest of the tail is ``miss``."""
-    low, high = variance_limits(1.0, count, miss=miss)
+    low, high = audit.variance_limits(1.0, count, miss=miss)
     assert stats.chi2.sf(1 / low, count) == pytest.approx(miss, rel=1e-3)
     assert stats.chi2.cdf(1 / high, count) == pytest.approx(miss, rel=1e-3)
     assert low < 1 / count < high
@@ -36,8 +28,8 @@ def test_so_many_values_show_half_the_noise_and_fewer_do_not(miss):
         """How often the upper limit of a variance of 1/4 is below 1."""
         return float(stats.chi2.cdf(stats.chi2.ppf(miss, count) * 4, count))
 
-    count = values_for_half(miss=miss)
-    assert often(count) > SHOWN > often(count - 1)
+    count = audit.values_for_half(miss=miss)
+    assert often(count) > audit.SHOWN > often(count - 1)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -46,7 +38,7 @@ def test_so_many_values_show_half_the_noise_and_fewer_do_not(miss):
 def test_limits_of_a_length_are_wrong_as_seldom_as_they_say(count, length, miss):
     squares = torch.linspace(0, 1, 2001).double() ** 2
     squares = (squares * 4 * (count + length**2 + 100)).tolist()
-    limits = [length_limits(value, count, miss=miss) for value in squares]
+    limits = [audit.length_limits(value, count, miss=miss) for value in squares]
     assert limits == sorted(limits)  # both rise
     too_high = [value for value, (low, _) in zip(squares, limits, strict=True) if low > length]
     too_low = [value for value, (_, high) in zip(squares, limits, strict=True) if high < length]
@@ -61,31 +53,31 @@ def test_limits_of_a_length_are_wrong_as_seldom_as_they_say(count, length, miss)
 def test_what_is_shown_of_lengths_is_as_often_as_it_says(count, miss):
     """Twice is told from once, and a quarter from half, from some length on, with room to spare."""
     lengths = [1.2**power for power in range(60)]
-    twice = next(own for own in lengths if shows_twice(own, count, miss=miss))
-    quarter = next(own for own in lengths if shows_quarter(own, count, miss=miss))
-    assert all(shows_twice(own, count, miss=miss) for own in lengths if own > twice)
-    assert not shows_twice(twice / 4, count, miss=miss)
-    assert not shows_quarter(quarter / 4, count, miss=miss)
-    squares = stats.ncx2.ppf(1 - SHOWN, count, 4 * twice**2)
-    assert length_limits(float(squares), count, miss=miss)[0] > twice
-    squares = stats.ncx2.isf(1 - SHOWN, count, quarter**2 / 16)
-    assert length_limits(float(squares), count, miss=miss)[1] < quarter / 2
+    twice = next(own for own in lengths if audit.shows_twice(own, count, miss=miss))
+    quarter = next(own for own in lengths if audit.shows_quarter(own, count, miss=miss))
+    assert all(audit.shows_twice(own, count, miss=miss) for own in lengths if own > twice)
+    assert not audit.shows_twice(twice / 4, count, miss=miss)
+    assert not audit.shows_quarter(quarter / 4, count, miss=miss)
+    squares = stats.ncx2.ppf(1 - audit.SHOWN, count, 4 * twice**2)
+    assert audit.length_limits(float(squares), count, miss=miss)[0] > twice
+    squares = stats.ncx2.isf(1 - audit.SHOWN, count, quarter**2 / 16)
+    assert audit.length_limits(float(squares), count, miss=miss)[1] < quarter / 2
 
 
 @pytest.mark.parametrize(("units", "rate"), [(10, 0.5), (500, 0.125), (5000, 0.01)])
 @pytest.mark.parametrize("miss", MISSES)
 def test_limits_of_a_rate_are_wrong_as_seldom_as_they_say(units, rate, miss):
-    limits = [rate_limit(drawn, units, miss=miss) for drawn in range(units + 1)]
+    limits = [audit.rate_limit(drawn, units, miss=miss) for drawn in range(units + 1)]
     assert limits == sorted(limits)
     wrong = [drawn for drawn, limit in enumerate(limits) if limit > rate]
     assert not wrong or stats.binom.sf(wrong[0] - 1, units, rate) <= miss
-    assert rate_limit(-3.7, units, miss=miss) == 0
-    assert rate_limit(2.9, units, miss=miss) == rate_limit(2, units, miss=miss)
-    assert rate_limit(units + 9.5, units, miss=miss) == limits[-1] < 1
+    assert audit.rate_limit(-3.7, units, miss=miss) == 0
+    assert audit.rate_limit(2.9, units, miss=miss) == audit.rate_limit(2, units, miss=miss)
+    assert audit.rate_limit(units + 9.5, units, miss=miss) == limits[-1] < 1
 
 
 def test_limits_of_a_length_that_is_seen_exactly():
-    low, high = length_limits(1e8, 1, miss=1e-6)
+    low, high = audit.length_limits(1e8, 1, miss=1e-6)
     assert low == pytest.approx(1e4, rel=1e-3)
     assert high == pytest.approx(1e4, rel=1e-3)
     assert math.isfinite(high)

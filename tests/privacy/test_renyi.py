@@ -6,13 +6,7 @@ import pytest
 from dp_accounting import rdp
 from opacus.accountants.analysis.rdp import compute_rdp
 
-from fednas_flwr.privacy.mechanism.renyi import (
-    Release,
-    epsilon_at_order,
-    merge_releases,
-    poisson_rate,
-    renyi_divergence,
-)
+from fednas_flwr.privacy.mechanism import renyi
 
 GRID = [
     (sigma, rate)
@@ -22,7 +16,7 @@ GRID = [
 
 
 def divergence(sigma, rate, order):
-    return renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
+    return renyi.renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
 
 
 def integer_order(sigma, rate, order):
@@ -53,7 +47,7 @@ def test_fractional_orders_equal_opacus_and_are_below_dp_accounting(sigma, rate,
     accountant = rdp.RdpAccountant([order])
     event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
     theirs = accountant.compose(event, 1000).get_epsilon(1e-5)
-    ours = epsilon_at_order(order=order, divergence=ours, delta=1e-5)
+    ours = renyi.epsilon_at_order(order=order, divergence=ours, delta=1e-5)
     assert ours <= theirs * (1 + 1e-8)
     assert ours == pytest.approx(theirs, rel=0.03)
 
@@ -102,7 +96,7 @@ def test_it_grows_with_order_and_rate_and_shrinks_with_noise():
 def test_conversion_is_the_maximum_of_the_hockey_stick():
     # max over losses L of (1 - e^(eps - L)) e^(-(a - 1) L), at a divergence of 0, is delta.
     for order, delta in ((1.5, 1e-5), (4.0, 1e-6), (60.0, 1e-3)):
-        epsilon = epsilon_at_order(order=order, divergence=0.0, delta=delta)
+        epsilon = renyi.epsilon_at_order(order=order, divergence=0.0, delta=delta)
         loss = epsilon + np.linspace(1e-6, 8, 400_000)
         worst = ((1 - np.exp(epsilon - loss)) * np.exp(-(order - 1) * loss)).max()
         assert worst == pytest.approx(delta, rel=1e-4)
@@ -121,13 +115,13 @@ IMPOSSIBLE = {
 def test_a_release_of_impossible_terms_is_refused(term, value):
     terms = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 1, term: value}
     with pytest.raises(ValueError, match=f"^{term}=.* is out of range"):
-        Release(**terms)
+        renyi.Release(**terms)
 
 
 def test_merging_adds_up_the_steps_of_equal_mechanisms():
-    a, b = Release(1.0, 0.1, 2), Release(1.0, 0.2, 3)
-    assert merge_releases([a, b, a]) == [Release(1.0, 0.1, 4), b]
-    assert merge_releases([]) == []
+    a, b = renyi.Release(1.0, 0.1, 2), renyi.Release(1.0, 0.2, 3)
+    assert renyi.merge_releases([a, b, a]) == [renyi.Release(1.0, 0.1, 4), b]
+    assert renyi.merge_releases([]) == []
 
 
 @pytest.mark.parametrize(
@@ -135,4 +129,4 @@ def test_merging_adds_up_the_steps_of_equal_mechanisms():
     [(8, 40, 0.2), (None, 40, 1.0), (40, 40, 1.0), (41, 40, 1.0), (10**400, 40, 1.0), (8, 0, 1.0)],
 )
 def test_the_rate_is_the_expected_batch_over_the_declared_records(batch_size, num_records, rate):
-    assert poisson_rate(batch_size, num_records) == rate
+    assert renyi.poisson_rate(batch_size, num_records) == rate

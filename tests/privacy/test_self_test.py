@@ -1,7 +1,5 @@
 """No record changes what another contributes: the attack, the self-test, filling, exact sums."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace
@@ -42,10 +40,7 @@ SIZES = {"num_classes": CLASSES, "norm": "group"}
 MAX_NORM = 1.0
 CPU = torch.device("cpu")
 WITH_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, WITH_GPU]),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, WITH_GPU])]
 
 
 def cross_entropy(output, y):

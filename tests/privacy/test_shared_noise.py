@@ -55,9 +55,6 @@ def test_a_sum_of_shares_is_a_discrete_gaussian_up_to_the_bound(sigma, sites):
 def test_at_the_least_sigma_the_divergence_changes_nothing():
     assert sum_divergence(10**12, sigma=6, sites=1000) < 1e-130
     assert sum_divergence(10, sigma=1, sites=1) == 0.0
-    for wrong in ({"sigma": 0, "sites": 2}, {"sigma": 6, "sites": 0}):
-        with pytest.raises(ValueError, match="are needed"):
-            sum_divergence(1, **wrong)
 
 
 @pytest.mark.parametrize("honest", [1, 2, 6, 7, 99])

@@ -7,17 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.privacy.mechanism.renyi import (
-    Release,
-    booked_unit,
-    counted,
-    kind_of,
-    protects,
-    renyi_divergence,
-)
+from fednas_flwr.privacy.mechanism import renyi
 from fednas_flwr.settings.names import CLIENT, PERSON, RECORD
 
-BY_A, BY_B = booked_unit(PERSON, "a column"), booked_unit(PERSON, "b")
+BY_A, BY_B = renyi.booked_unit(PERSON, "a column"), renyi.booked_unit(PERSON, "b")
 
 
 def divergence(release, order):
@@ -25,7 +18,7 @@ def divergence(release, order):
     if release is None:
         return math.inf
     terms = {"noise_multiplier": release.noise_multiplier, "sample_rate": release.sample_rate}
-    return release.steps * renyi_divergence(**terms, order=order)
+    return release.steps * renyi.renyi_divergence(**terms, order=order)
 
 
 def replaced(sigma, rate, order, shift):
@@ -55,20 +48,20 @@ def replaced(sigma, rate, order, shift):
 def test_a_finer_or_another_unit_costs_infinitely_much_and_a_coarser_one_no_less(
     booked, unit, protected
 ):
-    release = Release(noise_multiplier=2.0, sample_rate=0.1, steps=3)
-    assert protects(booked, unit) == protected
-    assert (counted(release, booked, unit) is not None) == protected
+    release = renyi.Release(noise_multiplier=2.0, sample_rate=0.1, steps=3)
+    assert renyi.protects(booked, unit) == protected
+    assert (renyi.counted(release, booked, unit) is not None) == protected
     if booked == unit:
-        assert counted(release, booked, unit) == release
+        assert renyi.counted(release, booked, unit) == release
     elif protected:
-        assert divergence(counted(release, booked, unit), 4.0) > divergence(release, 4.0)
+        assert divergence(renyi.counted(release, booked, unit), 4.0) > divergence(release, 4.0)
 
 
 def test_the_kind_of_a_booked_unit_is_told_whatever_the_columns_name():
-    assert [kind_of(unit) for unit in (RECORD, BY_A, CLIENT)] == [RECORD, PERSON, CLIENT]
-    assert kind_of(booked_unit(PERSON, "")) == PERSON
-    assert booked_unit(RECORD, "ignored") == RECORD
-    assert booked_unit(CLIENT, "ignored") == CLIENT
+    assert [renyi.kind_of(unit) for unit in (RECORD, BY_A, CLIENT)] == [RECORD, PERSON, CLIENT]
+    assert renyi.kind_of(renyi.booked_unit(PERSON, "")) == PERSON
+    assert renyi.booked_unit(RECORD, "ignored") == RECORD
+    assert renyi.booked_unit(CLIENT, "ignored") == CLIENT
 
 
 @given(
@@ -82,20 +75,20 @@ def test_a_record_of_a_person_with_others_is_never_counted_below_what_it_changes
 ):
     """One record more moves a drawn person's clipped mean by anything up to twice the norm."""
     for coarser in (BY_A, CLIENT):
-        step = Release(noise_multiplier=sigma, sample_rate=rate, steps=1)
-        booked = divergence(counted(step, coarser, RECORD), order)
+        step = renyi.Release(noise_multiplier=sigma, sample_rate=rate, steps=1)
+        booked = divergence(renyi.counted(step, coarser, RECORD), order)
         assert replaced(sigma, rate, order, shift) <= booked * (1 + 1e-6) + 1e-9
 
 
 def test_what_was_booked_for_a_person_is_too_little_for_one_of_their_records():
     for rate in (0.05, 1.0):
-        step = Release(noise_multiplier=2.0, sample_rate=rate, steps=1)
+        step = renyi.Release(noise_multiplier=2.0, sample_rate=rate, steps=1)
         assert replaced(2.0, rate, 4.0, 2.0) > 1.5 * divergence(step, 4.0)
-    step = Release(noise_multiplier=2.0, sample_rate=1.0, steps=1)
-    exact = divergence(counted(step, CLIENT, RECORD), 4.0)
+    step = renyi.Release(noise_multiplier=2.0, sample_rate=1.0, steps=1)
+    exact = divergence(renyi.counted(step, CLIENT, RECORD), 4.0)
     assert replaced(2.0, 1.0, 4.0, 2.0) == pytest.approx(exact, rel=1e-6)
 
 
 def test_noise_that_cannot_be_halved_costs_infinitely_much():
-    assert counted(Release(0.0015, 1.0, 1), CLIENT, RECORD) is None
-    assert counted(Release(0.0015, 1.0, 1), CLIENT, CLIENT) is not None
+    assert renyi.counted(renyi.Release(0.0015, 1.0, 1), CLIENT, RECORD) is None
+    assert renyi.counted(renyi.Release(0.0015, 1.0, 1), CLIENT, CLIENT) is not None

@@ -1,11 +1,8 @@
 """What each action is given: every request survives its message, and nothing else is decoded."""
 
-from __future__ import annotations
-
 import json
 import math
 import types
-from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -112,11 +109,7 @@ alternating = st.builds(
     Alternating,
     rule=st.sampled_from(["first_order", "second_order", "mixed_level"]),
     validation_weight=from_zero,
-) | st.builds(
-    Alternating,
-    rule=st.sampled_from(["first_order", "mixed_level"]),
-    temperature=rates,
-)
+) | st.builds(Alternating, rule=st.sampled_from(["first_order", "mixed_level"]), temperature=rates)
 sampled = st.builds(
     SampledPaths,
     gates=st.sampled_from(["two", "full"]),
@@ -261,13 +254,13 @@ def test_an_unknown_action_is_refused(action):
 # --- one key removed, added or retyped, of every dataclass of every action
 
 
-def full(action: str, data: st.DataObject) -> dict[str, Any]:
+def full(action, data):
     """Return the JSON values of some request of an action."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(data.draw(ALL[action]))))
     return values
 
 
-def groups(kind: Any, values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def groups(kind, values, path=""):
     """Yield path, dataclass and values of every dataclass in JSON values, the outermost first."""
     yield path, kind, values
     for name, hint in get_type_hints(kind).items():
@@ -275,7 +268,7 @@ def groups(kind: Any, values: dict[str, Any], path: str = "") -> Iterator[tuple[
         yield from _inside(hint, values[name], place)
 
 
-def _inside(hint: Any, value: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+def _inside(hint, value, place):
     if value is None:
         return
     if is_dataclass(hint):
@@ -288,7 +281,7 @@ def _inside(hint: Any, value: Any, place: str) -> Iterator[tuple[str, Any, Any]]
             yield from _inside(inner, value, place)
 
 
-def fits(hint: Any, value: Any) -> bool:
+def fits(hint, value):
     """Whether a plain value is of a field's type; a field may still refuse it."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -310,7 +303,7 @@ OTHERS = [None, True, 5, 0.5, "5", "", [], [5], [[0.5]], ["5"], [None], {}, {"5"
 OTHERS += [math.nan, math.inf, -math.inf]
 
 
-def keys_of(path: str, kind: Any) -> list[tuple[str, str, Any]]:
+def keys_of(path, kind):
     hints = get_type_hints(kind)
     return [(f.name, f"{path}.{f.name}".lstrip("."), hints[f.name]) for f in fields(kind)]
 
@@ -371,7 +364,7 @@ def test_a_value_of_another_type_is_refused_by_name(action, data):
 def test_the_cases_above_reach_every_dataclass_and_none_is_left_out():
     found: set[Any] = set()
 
-    def reach(hint: Any) -> None:
+    def reach(hint):
         for inner in (hint, *get_args(hint)):
             if is_dataclass(inner) and inner not in found:
                 found.add(inner)
@@ -395,19 +388,16 @@ def test_the_cases_above_reach_every_dataclass_and_none_is_left_out():
 AT_LEAST = smallest("a")
 AT_LEAST["train.candidate"] = replace(AT_LEAST["train.candidate"], dp_aware=DPAware(0.1, 0.0))
 AT_LEAST["train.probe"] = replace(
-    AT_LEAST["train.probe"],
-    search=None,
-    training=AT_LEAST["train.weights"].local,
-    loss_bound=1e-3,
+    AT_LEAST["train.probe"], search=None, training=AT_LEAST["train.weights"].local, loss_bound=1e-3
 )
 
 
-def values_of(action: str) -> dict[str, Any]:
+def values_of(action):
     values: dict[str, Any] = json.loads(json.dumps(asdict(AT_LEAST[action])))
     return values
 
 
-def check_refused(action: str, values: dict[str, Any], place: str) -> None:
+def check_refused(action, values, place):
     with pytest.raises(ConfigError, match=" is (out of range|unknown)| has the wrong type") as told:
         decode(action, values)
     assert str(told.value).startswith((place, f"number of {place}="))
@@ -488,11 +478,11 @@ def test_a_probe_is_of_a_search_or_of_a_training():
 # --- messages that are no requests
 
 
-def content(text: Any, **records: Any) -> RecordDict:
+def content(text, **records):
     return RecordDict({HEADER: ConfigRecord({JSON: text}), **records})
 
 
-def array(data: bytes, *, dtype: str = "float32", kind: str = "numpy.ndarray") -> ArrayRecord:
+def array(data, *, dtype="float32", kind="numpy.ndarray"):
     return ArrayRecord({dtype: Array(dtype, (3,), kind, data)})
 
 

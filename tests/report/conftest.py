@@ -20,17 +20,6 @@ DARTS_CELL = [
     {"op": "max_pool_3x3", "source": 1, "target": 5},
     {"op": "dil_conv_5x5", "source": 4, "target": 5},
 ]
-NASBENCH_CELL = [
-    {"op": op, "source": source, "target": target}
-    for op, source, target in [
-        ("nor_conv_3x3", 0, 1),
-        ("skip_connect", 0, 2),
-        ("avg_pool_3x3", 1, 2),
-        ("none", 0, 3),
-        ("nor_conv_1x1", 1, 3),
-        ("nor_conv_3x3", 2, 3),
-    ]
-]
 GENOTYPE = {
     "format": "fednas-genotype",
     "version": 1,

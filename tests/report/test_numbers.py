@@ -13,39 +13,15 @@ from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import METRICS, read_run
 from fednas_flwr.search.objective import Objective
 
-NAMES = (
-    "central_accuracy",
-    "central_f1",
-    "central_auroc",
-    "central_average_precision",
-    "central_r2",
-    "central_rmse",
-    "central_mae",
-    "accuracy_without_skip",
-    "accuracy_without_cells",
-    "released_auroc",
-    "client_accuracy",
-    "personalised_accuracy",
-    "linear_accuracy",
-    "linear_f1",
-    "linear_auroc",
-    "linear_r2",
-    "linear_rmse",
-    "linear_mae",
-    "trees_accuracy",
-    "trees_f1",
-    "trees_auroc",
-    "trees_r2",
-    "trees_rmse",
-    "trees_mae",
-    "num_parameters",
-    "multiply_adds",
-    "search_seconds",
-    "retrain_seconds",
-    "exchanges",
-    "traffic_mb",
-    "epsilon",
-    "clients_lost",
+NAMES = tuple(
+    (
+        "central_accuracy central_f1 central_auroc central_average_precision central_r2 "
+        "central_rmse central_mae accuracy_without_skip accuracy_without_cells released_auroc "
+        "client_accuracy personalised_accuracy linear_accuracy linear_f1 linear_auroc linear_r2 "
+        "linear_rmse linear_mae trees_accuracy trees_f1 trees_auroc trees_r2 trees_rmse "
+        "trees_mae num_parameters multiply_adds search_seconds retrain_seconds exchanges "
+        "traffic_mb epsilon clients_lost"
+    ).split()
 )
 
 

@@ -15,7 +15,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.bandit import EQUAL, LEAST, Bandit, Theta, Trial
 from fednas_flwr.settings.hydra_config import compose_tree
-from fednas_flwr.settings.optimizers import SCHEDULES, BanditSettings, Range, ThetaSettings
+from fednas_flwr.settings.optimizers import SCHEDULES, BanditSettings, ThetaSettings
 
 SETTINGS = BanditSettings(
     beta=3.0, step_size=0.5, retention=0.9, temperature=0.25, scaled=True, scale_retention=0.5
@@ -187,44 +187,6 @@ def test_state_survives_json():
     assert torch.equal(again.probabilities(), bandit.probabilities())
 
 
-# The paper's setting: Gaussian rewards whose means drift by at most delta a phase
-
-
-ALPHA, SIGMA, DELTA = 0.4, 0.2, 0.01
-
-
-def test_theorem_2_corrected():
-    """|alpha r - mu| <= (1 - alpha)|mu| + 3 alpha sigma with probability .997: r starts at 0."""
-    generator, inside, draws = make_generator(1, "theorem 2"), 0, 20_000
-    for mu in (-1.0, 0.0, 0.3, 2.0):
-        noise = torch.randn(draws, generator=generator, dtype=torch.float64)
-        first = ALPHA * (mu + SIGMA * noise)
-        found = tried(1, {0: mu}, constants=paper_faithful(alpha=ALPHA, beta=1.0)).estimates_N
-        assert float(found) == pytest.approx(ALPHA * mu)
-        bound = (1 - ALPHA) * abs(mu) + 3 * ALPHA * SIGMA
-        inside += int(((first - mu).abs() <= bound).sum())
-        # The text's bound, 3 alpha sigma, fails wherever the mean is far from 0.
-        if abs(mu) >= 1:
-            assert float(((first - mu).abs() <= 3 * ALPHA * SIGMA).double().mean()) < 0.5
-    assert inside / (4 * draws) > 0.997 - 5 * math.sqrt(0.003 / (4 * draws))
-
-
-@given(
-    st.floats(-2, 2), st.floats(-2, 2), st.floats(0.1, 1.0), st.lists(st.floats(-1, 1), max_size=20)
-)
-def test_theorem_3_corrected(estimate, mean, retention, drifts):
-    """|rho^k r_j - mu_{j+k}| <= |rho^k r_j - mu_j| + k delta: the mean drifts by delta a phase."""
-    constants = replace(SETTINGS, retention=retention)
-    bandit = Bandit(constants, torch.tensor([estimate, 0.0], dtype=torch.float64))
-    later = mean
-    for drift in drifts:
-        bandit = bandit.updated({1: 0.0})  # arm 0 is not tried
-        later += DELTA * drift
-    kept = retention ** len(drifts) * estimate
-    assert float(bandit.estimates_N[0]) == pytest.approx(kept, abs=1e-12)
-    assert abs(kept - later) <= abs(kept - mean) + len(drifts) * DELTA + 1e-9
-
-
 def simulate(constants, *, phases=30, num_arms=60, seed=1):
     """Return entropies and the share of late phases whose best arm is among the best tenth.
 
@@ -255,16 +217,6 @@ def test_exploration_falls_and_finds_good_arms():
 def test_exploration_never_falls_as_the_paper_writes_it():
     entropies, _ = simulate(paper_faithful(alpha=0.5, beta=3.0))
     assert entropies[-1] > 0.99 * math.log(60)
-
-
-RANGES = {
-    "lr": Range(1e-4, 1e-1, log=True),
-    "weight_decay": Range(1e-5, 1e-1, log=True),
-    "momentum": Range(0.0, 1.0, log=False),
-    "alpha_lr": Range(1e-5, 1e-2, log=True),
-    "alpha_weight_decay": Range(1e-5, 1e-1, log=True),
-    "dropout": Range(0.0, 0.2, log=False),
-}
 
 
 schedules = st.sampled_from(SCHEDULES)

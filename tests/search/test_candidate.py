@@ -11,11 +11,9 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
 from fednas_flwr.search.candidate import CELL_SPACE, Candidate, GumbelPath
 from fednas_flwr.search.exact_gradients import ClippedGradients, ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate, train_candidates
-from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search.optimizer_step import Optimizer
 from fednas_flwr.settings.optimizers import SGD, Adam, DPAware, Temperatures
 from fednas_flwr.spaces.darts import DARTSSpace
@@ -30,39 +28,6 @@ PATHS = {
     "every op": [*range(10), *range(4, 9)],
     "convolutions": [4, 5, 6, 7, 8, 9, 4, 5, 6, 7, 8, 9, 4, 5, 6],
 }
-
-
-@pytest.mark.usefixtures("uncut")
-@pytest.mark.parametrize("name", PATHS)
-def test_clipped_sum_equals_a_loop_over_records(name):
-    with seeded(0, "supernet"):
-        supernet = SPACE.supernet().double().train()
-    candidate = Candidate(supernet, PATHS[name])
-    weights = candidate.weights()
-    generator = make_generator(0, "records")
-    x = torch.randn(5, *SPACE.input_shape, generator=generator, dtype=torch.float64)
-    y = torch.randint(3, (5,), generator=generator)
-    gradients = [
-        torch.autograd.grad(F.cross_entropy(candidate(x[i, None]), y[i, None]), weights.values())
-        for i in range(5)
-    ]
-    norms = [torch.cat([g.reshape(-1) for g in record]).norm() for record in gradients]
-    max_norm = float(torch.stack(norms).median())  # some are clipped, some are not
-    sums = clipped_gradient_sum(
-        candidate,
-        x,
-        y,
-        loss=CLASSIFICATION.plain_losses,
-        parameters=weights,
-        max_norm=max_norm,
-    )
-    scales = [min(1.0, max_norm / float(norm)) for norm in norms]
-    assert min(scales) < 1 == max(scales)
-    for position, (key, total) in enumerate(sums.items()):
-        expected = sum(s * g[position] for s, g in zip(scales, gradients, strict=True))
-        torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-12, msg=key)
-    assert list(sums) == list(weights)
-    assert all(weight.grad is None for weight in supernet.parameters())
 
 
 @pytest.mark.usefixtures("uncut")

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.proxyless import (
-    alpha_gradient,
-    draw_paths,
-    gate_gradient,
-    rescale,
-    uniform_alphas,
-)
+from fednas_flwr.search import proxyless
 from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace, Skeleton
 
 DRAWS = 4000
@@ -55,7 +49,7 @@ def frequencies(paths, num_ops):
 
 def draw_many(mode, alphas=ALPHAS):
     generator = make_generator(0, mode)
-    return [draw_paths(alphas, mode=mode, generator=generator) for _ in range(DRAWS)]
+    return [proxyless.draw_paths(alphas, mode=mode, generator=generator) for _ in range(DRAWS)]
 
 
 # Standard deviation of a share is at most .5 / sqrt(4000) = .008.
@@ -85,12 +79,12 @@ def test_two_ops_are_drawn_without_replacement_and_one_by_their_softmax():
 def test_what_is_not_offered_comes_last_even_where_probabilities_underflow():
     alphas = torch.tensor([[900.0, 0.0, -900.0, NEVER]])
     for mode, expected in (("one", [0]), ("two", [0, 1]), ("full", [0, 1, 2, 3])):
-        paths = draw_paths(alphas, mode=mode, generator=make_generator(0, "underflow"))
+        paths = proxyless.draw_paths(alphas, mode=mode, generator=make_generator(0, "underflow"))
         assert paths.tolist() == [expected]
 
 
 def test_uniform_paths_ignore_the_alphas_but_not_what_is_offered():
-    drawn = frequencies(draw_many("one", uniform_alphas(ALPHAS)), 4)
+    drawn = frequencies(draw_many("one", proxyless.uniform_alphas(ALPHAS)), 4)
     expected = torch.tensor([[1 / 4] * 4, [1 / 3] * 3 + [0]], dtype=torch.float64)
     torch.testing.assert_close(drawn, expected, rtol=0, atol=0.03)
 
@@ -105,13 +99,13 @@ def test_full_gradient_is_autograds_through_the_softmax(batch):
         (expected,) = torch.autograd.grad(
             (probabilities * gates[index]).sum(), [alphas], retain_graph=True
         )
-        found = alpha_gradient(gates, alphas, paths)[index]
+        found = proxyless.alpha_gradient(gates, alphas, paths)[index]
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
 def test_the_gradient_of_two_is_that_of_their_own_softmax_and_zero_elsewhere():
     gates = torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64)
-    found = alpha_gradient(gates, ALPHAS, torch.tensor([[1, 3], [2, 0]]))
+    found = proxyless.alpha_gradient(gates, ALPHAS, torch.tensor([[1, 3], [2, 0]]))
     a, b = (1 / (1 + torch.exp(d)) for d in (torch.tensor(2.5), torch.tensor(0.5)))
     expected = torch.zeros(2, 4, dtype=torch.float64)
     expected[0, 1], expected[1, 2] = a * (1 - a) * 3, b * (1 - b) * 2.5
@@ -125,7 +119,7 @@ def expected_pair_gradient(gates_O, alphas_O):
     for i, j in itertools.combinations(range(len(p)), 2):
         share = p[i] * p[j] / (1 - p[i]) + p[i] * p[j] / (1 - p[j])
         pair = torch.tensor([[i, j]])
-        total += share * alpha_gradient(gates_O[pair], alphas_O[None], pair)[0]
+        total += share * proxyless.alpha_gradient(gates_O[pair], alphas_O[None], pair)[0]
     return total
 
 
@@ -140,7 +134,7 @@ def test_pairs_point_where_the_full_gradient_points(spread, mean, least):
     for _ in range(50):
         alphas = spread * torch.randn(6, generator=generator, dtype=torch.float64)
         gates = torch.randn(6, generator=generator, dtype=torch.float64)
-        full = alpha_gradient(gates[None], alphas[None], torch.arange(6)[None])[0]
+        full = proxyless.alpha_gradient(gates[None], alphas[None], torch.arange(6)[None])[0]
         by_pairs = expected_pair_gradient(gates, alphas)
         cosines.append(F.cosine_similarity(by_pairs, full, dim=0).item())
     assert min(cosines) > least
@@ -152,7 +146,7 @@ def test_the_mean_over_drawn_pairs_is_that_over_all_pairs():
     gates = torch.tensor([1.0, -0.5, 2.0, 0.3], dtype=torch.float64)
     drawn = torch.zeros(4, dtype=torch.float64)
     for paths in draw_many("two", ALPHAS[:1]):
-        drawn += alpha_gradient(gates[paths], ALPHAS[:1], paths)[0] / DRAWS
+        drawn += proxyless.alpha_gradient(gates[paths], ALPHAS[:1], paths)[0] / DRAWS
     expected = expected_pair_gradient(gates, ALPHAS[0])
     assert F.cosine_similarity(drawn, expected, dim=0) > 0.99
     assert drawn.norm() / expected.norm() == pytest.approx(1, abs=0.1)
@@ -171,7 +165,7 @@ def test_rescaling_keeps_every_unsampled_probability(old, steps, pair):
     old_EO = torch.tensor([old], dtype=torch.float64)
     paths = torch.tensor([pair[:2]])
     new_EO = old_EO.scatter_add(-1, paths, torch.tensor([steps], dtype=torch.float64))
-    scaled = rescale(new_EO, old_EO, paths)
+    scaled = proxyless.rescale(new_EO, old_EO, paths)
     rest = list(pair[2:])
     assert torch.equal(scaled[:, rest], old_EO[:, rest])
     log_p, before = scaled.log_softmax(-1), old_EO.log_softmax(-1)
@@ -200,7 +194,7 @@ def test_gate_gradients_of_every_path_equal_finite_differences(supernet, tiny_ba
             ]
         one_hot = F.one_hot(torch.tensor(active), 3).double()
         for paths in map(torch.tensor, choices):
-            gradients, _ = gate_gradient(supernet, tiny_batch, paths)
+            gradients, _ = proxyless.gate_gradient(supernet, tiny_batch, paths)
             for block, position in itertools.product(range(2), range(paths.shape[1])):
                 moved = torch.zeros_like(one_hot)
                 moved[block, paths[block, position]] = 1e-5
@@ -221,8 +215,8 @@ def test_mean_over_all_paths_is_the_enumerated_gradient(supernet, tiny_batch):
     for active in TINY_PATHS:
         probability = p[0, active[0]] * p[1, active[1]]
         paths = torch.tensor([[a, *(o for o in range(3) if o != a)] for a in active])
-        gradients, _ = gate_gradient(supernet, tiny_batch, paths)
-        ours += probability * alpha_gradient(gradients, alphas, paths)
+        gradients, _ = proxyless.gate_gradient(supernet, tiny_batch, paths)
+        ours += probability * proxyless.alpha_gradient(gradients, alphas, paths)
         gates = F.one_hot(torch.tensor(active), 3).double().requires_grad_()
         (dense,) = torch.autograd.grad(dense_loss(supernet, tiny_batch, gates), [gates])
         enumerated += probability * (jacobian @ dense[..., None])[..., 0]

@@ -243,27 +243,6 @@ def test_two_requests_of_every_loop_are_one_training(name):
     assert bool(late) == bool(idle) == (name in PARTIAL)
 
 
-@pytest.mark.parametrize(
-    "forgotten", ["weights.momentum_buffer", "alphas.exp_avg.", "alphas.exp_avg_sq", "alphas.step"]
-)
-def test_a_request_without_one_of_the_moments_differs(forgotten):
-    """What the tests above compare is there to be seen."""
-    ends = []
-    for forgets in (False, True):
-        stream = STREAMS["first_order"]()
-        sent = no_moments(stream.network)
-        for _ in range(2):
-            optimizers = stream.optimizers(sent)
-            stream.take(STEPS, optimizers)
-            sent = optimizers.moments()
-            for key, value in sent.items():
-                if forgets and key.startswith(forgotten):
-                    value.zero_()
-                    value += key.startswith("alphas.step")
-        ends.append(torch.cat([p.detach().reshape(-1) for p in stream.network.parameters()]))
-    assert not torch.equal(*ends)
-
-
 @pytest.mark.parametrize("name", STREAMS)
 def test_moments_are_named_and_shaped_as_those_of_the_network(name):
     stream = STREAMS[name]()

@@ -2,13 +2,12 @@
 
 import json
 import tracemalloc
-from collections.abc import Callable
 from typing import get_type_hints
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -61,7 +60,6 @@ PATHS = [
 ]
 DTYPES = st.sampled_from(["<f4", ">f4", "<f8", "<f2", "<i8", "<c8", "|b1", "|u1", "<U2", "|O"])
 NAMES = st.sampled_from(["float32", "int64", "float16", "int8", "object", ""])
-Damage = Callable[[RecordDict], None]
 
 
 def edited(text, path, value):

@@ -1,14 +1,11 @@
 """A site's executor runs client apps alone, each in a process that has nothing left to import."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.sites.executor import IMPORTED, NAME
 
 
-def spec(task: TaskType) -> ExecutionSpec:
+def spec(task):
     return ExecutionSpec(
         task_type=task,
         runtime_api_address="127.0.0.1:1",
@@ -35,9 +32,7 @@ def spec(task: TaskType) -> ExecutionSpec:
 
 
 @pytest.mark.parametrize("task", TaskType)
-def test_client_apps_are_started_and_no_other_task_is(
-    task: TaskType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_client_apps_are_started_and_no_other_task_is(task, monkeypatch):
     started: list[ExecutionSpec] = []
     monkeypatch.setattr(SubprocessExecutor, "launch", SubprocessExecutor.launch)
     flower_patches.start_clients_by(started.append)
@@ -48,13 +43,13 @@ def test_client_apps_are_started_and_no_other_task_is(
     assert result.status == expected
 
 
-def test_the_process_of_a_message_can_be_told_from_the_one_that_it_is_forked_from() -> None:
+def test_the_process_of_a_message_can_be_told_from_the_one_that_it_is_forked_from():
     """Whose arguments name the modules that it has imported."""
     assert len(NAME) < 16  # all that Linux keeps
     assert not any(NAME in module for module in IMPORTED)
 
 
-def _train(connection: Any) -> None:
+def _train(connection):
     """Send what the process had imported, and the sum of weights after a step on two threads."""
     imported = [name for name in IMPORTED if name in sys.modules]
     torch.set_num_threads(2)
@@ -65,7 +60,7 @@ def _train(connection: Any) -> None:
     connection.send((imported, layer.weight.sum().item()))
 
 
-def fork_twice() -> None:
+def fork_twice():
     """Fork as a site's executor does, in an interpreter whose forkserver has not begun."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
@@ -82,7 +77,7 @@ def fork_twice() -> None:
 
 
 @pytest.mark.run
-def test_forked_processes_have_imported_all_and_train_on_several_threads() -> None:
+def test_forked_processes_have_imported_all_and_train_on_several_threads():
     """In an interpreter of its own, as other tests start this one's forkserver."""
     run = f"from {__name__} import fork_twice; fork_twice()"
     subprocess.run([sys.executable, "-c", run], check=True, cwd=Path(__file__).parents[2])

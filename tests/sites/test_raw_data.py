@@ -1,11 +1,9 @@
 """A model that sites have trained takes raw data, and is as good on it as was reported."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +30,7 @@ NETWORK = (
 NAMES = [f"digit{digit}" for digit in range(10)]
 
 
-def npz(folder: Path) -> SimpleNamespace:
+def npz(folder):
     """Digits in colours, and the numbers by which they are normalised."""
     records, _ = read("digits", Path())
     x = records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3)
@@ -44,7 +42,7 @@ def npz(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(files=files, dataset={"name": "npz", **own}, overrides=NETWORK)
 
 
-def private_features(folder: Path) -> SimpleNamespace:
+def private_features(folder):
     """The same, of whose features private sites train a linear model."""
     made = npz(folder)
     own = {"name": "npz", "class_names": NAMES, "scattering": {"scales": 2, "angles": 8}}
@@ -53,7 +51,7 @@ def private_features(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(files=made.files, dataset=own, overrides=(*overrides, *terms))
 
 
-def image_folder(folder: Path) -> SimpleNamespace:
+def image_folder(folder):
     """Digits as files of two sizes, some in colours."""
     records, _ = read("digits", Path())
     files = {owner: folder / owner for owner in OWNERS}
@@ -71,7 +69,7 @@ def image_folder(folder: Path) -> SimpleNamespace:
     )
 
 
-def csv(folder: Path) -> SimpleNamespace:
+def csv(folder):
     """A table with decimal commas, missing cells, texts and dates, and its public numbers."""
     table = patients()
     files = {}
@@ -90,7 +88,7 @@ def csv(folder: Path) -> SimpleNamespace:
     )
 
 
-def private_csv(folder: Path) -> SimpleNamespace:
+def private_csv(folder):
     """The same table, of which the sites release noised means and deviations within ranges."""
     made = csv(folder)
     del made.dataset["statistics"]
@@ -104,7 +102,7 @@ def private_csv(folder: Path) -> SimpleNamespace:
     return made
 
 
-def override(value: object) -> str:
+def override(value):
     """Return a setting's value as ``fednas run`` takes it: keys of a mapping without quotes."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {override(own)}' for key, own in value.items())}}}"
@@ -116,11 +114,7 @@ KINDS = {made.__name__: made for made in MADE}
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def finished(
-    request: pytest.FixtureRequest,
-    loopback: ModuleType,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> SimpleNamespace:
+def finished(request, loopback, tmp_path_factory):
     """A finished run of a server and three sites, each with processes and data of its own."""
     base = tmp_path_factory.mktemp(request.param)
     (base / "data").mkdir()
@@ -151,9 +145,7 @@ def finished(
     )
 
 
-def test_raw_data_has_the_reported_accuracy(
-    finished: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_raw_data_has_the_reported_accuracy(finished, tmp_path, capsys):
     (evaluated,) = (e for e in finished.events if e["event"] == "evaluated")
     reported = evaluated["central"]["accuracy"]
     assert load(finished.folder).predict(finished.files["test"]).accuracy == reported
@@ -164,9 +156,7 @@ def test_raw_data_has_the_reported_accuracy(
     assert f"{100 * reported:.1f} %" in capsys.readouterr().out
 
 
-def test_every_site_has_the_model_and_its_own_test_is_what_was_reported(
-    finished: SimpleNamespace,
-) -> None:
+def test_every_site_has_the_model_and_its_own_test_is_what_was_reported(finished):
     (evaluated,) = (e for e in finished.events if e["event"] == "evaluated")
     assert (not evaluated["clients"]) == finished.kind.startswith("private")
     told = {client["client"]: client["accuracy"] for client in evaluated["clients"]}
@@ -179,7 +169,7 @@ def test_every_site_has_the_model_and_its_own_test_is_what_was_reported(
         assert model.predict(raw).accuracy == load(finished.folder).predict(raw).accuracy
 
 
-def test_private_sites_release_by_what_all_standardise(finished: SimpleNamespace) -> None:
+def test_private_sites_release_by_what_all_standardise(finished):
     found = [event for event in finished.events if event["event"] == "statistics"]
     assert len(found) == (finished.kind == "private_csv")
     if not found:

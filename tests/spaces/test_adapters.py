@@ -1,7 +1,5 @@
 """Adapters in a frozen network: what is trained and travels, and what the ops compute."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,6 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.protocol.states import network_states
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
-from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.spaces.adapters import OPS, AdapterSpace
@@ -26,7 +23,7 @@ TINY, CELL = "test_efficientnet", "cell"
 
 
 @pytest.fixture
-def space(weights: Path) -> AdapterSpace:
+def space(weights):
     return AdapterSpace(
         input_shape=(3, 8, 8),
         num_classes=3,
@@ -39,11 +36,11 @@ def space(weights: Path) -> AdapterSpace:
     )
 
 
-def images(number: int = 4) -> torch.Tensor:
+def images(number=4):
     return torch.randn(number, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def shaken(network: torch.nn.Module) -> torch.nn.Module:
+def shaken(network):
     """Return the network with values where zeros stood."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -52,7 +49,7 @@ def shaken(network: torch.nn.Module) -> torch.nn.Module:
     return network
 
 
-def test_the_first_network_is_the_frozen_one(space: AdapterSpace) -> None:
+def test_the_first_network_is_the_frozen_one(space):
     network = space.network(space.random_genotype(torch.Generator().manual_seed(0)))
     assert not network(images()).any()
     with torch.no_grad():
@@ -66,7 +63,7 @@ def test_the_first_network_is_the_frozen_one(space: AdapterSpace) -> None:
     torch.testing.assert_close(network(images()), network.classifier(features))
 
 
-def test_adapters_and_classifier_alone_are_trained_and_travel(space: AdapterSpace) -> None:
+def test_adapters_and_classifier_alone_are_trained_and_travel(space):
     supernet = space.supernet()
     states = network_states(supernet)
     assert not states["buffers"]
@@ -80,7 +77,7 @@ def test_adapters_and_classifier_alone_are_trained_and_travel(space: AdapterSpac
     assert all(torch.equal(before[name], t) for name, t in frozen.state_dict().items())
 
 
-def test_a_supernet_weighs_the_ops_of_each_stage(space: AdapterSpace) -> None:
+def test_a_supernet_weighs_the_ops_of_each_stage(space):
     body = shaken(space.body()).eval()
     genotype = space.random_genotype(torch.Generator().manual_seed(3))
     path = space.path(genotype)
@@ -99,7 +96,7 @@ def test_a_supernet_weighs_the_ops_of_each_stage(space: AdapterSpace) -> None:
     assert (alone[0] - derived(images()[:1])).abs().max() > 1e-3
 
 
-def test_a_low_rank_op_is_linear_and_a_bottleneck_is_not(space: AdapterSpace) -> None:
+def test_a_low_rank_op_is_linear_and_a_bottleneck_is_not(space):
     choice = shaken(space.body()).adapters[0]
     for column, name in enumerate(OPS[1:], 1):
         op = choice.op(column)
@@ -111,7 +108,7 @@ def test_a_low_rank_op_is_linear_and_a_bottleneck_is_not(space: AdapterSpace) ->
         torch.testing.assert_close(op(tokens), op(x).flatten(2).mT)
 
 
-def test_a_state_dict_holds_the_frozen_tensors(space: AdapterSpace, weights: Path) -> None:
+def test_a_state_dict_holds_the_frozen_tensors(space, weights):
     genotype = space.random_genotype(torch.Generator().manual_seed(0))
     network = shaken(space.network(genotype)).eval()
     state = network.state_dict()
@@ -125,7 +122,7 @@ def test_a_state_dict_holds_the_frozen_tensors(space: AdapterSpace, weights: Pat
         empty.load_state_dict({k: v for k, v in state.items() if "conv_stem" not in k})
 
 
-def test_genotypes_of_the_space(space: AdapterSpace) -> None:
+def test_genotypes_of_the_space(space):
     generator = torch.Generator().manual_seed(0)
     stages = len(space.frozen().stages())
     for _ in range(20):
@@ -137,13 +134,13 @@ def test_genotypes_of_the_space(space: AdapterSpace) -> None:
         assert space.derive({CELL: lead}) == genotype
 
 
-def chosen(weights: Path) -> list[str]:
+def chosen(weights):
     named = (f"search_space.backbone={TINY}", f"search_space.weights={weights}")
     place = ("search_space=adapters", "search_space.image_size=32", "retrain.norm=group")
     return [*place, *named, "retrain.channels=null", "retrain.num_cells=null"]
 
 
-def composed(*overrides: str) -> Config:
+def composed(*overrides):
     return parse_config(compose_tree(overrides))
 
 
@@ -157,9 +154,7 @@ def composed(*overrides: str) -> Config:
     ],
     ids=lambda overrides: overrides[0],
 )
-def test_a_search_sends_adapters_and_delivers_the_whole(
-    tmp_path: Path, weights: Path, made_data: Path, algorithm: tuple[str, ...]
-) -> None:
+def test_a_search_sends_adapters_and_delivers_the_whole(tmp_path, weights, made_data, algorithm):
     gone = tmp_path / "gone.safetensors"
     gone.write_bytes(weights.read_bytes())
     data = ("dataset=npz", f"dataset.root={made_data}", f"dataset.cache={tmp_path / 'c'}")
@@ -175,7 +170,7 @@ def test_a_search_sends_adapters_and_delivers_the_whole(
     assert found.probabilities.shape == (2, 3)
 
 
-def test_real_sites_take_no_files_from_a_server(weights: Path, made_data: Path) -> None:
+def test_real_sites_take_no_files_from_a_server(weights, made_data):
     with pytest.raises(ConfigError, match="a server must not name files of a site"):
         composed(*chosen(weights), "runtime=deployment", "runtime.superlink=site")
     config = composed("dataset=npz", f"dataset.root={made_data}", "clients=1")

@@ -1,7 +1,5 @@
 """Expected cost against enumeration of all networks; losses, and targets that are refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -24,15 +22,15 @@ TERMS = Hardware(None, "ms", target=6.0, loss="additive", scale=0.5, exponent=0.
 
 
 @pytest.fixture
-def costs() -> Costs:
+def costs():
     return Costs("ms", 1.75, ROWS)
 
 
-def loss(costs: Costs, **changes: object) -> HardwareLoss:
+def loss(costs, **changes):
     return HardwareLoss.of(costs, replace(TERMS, **changes))
 
 
-def test_expected_cost_is_the_mean_over_all_networks(costs: Costs) -> None:
+def test_expected_cost_is_the_mean_over_all_networks(costs):
     alphas = torch.tensor([[0.3, -1.0, -1e4], [1.0, 0.2, -0.5]], dtype=torch.float64)
     alphas.requires_grad_()
     p = alphas.softmax(-1)
@@ -44,13 +42,13 @@ def test_expected_cost_is_the_mean_over_all_networks(costs: Costs) -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_range_is_that_of_all_networks(costs: Costs) -> None:
+def test_range_is_that_of_all_networks(costs):
     totals = [costs.of_path(path) for path in NETWORKS]
     assert (costs.lowest, costs.highest) == (min(totals), max(totals)) == (LOW, HIGH)
     assert math.isnan(costs.of_path([2, 0]))  # the first block does not offer it
 
 
-def test_losses_have_the_papers_values(costs: Costs) -> None:
+def test_losses_have_the_papers_values(costs):
     task, cost = torch.tensor(2.0), torch.tensor(7.0)
     assert loss(costs)(task, cost).item() == pytest.approx(2 + 0.5 * (7 - 6) / 6)
     multiplicative = loss(costs, loss="multiplicative", scale=1.1)
@@ -60,7 +58,7 @@ def test_losses_have_the_papers_values(costs: Costs) -> None:
 
 
 @pytest.mark.parametrize("target", [LOW, HIGH])
-def test_the_range_includes_its_ends(costs: Costs, target: float) -> None:
+def test_the_range_includes_its_ends(costs, target):
     assert loss(costs, target=target).terms.target == target
 
 
@@ -74,15 +72,13 @@ def test_the_range_includes_its_ends(costs: Costs, target: float) -> None:
         ({"loss": "additiv"}, r"hardware\.loss=additiv is unknown.*nearest: additive"),
     ],
 )
-def test_what_cannot_be_reached_is_refused_with_the_range(
-    costs: Costs, changes: dict[str, object], message: str
-) -> None:
+def test_what_cannot_be_reached_is_refused_with_the_range(costs, changes, message):
     with pytest.raises(ConfigError, match=message):
         loss(costs, **changes)
 
 
 @pytest.mark.parametrize("form", ["additive", "multiplicative"])
-def test_a_loss_travels_as_json_and_is_the_same_again(costs: Costs, form: str) -> None:
+def test_a_loss_travels_as_json_and_is_the_same_again(costs, form):
     sent = loss(costs, loss=form, target=5.5, scale=0.7, exponent=0.3)
     assert sent.costs.per_op == [[3.0, 5.0, None], [2.0, 1.5, 0.25]]
     again = parse(HardwareLoss, json.loads(json.dumps(asdict(sent), allow_nan=False)), key="")
@@ -97,7 +93,7 @@ def test_a_loss_travels_as_json_and_is_the_same_again(costs: Costs, form: str) -
     assert torch.equal(again(task, cost), sent(task, cost))
 
 
-def test_terms_that_make_no_loss_are_refused(costs: Costs) -> None:
+def test_terms_that_make_no_loss_are_refused(costs):
     sent = loss(costs)
     with pytest.raises(ConfigError, match=r"hardware\.target=99 ms cannot be reached"):
         replace(sent, terms=replace(sent.terms, target=99.0)).check()
@@ -106,7 +102,7 @@ def test_terms_that_make_no_loss_are_refused(costs: Costs) -> None:
         replace(sent, costs=never).check()
 
 
-def test_logarithms_need_costs_above_one() -> None:
+def test_logarithms_need_costs_above_one():
     costs = Costs("ms", 0.1, [[0.5, 3.0]])
     with pytest.raises(ConfigError, match=r"multiplicative needs costs above 1 ms.*0\.6 ms on"):
         loss(costs, target=2.0, loss="multiplicative")

@@ -1,14 +1,8 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
 from fednas_flwr.report.lookup import read_cell
-from fednas_flwr.spaces.nasbench201 import (
-    OPS,
-    NASBench201Space,
-    ResidualBlock,
-)
+from fednas_flwr.spaces.nasbench201 import OPS, NASBench201Space, ResidualBlock
 
 from ..reference_engine import by
 

@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from fednas_flwr.protocol.secure_sum.masks import (
-    PRIME,
-    Grid,
-    add_mask,
-    derive,
-    rebuild,
-    seal,
-    split,
-    unseal,
-)
+from fednas_flwr.protocol.secure_sum import masks
 
 
 def is_prime(n):
@@ -38,7 +29,7 @@ def is_prime(n):
 
 
 def test_the_modulus_is_the_least_prime_above_two_to_the_256():
-    assert is_prime(PRIME)
+    assert is_prime(masks.PRIME)
     assert not any(is_prime(2**256 + i) for i in range(297))
 
 
@@ -49,26 +40,26 @@ def test_the_modulus_is_the_least_prime_above_two_to_the_256():
 )
 def test_enough_parts_rebuild_a_secret(secret, points, data):
     threshold = data.draw(st.integers(1, len(points)))
-    parts = split(secret, sorted(points), threshold=threshold)
+    parts = masks.split(secret, sorted(points), threshold=threshold)
     for chosen in itertools.islice(itertools.combinations(parts, threshold), 10):
-        assert rebuild({x: parts[x] for x in chosen}) == secret
-    assert rebuild(parts) == secret
+        assert masks.rebuild({x: parts[x] for x in chosen}) == secret
+    assert masks.rebuild(parts) == secret
 
 
 def test_parts_below_the_threshold_are_uniform_whatever_the_secret():
     for secret in (bytes(32), b"\xff" * 32):
-        firsts = [split(secret, [1, 2, 3], threshold=3)[2][1] for _ in range(4000)]
+        firsts = [masks.split(secret, [1, 2, 3], threshold=3)[2][1] for _ in range(4000)]
         assert chisquare(np.bincount(firsts, minlength=256)).pvalue > 1e-7
 
 
 def test_wrong_parts_never_give_the_secret():
     secret = b"s" * 32
-    parts = split(secret, [1, 2, 3], threshold=2)
+    parts = masks.split(secret, [1, 2, 3], threshold=2)
     parts[3] = (int.from_bytes(parts[3], "big") ^ 1).to_bytes(33, "big")
     with contextlib.suppress(ValueError):  # most wrong values are secrets, too
-        assert rebuild(parts) != secret
+        assert masks.rebuild(parts) != secret
     with pytest.raises(ValueError, match="of no secret"):
-        rebuild({})
+        masks.rebuild({})
 
 
 @given(
@@ -77,11 +68,11 @@ def test_wrong_parts_never_give_the_secret():
 def test_masks_are_one_stream_of_chacha20_over_all_vectors(lengths, seed):
     dtypes = [np.int64, np.int32, np.int32]
     vectors = [np.zeros(n, dtype=d) for n, d in zip(lengths, dtypes, strict=False)]
-    add_mask(seed, vectors, sign=1)
+    masks.add_mask(seed, vectors, sign=1)
     found = b"".join(vector.tobytes() for vector in vectors)
     stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()
     assert found == b"".join(stream.update(bytes(vector.nbytes)) for vector in vectors)
-    add_mask(seed, vectors, sign=-1)
+    masks.add_mask(seed, vectors, sign=-1)
     assert not any(vector.any() for vector in vectors)
 
 
@@ -89,23 +80,23 @@ def test_masked_values_are_uniform():
     for value in (0, -1, 2**29):
         for dtype in (np.int32, np.int64):
             vector = np.full(2**18, value, dtype=dtype)
-            add_mask(derive(b"secret", b"context", "p"), [vector], sign=1)
+            masks.add_mask(masks.derive(b"secret", b"context", "p"), [vector], sign=1)
             found = vector.view(np.uint8).reshape(-1, vector.itemsize)
             for byte in found.T:
                 assert chisquare(np.bincount(byte, minlength=256)).pvalue > 1e-6
 
 
 def test_seeds_differ_by_secret_context_and_purpose():
-    seeds = {derive(*a) for a in itertools.product([b"s", b"t"], [b"c", b"d"], ["p", "q"])}
+    seeds = {masks.derive(*a) for a in itertools.product([b"s", b"t"], [b"c", b"d"], ["p", "q"])}
     assert len(seeds) == 8
 
 
 def test_boxes_open_with_their_key_alone():
-    box = seal(b"k" * 32, b"part")
-    assert unseal(b"k" * 32, box) == b"part"
+    box = masks.seal(b"k" * 32, b"part")
+    assert masks.unseal(b"k" * 32, box) == b"part"
     for key, changed in ((b"l" * 32, box), (b"k" * 32, box[:-1] + b"\0")):
         with pytest.raises(ValueError, match="sealed part"):
-            unseal(key, changed)
+            masks.unseal(key, changed)
 
 
 @given(
@@ -115,7 +106,7 @@ def test_boxes_open_with_their_key_alone():
     st.integers(1, 100),
 )
 def test_sums_of_cells_are_exact(most, sites, shares, repeats):
-    grid = Grid.of_range(most, sites=sites)
+    grid = masks.Grid.of_range(most, sites=sites)
     assert most <= grid.range < 2 * most
     assert math.frexp(grid.cell)[0] == 0.5
     values = np.array(shares) * most
@@ -128,7 +119,7 @@ def test_sums_of_cells_are_exact(most, sites, shares, repeats):
     np.testing.assert_array_equal(grid.decode(total, sites=present), expected)
 
 
-@pytest.mark.parametrize("grid", [Grid.of_range(3.0, sites=8), Grid.wide(sites=8)])
+@pytest.mark.parametrize("grid", [masks.Grid.of_range(3.0, sites=8), masks.Grid.wide(sites=8)])
 def test_edges_of_the_range(grid):
     edge = np.array([grid.range, -grid.range])
     cells = grid.encode(edge)
@@ -146,11 +137,11 @@ def test_edges_of_the_range(grid):
 
 def test_two_million_values_of_eight_sites_leave_hundreds_of_thousands_of_cells():
     batch = 64.0 + 6 * 8.0  # expected and six deviations
-    grid = Grid.of_range(batch, sites=8)
+    grid = masks.Grid.of_range(batch, sites=8)
     assert 1.0 / grid.cell > 3e5
 
 
 def test_ranges_without_a_grid():
     for most, sites in ((0.0, 8), (math.nan, 8), (math.inf, 8), (1.0, 0)):
         with pytest.raises(ValueError, match="a grid needs"):
-            Grid.of_range(most, sites=sites)
+            masks.Grid.of_range(most, sites=sites)
