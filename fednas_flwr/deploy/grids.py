@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -52,6 +53,9 @@ class InProcessGrid(Grid):
     Args:
         client_app: Answers every message.
         num_clients: Number of nodes; node ``i + 2`` has ``partition-id = i``.
+
+    Attributes:
+        seconds: The time that each message's answer took, by the message's id.
     """
 
     server_node_id = SERVER_NODE_ID
@@ -62,7 +66,7 @@ class InProcessGrid(Grid):
         self._client_app = client_app
         self._run = Run.create_empty(run_id=1)
         self._messages: dict[str, Message] = {}
-        self._num_messages = 0
+        self._num_messages, self.seconds = 0, dict[str, float]()
         self._contexts = {
             SERVER_NODE_ID + 1 + index: Context(
                 run_id=1,
@@ -115,8 +119,16 @@ class InProcessGrid(Grid):
         for message_id in message_ids:
             message = self._messages.pop(message_id, None)
             if message is not None:
-                return [self.answer(message)]
+                with self.timed(message_id):
+                    return [self.answer(message)]
         return []
+
+    @contextmanager
+    def timed(self, message_id: str) -> Iterator[None]:
+        """Note how long the answer to a message takes."""
+        started = time.monotonic()
+        yield
+        self.seconds[message_id] = time.monotonic() - started
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -375,7 +387,8 @@ class WorkerGrid(InProcessGrid):
         try:
             if worker is None:
                 raise LostError
-            reply = worker(message, arrays)
+            with self.timed(message.metadata.message_id):
+                reply = worker(message, arrays)
         except Exception as error:
             lives = not isinstance(error, LostError)
             reason = f"{type(error).__name__}: {error}" if lives else DIED

@@ -7,7 +7,7 @@ listed with the reason. Differences are of runs with the same seed, with Student
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -21,7 +21,7 @@ from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
-from fednas_flwr.report.plots import bars, pareto
+from fednas_flwr.report.plots import COSTS, bars, fronts
 from fednas_flwr.report.tables import TEST_SEED, rows_of
 from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, sentence
 from fednas_flwr.report.terminal import print_line, print_table
@@ -34,6 +34,7 @@ from fednas_flwr.runs.numbers import (
     Metric,
     Run,
     flat_settings,
+    paired_interval,
     read_run,
 )
 
@@ -41,7 +42,14 @@ TITLE_WIDTH, GROUP_WIDTH = 30, 18
 MOST_SETTINGS = 6  # that have columns
 GROUPS = ("algorithm", "dataset", "partition", "search_space", "retrain", "privacy", "runtime")
 NOT_SETTINGS = ("seed", "run_dir", "resume")
-COSTS = ("multiply_adds", "num_parameters", "retrain_seconds", "traffic_mb", "epsilon")
+BY_NAME = {metric.name: metric for metric in METRICS}
+SAME_TEST = (
+    "name",
+    "root",
+    "label",
+    "labels",
+    "limit_test",
+)  # of the data set, and so its test set
 OVER: dict[str, tuple[str, Callable[[Sequence[Event]], float]]] = {
     "rounds": ("round", lambda events: events[-1]["round"]),
     "time": ("seconds", lambda events: sum(event["seconds"] for event in events)),
@@ -76,6 +84,34 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """How far a group is ahead of another one, by the mean over seeds that both have.
+
+    Attributes:
+        mean: Of the differences.
+        interval: Its 95 % interval; None of one seed with other test records.
+        of: What the interval is of: ``seeds``, by Student's t, or the ``test records`` of one seed,
+            by the paired bootstrap, which tells nothing of other seeds.
+    """
+
+    mean: float
+    interval: tuple[float, float] | None
+    of: str
+
+    def text(self, metric: Metric) -> str:
+        """The difference in the unit of the metric's column."""
+        form = FORMS[metric.unit]
+        digits = form.decimals or 3
+        mean, *ends = (form.scale * value for value in (self.mean, *(self.interval or ())))
+        text = f"{mean:+.{digits}f}"
+        if self.of == "seeds":
+            text += f" ± {mean - ends[0]:.{digits}f}"
+        else:
+            text += f" ({ends[0]:+.{digits}f} to {ends[1]:+.{digits}f})" if ends else " (one seed)"
+        return text.replace("-", "−")
+
+
+@dataclass(frozen=True)
 class Group:
     """Runs that differ only in the seed.
 
@@ -86,6 +122,9 @@ class Group:
         folders: The run folders, in the order of the seeds.
         test_seed: True if a client's noise came from a known seed: epsilon then protects nobody.
         metrics: What the runs have reached.
+        interval: The 95 % interval of the metric by which groups are compared: over seeds, of one
+            seed that of its test records; None where neither is known.
+        difference: From the group that others are compared with; None without one.
     """
 
     name: str
@@ -94,6 +133,8 @@ class Group:
     folders: tuple[str, ...]
     test_seed: bool
     metrics: dict[str, Statistics]
+    interval: tuple[float, float] | None = None
+    difference: Difference | None = None
 
 
 @dataclass(frozen=True)
@@ -138,28 +179,14 @@ class Comparison:
             if cells != {DASH} and not constant and not other:
                 columns.append((_title(metric), partial(_cell, metric)))
         if self.against is not None:
-            columns.insert(2, (f"difference from {self.against} (95 %)", self.difference))
+            columns.insert(2, (f"difference from {self.against} (95 %)", self._difference))
         if len(names := self.settings()) <= MOST_SETTINGS:
             columns += [(name, partial(_setting, name)) for name in names]
         columns.append(("seeds", lambda group: ", ".join(map(str, group.seeds))))
         return rows_of(self.groups, columns)
 
-    def difference(self, group: Group) -> str:
-        """The mean difference from the group ``against`` over the seeds that both have."""
-        other = next(one for one in self.groups if one.name == self.against)
-        ours, theirs = (
-            {seed: value for seed, value in zip(of.seeds, values, strict=True) if value is not None}
-            for of in (group, other)
-            for values in [of.metrics[self.metric].values]
-        )
-        form = FORMS[next(m.unit for m in METRICS if m.name == self.metric)]
-        pairs = [form.scale * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs]
-        if group is other or not pairs:
-            return DASH
-        mean, half = paired_difference(pairs)
-        digits = form.decimals or 3
-        text = f"{mean:+.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
-        return text.replace("-", "−")
+    def _difference(self, group: Group) -> str:
+        return DASH if group.difference is None else group.difference.text(BY_NAME[self.metric])
 
 
 def _setting(name: str, group: Group) -> str:
@@ -174,6 +201,41 @@ def paired_difference(differences: Sequence[float]) -> tuple[float, float | None
     if number < 2:
         return fmean(differences), None
     return fmean(differences), float(t.ppf(0.975, number - 1)) * stdev(differences) / sqrt(number)
+
+
+def _difference(runs: Sequence[Run], others: Sequence[Run], metric: str) -> Difference | None:
+    """How far some runs are ahead of others with the same seeds."""
+    by_seed = {other.config.get("seed"): other for other in others}
+    pairs = [
+        (run, by_seed[run.config.get("seed")]) for run in runs if run.config.get("seed") in by_seed
+    ]
+    known = [(a.numbers()[metric], b.numbers()[metric]) for a, b in pairs]
+    values = [a - b for a, b in known if a is not None and b is not None]
+    if not values or runs is others:
+        return None
+    mean, half = paired_difference(values)
+    if half is not None:
+        return Difference(mean, (mean - half, mean + half), "seeds")
+    alike = [pair for pair in pairs if len({*map(_test_set, pair)}) == 1]
+    scores = [run.scores("central") for run in alike[0]] if alike else [{}, {}]
+    ends = paired_interval(*scores, metric.removeprefix("central_"))
+    return Difference(mean, ends and (ends[0], ends[1]), "test records" if ends else "")
+
+
+def _test_set(run: Run) -> tuple[Any, ...]:
+    """What tells a run's test set, and the resamples of its records, from those of others."""
+    named = [str(run.group("dataset").get(key)) for key in SAME_TEST]
+    return *named, run.config.get("seed"), run.scores("central").get("num_examples")
+
+
+def _interval(runs: Sequence[Run], metric: str) -> tuple[float, float] | None:
+    """The 95 % interval of a metric over seeds; of one seed that of the test records."""
+    values = [value for run in runs if (value := run.numbers()[metric]) is not None]
+    if len(values) > 1:
+        mean, half = paired_difference(values)
+        return mean - (half or 0.0), mean + (half or 0.0)
+    ends = (runs[0].scores("central").get("intervals") or {}).get(metric.removeprefix("central_"))
+    return (ends[0], ends[1]) if ends and metric.startswith("central_") else None
 
 
 def _cell(metric: Metric, group: Group) -> str:
@@ -221,13 +283,22 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
         check_choice("--against", against, names)
     runs = [run for group in groups for run in group]
     score = f"central_{runs[0].score.name}" if runs else METRICS[0].name
-    reached = any(run.numbers().get(score) is not None for run in runs)
+    reached = not runs or any(run.numbers().get(score) is not None for run in runs)
+    metric = score if reached else "client_accuracy"
+    other = groups[names.index(against)] if against is not None else []
     said = [(run.folder.name, sentence("disagrees", run)) for run in runs]
     return Comparison(
         best=tuple(f"best trial: {_trial_text(*trial)}" for trial in trials),
-        groups=tuple(_group(runs, shown, name) for runs, name in zip(groups, names, strict=True)),
+        groups=tuple(
+            replace(
+                _group(runs, shown, name),
+                interval=_interval(runs, metric),
+                difference=_difference(runs, other, metric),
+            )
+            for runs, name in zip(groups, names, strict=True)
+        ),
         not_counted=tuple(not_counted),
-        metric=score if reached or not runs else "client_accuracy",
+        metric=metric,
         warnings=tuple(f"{folder}: {text}" for folder, text in said if text),
         against=against,
     )
@@ -395,14 +466,23 @@ def as_csv(comparison: Comparison) -> str:
     import pandas as pd
 
     rows = [
-        {csv_cell(name): csv_cell(value) for name, value in group.settings.items()}
+        {"group": csv_cell(group.name)}
+        | {csv_cell(name): csv_cell(value) for name, value in group.settings.items()}
         | {"seeds": " ".join(map(str, group.seeds))}
         | {f"{name}_mean": found.mean for name, found in group.metrics.items()}
         | {f"{name}_deviation": found.deviation for name, found in group.metrics.items()}
         | {"test_seed": int(group.test_seed)}
+        | (_difference_cells(group.difference) if comparison.against is not None else {})
         for group in comparison.groups
     ]
     return str(pd.DataFrame(rows).to_csv(index=False, float_format="%.8g", lineterminator="\n"))
+
+
+def _difference_cells(difference: Difference | None) -> dict[str, Any]:
+    ends = (difference and difference.interval) or (None, None)
+    cells = dict(zip(("difference_low", "difference_high"), ends, strict=True))
+    mean, of = (difference.mean, difference.of) if difference else (None, "")
+    return {"difference": mean, **cells, "difference_interval_of": of}
 
 
 def as_latex(comparison: Comparison) -> str:
@@ -426,25 +506,18 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list
 
 def _html(comparison: Comparison) -> str:
     """One offline page in the report's style: a chart, the table, and what costs what."""
-    groups = comparison.groups
-    by_name = {metric.name: metric for metric in METRICS}
-    main = by_name[comparison.metric]
-    found = [(group, group.metrics[main.name]) for group in groups]
-    reached = [(group, one) for group, one in found if one.mean is not None]
-    figures = {}
-    if reached:
-        ends = [_interval(group, one) for group, one in reached]
-        means = [one.mean or 0.0 for _, one in reached]
-        names = [group.name for group, _ in reached]
+    main, figures = BY_NAME[comparison.metric], {}
+    rows = [
+        {name: of.mean for name, of in group.metrics.items()}
+        | {"network": group.name, "value": group.metrics[main.name].mean, "ends": group.interval}
+        for group in comparison.groups
+    ]
+    if rows := [row for row in rows if row["value"] is not None]:
+        ends = [row["ends"] or (row["value"], row["value"]) for row in rows]
+        names, means = ([row[key] for row in rows] for key in ("network", "value"))
         figures["results"] = bars(names, means, ends, main.label, main.unit)
-    for name in COSTS:
-        points = [
-            (group.name, cost, one.mean)
-            for group, one in reached
-            if (cost := group.metrics[name].mean) is not None and one.mean is not None
-        ]
-        if len({cost for _, cost, _ in points}) > 1:
-            figures[name] = pareto(points, by_name[name], main)
+    costs, sign = (*COSTS, "num_parameters", "retrain_seconds"), 1 if main.is_score else -1
+    figures |= fronts(rows, costs, main.label, main.unit, sign=sign)
     return templates.render(
         "compare.html.j2",
         comparison=comparison,
@@ -452,13 +525,6 @@ def _html(comparison: Comparison) -> str:
         figures_json=templates.as_json(figures),
         **templates.page_parts(),
     )
-
-
-def _interval(group: Group, found: Statistics) -> tuple[float, float]:
-    """The 95 % interval over seeds; of one seed that of the test records, where there is one."""
-    reached = [value for value in found.values if value is not None]
-    mean, half = paired_difference(reached)
-    return (mean, mean) if half is None else (mean - half, mean + half)
 
 
 def write_curves(

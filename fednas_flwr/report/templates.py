@@ -179,6 +179,7 @@ FORMS: dict[Unit, Form] = {
     "error": Form(figures),
     "count": Form(count, " (k)", scale=1e-3),
     "seconds": Form(duration, " (s)"),
+    "milliseconds": Form(lambda value: DASH if value is None else f"{value:.3g} ms", " (ms)"),
     "megabytes": Form(megabytes, " (MB)"),
     "number": Form(count),
 }

@@ -58,7 +58,6 @@ class Candidate:
     def row(self) -> dict[str, Any]:
         """What a leaderboard shows of it; None where it has not been measured."""
         central, score, numbers = self.run.scores("central"), self.run.score, self.run.numbers()
-        cost = self.run.last("derived").get("cost") or {}
         return {
             "network": self.name,
             "metric": score.name,
@@ -70,7 +69,8 @@ class Candidate:
             "rounds": len(self.run.rounds("retrain")),
             "parameters": numbers["num_parameters"],
             "multiply_adds": numbers["multiply_adds"],
-            "latency_ms": cost.get("measured") or cost.get("predicted"),
+            "latency_ms": numbers["latency_ms"],
+            "traffic_mb": numbers["traffic_mb"],
             "seconds": self.run.total_seconds(),
             "epsilon": numbers["epsilon"],
             "reason": self.run.reason,
