@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression, ranked_areas
 from fednas_flwr.settings.names import ACCURACY, AUROC, LOG_LOSS, NUMBER_METRICS
@@ -451,7 +452,8 @@ def intervals(
 
     Efron (1979): 1000 resamples of the records with replacement, fewer of very many records.
     Records are resampled one by one, also where several are of one person. Numbers that are not
-    defined in a resample do not count. Each number in the first ``resamples`` is told, too: two
+    defined in a resample do not count; one that is the same in all of them has no interval: too few
+    records disagree. Each number in the first ``resamples`` is told, too: two
     networks' are of the same records, so that their differences are paired.
 
     Args:
@@ -472,6 +474,7 @@ def intervals(
         "intervals": {name: numbers.nanquantile(ends) for name, numbers in joined.items()},
         "resamples": {name: numbers[:RESAMPLES_TOLD] for name, numbers in joined.items()},
     }
+    told["intervals"] = {name: pair for name, pair in told["intervals"].items() if pair.diff() > 0}
     return {
         kind: {name: t.tolist() for name, t in numbers.items() if bool(t.isfinite().all())}
         for kind, numbers in told.items()
@@ -516,6 +519,8 @@ def detailed(
     seed: int = 0,
 ) -> dict[str, Any]:
     """Return all that a report says of test records, metrics among it, JSON values only.
+
+    Intervals of shares of records are Wilson's, all others of :func:`intervals`.
 
     Args:
         logits_NC: float, on the CPU.
@@ -569,5 +574,11 @@ def detailed(
         cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
         results["confusion"] = cells.view(num_classes, num_classes).tolist()  # by true class first
     whole = measure(torch.ones(1, len(labels_N), dtype=torch.float64))
-    named = {name: float(whole[name]) for name in ("sensitivity", "specificity") if name in whole}
-    return results | {name: value for name, value in named.items() if math.isfinite(value)}
+    positives = 0 if is_positive_N is None else int(is_positive_N.sum())
+    records = {"sensitivity": positives, "specificity": len(labels_N) - positives}
+    records[ACCURACY] = 0 if objective.multi_label else len(labels_N)
+    for name, number in records.items():
+        if name in whole and number:
+            results.setdefault(name, float(whole[name]))
+            results["intervals"][name] = list(wilson(results[name], number))
+    return results

@@ -23,7 +23,7 @@ from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
 from fednas_flwr.report.plots import COSTS, bars, fronts
 from fednas_flwr.report.tables import TEST_SEED, rows_of
-from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, sentence
+from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, paragraphs, sentence
 from fednas_flwr.report.terminal import print_line, print_table
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import (
@@ -159,6 +159,16 @@ class Comparison:
     warnings: tuple[str, ...] = ()
     against: str | None = None
 
+    @property
+    def main(self) -> Metric:
+        """What the runs are compared by first."""
+        return BY_NAME[self.metric]
+
+    @property
+    def notes(self) -> list[str]:
+        """What privacy costs, where plain runs stand beside; what the differences are of."""
+        return [*paragraphs("costs_of_privacy", self), *paragraphs("difference_notes", self)]
+
     def settings(self) -> list[str]:
         """The names of the settings that tell the groups apart."""
         return list(self.groups[0].settings) if self.groups else []
@@ -186,7 +196,7 @@ class Comparison:
         return rows_of(self.groups, columns)
 
     def _difference(self, group: Group) -> str:
-        return DASH if group.difference is None else group.difference.text(BY_NAME[self.metric])
+        return DASH if group.difference is None else group.difference.text(self.main)
 
 
 def _setting(name: str, group: Group) -> str:
@@ -359,6 +369,8 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
         shown = list(zip(head, *rows[start : start + at_once], strict=True))
         title = "mean ± standard deviation over seeds"
         print_table(title, shown[0], shown[1:], numbers=True, console=console)
+    for text in comparison.notes:
+        print_line(console, text)
     for text in comparison.warnings:
         print_line(console, text, "yellow")
     for run in comparison.not_counted:
@@ -506,7 +518,7 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list
 
 def _html(comparison: Comparison) -> str:
     """One offline page in the report's style: a chart, the table, and what costs what."""
-    main, figures = BY_NAME[comparison.metric], {}
+    main, figures = comparison.main, {}
     rows = [
         {name: of.mean for name, of in group.metrics.items()}
         | {"network": group.name, "value": group.metrics[main.name].mean, "ends": group.interval}
@@ -521,6 +533,7 @@ def _html(comparison: Comparison) -> str:
     return templates.render(
         "compare.html.j2",
         comparison=comparison,
+        zip=zip,
         figures=figures,
         figures_json=templates.as_json(figures),
         **templates.page_parts(),

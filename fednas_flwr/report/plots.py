@@ -12,9 +12,10 @@ from itertools import cycle
 from statistics import fmean
 from typing import Any
 
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.report.cells import derived_edges, edge_labels
 from fednas_flwr.report.tables import STAGES
-from fednas_flwr.report.templates import as_date, as_unit, quantiles, wilson
+from fednas_flwr.report.templates import as_date, as_unit, quantiles
 from fednas_flwr.runs.events import Event, NamedClient
 from fednas_flwr.runs.leaderboard import compared
 from fednas_flwr.runs.numbers import GUESSES, METRICS, SCORES, Run, Unit, is_noised

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.report.templates import (
     DASH,
     FORMS,
@@ -25,7 +26,6 @@ from fednas_flwr.report.templates import (
     quantiles,
     score,
     sentence,
-    wilson,
 )
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
@@ -267,7 +267,14 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
         ("steps, at most", lambda release: f"{release['steps']:,}"),
     ]
     releases = [
-        release | {"rates": [client["rates"][place] for client in event["clients"]]}
+        release
+        | {
+            "rates": [client["rates"][place] for client in event["clients"]],
+            "batches": [
+                client["rates"][place] * sum(client["records"].get(s, 0) for s in release["splits"])
+                for client in event["clients"]
+            ],
+        }
         for place, release in enumerate(event["schedule"])
     ]
     return rows_of(releases, columns)

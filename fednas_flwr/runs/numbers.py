@@ -224,6 +224,9 @@ class Run:
             config["algorithm"] = {k: v for k, v in algorithm.items() if k != "network"}
         elif not searches and "network" not in algorithm:
             config.pop("algorithm", None)
+        network = self.last("derived").get("network") or {}
+        if "skip" in network and isinstance(config.get("search_space"), dict):  # as is delivered
+            config["search_space"] = config["search_space"] | {"skip": network["skip"]}
         if "retrain" not in stages:
             config.pop("retrain", None)
         elif retrain := _chosen(self.group("retrain"), algorithm, self.last("derived")):

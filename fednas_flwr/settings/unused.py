@@ -323,15 +323,14 @@ def check_effect(config: Config, given: Given) -> None:
                 f"{_setting(config, name)} has no effect with {spelled(rule.cause, config)}: "
                 f"{rule.remedy}."
             )
-    lost = [
-        name
-        for name in given.experiment
-        if not any(f"{name}.".startswith(f"{typed}.") for typed in given.typed)
-        and _rule_for(name, idle, config)
-    ]
+    lost: dict[str, list[str]] = {}  # by the cause
+    for name in given.experiment:
+        typed = any(f"{name}.".startswith(f"{other}.") for other in given.typed)
+        if not typed and (rule := _rule_for(name, idle, config)):
+            lost.setdefault(spelled(rule.cause, config), []).append(name)
     if lost:
-        sentence = f"the experiment sets {', '.join(lost)}, without effect in this run."
-        warnings.warn(sentence, NoEffectWarning, stacklevel=4)
+        told = [f"{', '.join(of)}, without effect with {cause}" for cause, of in lost.items()]
+        warnings.warn(f"the experiment sets {'; '.join(told)}.", NoEffectWarning, stacklevel=4)
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:

@@ -40,6 +40,7 @@ NAMES = (
     "trees_mae",
     "num_parameters",
     "multiply_adds",
+    "latency_ms",
     "search_seconds",
     "retrain_seconds",
     "exchanges",

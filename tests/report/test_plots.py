@@ -4,9 +4,10 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.report import plots
 from fednas_flwr.report.cells import edge_labels
-from fednas_flwr.report.templates import percent, wilson
+from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.numbers import Run
 
 
