@@ -73,7 +73,7 @@ class Candidate:
             "traffic_mb": numbers["traffic_mb"],
             "seconds": self.run.total_seconds(),
             "epsilon": numbers["epsilon"],
-            "reason": self.run.reason,
+            "reason": "not finished" if self.run.status == "unfinished" else self.run.reason,
         }
 
 

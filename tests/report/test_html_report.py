@@ -309,7 +309,7 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
     run = read_run(folder)
     assert dict(tables.setting_rows(run))["clients"] == "2 of 3"
     path = write_report(folder)
-    rows = r'<tr><td class="num">(\d)</td><td class="num">20</td>'
+    rows = r'<tr><td>(\d)</td><td class="num">20</td>'
     assert re.findall(rows, path.read_text(encoding="utf-8")) == ["0", "2"]
     figures = json.loads(Page(path).scripts[0])
     assert figures["partition"]["data"][0]["x"] == ["0", "2"]
