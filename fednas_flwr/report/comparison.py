@@ -84,31 +84,44 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How far a group is ahead of another one, by the mean over seeds that both have.
+class Estimate:
+    """A mean over seeds with its 95 % interval.
 
     Attributes:
-        mean: Of the differences.
-        interval: Its 95 % interval; None of one seed with other test records.
+        mean: Of the values.
+        low: The lower end; None of one seed where nothing tells the interval.
+        high: The upper end.
         of: What the interval is of: ``seeds``, by Student's t, or the ``test records`` of one seed,
-            by the paired bootstrap, which tells nothing of other seeds.
+            by their bootstrap, which tells nothing of other seeds; empty without one.
     """
 
     mean: float
-    interval: tuple[float, float] | None
+    low: float | None
+    high: float | None
     of: str
 
+    @classmethod
+    def by(cls, values: Sequence[float], records: Sequence[float] | None) -> "Estimate | None":
+        """The estimate of some values; of one, the interval ``records`` is that of its records."""
+        if not values:
+            return None
+        mean, half = paired_difference(values)
+        if half is not None:
+            return cls(mean, mean - half, mean + half, "seeds")
+        return cls(mean, *(records or (None, None)), "test records" if records else "")
+
     def text(self, metric: Metric) -> str:
-        """The difference in the unit of the metric's column."""
+        """It as a difference, in the unit of the metric's column."""
         form = FORMS[metric.unit]
         digits = form.decimals or 3
-        mean, *ends = (form.scale * value for value in (self.mean, *(self.interval or ())))
-        text = f"{mean:+.{digits}f}"
-        if self.of == "seeds":
-            text += f" ± {mean - ends[0]:.{digits}f}"
-        else:
-            text += f" ({ends[0]:+.{digits}f} to {ends[1]:+.{digits}f})" if ends else " (one seed)"
-        return text.replace("-", "−")
+        mean, low, high = (
+            "" if value is None else f"{form.scale * value:+.{digits}f}".replace("-", "−")
+            for value in (self.mean, self.low, self.high)
+        )
+        if self.low is None:
+            return f"{mean} (one seed)"
+        half = form.scale * (self.mean - self.low)
+        return f"{mean} ± {half:.{digits}f}" if self.of == "seeds" else f"{mean} ({low} to {high})"
 
 
 @dataclass(frozen=True)
@@ -122,9 +135,8 @@ class Group:
         folders: The run folders, in the order of the seeds.
         test_seed: True if a client's noise came from a known seed: epsilon then protects nobody.
         metrics: What the runs have reached.
-        interval: The 95 % interval of the metric by which groups are compared: over seeds, of one
-            seed that of its test records; None where neither is known.
-        difference: From the group that others are compared with; None without one.
+        score: What the runs are compared by; None where no run has reached it.
+        difference: Of the score, from the group that others are compared with; None without one.
     """
 
     name: str
@@ -133,8 +145,8 @@ class Group:
     folders: tuple[str, ...]
     test_seed: bool
     metrics: dict[str, Statistics]
-    interval: tuple[float, float] | None = None
-    difference: Difference | None = None
+    score: Estimate | None = None
+    difference: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -213,39 +225,31 @@ def paired_difference(differences: Sequence[float]) -> tuple[float, float | None
     return fmean(differences), float(t.ppf(0.975, number - 1)) * stdev(differences) / sqrt(number)
 
 
-def _difference(runs: Sequence[Run], others: Sequence[Run], metric: str) -> Difference | None:
+def _score(runs: Sequence[Run], main: Metric) -> Estimate | None:
+    values = [value for run in runs if (value := main.read(run)) is not None]
+    central, _, name = main.name.partition("central_")
+    known = {} if central else runs[0].scores("central").get("intervals") or {}
+    return Estimate.by(values, known.get(name))
+
+
+def _difference(runs: Sequence[Run], others: Sequence[Run], main: Metric) -> Estimate | None:
     """How far some runs are ahead of others with the same seeds."""
-    by_seed = {other.config.get("seed"): other for other in others}
-    pairs = [
-        (run, by_seed[run.config.get("seed")]) for run in runs if run.config.get("seed") in by_seed
-    ]
-    known = [(a.numbers()[metric], b.numbers()[metric]) for a, b in pairs]
-    values = [a - b for a, b in known if a is not None and b is not None]
-    if not values or runs is others:
-        return None
-    mean, half = paired_difference(values)
-    if half is not None:
-        return Difference(mean, (mean - half, mean + half), "seeds")
-    alike = [pair for pair in pairs if len({*map(_test_set, pair)}) == 1]
-    scores = [run.scores("central") for run in alike[0]] if alike else [{}, {}]
-    ends = paired_interval(*scores, metric.removeprefix("central_"))
-    return Difference(mean, ends and (ends[0], ends[1]), "test records" if ends else "")
+    by_seed = {} if runs is others else {other.config.get("seed"): other for other in others}
+    pairs, values = [], []
+    for run in runs:
+        pair = run, by_seed.get(run.config.get("seed"), run)
+        ours, theirs = map(main.read, pair)
+        if pair[1] is not run and ours is not None and theirs is not None:
+            pairs, values = [*pairs, pair], [*values, ours - theirs]
+    alike = len(pairs) == 1 and len({*map(_test_set, pairs[0])}) == 1
+    scores = [run.scores("central") for run in pairs[0]] if alike else [{}, {}]
+    return Estimate.by(values, paired_interval(*scores, main.name.removeprefix("central_")))
 
 
 def _test_set(run: Run) -> tuple[Any, ...]:
     """What tells a run's test set, and the resamples of its records, from those of others."""
     named = [str(run.group("dataset").get(key)) for key in SAME_TEST]
     return *named, run.config.get("seed"), run.scores("central").get("num_examples")
-
-
-def _interval(runs: Sequence[Run], metric: str) -> tuple[float, float] | None:
-    """The 95 % interval of a metric over seeds; of one seed that of the test records."""
-    values = [value for run in runs if (value := run.numbers()[metric]) is not None]
-    if len(values) > 1:
-        mean, half = paired_difference(values)
-        return mean - (half or 0.0), mean + (half or 0.0)
-    ends = (runs[0].scores("central").get("intervals") or {}).get(metric.removeprefix("central_"))
-    return (ends[0], ends[1]) if ends and metric.startswith("central_") else None
 
 
 def _cell(metric: Metric, group: Group) -> str:
@@ -302,8 +306,8 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
         groups=tuple(
             replace(
                 _group(runs, shown, name),
-                interval=_interval(runs, metric),
-                difference=_difference(runs, other, metric),
+                score=_score(runs, BY_NAME[metric]),
+                difference=_difference(runs, other, BY_NAME[metric]),
             )
             for runs, name in zip(groups, names, strict=True)
         ),
@@ -484,17 +488,16 @@ def as_csv(comparison: Comparison) -> str:
         | {f"{name}_mean": found.mean for name, found in group.metrics.items()}
         | {f"{name}_deviation": found.deviation for name, found in group.metrics.items()}
         | {"test_seed": int(group.test_seed)}
-        | (_difference_cells(group.difference) if comparison.against is not None else {})
+        | {f"difference_{name}": value for name, value in _fields(group.difference).items()}
         for group in comparison.groups
     ]
     return str(pd.DataFrame(rows).to_csv(index=False, float_format="%.8g", lineterminator="\n"))
 
 
-def _difference_cells(difference: Difference | None) -> dict[str, Any]:
-    ends = (difference and difference.interval) or (None, None)
-    cells = dict(zip(("difference_low", "difference_high"), ends, strict=True))
-    mean, of = (difference.mean, difference.of) if difference else (None, "")
-    return {"difference": mean, **cells, "difference_interval_of": of}
+def _fields(difference: Estimate | None) -> dict[str, Any]:
+    return (
+        dict.fromkeys(("mean", "low", "high", "of")) if difference is None else asdict(difference)
+    )
 
 
 def as_latex(comparison: Comparison) -> str:
@@ -519,15 +522,16 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list
 def _html(comparison: Comparison) -> str:
     """One offline page in the report's style: a chart, the table, and what costs what."""
     main, figures = comparison.main, {}
+    found = [(group, group.score) for group in comparison.groups if group.score is not None]
+    if found:
+        ends = [(of.low, of.high) if of.low is not None else (of.mean, of.mean) for _, of in found]
+        names, means = [group.name for group, _ in found], [of.mean for _, of in found]
+        figures["results"] = bars(names, means, ends, main.label, main.unit)
     rows = [
         {name: of.mean for name, of in group.metrics.items()}
-        | {"network": group.name, "value": group.metrics[main.name].mean, "ends": group.interval}
-        for group in comparison.groups
+        | {"network": group.name, "value": score.mean}
+        for group, score in found
     ]
-    if rows := [row for row in rows if row["value"] is not None]:
-        ends = [row["ends"] or (row["value"], row["value"]) for row in rows]
-        names, means = ([row[key] for row in rows] for key in ("network", "value"))
-        figures["results"] = bars(names, means, ends, main.label, main.unit)
     costs, sign = (*COSTS, "num_parameters", "retrain_seconds"), 1 if main.is_score else -1
     figures |= fronts(rows, costs, main.label, main.unit, sign=sign)
     return templates.render(

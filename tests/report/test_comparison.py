@@ -270,11 +270,11 @@ def test_one_seed_has_the_interval_of_its_test_records_or_says_that_it_has_none(
     with_resamples(private, [0.8] * 41, root="patients.csv")
     comparison = compare_runs([plain, private], against="eps8")
     assert [row[2] for row in comparison.table()[1]] == [shown, "–"]
-    assert [group.interval for group in comparison.groups] == [(0.8, 0.97)] * 2
+    assert [(group.score.low, group.score.high) for group in comparison.groups] == [(0.8, 0.97)] * 2
     (row, other) = csv.DictReader(as_csv(comparison).splitlines())
     assert (row["group"], other["group"]) == ("plain", "eps8")
-    assert float(row["difference"]) == pytest.approx(0.1)
-    assert (row["difference_interval_of"], other["difference_interval_of"]) == (of, "")
+    assert float(row["difference_mean"]) == pytest.approx(0.1)
+    assert (row["difference_of"], other["difference_of"]) == (of, "")
     assert (row["difference_low"] == "") == (not of)
     console = Console(file=io.StringIO(), width=200)
     print_comparison(comparison, console)
