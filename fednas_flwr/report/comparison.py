@@ -529,7 +529,7 @@ def _html(comparison: Comparison) -> str:
         figures["results"] = bars(names, means, ends, main.label, main.unit)
     rows = [
         {name: of.mean for name, of in group.metrics.items()}
-        | {"network": group.name, "value": score.mean}
+        | {"network": group.name, "test": score.mean}
         for group, score in found
     ]
     costs, sign = (*COSTS, "num_parameters", "retrain_seconds"), 1 if main.is_score else -1

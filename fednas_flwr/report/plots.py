@@ -18,7 +18,7 @@ from fednas_flwr.report.tables import STAGES
 from fednas_flwr.report.templates import as_date, as_unit, quantiles
 from fednas_flwr.runs.events import Event, NamedClient
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import GUESSES, METRICS, SCORES, Run, Unit, is_noised
+from fednas_flwr.runs.numbers import GUESSES, METRICS, Run, Unit, is_noised
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Figure = dict[str, Any]
@@ -185,21 +185,19 @@ def leaderboard(run: Run) -> Figure | None:
 
     Without guesses that are worse than every network: then differences between those can be seen.
     """
-    score, key = run.score, "accuracy" if run.score == SCORES[0] else "test"
-    rows = [row for row in compared(run) if row[key] is not None]
-    least = min((score.sign * row[key] for row in rows if row["rounds"] is not None), default=0)
-    rows = [row for row in rows if row["network"] not in GUESSES or score.sign * row[key] >= least]
+    score, rows = run.score, [row for row in compared(run) if row["test"] is not None]
+    least = min((score.sign * row["test"] for row in rows if row["rounds"] is not None), default=0)
+    rows = [r for r in rows if r["network"] not in GUESSES or score.sign * r["test"] >= least]
     if not rows:
         return None
-    ends = [row["interval"] or (row[key], row[key]) for row in rows]
-    names, values = [row["network"] for row in rows], [row[key] for row in rows]
+    names, values = [row["network"] for row in rows], [row["test"] for row in rows]
+    ends = [row["interval"] or (row["test"], row["test"]) for row in rows]
     return bars(names, values, ends, f"{score.label} on test records", score.unit)
 
 
 def leaderboard_fronts(run: Run) -> dict[str, Figure]:
     """Return the score of the networks that a run has compared over what they cost."""
-    score, key = run.score, "accuracy" if run.score == SCORES[0] else "test"
-    rows = [row | {"value": row[key]} for row in compared(run) if row["rounds"]]
+    score, rows = run.score, [row for row in compared(run) if row["rounds"]]
     found = fronts(rows, COSTS, f"test {score.label}", score.unit, sign=score.sign)
     return {f"front_{name}": figure for name, figure in found.items()}
 
@@ -252,7 +250,7 @@ def fronts(
     The best are those that no other beats in both.
 
     Args:
-        rows: Each with a ``network``, its ``value``, and what it costs by name.
+        rows: Each with a ``network``, its ``test`` score, and what it costs by name.
         costs: Names of ``METRICS``.
         score: What the values are.
         unit: Of the values.
@@ -260,10 +258,10 @@ def fronts(
     """
     found = {}
     for cost in [metric for metric in METRICS if metric.name in costs]:
-        known = [row for row in rows if None not in (row.get(cost.name), row["value"])]
+        known = [row for row in rows if None not in (row.get(cost.name), row["test"])]
         if len({row[cost.name] for row in known}) < 2:
             continue
-        points = [(row[cost.name], row["value"], row["network"]) for row in known]
+        points = [(row[cost.name], row["test"], row["network"]) for row in known]
         points.sort(key=lambda point: (point[0], -sign * point[1]))
         best = [
             p for i, p in enumerate(points) if all(sign * (p[1] - q[1]) > 0 for q in points[:i])

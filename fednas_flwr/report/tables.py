@@ -126,8 +126,8 @@ def score_table(run: Run) -> Table | None:
     kinds = [kind for kind in SCORES if kind.of(central) is not None]
 
     def interval(kind: Score) -> str:
-        ends = (central.get("intervals") or {}).get(kind.name)
-        return " to ".join(map(FORMS[kind.unit].text, ends)) if ends else DASH
+        ends = (central.get("intervals") or {}).get(kind.name) or ()
+        return " to ".join(dict.fromkeys(map(FORMS[kind.unit].text, ends))) or DASH
 
     columns: list[tuple[str, Callable[[Score], str]]] = [
         ("score", lambda kind: kind.label),
@@ -145,8 +145,8 @@ def leaderboard_table(run: Run) -> Table | None:
     models, score = compared(run), run.score
     if len(models) < 2:
         return None
-    text, by_accuracy = FORMS[score.unit].text, score == SCORES[0]
-    no_accuracy = by_accuracy or run.is_regression  # beside the score
+    text = FORMS[score.unit].text
+    no_accuracy = score == SCORES[0] or run.is_regression  # beside the score
 
     def validation(row: dict[str, Any]) -> str:
         value, error = row["validation"], row["standard_error"]
@@ -155,7 +155,7 @@ def leaderboard_table(run: Run) -> Table | None:
     def test(row: dict[str, Any]) -> str:
         low_high = row["interval"]
         ends = f" ({text(low_high[0])} – {text(low_high[1])})" if low_high else ""
-        return text(row["accuracy"] if by_accuracy else row["test"]) + ends
+        return text(row["test"]) + ends
 
     def epsilon(row: dict[str, Any]) -> str:
         return epsilon_text(row["epsilon"]) if run.is_private and row["rounds"] else DASH
@@ -273,6 +273,7 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
             "batches": [
                 client["rates"][place] * sum(client["records"].get(s, 0) for s in release["splits"])
                 for client in event["clients"]
+                if release["batch_size"] and release["batch_size"] < 1
             ],
         }
         for place, release in enumerate(event["schedule"])

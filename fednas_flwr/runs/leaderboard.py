@@ -63,7 +63,7 @@ class Candidate:
             "metric": score.name,
             "validation": score.sign * self.values[0] if self.values else None,
             "standard_error": _spread(self.values) if self.values else None,
-            "test": score.of(central),
+            "test": self.run.test_score(),
             "interval": (central.get("intervals") or {}).get(score.name),
             "accuracy": self.run.accuracy(),
             "rounds": len(self.run.rounds("retrain")),

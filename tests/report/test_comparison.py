@@ -229,7 +229,7 @@ def test_curves_are_a_picture(
 @pytest.mark.parametrize(("sign", "front"), [(1, [1.0, 3.0]), (-1, [1.0, 2.0])])
 def test_the_front_has_what_no_other_beats(sign: int, front: list[float]) -> None:
     points = [("a", 1.0, 0.5), ("b", 2.0, 0.4), ("c", 3.0, 0.9), ("d", 3.0, 0.8), ("e", 4.0, 0.9)]
-    rows = [{"network": name, "latency_ms": x, "value": y} for name, x, y in points]
+    rows = [{"network": name, "latency_ms": x, "test": y} for name, x, y in points]
     (name, figure), *others = fronts(
         rows, ("latency_ms", "epsilon"), "F1", "score", sign=sign
     ).items()
