@@ -62,10 +62,7 @@ def predict(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the notes, which are printed below
             predictions = model.predict(
-                data,
-                progress=progress,
-                threshold=threshold,
-                positive=tested.get("positive"),
+                data, progress=progress, threshold=threshold, positive=tested.get("positive")
             )
     for note in predictions.notes:
         print(f"note: {note}")
@@ -95,10 +92,7 @@ def _print_scores(predictions: Predictions, labels: Tensor) -> None:
 
     labels = labels.float() if predictions.target else labels
     scores = detailed(
-        predictions.logits,
-        labels,
-        objective=predictions.objective,
-        threshold=predictions.threshold,
+        predictions.logits, labels, objective=predictions.objective, threshold=predictions.threshold
     )
     named = {"class_names": predictions.class_names, "multi_label": predictions.multi_label}
     run = Run(

@@ -13,29 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, JustifyMethod
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import cells
 from fednas_flwr.report.tables import STAGES, TEST_SEED, leaderboard_table, reached, scores
-from fednas_flwr.report.templates import (
-    DASH,
-    count,
-    duration,
-    paragraphs,
-    percent,
-    score,
-    sentence,
-)
+from fednas_flwr.report.templates import DASH, count, duration, paragraphs, percent, score, sentence
 from fednas_flwr.runs.events import Event, names_by_client, with_names
 from fednas_flwr.runs.numbers import Run, read_run
 from fednas_flwr.settings.names import CLIENT

@@ -511,10 +511,7 @@ def _scores(model: str, prefix: str) -> list[Metric]:
     """List the scores of one model."""
     return [
         Metric(
-            f"{model}_{score.name}",
-            f"{prefix} {score.label}",
-            score.unit,
-            _of(model, score.name),
+            f"{model}_{score.name}", f"{prefix} {score.label}", score.unit, _of(model, score.name)
         )
         for score in SCORES
         if model in score.models
@@ -536,17 +533,11 @@ METRICS = [
         _of("central", "without_cells"),
     ),
     Metric(
-        "released_auroc",
-        "AUROC on training records, noised",
-        "score",
-        _of("released", "auroc"),
+        "released_auroc", "AUROC on training records, noised", "score", _of("released", "auroc")
     ),
     Metric("client_accuracy", "mean accuracy over clients", "share", Run.client_accuracy),
     Metric(
-        "personalised_accuracy",
-        "accuracy after local training",
-        "share",
-        Run.personalised_accuracy,
+        "personalised_accuracy", "accuracy after local training", "share", Run.personalised_accuracy
     ),
     *_scores("linear", "linear model,"),
     *_scores("trees", "boosted trees,"),
