@@ -14,7 +14,6 @@ from typing import Any
 
 from fednas_flwr.base.shares import wilson
 from fednas_flwr.report.cells import derived_edges, edge_labels
-from fednas_flwr.report.tables import STAGES
 from fednas_flwr.report.templates import as_date, as_unit, quantiles
 from fednas_flwr.runs.events import Event, NamedClient
 from fednas_flwr.runs.leaderboard import compared
@@ -82,7 +81,6 @@ def all_figures(run: Run) -> dict[str, Figure]:
         "predictions": predictions(run),
         "importance": importance(run),
         "epsilon": curves([number for number, _ in growth], epsilons, "epsilon", FROM_ZERO),
-        **{f"traffic_{stage}": traffic(run.rounds(stage)) for stage in STAGES},
     }
     return {name: figure for name, figure in found.items() if figure is not None}
 
@@ -311,18 +309,6 @@ def class_curves(run: Run) -> dict[str, Figure]:
         traces += [_diagonal("chance", 0, 1)] if kind == "roc" else []
         found[kind] = _figure(*traces, x=x, y=y, showlegend=len(traces) > 1, **look)
     return found
-
-
-def traffic(rounds: Sequence[Event]) -> Figure | None:
-    """Return the megabytes that the server sent and received in each round, if they differ."""
-    ways = {"bytes_sent": "sent by the server", "bytes_received": "received"}
-    series = {name: [event[key] / 1e6 for event in rounds] for key, name in ways.items()}
-    series = {name: values for name, values in series.items() if len({*values}) > 1}
-    figure = curves([event["round"] for event in rounds], series, "MB per round", FROM_ZERO)
-    for trace in figure["data"] if figure else ():
-        if trace["name"] == "received":  # often the same as is sent: keep the line below visible
-            trace["line"]["dash"] = "dash"
-    return figure
 
 
 def partition(event: Event) -> Figure | None:

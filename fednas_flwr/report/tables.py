@@ -62,23 +62,6 @@ def scores(run: Run) -> list[tuple[str, str]]:
     return reached(run, [name for name in names if not name.startswith(simpler)])
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
-    """Return name and value of everything that says what was run, beside settings."""
-    config, started = run.settings, run.last("run_started")
-    searched = sentence("search_privacy", config, run.privacy) if run.rounds("search") else ""
-    versions = started.get("versions") or {}
-    facts = [
-        *((name, str(run.group(name).get("name") or "")) for name in ("dataset", "runtime")),
-        ("the search was", searched),
-        ("registered by the user", ", ".join(started.get("own") or [])),
-        ("data", ". ".join(run.last("data").get("found") or [])),
-        *((name, str(started.get(name) or "")) for name in ("commit", "machine", "device")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("folder", run.folder.resolve().name),
-    ]
-    return [(name, value) for name, value in facts if value]
-
-
 def setting_rows(run: Run) -> list[tuple[str, str]]:
     """Name and value of each setting as it took effect."""
     settings = run.settings
