@@ -21,7 +21,7 @@ from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.models.prediction import MODEL_FILE
 from fednas_flwr.pipeline import baselines
 from fednas_flwr.report.html_report import write_report
-from fednas_flwr.report.templates import percent, score
+from fednas_flwr.report.templates import as_unit
 from fednas_flwr.runs.events import Event, Listener
 from fednas_flwr.runs.leaderboard import chosen
 from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, is_whole, read_run
@@ -110,29 +110,26 @@ def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: 
             tell(place())
 
     tell({"event": "stage_started", "stage": stage, "rounds": None})
-    threading.Thread(target=poll, daemon=True).start()
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
     try:
         for number, (folder, reason) in enumerate(train_all(config, folders, limit), 1):
             run = read_run(folder)
-            value = score(run.test_score()) if run.is_regression else percent(run.accuracy())
+            value = f"{run.score.label} {as_unit(run.test_score(), run.score.unit)}"
             text = f"{folder.name}: {reason or value}"
             tell(place() | {"position": f"{number}/{len(folders)}", "text": text})
     finally:
         ended.set()
+        thread.join()
     tell({"event": "stage_finished", "stage": stage, "seconds": time.monotonic() - begun})
 
 
 def _share_done(folders: Sequence[Path]) -> float:
     """The share of all rounds of retraining of some runs that is done."""
-    shares = []
-    for folder in folders:
-        file = folder / EVENTS_FILE
-        found = re.findall(
-            rb'"retrain", "round": (\d+), "rounds": (\d+)',
-            file.read_bytes() if file.exists() else b"",
-        )
-        shares.append(int(found[-1][0]) / int(found[-1][1]) if found else 0.0)
-    return sum(shares) / len(shares)
+    files = [file for folder in folders if (file := folder / EVENTS_FILE).exists()]
+    pattern = re.compile(rb'"retrain", "round": (\d+), "rounds": (\d+)')
+    rounds = [pattern.findall(file.read_bytes())[-1:] for file in files]
+    return sum(int(done) / int(of) for last in rounds for done, of in last) / len(folders)
 
 
 def train_all(

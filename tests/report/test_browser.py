@@ -126,13 +126,14 @@ def watched(make_run: Callable[..., Path]) -> Iterator[str]:
     (folder / "events.jsonl").write_text("".join(events[: rounds[1] + 1]))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(make_app(folder), port=port, log_level="warning"))
+    app = uvicorn.Config(make_app(folder), port=port, log_level="warning", lifespan="off")
+    server = uvicorn.Server(app)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
         time.sleep(0.05)
     yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
+    server.should_exit = server.force_exit = True
     thread.join()
 
 
