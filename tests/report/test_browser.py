@@ -126,11 +126,12 @@ def watched(make_run: Callable[..., Path]) -> Iterator[str]:
     (folder / "events.jsonl").write_text("".join(events[: rounds[1] + 1]))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    app = uvicorn.Config(make_app(folder), port=port, log_level="warning", lifespan="off")
-    server = uvicorn.Server(app)
+    served = {"log_level": "warning", "lifespan": "off", "ws": "none"}
+    server = uvicorn.Server(uvicorn.Config(make_app(folder), port=port, **served))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
+        assert thread.is_alive()
         time.sleep(0.05)
     yield f"http://127.0.0.1:{port}"
     server.should_exit = server.force_exit = True

@@ -106,7 +106,9 @@ const drawFigure = (() => {
     const y = scaleOf(layout.yaxis, ys, heat || layout.yaxis.type ? height / (1.25 * size) : height / 48);
     const left = 10 + longest(y.ticks.map(y.label)) + (layout.yaxis.title?.text ? 1.7 * size : 0);
     const beside = longest(data.flatMap((trace) => (trace.orientation === "h" ? trace.text : [])));
-    const right = heat && width > 420 ? 62 : 12 + beside;
+    const ends = heat ? ["cmax", "cmin"].map((key) => layout.coloraxis[key]) : [];
+    const short = (v) => format(Number(v.toPrecision(3)));
+    const right = heat && width > 420 ? 33 + longest(ends.map(short)) : 12 + beside;
     const inner = Math.max(40, width - left - right);
     const keys = [];  // of the legend: trace, place and row
     for (const trace of legend ? named : []) {
@@ -170,7 +172,7 @@ const drawFigure = (() => {
             make(svg, "rect", { x: bar, y: top + depth * (1 - (i + 1) / steps), width: 12,
               height: depth / steps + 0.5, fill: mixed(look.ends, i / (steps - 1)) });
           for (const [v, at] of [[cmax, top + size], [cmin, top + depth]])
-            make(svg, "text", { x: bar + 15, y: at - 2 }, format(Number(v.toPrecision(3))));
+            make(svg, "text", { x: bar + 15, y: at - 2 }, short(v));
         }
         continue;
       }
