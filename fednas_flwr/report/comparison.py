@@ -108,7 +108,8 @@ class Estimate:
         mean, half = paired_difference(values)
         if half is not None:
             return cls(mean, mean - half, mean + half, "seeds")
-        return cls(mean, *(records or (None, None)), "test records" if records else "")
+        low, high = (records[0], records[1]) if records else (None, None)
+        return cls(mean, low, high, "test records" if records else "")
 
     def text(self, metric: Metric) -> str:
         """It as a difference, in the unit of the metric's column."""
@@ -235,15 +236,17 @@ def _score(runs: Sequence[Run], main: Metric) -> Estimate | None:
 def _difference(runs: Sequence[Run], others: Sequence[Run], main: Metric) -> Estimate | None:
     """How far some runs are ahead of others with the same seeds."""
     by_seed = {} if runs is others else {other.config.get("seed"): other for other in others}
-    pairs, values = [], []
+    pairs: list[tuple[Run, Run]] = []
+    values: list[float] = []
     for run in runs:
         pair = run, by_seed.get(run.config.get("seed"), run)
         ours, theirs = map(main.read, pair)
         if pair[1] is not run and ours is not None and theirs is not None:
-            pairs, values = [*pairs, pair], [*values, ours - theirs]
+            pairs.append(pair)
+            values.append(ours - theirs)
     alike = len(pairs) == 1 and len({*map(_test_set, pairs[0])}) == 1
-    scores = [run.scores("central") for run in pairs[0]] if alike else [{}, {}]
-    return Estimate.by(values, paired_interval(*scores, main.name.removeprefix("central_")))
+    own, other = (run.scores("central") if alike else {} for run in (pairs or [(runs[0],) * 2])[0])
+    return Estimate.by(values, paired_interval(own, other, main.name.removeprefix("central_")))
 
 
 def _test_set(run: Run) -> tuple[Any, ...]:
@@ -524,7 +527,10 @@ def _html(comparison: Comparison) -> str:
     main, figures = comparison.main, {}
     found = [(group, group.score) for group in comparison.groups if group.score is not None]
     if found:
-        ends = [(of.low, of.high) if of.low is not None else (of.mean, of.mean) for _, of in found]
+        ends = [
+            (of.mean, of.mean) if of.low is None or of.high is None else (of.low, of.high)
+            for _, of in found
+        ]
         names, means = [group.name for group, _ in found], [of.mean for _, of in found]
         figures["results"] = bars(names, means, ends, main.label, main.unit)
     rows = [

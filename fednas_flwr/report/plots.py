@@ -275,7 +275,7 @@ def fronts(
         title = cost.label + {"megabytes": " (MB)", "milliseconds": " (ms)"}.get(cost.unit, "")
         look = PERCENT if unit == "share" else {}
         wide = max(xs) > WIDE_RANGE * max(min(xs), 0) and min(xs) > 0
-        axis = {"xaxis": LOG if wide else {}, "yaxis": look, "showlegend": False}
+        axis: Figure = {"xaxis": LOG if wide else {}, "yaxis": look, "showlegend": False}
         found[cost.name] = _figure(line, dots, x=title, y=score, **axis)
     return found
 
