@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,8 +230,7 @@ def execute(
 
     try:
         with ProgressDisplay() as display:
-            tell = partial(print, flush=True)
-            run_whole(config, listeners=[display, *listeners], resumed=resumed, tell=tell)
+            run_whole(config, listeners=[display, *listeners], resumed=resumed, tell=display)
     except KeyboardInterrupt:
         print(f"\nTo go on: {go_on}", file=sys.stderr)
         raise

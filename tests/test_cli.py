@@ -380,7 +380,7 @@ def test_what_typing_takes_from_an_experiment_is_told_in_one_line(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "fednas: warning: the experiment sets retrain.local_epochs, algorithm.local_epochs, "
-        "without effect in this run."
+        "without effect with privacy=dp, whose clients take noised steps."
     ]
     assert cli.main(["run", "--cfg", "job", "experiment=fdnas/fashion_mnist"]) == 0
     assert capsys.readouterr().err == ""

@@ -428,31 +428,38 @@ PRIVATE = {
 
 
 @pytest.mark.parametrize(
-    ("tree", "settings"),
+    ("tree", "settings", "cause"),
     [
-        ({**PRIVATE, "algorithm": {"local_epochs": 7}}, "algorithm.local_epochs"),
+        (
+            {**PRIVATE, "algorithm": {"local_epochs": 7}},
+            "algorithm.local_epochs",
+            "privacy=dp, whose clients take noised steps",
+        ),
         (
             {**PRIVATE, "retrain": {"local_epochs": 2, "norm": "group"}, "stages": ["search"]},
             "retrain.local_epochs",
+            "privacy=dp, whose clients take noised steps",
         ),
         (
             {"defaults": [{"override /search_space": "darts"}, {"override /algorithm": "fedavg"}]},
             "search_space",
+            "algorithm.network=mobilenet_v2, a network that is fixed",
         ),
         (
             {"algorithm": {"weights": {"lr": 0.3}, "batch_size": 9}, "stages": ["retrain"]}
             | {"genotype": "a.json"},
             "algorithm.weights.lr, algorithm.batch_size",
+            "stages=[retrain], which lack search",
         ),
     ],
 )
 def test_what_an_experiment_sets_without_effect_is_listed_in_one_warning(
-    own_experiment, tree, settings
+    own_experiment, tree, settings, cause
 ):
     with pytest.warns(NoEffectWarning) as told:
         compose(own_experiment(tree), "seed=2")
     assert [str(one.message) for one in told] == [
-        f"the experiment sets {settings}, without effect in this run."
+        f"the experiment sets {settings}, without effect with {cause}."
     ]
     assert [one.filename for one in told] == [__file__]  # that of who composes
 

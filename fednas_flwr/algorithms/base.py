@@ -568,6 +568,7 @@ class RoundStrategy(Strategy, Generic[S]):
                 break
             sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
             self._round, self._phase, self._client_metrics = server_round, 0, {}
+            self.cohort.seconds.clear()
             if (sampling := self.cohort.sampling) is not None:
                 self._participants = sampling.participants(self.stage, server_round)
                 self._asked = set()
@@ -588,6 +589,7 @@ class RoundStrategy(Strategy, Generic[S]):
                 bytes_sent=self.cohort.bytes_sent - sent,
                 bytes_received=self.cohort.bytes_received - received,
                 clients={str(c): m for c, m in sorted(self._client_metrics.items())},
+                client_seconds={} if self.is_private else dict(self.cohort.seconds),
                 **({} if self._participants is None else {"asked": sorted(self._asked)}),
             )
             self._emit_alphas(server_round, num_rounds)

@@ -6,6 +6,8 @@ import ctypes
 import os
 import platform
 import re
+import resource
+import sys
 from functools import lru_cache
 
 from fednas_flwr.base.errors import ConfigError
@@ -14,6 +16,18 @@ from fednas_flwr.base.errors import ConfigError
 def machine_memory() -> int:
     """Return the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_memory() -> dict[str, int]:
+    """The most bytes that this process has held so far: ``process``, and ``gpu`` where it used one.
+
+    Tensors of clients that it computes itself are counted, those of other processes are not.
+    """
+    peak = {"process": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        peak["gpu"] = torch.cuda.max_memory_allocated()
+    return peak
 
 
 def check_fits(num_bytes: int, what: str, remedy: str) -> None:

@@ -16,7 +16,7 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from inspect import Parameter, signature
@@ -89,14 +89,22 @@ def _main(arguments: Sequence[str] | None) -> int:
         for name, handler in module.COMMANDS.items():
             _add(commands, name, handler)
     for group, (description, handlers) in (privacy.GROUPS | machines.GROUPS).items():
-        actions = commands.add_parser(group, description=description)
-        of_group = actions.add_subparsers(required=True, metavar="action")
+        actions = commands.add_parser(
+            group,
+            usage=f"fednas {group} [-h] action ...",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        of_group = actions.add_subparsers(
+            required=True, metavar="action", help=argparse.SUPPRESS, prog=f"fednas {group}"
+        )
         for name, handler in handlers.items():
             _add(of_group, name, handler)
-    parser.epilog = "every day:"
-    for name in sorted(commands.choices, key=lambda name: name not in DAILY):
-        parser.epilog += "\n\nfor experts:" if name == "lookup" else ""
-        parser.epilog += f"\n    {name:12} {commands.choices[name].description}"
+        actions.epilog = _listed("actions", of_group, of_group.choices)
+    daily = [name for name in commands.choices if name in DAILY]
+    rest = [name for name in commands.choices if name not in DAILY]
+    listed = (_listed("every day", commands, daily), _listed("for experts", commands, rest))
+    parser.epilog = "\n\n".join(listed)
     options, overrides = parser.parse_known_args(arguments)
     values = vars(options)
     handler, files, debug = (values.pop(name) for name in ("handler", "own", "debug"))
@@ -109,6 +117,12 @@ def _main(arguments: Sequence[str] | None) -> int:
         return handler(**values) or 0
     except Exception as error:
         return fail(error, debug=debug)
+
+
+def _listed(title: str, commands: Commands, names: Iterable[str]) -> str:
+    """Names of commands, a line for each, with what they do."""
+    lines = [f"    {name:12} {commands.choices[name].description}" for name in names]
+    return "\n".join([f"{title}:", *lines])
 
 
 def _add(commands: Commands, name: str, handler: Handler) -> None:

@@ -146,11 +146,7 @@ def doctor(folder: Path = Path()) -> int:
     return RUN_FAILED if any(finding.broken for finding in findings) else 0
 
 
-COMMANDS: dict[str, Handler] = {
-    "provision": provision_machines,
-    "key": make_key,
-    "doctor": doctor,
-}
+COMMANDS: dict[str, Handler] = {"provision": provision_machines, "key": make_key, "doctor": doctor}
 GROUPS: dict[str, tuple[str, dict[str, Handler]]] = {
     "latency": (
         "what the ops of a search space cost on a machine",

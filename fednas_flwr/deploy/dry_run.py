@@ -34,7 +34,7 @@ from fednas_flwr.pipeline.later_settings import explained
 from fednas_flwr.pipeline.stages import describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
-from fednas_flwr.report.templates import render, sentence
+from fednas_flwr.report.templates import paragraphs, render, sentence
 from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
@@ -155,7 +155,8 @@ def private_terms(config: Config) -> list[str]:
     if not isinstance(config.privacy, DifferentialPrivacy):
         raise ConfigError("privacy=none: nothing is to be calibrated; set privacy=dp.")
     with begun(config, SteppedGrid) as (run, _):
-        return [*explained(run), f"(epsilon, delta) at most {_promised(run)}"]
+        why = paragraphs("less_than_budget", read_run(run.folder).privacy)
+        return [*explained(run), f"(epsilon, delta) at most {_promised(run)}", *why]
 
 
 @contextmanager

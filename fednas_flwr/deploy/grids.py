@@ -54,6 +54,9 @@ class InProcessGrid(Grid):
     Args:
         client_app: Answers every message.
         num_clients: Number of nodes; node ``i + 2`` has ``partition-id = i``.
+
+    Attributes:
+        seconds: The time that each message's answer took, by the message's id.
     """
 
     server_node_id = SERVER_NODE_ID
@@ -64,7 +67,7 @@ class InProcessGrid(Grid):
         self._client_app = client_app
         self._run = Run.create_empty(run_id=1)
         self._messages: dict[str, Message] = {}
-        self._num_messages = 0
+        self._num_messages, self.seconds = 0, dict[str, float]()
         self._contexts = {
             SERVER_NODE_ID + 1 + index: Context(
                 run_id=1,
@@ -117,7 +120,10 @@ class InProcessGrid(Grid):
         for message_id in message_ids:
             message = self._messages.pop(message_id, None)
             if message is not None:
-                return [self.answer(message)]
+                started = time.monotonic()
+                reply = self.answer(message)
+                self.seconds[message_id] = time.monotonic() - started
+                return [reply]
         return []
 
     def send_and_receive(
@@ -397,6 +403,7 @@ class WorkerGrid(InProcessGrid):
         with self._changed:
             for (message, _), reply in zip(taken, replies, strict=True):
                 self._replies[message.metadata.message_id] = reply
+                self.seconds[message.metadata.message_id] = seconds
                 self._seconds[message.metadata.message_type] = max(seconds, 1e-9)
             self._changed.notify_all()
         return lives

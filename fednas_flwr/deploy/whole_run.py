@@ -5,8 +5,10 @@ What is compared is a run of its own, in a folder of the run's.
 
 from __future__ import annotations
 
+import re
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +18,8 @@ from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.models.prediction import MODEL_FILE
 from fednas_flwr.pipeline import baselines
 from fednas_flwr.report.html_report import write_report
-from fednas_flwr.report.templates import percent, score
-from fednas_flwr.runs.events import Listener
+from fednas_flwr.report.templates import as_unit
+from fednas_flwr.runs.events import Event, Listener
 from fednas_flwr.runs.leaderboard import chosen
 from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, is_whole, read_run
 from fednas_flwr.runs.run_folder import open_run_folder
@@ -28,12 +30,16 @@ from fednas_flwr.settings.parser import seconds
 from fednas_flwr.settings.registry import packed
 from fednas_flwr.settings.unused import without_effect
 
-Tell = Callable[[str], None]
+POLL_S = 2.0  # between looks at how far the networks beside a run are
 COSTS = {"search": 4.0, "candidates": 5.0, "finalists": 6.0, "delivered": 4.0}  # parts of the time
 
 
 def run_whole(
-    config: Config, *, listeners: Iterable[Listener], resumed: bool, tell: Tell = lambda line: None
+    config: Config,
+    *,
+    listeners: Iterable[Listener],
+    resumed: bool,
+    tell: Listener = lambda event: None,
 ) -> None:
     """Run a configuration whose folder exists, with all that belongs to it.
 
@@ -45,7 +51,8 @@ def run_whole(
         config: With ``run_dir`` set.
         listeners: Called with every event of the run itself.
         resumed: True if the folder held a run that is continued.
-        tell: Called with a line for each network that is trained beside the run's.
+        tell: Called with events, which no file keeps, of the networks that are trained beside the
+            run's.
     """
     listeners, folder = list(listeners), Path(str(config.run_dir))
     if config.evaluation.deliver == FOUND or "evaluation.deliver" in without_effect(config):
@@ -56,7 +63,7 @@ def run_whole(
         _deliver_best(config, listeners, resumed, tell)
 
 
-def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell: Tell) -> None:
+def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell: Listener) -> None:
     """Search, train the candidates, and then the one that validation records choose."""
     folder, limit, begun = Path(str(config.run_dir)), config.runtime.time_limit, time.monotonic()
 
@@ -80,19 +87,47 @@ def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell
     best = chosen(folder)
     if best is None:
         raise ConfigError(f"no candidate of {folder} could be trained: see the reports below it.")
-    tell(f"delivered: {best.name}")
+    tell({"event": "told", "text": f"delivered: {best.name}"})
     final = with_runtime(baselines.delivered(config, best), time_limit=share("delivered"))
     launch(final, listeners=listeners, resumed=True)
 
 
-def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: Tell) -> None:
+def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: Listener) -> None:
     """Train networks beside the run's, those that are not done, and tell their test scores."""
-    for folder, reason in train_all(config, folders, limit):
-        run = read_run(folder)
-        result = reason or (
-            score(run.test_score()) if run.is_regression else percent(run.accuracy())
-        )
-        tell(f"{folder.parent.name} {folder.name}: {result}")
+    stage, begun, before = folders[0].parent.name, time.monotonic(), _share_done(folders)
+    ended = threading.Event()
+
+    def place() -> Event:
+        """How far they are, and the seconds left where that is known."""
+        share, seconds = _share_done(folders), time.monotonic() - begun
+        left = seconds * (1 - share) / (share - before) if share > before else None
+        return {"event": "beside", "stage": stage, "share": share, "left": left}
+
+    def poll() -> None:
+        while not ended.wait(POLL_S):
+            tell(place())
+
+    tell({"event": "stage_started", "stage": stage, "rounds": None})
+    thread = threading.Thread(target=poll, daemon=True)
+    thread.start()
+    try:
+        for number, (folder, reason) in enumerate(train_all(config, folders, limit), 1):
+            run = read_run(folder)
+            value = f"{run.score.label} {as_unit(run.test_score(), run.score.unit)}"
+            text = f"{folder.name}: {reason or value}"
+            tell(place() | {"position": f"{number}/{len(folders)}", "text": text})
+    finally:
+        ended.set()
+        thread.join()
+    tell({"event": "stage_finished", "stage": stage, "seconds": time.monotonic() - begun})
+
+
+def _share_done(folders: Sequence[Path]) -> float:
+    """The share of all rounds of retraining of some runs that is done."""
+    files = [file for folder in folders if (file := folder / EVENTS_FILE).exists()]
+    pattern = re.compile(rb'"retrain", "round": (\d+), "rounds": (\d+)')
+    rounds = [pattern.findall(file.read_bytes())[-1:] for file in files]
+    return sum(int(done) / int(of) for last in rounds for done, of in last) / len(folders)
 
 
 def train_all(
@@ -135,7 +170,7 @@ def train(folder: Path, limit: str | None) -> str:
     return ""
 
 
-def _train_baselines(config: Config, tell: Tell) -> None:
+def _train_baselines(config: Config, tell: Listener) -> None:
     """Train the networks that the run's own is compared with, and write its report anew."""
     if config.evaluation.baselines == 0 or "evaluation.baselines" in without_effect(config):
         return
@@ -143,13 +178,12 @@ def _train_baselines(config: Config, tell: Tell) -> None:
     if not is_complete(whole) or not (number := baselines.num_random(config)):  # or out of time
         return
     if config.runtime.name == "deployment" and not (whole / MODEL_FILE).exists():
-        tell(
+        text = (
             f"evaluation.baselines={number}: none are trained from here, since the model lies on "
-            "the "
-            f"SuperLink's machine; type `fednas run resume={whole}` there."
+            f"the SuperLink's machine; type `fednas run resume={whole}` there."
         )
+        tell({"event": "told", "text": text})
         return
-    folders = baselines.prepare_baselines(config)
-    _train_beside(config, folders, None, tell)
-    if folders:
+    if folders := baselines.prepare_baselines(config):
+        _train_beside(config, folders, None, tell)
         write_report(whole)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression, ranked_areas
 from fednas_flwr.settings.names import ACCURACY, AUROC, LOG_LOSS, NUMBER_METRICS
@@ -432,7 +433,8 @@ def intervals(
 
     Efron (1979): 1000 resamples of the records with replacement, fewer of very many records.
     Records are resampled one by one, also where several are of one person. Numbers that are not
-    defined in a resample do not count. Each number in the first ``resamples`` is told, too: two
+    defined in a resample do not count; one that is the same in all of them has no interval: too few
+    records disagree. Each number in the first ``resamples`` is told, too: two
     networks' are of the same records, so that their differences are paired.
 
     Args:
@@ -453,6 +455,7 @@ def intervals(
         "intervals": {name: numbers.nanquantile(ends) for name, numbers in joined.items()},
         "resamples": {name: numbers[:RESAMPLES_TOLD] for name, numbers in joined.items()},
     }
+    told["intervals"] = {name: pair for name, pair in told["intervals"].items() if pair.diff() > 0}
     return {
         kind: {name: t.tolist() for name, t in numbers.items() if bool(t.isfinite().all())}
         for kind, numbers in told.items()
@@ -497,6 +500,8 @@ def detailed(
 ) -> dict[str, Any]:
     """Return all that a report says of test records, metrics among it, JSON values only.
 
+    Intervals of shares of records are Wilson's, all others of :func:`intervals`.
+
     Args:
         logits_NC: float, on the CPU.
         labels_N: See :class:`~fednas_flwr.search.objective.Objective`; on the CPU.
@@ -515,6 +520,7 @@ def detailed(
             "pairs": list(zip(*shown, strict=True)),  # true and predicted
         }
     num_classes = logits_NC.shape[1]
+    positive = objective.positive_class(num_classes)
     probabilities_NC = objective.probabilities(logits_NC.double())
     measure = partial(weighted_scores, logits_NC, labels_N, objective=objective)
     if objective.multi_label:  # each label of each record is a prediction of its own
@@ -530,7 +536,7 @@ def detailed(
         "calibration": calibrated,
         "curves": curves(logits_NC, labels_N, objective=objective),
         **intervals(measure, len(labels_N), seed=seed),
-        "positive": objective.positive_class(num_classes),
+        "positive": positive,
         "threshold": half if objective.threshold is None else objective.threshold,
         "own": own_scores(probabilities_NC, labels_N),
     }
@@ -541,4 +547,12 @@ def detailed(
         results["majority"] = float(torch.bincount(labels_N).max()) / len(labels_N)
         cells = torch.bincount(labels_N * num_classes + predicted_N, minlength=num_classes**2)
         results["confusion"] = cells.view(num_classes, num_classes).tolist()  # by true class first
+    whole = measure(torch.ones(1, len(labels_N), dtype=torch.float64))
+    positives = 0 if positive is None else int(objective.members(labels_N, positive).sum())
+    records = {"sensitivity": positives, "specificity": len(labels_N) - positives}
+    records[ACCURACY] = 0 if objective.multi_label else len(labels_N)
+    for name, number in records.items():
+        if name in whole and number:
+            results.setdefault(name, float(whole[name]))
+            results["intervals"][name] = list(wilson(results[name], number))
     return results

@@ -7,7 +7,7 @@ listed with the reason. Differences are of runs with the same seed, with Student
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -21,9 +21,9 @@ from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
-from fednas_flwr.report.plots import bars, pareto
+from fednas_flwr.report.plots import COSTS, bars, fronts
 from fednas_flwr.report.tables import TEST_SEED, rows_of
-from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, sentence
+from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, paragraphs, sentence
 from fednas_flwr.report.terminal import print_line, print_table
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import (
@@ -34,6 +34,7 @@ from fednas_flwr.runs.numbers import (
     Metric,
     Run,
     flat_settings,
+    paired_interval,
     read_run,
 )
 
@@ -41,7 +42,14 @@ TITLE_WIDTH, GROUP_WIDTH = 30, 18
 MOST_SETTINGS = 6  # that have columns
 GROUPS = ("algorithm", "dataset", "partition", "search_space", "retrain", "privacy", "runtime")
 NOT_SETTINGS = ("seed", "run_dir", "resume")
-COSTS = ("multiply_adds", "num_parameters", "retrain_seconds", "traffic_mb", "epsilon")
+BY_NAME = {metric.name: metric for metric in METRICS}
+SAME_TEST = (
+    "name",
+    "root",
+    "label",
+    "labels",
+    "limit_test",
+)  # of the data set, and so its test set
 OVER: dict[str, tuple[str, Callable[[Sequence[Event]], float]]] = {
     "rounds": ("round", lambda events: events[-1]["round"]),
     "time": ("seconds", lambda events: sum(event["seconds"] for event in events)),
@@ -76,6 +84,48 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its 95 % interval.
+
+    Attributes:
+        mean: Of the values.
+        low: The lower end; None of one seed where nothing tells the interval.
+        high: The upper end.
+        of: What the interval is of: ``seeds``, by Student's t, or the ``test records`` of one seed,
+            by their bootstrap, which tells nothing of other seeds; empty without one.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    of: str
+
+    @classmethod
+    def by(cls, values: Sequence[float], records: Sequence[float] | None) -> "Estimate | None":
+        """The estimate of some values; of one, the interval ``records`` is that of its records."""
+        if not values:
+            return None
+        mean, half = paired_difference(values)
+        if half is not None:
+            return cls(mean, mean - half, mean + half, "seeds")
+        low, high = (records[0], records[1]) if records else (None, None)
+        return cls(mean, low, high, "test records" if records else "")
+
+    def text(self, metric: Metric) -> str:
+        """It as a difference, in the unit of the metric's column."""
+        form = FORMS[metric.unit]
+        digits = form.decimals or 3
+        mean, low, high = (
+            "" if value is None else f"{form.scale * value:+.{digits}f}".replace("-", "−")
+            for value in (self.mean, self.low, self.high)
+        )
+        if self.low is None:
+            return f"{mean} (one seed)"
+        half = form.scale * (self.mean - self.low)
+        return f"{mean} ± {half:.{digits}f}" if self.of == "seeds" else f"{mean} ({low} to {high})"
+
+
+@dataclass(frozen=True)
 class Group:
     """Runs that differ only in the seed.
 
@@ -86,6 +136,8 @@ class Group:
         folders: The run folders, in the order of the seeds.
         test_seed: True if a client's noise came from a known seed: epsilon then protects nobody.
         metrics: What the runs have reached.
+        score: What the runs are compared by; None where no run has reached it.
+        difference: Of the score, from the group that others are compared with; None without one.
     """
 
     name: str
@@ -94,6 +146,8 @@ class Group:
     folders: tuple[str, ...]
     test_seed: bool
     metrics: dict[str, Statistics]
+    score: Estimate | None = None
+    difference: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +172,16 @@ class Comparison:
     warnings: tuple[str, ...] = ()
     against: str | None = None
 
+    @property
+    def main(self) -> Metric:
+        """What the runs are compared by first."""
+        return BY_NAME[self.metric]
+
+    @property
+    def notes(self) -> list[str]:
+        """What privacy costs, where plain runs stand beside; what the differences are of."""
+        return [*paragraphs("costs_of_privacy", self), *paragraphs("difference_notes", self)]
+
     def settings(self) -> list[str]:
         """The names of the settings that tell the groups apart."""
         return list(self.groups[0].settings) if self.groups else []
@@ -138,28 +202,14 @@ class Comparison:
             if cells != {DASH} and not constant and not other:
                 columns.append((_title(metric), partial(_cell, metric)))
         if self.against is not None:
-            columns.insert(2, (f"difference from {self.against} (95 %)", self.difference))
+            columns.insert(2, (f"difference from {self.against} (95 %)", self._difference))
         if len(names := self.settings()) <= MOST_SETTINGS:
             columns += [(name, partial(_setting, name)) for name in names]
         columns.append(("seeds", lambda group: ", ".join(map(str, group.seeds))))
         return rows_of(self.groups, columns)
 
-    def difference(self, group: Group) -> str:
-        """The mean difference from the group ``against`` over the seeds that both have."""
-        other = next(one for one in self.groups if one.name == self.against)
-        ours, theirs = (
-            {seed: value for seed, value in zip(of.seeds, values, strict=True) if value is not None}
-            for of in (group, other)
-            for values in [of.metrics[self.metric].values]
-        )
-        form = FORMS[next(m.unit for m in METRICS if m.name == self.metric)]
-        pairs = [form.scale * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs]
-        if group is other or not pairs:
-            return DASH
-        mean, half = paired_difference(pairs)
-        digits = form.decimals or 3
-        text = f"{mean:+.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
-        return text.replace("-", "−")
+    def _difference(self, group: Group) -> str:
+        return DASH if group.difference is None else group.difference.text(self.main)
 
 
 def _setting(name: str, group: Group) -> str:
@@ -174,6 +224,35 @@ def paired_difference(differences: Sequence[float]) -> tuple[float, float | None
     if number < 2:
         return fmean(differences), None
     return fmean(differences), float(t.ppf(0.975, number - 1)) * stdev(differences) / sqrt(number)
+
+
+def _score(runs: Sequence[Run], main: Metric) -> Estimate | None:
+    values = [value for run in runs if (value := main.read(run)) is not None]
+    central, _, name = main.name.partition("central_")
+    known = {} if central else runs[0].scores("central").get("intervals") or {}
+    return Estimate.by(values, known.get(name))
+
+
+def _difference(runs: Sequence[Run], others: Sequence[Run], main: Metric) -> Estimate | None:
+    """How far some runs are ahead of others with the same seeds."""
+    by_seed = {} if runs is others else {other.config.get("seed"): other for other in others}
+    pairs: list[tuple[Run, Run]] = []
+    values: list[float] = []
+    for run in runs:
+        pair = run, by_seed.get(run.config.get("seed"), run)
+        ours, theirs = map(main.read, pair)
+        if pair[1] is not run and ours is not None and theirs is not None:
+            pairs.append(pair)
+            values.append(ours - theirs)
+    alike = len(pairs) == 1 and len({*map(_test_set, pairs[0])}) == 1
+    own, other = (run.scores("central") if alike else {} for run in (pairs or [(runs[0],) * 2])[0])
+    return Estimate.by(values, paired_interval(own, other, main.name.removeprefix("central_")))
+
+
+def _test_set(run: Run) -> tuple[Any, ...]:
+    """What tells a run's test set, and the resamples of its records, from those of others."""
+    named = [str(run.group("dataset").get(key)) for key in SAME_TEST]
+    return *named, run.config.get("seed"), run.scores("central").get("num_examples")
 
 
 def _cell(metric: Metric, group: Group) -> str:
@@ -221,13 +300,22 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
         check_choice("--against", against, names)
     runs = [run for group in groups for run in group]
     score = f"central_{runs[0].score.name}" if runs else METRICS[0].name
-    reached = any(run.numbers().get(score) is not None for run in runs)
+    reached = not runs or any(run.numbers().get(score) is not None for run in runs)
+    metric = score if reached else "client_accuracy"
+    other = groups[names.index(against)] if against is not None else []
     said = [(run.folder.name, sentence("disagrees", run)) for run in runs]
     return Comparison(
         best=tuple(f"best trial: {_trial_text(*trial)}" for trial in trials),
-        groups=tuple(_group(runs, shown, name) for runs, name in zip(groups, names, strict=True)),
+        groups=tuple(
+            replace(
+                _group(runs, shown, name),
+                score=_score(runs, BY_NAME[metric]),
+                difference=_difference(runs, other, BY_NAME[metric]),
+            )
+            for runs, name in zip(groups, names, strict=True)
+        ),
         not_counted=tuple(not_counted),
-        metric=score if reached or not runs else "client_accuracy",
+        metric=metric,
         warnings=tuple(f"{folder}: {text}" for folder, text in said if text),
         against=against,
     )
@@ -288,6 +376,8 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
         shown = list(zip(head, *rows[start : start + at_once], strict=True))
         title = "mean ± standard deviation over seeds"
         print_table(title, shown[0], shown[1:], numbers=True, console=console)
+    for text in comparison.notes:
+        print_line(console, text)
     for text in comparison.warnings:
         print_line(console, text, "yellow")
     for run in comparison.not_counted:
@@ -395,14 +485,22 @@ def as_csv(comparison: Comparison) -> str:
     import pandas as pd
 
     rows = [
-        {csv_cell(name): csv_cell(value) for name, value in group.settings.items()}
+        {"group": csv_cell(group.name)}
+        | {csv_cell(name): csv_cell(value) for name, value in group.settings.items()}
         | {"seeds": " ".join(map(str, group.seeds))}
         | {f"{name}_mean": found.mean for name, found in group.metrics.items()}
         | {f"{name}_deviation": found.deviation for name, found in group.metrics.items()}
         | {"test_seed": int(group.test_seed)}
+        | {f"difference_{name}": value for name, value in _fields(group.difference).items()}
         for group in comparison.groups
     ]
     return str(pd.DataFrame(rows).to_csv(index=False, float_format="%.8g", lineterminator="\n"))
+
+
+def _fields(difference: Estimate | None) -> dict[str, Any]:
+    return (
+        dict.fromkeys(("mean", "low", "high", "of")) if difference is None else asdict(difference)
+    )
 
 
 def as_latex(comparison: Comparison) -> str:
@@ -426,39 +524,30 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list
 
 def _html(comparison: Comparison) -> str:
     """One offline page in the report's style: a chart, the table, and what costs what."""
-    groups = comparison.groups
-    by_name = {metric.name: metric for metric in METRICS}
-    main = by_name[comparison.metric]
-    found = [(group, group.metrics[main.name]) for group in groups]
-    reached = [(group, one) for group, one in found if one.mean is not None]
-    figures = {}
-    if reached:
-        ends = [_interval(group, one) for group, one in reached]
-        means = [one.mean or 0.0 for _, one in reached]
-        names = [group.name for group, _ in reached]
-        figures["results"] = bars(names, means, ends, main.label, main.unit)
-    for name in COSTS:
-        points = [
-            (group.name, cost, one.mean)
-            for group, one in reached
-            if (cost := group.metrics[name].mean) is not None and one.mean is not None
+    main, figures = comparison.main, {}
+    found = [(group, group.score) for group in comparison.groups if group.score is not None]
+    if found:
+        ends = [
+            (of.mean, of.mean) if of.low is None or of.high is None else (of.low, of.high)
+            for _, of in found
         ]
-        if len({cost for _, cost, _ in points}) > 1:
-            figures[name] = pareto(points, by_name[name], main)
+        names, means = [group.name for group, _ in found], [of.mean for _, of in found]
+        figures["results"] = bars(names, means, ends, main.label, main.unit)
+    rows = [
+        {name: of.mean for name, of in group.metrics.items()}
+        | {"network": group.name, "test": score.mean}
+        for group, score in found
+    ]
+    costs, sign = (*COSTS, "num_parameters", "retrain_seconds"), 1 if main.is_score else -1
+    figures |= fronts(rows, costs, main.label, main.unit, sign=sign)
     return templates.render(
         "compare.html.j2",
         comparison=comparison,
+        zip=zip,
         figures=figures,
         figures_json=templates.as_json(figures),
         **templates.page_parts(),
     )
-
-
-def _interval(group: Group, found: Statistics) -> tuple[float, float]:
-    """The 95 % interval over seeds; of one seed that of the test records, where there is one."""
-    reached = [value for value in found.values if value is not None]
-    mean, half = paired_difference(reached)
-    return (mean, mean) if half is None else (mean - half, mean + half)
 
 
 def write_curves(

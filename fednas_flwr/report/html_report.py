@@ -18,7 +18,7 @@ from fednas_flwr.base.files import write_atomically
 from fednas_flwr.report import cells, plots, tables, templates
 from fednas_flwr.report.templates import paragraphs
 from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, read_run
-from fednas_flwr.settings.names import SPLITS
+from fednas_flwr.settings.names import MOST_SHOWN, SPLITS
 
 WIDEST_IN_PAIRS = 640
 
@@ -57,6 +57,8 @@ def render_report(run_folder: Path) -> str:
         limits=cells,
         METRICS=METRICS,
         SPLITS=SPLITS,
+        MOST_SHOWN=MOST_SHOWN,
+        by_seconds=lambda used: sorted(used.items(), key=lambda pair: -sum(pair[1])),
         edges=edges,
         partition=run.last("partition"),
         zip=zip,

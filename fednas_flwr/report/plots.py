@@ -12,12 +12,12 @@ from itertools import cycle
 from statistics import fmean
 from typing import Any
 
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.report.cells import derived_edges, edge_labels
-from fednas_flwr.report.tables import STAGES
-from fednas_flwr.report.templates import as_date, as_unit, quantiles, wilson
-from fednas_flwr.runs.events import Event
+from fednas_flwr.report.templates import as_date, as_unit, quantiles
+from fednas_flwr.runs.events import Event, NamedClient
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import GUESSES, SCORES, Metric, Run, Unit, is_noised
+from fednas_flwr.runs.numbers import GUESSES, METRICS, Run, Unit, is_noised
 from fednas_flwr.settings.names import MOST_SHOWN, QUANTILES
 
 Figure = dict[str, Any]
@@ -33,16 +33,19 @@ COLOURS = (BLUE, ORANGE, GREEN, "#9a5bd0", "#d64b6a", "#1d9fb0", "#a38a1c", GREY
 MOST_MARKERS = 60
 MOST_SLIDER_STEPS = 60
 MOST_GAPS = 40  # rows or columns of a heat map that are drawn apart
+MOST_LABELS = 12  # points that have their names beside them
+WIDE_RANGE = 100  # of costs, from which their axis is logarithmic
+COSTS = ("multiply_adds", "latency_ms", "traffic_mb", "epsilon")  # of networks that a run compares
 LONGEST_NAME = 24
 CHARTS: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {
     # heading, title of the axis, what the axis shows, metrics
     "loss": ("Loss", "loss", {}, ("train_loss", "validation_loss")),
-    "accuracy": ("Accuracy", "accuracy", SHARE, ("train_accuracy", "validation_accuracy")),
+    "accuracy": ("Accuracy", "accuracy", PERCENT, ("train_accuracy", "validation_accuracy")),
     "closeness": (
         *("Closeness: 1 - absolute error / range", "closeness", SHARE),
         ("train_closeness", "validation_closeness"),
     ),
-    "entropy": ("Entropy of the alphas", "nats per edge", {}, ("alpha_entropy",)),
+    "entropy": ("Entropy of the alphas", "nats per edge", FROM_ZERO, ("alpha_entropy",)),
     "lr": ("Learning rate chosen", "learning rate", LOG, ("lr", "alpha_lr")),
     "theta": ("Entropy of the configurations' distribution", "nats", {}, ("theta_entropy",)),
     "skip": ("Share of skip connections", "share", SHARE, ("skip_share",)),
@@ -71,13 +74,13 @@ def all_figures(run: Run) -> dict[str, Figure]:
         **class_curves(run),
         **effects(run),
         "leaderboard": leaderboard(run),
+        **leaderboard_fronts(run),
         "partition": partition(run.last("partition")),
         "clients": client_accuracy(run),
         "reliability": reliability(run),
         "predictions": predictions(run),
         "importance": importance(run),
         "epsilon": curves([number for number, _ in growth], epsilons, "epsilon", FROM_ZERO),
-        **{f"traffic_{stage}": traffic(run.rounds(stage)) for stage in STAGES},
     }
     return {name: figure for name, figure in found.items() if figure is not None}
 
@@ -180,15 +183,21 @@ def leaderboard(run: Run) -> Figure | None:
 
     Without guesses that are worse than every network: then differences between those can be seen.
     """
-    score, key = run.score, "accuracy" if run.score == SCORES[0] else "test"
-    rows = [row for row in compared(run) if row[key] is not None]
-    least = min((score.sign * row[key] for row in rows if row["rounds"] is not None), default=0)
-    rows = [row for row in rows if row["network"] not in GUESSES or score.sign * row[key] >= least]
+    score, rows = run.score, [row for row in compared(run) if row["test"] is not None]
+    least = min((score.sign * row["test"] for row in rows if row["rounds"] is not None), default=0)
+    rows = [r for r in rows if r["network"] not in GUESSES or score.sign * r["test"] >= least]
     if not rows:
         return None
-    ends = [row["interval"] or (row[key], row[key]) for row in rows]
-    names, values = [row["network"] for row in rows], [row[key] for row in rows]
+    names, values = [row["network"] for row in rows], [row["test"] for row in rows]
+    ends = [row["interval"] or (row["test"], row["test"]) for row in rows]
     return bars(names, values, ends, f"{score.label} on test records", score.unit)
+
+
+def leaderboard_fronts(run: Run) -> dict[str, Figure]:
+    """Return the score of the networks that a run has compared over what they cost."""
+    score, rows = run.score, [row for row in compared(run) if row["rounds"]]
+    found = fronts(rows, COSTS, f"test {score.label}", score.unit, sign=score.sign)
+    return {f"front_{name}": figure for name, figure in found.items()}
 
 
 def client_accuracy(run: Run) -> Figure | None:
@@ -199,7 +208,7 @@ def client_accuracy(run: Run) -> Figure | None:
     clients = [c for c in run.client_results() if c.get("accuracy") is not None]
     if len(clients) < 2:
         return None
-    names, values = [f"client {c['client']}" for c in clients], [c["accuracy"] for c in clients]
+    names, values = list(map(_named, clients)), [c["accuracy"] for c in clients]
     rest = {"mean of the clients": (fmean(values), ORANGE)}
     if (central := run.scores("central").get("accuracy")) is not None:
         rest["server's test set"] = central, GREEN
@@ -226,33 +235,64 @@ def importance(run: Run) -> Figure | None:
     return bars(names, drops, ends, title, "score", colours=look, from_zero=True)
 
 
-def pareto(points: Sequence[tuple[str, float, float]], cost: Metric, score: Metric) -> Figure:
-    """Return scores over costs, and the front: those that no other beats in both, as a line."""
-    ordered = sorted(points, key=lambda point: (point[1], -point[2]))
-    front = [p for i, p in enumerate(ordered) if all(p[2] > other[2] for other in ordered[:i])]
-    names, xs, ys = zip(*ordered, strict=True)
-    dots = _dots(xs, ys, "", size=9) | {
-        "customdata": names,
-        "hovertemplate": "%{customdata}: %{y} at %{x}<extra></extra>",
-    }
-    line = _line([x for _, x, _ in front], [y for *_, y in front], "front", ORANGE, mode="lines")
-    look, x = PERCENT if score.unit == "share" else {}, cost.label
-    x += " (MB)" if cost.unit == "megabytes" else ""
-    line["hoverinfo"] = "skip"
-    return _figure(line, dots, x=x, y=score.label, yaxis=look, showlegend=False)
+def fronts(
+    rows: Sequence[Mapping[str, Any]],
+    costs: Sequence[str],
+    score: str,
+    unit: Unit,
+    *,
+    sign: int = 1,
+) -> dict[str, Figure]:
+    """Return a score over each cost in which rows differ, and the front: a line of the best.
+
+    The best are those that no other beats in both.
+
+    Args:
+        rows: Each with a ``network``, its ``test`` score, and what it costs by name.
+        costs: Names of ``METRICS``.
+        score: What the values are.
+        unit: Of the values.
+        sign: -1 where less is better.
+    """
+    found = {}
+    for cost in [metric for metric in METRICS if metric.name in costs]:
+        known = [row for row in rows if None not in (row.get(cost.name), row["test"])]
+        if len({row[cost.name] for row in known}) < 2:
+            continue
+        points = [(row[cost.name], row["test"], row["network"]) for row in known]
+        points.sort(key=lambda point: (point[0], -sign * point[1]))
+        best = [
+            p for i, p in enumerate(points) if all(sign * (p[1] - q[1]) > 0 for q in points[:i])
+        ]
+        xs, ys, names = zip(*points, strict=True)
+        dots = _dots(xs, ys, "", size=9) | {
+            "customdata": names,
+            "hovertemplate": "%{customdata}: %{y} at %{x}<extra></extra>",
+            "text": [_short(name) if len(points) <= MOST_LABELS else "" for name in names],
+        }
+        line = _line([x for x, *_ in best], [y for _, y, _ in best], "front", ORANGE, mode="lines")
+        line["hoverinfo"] = "skip"
+        title = cost.label + {"megabytes": " (MB)", "milliseconds": " (ms)"}.get(cost.unit, "")
+        look = PERCENT if unit == "share" else {}
+        wide = max(xs) > WIDE_RANGE * max(min(xs), 0) and min(xs) > 0
+        axis: Figure = {"xaxis": LOG if wide else {}, "yaxis": look, "showlegend": False}
+        found[cost.name] = _figure(line, dots, x=title, y=score, **axis)
+    return found
 
 
 def effects(run: Run) -> dict[str, Figure]:
     """Return the mean probability of the positive class over values of a column, by its name."""
     found, explained = {}, run.scores("central").get("importance") or {}
-    for place, effect in enumerate(explained.get("effects", [])):
+    shown = explained.get("effects", [])
+    top = min(1.0, 1.1 * max((max(effect["y"]) for effect in shown), default=1.0))  # of all
+    for place, effect in enumerate(shown):
         xs, ys = effect["x"], effect["y"]
         line = _line(xs, ys, "probability", BLUE)
         if effect["kind"] != "number":
             xs = xs if effect["kind"] == "category" else [as_date(days) for days in xs]
             line = {"type": "bar", "x": xs, "y": ys, "marker": {"color": BLUE}}
-        shown: Figure = {"yaxis": PERCENT | {"range": [0, 1]}, "height": 190, "showlegend": False}
-        found[f"effect_{place}"] = _figure(line, x=_short(effect["name"]), y="", **shown)
+        look: Figure = {"yaxis": PERCENT | {"range": [0, top]}, "height": 190, "showlegend": False}
+        found[f"effect_{place}"] = _figure(line, x=_short(effect["name"]), y="", **look)
     return found
 
 
@@ -266,20 +306,9 @@ def class_curves(run: Run) -> dict[str, Figure]:
             for (c, (xs, ys)), colour in zip(by_class.items(), cycle(COLOURS), strict=False)
         ]
         look: Figure = {"xaxis": SHARES, "yaxis": SHARES, "title": {"text": heading}}
+        traces += [_diagonal("chance", 0, 1)] if kind == "roc" else []
         found[kind] = _figure(*traces, x=x, y=y, showlegend=len(traces) > 1, **look)
     return found
-
-
-def traffic(rounds: Sequence[Event]) -> Figure | None:
-    """Return the megabytes that the server sent and received in each round, if they differ."""
-    ways = {"bytes_sent": "sent by the server", "bytes_received": "received"}
-    series = {name: [event[key] / 1e6 for event in rounds] for key, name in ways.items()}
-    series = {name: values for name, values in series.items() if len({*values}) > 1}
-    figure = curves([event["round"] for event in rounds], series, "MB per round", FROM_ZERO)
-    for trace in figure["data"] if figure else ():
-        if trace["name"] == "received":  # often the same as is sent: keep the line below visible
-            trace["line"]["dash"] = "dash"
-    return figure
 
 
 def partition(event: Event) -> Figure | None:
@@ -454,6 +483,12 @@ def _softmax(row: Sequence[float | None]) -> list[float]:
 
 def _rounded(values: Iterable[float | None]) -> list[float | None]:
     return [None if value is None else float(f"{value:.5g}") for value in values]
+
+
+def _named(result: Event) -> str:
+    """A client's name, or its number with the word before it."""
+    client = result["client"]
+    return str(client) if isinstance(client, NamedClient) else f"client {client}"
 
 
 def _short(name: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.report.templates import (
     DASH,
     FORMS,
@@ -25,7 +26,6 @@ from fednas_flwr.report.templates import (
     quantiles,
     score,
     sentence,
-    wilson,
 )
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
@@ -60,23 +60,6 @@ def scores(run: Run) -> list[tuple[str, str]]:
     simpler = ("linear_", "trees_")
     names = [metric.name for metric in METRICS if metric.is_score or metric.unit == "error"]
     return reached(run, [name for name in names if not name.startswith(simpler)])
-
-
-def facts(run: Run) -> list[tuple[str, str]]:
-    """Return name and value of everything that says what was run, beside settings."""
-    config, started = run.settings, run.last("run_started")
-    searched = sentence("search_privacy", config, run.privacy) if run.rounds("search") else ""
-    versions = started.get("versions") or {}
-    facts = [
-        *((name, str(run.group(name).get("name") or "")) for name in ("dataset", "runtime")),
-        ("the search was", searched),
-        ("registered by the user", ", ".join(started.get("own") or [])),
-        ("data", ". ".join(run.last("data").get("found") or [])),
-        *((name, str(started.get(name) or "")) for name in ("commit", "machine", "device")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("folder", run.folder.resolve().name),
-    ]
-    return [(name, value) for name, value in facts if value]
 
 
 def setting_rows(run: Run) -> list[tuple[str, str]]:
@@ -126,8 +109,8 @@ def score_table(run: Run) -> Table | None:
     kinds = [kind for kind in SCORES if kind.of(central) is not None]
 
     def interval(kind: Score) -> str:
-        ends = (central.get("intervals") or {}).get(kind.name)
-        return " to ".join(map(FORMS[kind.unit].text, ends)) if ends else DASH
+        ends = (central.get("intervals") or {}).get(kind.name) or ()
+        return " to ".join(dict.fromkeys(map(FORMS[kind.unit].text, ends))) or DASH
 
     columns: list[tuple[str, Callable[[Score], str]]] = [
         ("score", lambda kind: kind.label),
@@ -145,8 +128,8 @@ def leaderboard_table(run: Run) -> Table | None:
     models, score = compared(run), run.score
     if len(models) < 2:
         return None
-    text, by_accuracy = FORMS[score.unit].text, score == SCORES[0]
-    no_accuracy = by_accuracy or run.is_regression  # beside the score
+    text = FORMS[score.unit].text
+    no_accuracy = score == SCORES[0] or run.is_regression  # beside the score
 
     def validation(row: dict[str, Any]) -> str:
         value, error = row["validation"], row["standard_error"]
@@ -155,7 +138,7 @@ def leaderboard_table(run: Run) -> Table | None:
     def test(row: dict[str, Any]) -> str:
         low_high = row["interval"]
         ends = f" ({text(low_high[0])} – {text(low_high[1])})" if low_high else ""
-        return text(row["accuracy"] if by_accuracy else row["test"]) + ends
+        return text(row["test"]) + ends
 
     def epsilon(row: dict[str, Any]) -> str:
         return epsilon_text(row["epsilon"]) if run.is_private and row["rounds"] else DASH
@@ -267,7 +250,15 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
         ("steps, at most", lambda release: f"{release['steps']:,}"),
     ]
     releases = [
-        release | {"rates": [client["rates"][place] for client in event["clients"]]}
+        release
+        | {
+            "rates": [client["rates"][place] for client in event["clients"]],
+            "batches": [
+                client["rates"][place] * sum(client["records"].get(s, 0) for s in release["splits"])
+                for client in event["clients"]
+                if release["batch_size"] and release["batch_size"] < 1
+            ],
+        }
         for place, release in enumerate(event["schedule"])
     ]
     return rows_of(releases, columns)

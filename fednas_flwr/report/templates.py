@@ -26,6 +26,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from fednas_flwr.base.foreign import markdown
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.runs.numbers import Unit, is_noised, largest, overall
 from fednas_flwr.settings.names import QUANTILES
 
@@ -45,21 +46,6 @@ def quantiles(values: Sequence[float]) -> list[float]:
     """Return the ``QUANTILES`` of one value or more, each of them one of the values."""
     ordered = sorted(values)
     return [ordered[round(share * (len(ordered) - 1))] for share in QUANTILES]
-
-
-def wilson(share: float, number: int | None) -> tuple[float, float]:
-    """The 95 % interval of a share of ``number`` records (Wilson 1927); all of [0, 1] of unknown.
-
-    Example:
-        >>> [round(end, 3) for end in wilson(0.8, 10)]
-        [0.49, 0.943]
-    """
-    from scipy.stats import binomtest  # type: ignore[import-untyped,unused-ignore]
-
-    if not number:
-        return 0.0, 1.0
-    low, high = binomtest(round(share * number), int(number)).proportion_ci(method="wilson")
-    return float(low), float(high)
 
 
 def as_date(days: float) -> str:
@@ -179,6 +165,7 @@ FORMS: dict[Unit, Form] = {
     "error": Form(figures),
     "count": Form(count, " (k)", scale=1e-3),
     "seconds": Form(duration, " (s)"),
+    "milliseconds": Form(lambda value: DASH if value is None else f"{value:.3g} ms", " (ms)"),
     "megabytes": Form(megabytes, " (MB)"),
     "number": Form(count),
 }

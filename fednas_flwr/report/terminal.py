@@ -13,29 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, JustifyMethod
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report import cells
 from fednas_flwr.report.tables import STAGES, TEST_SEED, leaderboard_table, reached, scores
-from fednas_flwr.report.templates import (
-    DASH,
-    count,
-    duration,
-    paragraphs,
-    percent,
-    score,
-    sentence,
-)
+from fednas_flwr.report.templates import DASH, count, duration, paragraphs, percent, score, sentence
 from fednas_flwr.runs.events import Event, names_by_client, with_names
 from fednas_flwr.runs.numbers import Run, read_run
 from fednas_flwr.settings.names import CLIENT
@@ -44,7 +29,7 @@ RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
 SECONDS_BETWEEN_LINES = 5.0
 STYLES = {  # of events that are shown by a macro of page/sentences.j2
-    **dict.fromkeys(("group_stage", "data", "partition", "client_back", "handed_over"), ""),
+    **dict.fromkeys(("group_stage", "data", "partition", "client_back", "handed_over", "told"), ""),
     **dict.fromkeys(("client_left", "approval_awaited", "warning"), "yellow"),
     **dict.fromkeys(("client_failed", "run_finished"), "red"),
 }
@@ -135,6 +120,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 self._start_stage(event)
             case "round":
                 self._show_round(event)
+            case "beside":
+                self._show_beside(event)
             case "stage_finished":
                 self._finish_stage(event)
             case "privacy":
@@ -181,6 +168,19 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             parts = [f"{event['stage']} {position}", metrics, f"{event['seconds']:.2f} s"]
             parts += [f"{duration(left)} left"] if number < rounds else []
             self._say("  ".join(part for part in parts if part))
+
+    def _show_beside(self, event: Event) -> None:
+        """Show how far the networks are that are trained beside the run's."""
+        left, text = event["left"], event.get("text")
+        ends_at = None if left is None else time.monotonic() + left
+        for bar in self._bars.tasks[-1:]:
+            position: dict[str, Any] = {"position": event["position"]} if text else {}
+            self._bars.update(
+                bar.id, total=1, completed=event["share"], ends_at=ends_at, **position
+            )
+        if text:
+            ends = f"  {duration(left)} left" if left else ""
+            self._say(f"{event['stage']} {event['position']}  {text}{ends}")
 
     def _finish_stage(self, event: Event) -> None:
         used = duration(event["seconds"])

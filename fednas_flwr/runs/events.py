@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr.base.foreign import load_json
+from fednas_flwr.base.memory import peak_memory
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -82,7 +83,8 @@ class EventLog(AbstractContextManager["EventLog"]):
             raise
         finally:
             seconds = time.monotonic() - started
-            self.emit("run_finished", status=status, reason=reason, seconds=seconds)
+            ended = {"status": status, "reason": reason, "seconds": seconds}
+            self.emit("run_finished", **ended, memory=peak_memory())
 
     def close(self) -> None:
         """Close the file; emitting afterwards raises ValueError."""

@@ -58,22 +58,22 @@ class Candidate:
     def row(self) -> dict[str, Any]:
         """What a leaderboard shows of it; None where it has not been measured."""
         central, score, numbers = self.run.scores("central"), self.run.score, self.run.numbers()
-        cost = self.run.last("derived").get("cost") or {}
         return {
             "network": self.name,
             "metric": score.name,
             "validation": score.sign * self.values[0] if self.values else None,
             "standard_error": _spread(self.values) if self.values else None,
-            "test": score.of(central),
+            "test": self.run.test_score(),
             "interval": (central.get("intervals") or {}).get(score.name),
             "accuracy": self.run.accuracy(),
             "rounds": len(self.run.rounds("retrain")),
             "parameters": numbers["num_parameters"],
             "multiply_adds": numbers["multiply_adds"],
-            "latency_ms": cost.get("measured") or cost.get("predicted"),
+            "latency_ms": numbers["latency_ms"],
+            "traffic_mb": numbers["traffic_mb"],
             "seconds": self.run.total_seconds(),
             "epsilon": numbers["epsilon"],
-            "reason": self.run.reason,
+            "reason": "not finished" if self.run.status == "unfinished" else self.run.reason,
         }
 
 

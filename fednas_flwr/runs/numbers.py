@@ -37,7 +37,7 @@ SEARCH_LOSS = "validation_loss"  # of the search's last round
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
 
 
-Unit = Literal["share", "score", "error", "count", "seconds", "megabytes", "number"]
+Unit = Literal["share", "score", "error", "count", "seconds", "milliseconds", "megabytes", "number"]
 
 
 @dataclass(frozen=True)
@@ -224,6 +224,9 @@ class Run:
             config["algorithm"] = {k: v for k, v in algorithm.items() if k != "network"}
         elif not searches and "network" not in algorithm:
             config.pop("algorithm", None)
+        network = self.last("derived").get("network") or {}
+        if "skip" in network and isinstance(config.get("search_space"), dict):  # as is delivered
+            config["search_space"] = config["search_space"] | {"skip": network["skip"]}
         if "retrain" not in stages:
             config.pop("retrain", None)
         elif retrain := _chosen(self.group("retrain"), algorithm, self.last("derived")):
@@ -368,6 +371,12 @@ class Run:
         folders = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{EVENTS_FILE}"))
         return [read_run(file.parent) for file in folders]
 
+    def beside_seconds(self) -> float:
+        """The time of all networks that were trained beside this run's, added up."""
+        places = (BASELINES_FOLDER, FINALISTS_FOLDER)
+        files = (file for place in places for file in self.folder.glob(f"{place}/*/{EVENTS_FILE}"))
+        return sum(read_run(file.parent).total_seconds() for file in files)
+
     def test_score(self, model: str = "central") -> float | None:
         """A model's :attr:`score` on the server's test set; else the clients' accuracy."""
         value, score = self.score.of(self.scores(model)), self.score
@@ -401,11 +410,8 @@ class Run:
         theirs = self.scores(others[rival]) if rival in others else {}
         for other in self.baselines() if rival == CLIENTS_LINEAR else ():
             theirs = other.scores("central") if other.folder.name == names.LINEAR else theirs
-        pair = [(scores.get("resamples") or {}).get(name) for scores in (ours, theirs)]
-        if all(pair):
-            leads = [sign * (a - b) for a, b in zip(*pair, strict=True)]
-            cuts = quantiles(leads, n=40)  # the first and the last leave 2.5 % beyond
-            return [cuts[0], cuts[-1]]
+        if paired := paired_interval(ours, theirs, name):
+            return sorted(sign * end for end in paired)
         ends = (ours.get("intervals") or {}).get(name)
         return ends and sorted(sign * (end - self.simpler()[rival]) for end in ends)
 
@@ -443,6 +449,21 @@ class Run:
     def epsilon(self) -> float | None:
         """The largest epsilon of all clients and splits, by the names.PRV accountant."""
         return overall(self.privacy)[0] if self.privacy else None
+
+    def latency_ms(self) -> float | None:
+        """The network's latency as it was measured, else as it was predicted."""
+        cost = self.last("derived").get("cost") or {}
+        latency: float | None = cost.get("measured") or cost.get("predicted")
+        return latency if cost.get("unit") == "ms" else None
+
+    def client_seconds(self) -> dict[int, list[float]]:
+        """The time that each client took for its answers in each round; empty of older runs."""
+        seconds: dict[int, list[float]] = {}
+        named = {int(client): client for client in self.last("partition").get("clients") or []}
+        for event in self._all_rounds():
+            for key, used in (event.get("client_seconds") or {}).items():
+                seconds.setdefault(named.get(int(key), int(key)), []).append(used)
+        return seconds
 
     def exchanges(self) -> int | None:
         """The number of exchanges with clients in all rounds."""
@@ -490,10 +511,7 @@ def _scores(model: str, prefix: str) -> list[Metric]:
     """List the scores of one model."""
     return [
         Metric(
-            f"{model}_{score.name}",
-            f"{prefix} {score.label}",
-            score.unit,
-            _of(model, score.name),
+            f"{model}_{score.name}", f"{prefix} {score.label}", score.unit, _of(model, score.name)
         )
         for score in SCORES
         if model in score.models
@@ -515,22 +533,17 @@ METRICS = [
         _of("central", "without_cells"),
     ),
     Metric(
-        "released_auroc",
-        "AUROC on training records, noised",
-        "score",
-        _of("released", "auroc"),
+        "released_auroc", "AUROC on training records, noised", "score", _of("released", "auroc")
     ),
     Metric("client_accuracy", "mean accuracy over clients", "share", Run.client_accuracy),
     Metric(
-        "personalised_accuracy",
-        "accuracy after local training",
-        "share",
-        Run.personalised_accuracy,
+        "personalised_accuracy", "accuracy after local training", "share", Run.personalised_accuracy
     ),
     *_scores("linear", "linear model,"),
     *_scores("trees", "boosted trees,"),
     Metric("num_parameters", "parameters", "count", _of("derived", "num_parameters")),
     Metric("multiply_adds", "multiply-adds", "count", _of("derived", "multiply_adds")),
+    Metric("latency_ms", "latency", "milliseconds", Run.latency_ms),
     Metric("search_seconds", "time of search", "seconds", _of("seconds", "search")),
     Metric("retrain_seconds", "time of retrain", "seconds", _of("seconds", "retrain")),
     Metric("exchanges", "exchanges", "number", Run.exchanges),
@@ -538,6 +551,20 @@ METRICS = [
     Metric("epsilon", "epsilon", "number", Run.epsilon),
     Metric("clients_lost", "clients lost", "number", Run.clients_lost),
 ]
+
+
+def paired_interval(
+    own: Mapping[str, Any], other: Mapping[str, Any], score: str
+) -> list[float] | None:
+    """The 95 % interval of the difference of two models' scores, by the paired bootstrap.
+
+    It is of resamples of the same test records; None where they are not known of both.
+    """
+    pair = [(scores.get("resamples") or {}).get(score) for scores in (own, other)]
+    if not all(pair):
+        return None
+    cuts = quantiles([a - b for a, b in zip(*pair, strict=True)], n=40)
+    return [cuts[0], cuts[-1]]  # 2.5 % are beyond each
 
 
 def _mean_accuracy(clients: list[Event]) -> float | None:

@@ -79,6 +79,7 @@ class Cohort:
     Attributes:
         bytes_sent: Bytes of all arrays sent so far; a vector sent to three clients counts thrice.
         bytes_received: Bytes of all arrays in replies so far.
+        seconds: The time that each client took for its replies; of real sites with the way there.
         properties: Properties of each connected client, by client.
         names: Those that people know clients by, as far as they have some.
         statistics: Statistics by which all clients standardise a table; None: declared ones.
@@ -100,6 +101,7 @@ class Cohort:
     wait: Callable[[float], None] = time.sleep
     bytes_sent: int = field(default=0, init=False)
     bytes_received: int = field(default=0, init=False)
+    seconds: Counter[int] = field(default_factory=Counter, init=False)
     properties: dict[int, ExactClientProperties] = field(default_factory=dict, init=False)
     names: Mapping[int, str] = field(default_factory=dict, init=False)
     statistics: Statistics | None = field(default=None, init=False)
@@ -494,15 +496,18 @@ class Cohort:
         asked: Mapping[int, Sent],
     ) -> Iterator[tuple[int, Reply | str]]:
         """Yield every client of ``asked`` with its accepted reply or the reason it has none."""
-        deadline = time.monotonic() + self.deadline_s
+        started = time.monotonic()
+        deadline, timed = started + self.deadline_s, getattr(grid, "seconds", {})
         answers, waited_s = dict(arrived), 0.0
         for client in asked:
             while client not in answers:
                 late = time.monotonic() >= deadline
                 messages = list(grid.pull_messages(list(pending)))
                 for message in messages:
-                    sender = pending.pop(message.metadata.reply_to_message_id, None)
+                    sender = pending.pop(replied := message.metadata.reply_to_message_id, None)
+                    used = timed.pop(replied, time.monotonic() - started)
                     if sender is not None:
+                        self.seconds[sender] += used
                         answers[sender] = self._read(message, sender, asked[sender].accept)
                 if late:
                     reason = f"no reply within {self.deadline_s:g} s"

@@ -323,15 +323,14 @@ def check_effect(config: Config, user: UserSettings) -> None:
                 f"{_setting(config, name)} has no effect with {spelled(rule.cause, config)}: "
                 f"{rule.remedy}."
             )
-    lost = [
-        name
-        for name in user.experiment
-        if not any(f"{name}.".startswith(f"{typed}.") for typed in user.typed)
-        and _rule_for(name, idle, config)
-    ]
+    lost: dict[str, list[str]] = {}  # by the cause
+    for name in user.experiment:
+        typed = any(f"{name}.".startswith(f"{other}.") for other in user.typed)
+        if not typed and (rule := _rule_for(name, idle, config)):
+            lost.setdefault(spelled(rule.cause, config), []).append(name)
     if lost:
-        sentence = f"the experiment sets {', '.join(lost)}, without effect in this run."
-        warnings.warn(sentence, NoEffectWarning, stacklevel=4)
+        causes = [f"{', '.join(of)}, without effect with {cause}" for cause, of in lost.items()]
+        warnings.warn(f"the experiment sets {'; '.join(causes)}.", NoEffectWarning, stacklevel=4)
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:

@@ -183,10 +183,10 @@ def layers_of(
         inside = dict(module.named_children())
         if isinstance(module, nn.ModuleList) or name in ("", "skeleton"):
             for label, part in inside.items():
-                numbered = (
-                    f"{name.removesuffix('s')} {int(label) + 1}" if label.isdigit() else label
-                )
-                yield from parts(numbered if name else label, part)
+                if label.isdigit():  # by what it is, else by its place
+                    kind = type(part).__name__.lower()
+                    label = f"{name.removesuffix('s')} {int(label) + 1}" if name else kind
+                yield from parts(label, part)
         elif not isinstance(module, nn.Identity):
             yield name.replace("_", " "), module
 

@@ -63,6 +63,23 @@ def test_one_that_fails_says_why_and_the_others_go_on(folders, compose_config, m
 
 
 @pytest.mark.run
+def test_whoever_waits_is_told_how_far_the_networks_are(folders, compose_config, monkeypatch):
+    monkeypatch.setattr(whole_run, "POLL_S", 0.05)
+    monkeypatch.setattr(whole_run.os, "sched_getaffinity", lambda process: {0})
+    told, made = [], folders("a", "b", rounds=3)
+    whole_run._train_beside(compose_config(*LINEAR), made, None, told.append)
+    assert (told[0]["event"], told[-1]["event"]) == ("stage_started", "stage_finished")
+    shares = [event["share"] for event in told[1:-1]]
+    assert shares == sorted(shares)
+    assert (shares[-1], told[-2]["left"]) == (1.0, 0.0)
+    assert {1 / 6, 1 / 3, 2 / 3} & {*shares}  # while a network is trained, too
+    texts = [(event["position"], event["text"]) for event in told if "text" in event]
+    assert [place for place, _ in texts] == ["1/2", "2/2"]
+    accuracy = read_run(made[0]).test_score()
+    assert texts[0][1] == f"a: accuracy {100 * accuracy:.1f} %"
+
+
+@pytest.mark.run
 def test_no_process_outlives_the_one_that_has_started_it(folders):
     names = [str(folder) for folder in folders("a", "b", rounds=100_000)]
     script = (

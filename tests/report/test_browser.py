@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 from fednas_flwr.report.comparison import compare_runs, write_comparison
 from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.watch import make_app
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
 
@@ -39,8 +44,9 @@ WITHIN = """words => [...document.querySelectorAll("main *")].filter(e =>
   e.getBoundingClientRect().bottom <= innerHeight && e.getBoundingClientRect().top >= 0).length"""
 
 
+@pytest.mark.parametrize("told", [True, False])
 def test_the_first_screen_answers_five_questions(
-    browser: Any, make_run: Callable[..., Path]
+    browser: Any, make_run: Callable[..., Path], told: bool
 ) -> None:
     folder = make_run("run", private=True)
     lines = (folder / "events.jsonl").read_text().splitlines()
@@ -49,6 +55,7 @@ def test_the_first_screen_answers_five_questions(
         if event["event"] == "evaluated":
             event["central"]["intervals"] = {"accuracy": [0.84, 0.95]}
             event["central"]["majority"] = 0.6
+            event["clients"] = event["clients"] if told else [{"client": c} for c in range(3)]
         if event["event"] == "exported":
             event["inputs"] = {"shape": [1], "schema": [], "mean": [], "std": []}
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
@@ -58,7 +65,7 @@ def test_the_first_screen_answers_five_questions(
     for words in (
         "Yes: the network is better than simpler models, by more than chance",  # is it worth it?
         "95 % interval 84.0 % to 95.0 %",  # how sure?
-        "Fares worst: client 1",
+        "Fares worst: client 1" if told else "clients keep their own scores",
         "Epsilon to state",
         "5.11",
         "fednas predict run patients.csv",  # how is it used?
@@ -68,19 +75,22 @@ def test_the_first_screen_answers_five_questions(
     page.close()
 
 
+@pytest.mark.parametrize(("scheme", "paper"), [("light", "244, 246, 249"), ("dark", "18, 22, 28")])
 def test_a_comparison_fits_a_phone_and_a_dark_page(
-    browser: Any, make_run: Callable[..., Path], tmp_path: Path
+    browser: Any, make_run: Callable[..., Path], tmp_path: Path, scheme: str, paper: str
 ) -> None:
     runs = [make_run(name, accuracy=a) for name, a in (("plain", 0.9), ("other", 0.8))]
     config = (runs[1] / "config.yaml").read_text().replace("channels: 8", "channels: 16")
     (runs[1] / "config.yaml").write_text(config)
     path = write_comparison(compare_runs(runs), tmp_path / "out")[-1]
     for width in (1280, 390):
-        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme="dark")
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
         page.goto(path.as_uri())
         page.wait_for_function("document.querySelectorAll('.plot svg rect').length >= 2")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == f"rgb({paper})"
+        assert page.evaluate(CUT) == []
+        assert page.evaluate(CONTRAST) == []
         assert page.evaluate(WITHIN, "plain") > 0
         page.close()
 
@@ -99,6 +109,56 @@ CONTRAST = """() => {
       .sort((x, y) => y - x); return [(a + .05) / (b + .05), e.textContent.slice(0, 40)]; })
     .filter(([ratio]) => ratio < 4.5);
 }"""
+
+
+# Words of pictures that lie outside of them.
+CUT = """() => [...document.querySelectorAll(".plot svg text")].filter(t => {
+  const [a, b] = [t, t.closest("svg")].map(e => e.getBoundingClientRect());
+  return a.left < b.left - 1 || a.right > b.right + 1; }).map(t => t.textContent)"""
+
+
+@pytest.fixture
+def watched(make_run: Callable[..., Path]) -> Iterator[str]:
+    """The address at which ``fednas watch`` shows a run that is in its second round."""
+    folder = make_run("live")
+    events = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    rounds = [place for place, line in enumerate(events) if '"event": "round"' in line]
+    (folder / "events.jsonl").write_text("".join(events[: rounds[1] + 1]))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    served = {"log_level": "warning", "lifespan": "off", "ws": "none"}
+    server = uvicorn.Server(uvicorn.Config(make_app(folder), port=port, **served))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = server.force_exit = True
+    thread.join()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_run_that_goes_on_shows_first_where_it_is(
+    browser: Any, watched: str, width: int, scheme: str
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(watched)
+    page.wait_for_function("document.querySelectorAll('.plot svg').length > 0")
+    for words in ("Search, round 2 of 3, about 1.5 s left in this stage", "train loss 1.000"):
+        assert page.evaluate(WITHIN, words) > 0
+    shown = page.locator("#live progress").bounding_box()
+    assert shown["y"] + shown["height"] < 400
+    assert page.locator("#live progress").get_attribute("value") == "2"
+    assert "Use this model" not in page.content()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(CUT) == []
+    assert page.evaluate(CONTRAST) == []
+    assert errors == []
+    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -152,6 +212,7 @@ def test_every_figure_is_drawn_and_fits(
         "[...document.querySelectorAll('.plot svg [x], .plot svg path, .plot svg circle')].some("
         "e => [...e.attributes].some(a => /NaN|undefined|Infinity/.test(a.value)))"
     )
+    assert page.evaluate(CUT) == []
     wide = page.evaluate("document.documentElement.scrollWidth")
     assert wide <= width  # the page itself never scrolls sideways
 

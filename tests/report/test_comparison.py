@@ -7,18 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.report.comparison import (
+    as_csv,
     as_latex,
+    as_markdown,
     compare_runs,
     print_comparison,
     write_comparison,
     write_curves,
 )
-from fednas_flwr.report.plots import pareto
-from fednas_flwr.runs.numbers import METRICS
+from fednas_flwr.report.plots import fronts
+from fednas_flwr.report.templates import sentence
 
 KINDS = ("csv", "md", "json", "html")
 
@@ -223,9 +226,70 @@ def test_curves_are_a_picture(
         write_curves(runs, path, metric="oddity", over=over)
 
 
-def test_the_front_has_what_no_other_beats() -> None:
+@pytest.mark.parametrize(("sign", "front"), [(1, [1.0, 3.0]), (-1, [1.0, 2.0])])
+def test_the_front_has_what_no_other_beats(sign: int, front: list[float]) -> None:
     points = [("a", 1.0, 0.5), ("b", 2.0, 0.4), ("c", 3.0, 0.9), ("d", 3.0, 0.8), ("e", 4.0, 0.9)]
-    cost, score = METRICS[-5], METRICS[0]
-    line, dots = pareto(points, cost, score)["data"]
-    assert list(zip(line["x"], line["y"], strict=True)) == [(1.0, 0.5), (3.0, 0.9)]
+    rows = [{"network": name, "latency_ms": x, "test": y} for name, x, y in points]
+    (name, figure), *others = fronts(
+        rows, ("latency_ms", "epsilon"), "F1", "score", sign=sign
+    ).items()
+    assert (name, others) == ("latency_ms", [])  # no epsilon differs
+    line, dots = figure["data"]
+    assert line["x"] == front
     assert sorted(dots["customdata"]) == ["a", "b", "c", "d", "e"]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "latency (ms)"
+
+
+def with_resamples(folder: Path, values: list[float], **config: str) -> Path:
+    """Give a run's test score resamples, and its data set other settings."""
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        if event["event"] == "evaluated":
+            event["central"] |= {"resamples": {"accuracy": values}}
+            event["central"]["intervals"] = {"accuracy": [0.8, 0.97]}
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings["dataset"] |= config
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("root", "shown", "of"),
+    [
+        ("patients.csv", "+10.0 (+8.0 to +12.0)", "test records"),
+        ("others.csv", "+10.0 (one seed)", ""),
+    ],
+)
+def test_one_seed_has_the_interval_of_its_test_records_or_says_that_it_has_none(
+    make_run: Callable[..., Path], tmp_path: Path, root: str, shown: str, of: str
+) -> None:
+    plain = with_resamples(make_run("plain"), [0.88 + 0.001 * k for k in range(41)], root=root)
+    private = make_run("eps8", accuracy=0.8, algorithm="fnas")
+    with_resamples(private, [0.8] * 41, root="patients.csv")
+    comparison = compare_runs([plain, private], against="eps8")
+    assert [row[2] for row in comparison.table()[1]] == [shown, "–"]
+    assert [(group.score.low, group.score.high) for group in comparison.groups] == [(0.8, 0.97)] * 2
+    (row, other) = csv.DictReader(as_csv(comparison).splitlines())
+    assert (row["group"], other["group"]) == ("plain", "eps8")
+    assert float(row["difference_mean"]) == pytest.approx(0.1)
+    assert (row["difference_of"], other["difference_of"]) == (of, "")
+    assert (row["difference_low"] == "") == (not of)
+    console = Console(file=io.StringIO(), width=200)
+    print_comparison(comparison, console)
+    page = write_comparison(comparison, tmp_path / "out")[-1].read_text()
+    for text in (console.file.getvalue(), page, as_markdown(comparison)):
+        assert ("says nothing of other seeds" in text) == bool(of)
+        assert ("One seed alone tells nothing about chance" in text) == (not of)
+
+
+def test_what_privacy_costs_is_one_sentence(make_run: Callable[..., Path]) -> None:
+    plain = make_run("plain", accuracy=0.9)
+    private = make_run("eps8", accuracy=0.8, private=True)
+    text = sentence("costs_of_privacy", compare_runs([plain, private]))
+    assert text == (
+        "Privacy at epsilon 5.11 costs 10.0 points of test accuracy: 80.0 % (eps8) after 90.0 % "
+        "(plain)."
+    )
+    assert sentence("costs_of_privacy", compare_runs([plain])) == ""

@@ -19,8 +19,8 @@ NAMES = tuple(
         "central_rmse central_mae accuracy_without_skip accuracy_without_cells released_auroc "
         "client_accuracy personalised_accuracy linear_accuracy linear_f1 linear_auroc linear_r2 "
         "linear_rmse linear_mae trees_accuracy trees_f1 trees_auroc trees_r2 trees_rmse "
-        "trees_mae num_parameters multiply_adds search_seconds retrain_seconds exchanges "
-        "traffic_mb epsilon clients_lost"
+        "trees_mae num_parameters multiply_adds latency_ms search_seconds retrain_seconds "
+        "exchanges traffic_mb epsilon clients_lost"
     ).split()
 )
 

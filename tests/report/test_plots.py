@@ -4,21 +4,11 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.report import plots
 from fednas_flwr.report.cells import edge_labels
-from fednas_flwr.report.templates import percent, wilson
+from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.numbers import Run
-
-
-def _rounds(count: int) -> list[dict]:
-    return [
-        {
-            "round": n,
-            "bytes_sent": 3_000_000,
-            "bytes_received": 1_000_000,
-        }
-        for n in range(1, count + 1)
-    ]
 
 
 def _valid(figure: dict | None) -> go.Figure:
@@ -35,15 +25,6 @@ def test_curves_draw_what_was_measured_with_a_gap_where_it_was_not() -> None:
     assert list(figure.data[1].y) == [0.5, None, 0.5]
     assert plots.curves([1, 2, 3], {"share": [None] * 3}, "share") is None
     assert plots.curves([1], {"train": [1.0]}, "loss") is None  # one dot is no curve
-
-
-def test_traffic_is_in_megabytes() -> None:
-    rounds = _rounds(2)
-    rounds[1] |= {"bytes_sent": 4_000_000, "bytes_received": 2_000_000}
-    figure = _valid(plots.traffic(rounds))
-    assert [list(trace.y) for trace in figure.data] == [[3.0, 4.0], [1.0, 2.0]]
-    assert plots.traffic(_rounds(2)) is None  # one number, which a table has
-    assert plots.traffic([{"round": 1, "bytes_sent": 0, "bytes_received": 0}]) is None
 
 
 def test_the_partition_has_a_row_per_class_and_a_column_per_client() -> None:

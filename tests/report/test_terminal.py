@@ -1,5 +1,6 @@
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -88,6 +89,30 @@ def test_whoever_waits_for_a_person_is_told_with_the_command():
         f"client {client} waits for a person's approval: `fednas approve {'a1' * 16}` at its site"
         for client in (0, 2)
     ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_networks_beside_a_run_have_a_bar_and_the_time_left(terminal):
+    place = {"event": "beside", "stage": "baselines", "share": 0.5, "left": 63.0}
+    events = [
+        {"event": "stage_started", "stage": "baselines", "rounds": None},
+        place,
+        place | {"position": "1/2", "text": "random_1: accuracy 96.8 %"},
+        place | {"share": 1.0, "left": 0.0, "position": "2/2", "text": "linear: no [red]luck"},
+        {"event": "stage_finished", "stage": "baselines", "seconds": 3.0},
+        {"event": "told", "text": "delivered: linear"},
+    ]
+    text = _show(events, terminal=terminal)
+    for line in (
+        "baselines 1/2  random_1: accuracy 96.8 %  1:03 min left",
+        "baselines 2/2  linear: no [red]luck",
+        "delivered: linear",
+    ):
+        assert line in text
+    if terminal:
+        assert re.search(r"baselines .*━.* 2/2", text)
+    else:
+        assert text.count("\n") == 5
 
 
 def test_a_terminal_gets_bars_and_its_cursor_back(make_run):

@@ -23,13 +23,21 @@ const drawFigure = (() => {
     parent.append(element);
     return element;
   }
+  const pen = document.createElement("canvas").getContext("2d");
+  function widest(texts, size) {
+    pen.font = `${size}px ${getComputedStyle(document.body).fontFamily}`;
+    return Math.max(0, ...texts.map((text) => pen.measureText(text).width));
+  }
   function format(value, spec = "", digits = 5) {
     if (typeof value !== "number") return String(value ?? "");
     const percent = /^\.(\d)%$/.exec(spec), fixed = /^\.(\d)f$/.exec(spec);
     if (percent) return `${(100 * value).toFixed(percent[1])}%`;
     if (fixed) return value.toFixed(fixed[1]);
     if (spec === ",") return value.toLocaleString("en");
-    if (value && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(1);
+    if (value && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e12)) return value.toExponential(1);
+    for (const [unit, name] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]])
+      if (Math.abs(value) >= Math.max(1e4, unit))
+        return `${Number((value / unit).toPrecision(digits))} ${name}`;
     return String(Number(value.toPrecision(digits)));
   }
   function told(trace, point) {
@@ -90,17 +98,26 @@ const drawFigure = (() => {
       up == null || values[i] == null ? [] : [values[i] - (error.arrayminus?.[i] ?? up), values[i] + up]);
     const ys = heat ? rows.map(String) : data.flatMap((trace) => trace.y).concat(
       data.flatMap((trace) => reach(trace.error_y, trace.y)));
-    const longest = (texts) => Math.max(0, ...texts.map((t) => t.length)) * size * 0.56;
+    const longest = (texts) => widest(texts, size);
     const named = data.filter((trace) => trace.name);
     const legend = layout.showlegend ?? named.length > 1;
-    const top = legend ? 2.2 * size : 0.8 * size;
     const whole = !heat && xs.every((v) => Number.isInteger(v));
     let x = scaleOf({ ...layout.xaxis, whole }, heat ? xs.map(String) : xs, width / 70);
     const y = scaleOf(layout.yaxis, ys, heat || layout.yaxis.type ? height / (1.25 * size) : height / 48);
     const left = 10 + longest(y.ticks.map(y.label)) + (layout.yaxis.title?.text ? 1.7 * size : 0);
     const beside = longest(data.flatMap((trace) => (trace.orientation === "h" ? trace.text : [])));
-    const right = heat && width > 420 ? 62 : 12 + beside;
+    const ends = heat ? ["cmax", "cmin"].map((key) => layout.coloraxis[key]) : [];
+    const short = (v) => format(Number(v.toPrecision(3)));
+    const right = heat && width > 420 ? 33 + longest(ends.map(short)) : 12 + beside;
     const inner = Math.max(40, width - left - right);
+    const keys = [];  // of the legend: trace, place and row
+    for (const trace of legend ? named : []) {
+      const last = keys.at(-1), room = 34 + longest([trace.name]);
+      const fits = last && last.end + room <= width + 13;
+      const at = fits ? last.end : left;
+      keys.push({ trace, at, end: at + room, row: (last?.row ?? 0) + (last && !fits ? 1 : 0) });
+    }
+    const top = legend ? (2.2 + 1.5 * (keys.at(-1)?.row ?? 0)) * size : 0.8 * size;
     const words = longest(x.ticks.map(x.label));
     const slanted = x.step && (layout.xaxis.tickangle || words > inner / x.ticks.length);
     if (slanted) x = scaleOf(layout.xaxis, xs.map(String), inner / (1.3 * size));
@@ -155,7 +172,7 @@ const drawFigure = (() => {
             make(svg, "rect", { x: bar, y: top + depth * (1 - (i + 1) / steps), width: 12,
               height: depth / steps + 0.5, fill: mixed(look.ends, i / (steps - 1)) });
           for (const [v, at] of [[cmax, top + size], [cmin, top + depth]])
-            make(svg, "text", { x: bar + 15, y: at - 2 }, format(Number(v.toPrecision(3))));
+            make(svg, "text", { x: bar + 15, y: at - 2 }, short(v));
         }
         continue;
       }
@@ -205,17 +222,20 @@ const drawFigure = (() => {
           make(svg, "circle", { cx: px(p.x), cy: py(p.y), r: radius, stroke: colour,
             "stroke-width": open ? trace.marker.line.width : 0, fill: open ? "none" : colour,
             ...(open ? { "pointer-events": "none" } : {}) });
+        if (p.text) {
+          const late = px(p.x) > left + 0.7 * inner;
+          make(svg, "text", { x: px(p.x) + (late ? -9 : 9), y: py(p.y) - 5,
+            "text-anchor": late ? "end" : "start" }, p.text);
+        }
         if (trace.hoverinfo !== "skip")
           make(svg, "circle", { cx: px(p.x), cy: py(p.y), r: Math.max(8, radius), fill: "none",
             "pointer-events": "all", ...spoken(p) });
       }
     }
-    let at = left;
-    for (const trace of legend ? named : []) {
+    for (const { trace, at, row } of keys) {
       const colour = trace.line?.color ?? trace.marker?.color ?? "#3b82f6";
-      make(svg, "rect", { x: at, y: 0.55 * size, width: 16, height: 3, fill: colour });
-      make(svg, "text", { x: at + 21, y: size }, trace.name);
-      at += 34 + longest([trace.name]);
+      make(svg, "rect", { x: at, y: (0.55 + 1.5 * row) * size, width: 16, height: 3, fill: colour });
+      make(svg, "text", { x: at + 21, y: (1 + 1.5 * row) * size }, trace.name);
     }
     place.replaceChildren(svg);
   };
