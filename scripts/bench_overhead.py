@@ -43,13 +43,7 @@ from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid, ray_grid
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline.beginning import make_cohort
-from fednas_flwr.protocol.messages import (
-    Header,
-    Reply,
-    decode_request,
-    encode_reply,
-    encode_states,
-)
+from fednas_flwr.protocol.messages import Header, Reply, decode_request, encode_reply, encode_states
 from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
 from fednas_flwr.protocol.states import Layout, WeightedAverage, network_states, pack
 from fednas_flwr.runs.checkpoints import CheckpointFolder

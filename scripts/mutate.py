@@ -56,11 +56,7 @@ PRELOADED = ("torchvision", "flwr.simulation", "opacus", "pandas", "sklearn.line
 NO_TESTS = 5  # pytest's exit code
 SLACK = 30.0  # seconds more, before a fault counts as one that hangs
 ALL = ["-m", "not slow and not gpu and not network"]  # both tiers
-BEYOND = [
-    "tests/sites",
-    "tests/deploy/test_deployment.py",
-    "tests/test_generated_settings.py",
-]
+BEYOND = ["tests/sites", "tests/deploy/test_deployment.py", "tests/test_generated_settings.py"]
 
 
 @dataclass(frozen=True)

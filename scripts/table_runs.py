@@ -113,12 +113,7 @@ def measure(
 
 
 def make_run(
-    folder: Path,
-    *,
-    overrides: Sequence[str],
-    seed: int,
-    root: Path | None,
-    end: float = math.inf,
+    folder: Path, *, overrides: Sequence[str], seed: int, root: Path | None, end: float = math.inf
 ) -> Run | None:
     """Return a run, made or gone on with unless it is complete.
 

@@ -162,11 +162,7 @@ def score_cells(seed: int, records: tuple[Tensor, Tensor]) -> dict[str, dict[str
 
 
 def compare(
-    scored: Mapping[str, Mapping[str, float]],
-    scores: Sequence[str],
-    table: CellTable,
-    *,
-    seed: int,
+    scored: Mapping[str, Mapping[str, float]], scores: Sequence[str], table: CellTable, *, seed: int
 ) -> dict[str, float]:
     """Return the metrics of COLUMNS for the ranking by some scores together.
 

@@ -42,12 +42,7 @@ PARTITIONS = ("iid", "dirichlet")
 SEEDS = (1, 2, 3)
 MORE_SEEDS = (4, 5)  # of the recommended search and what it is compared with
 COMPARED = ("recommended", "data_free", "random_search, as long")
-COLUMNS = [
-    TEST_ACCURACY,
-    CLIENT_ACCURACY,
-    PARAMETERS,
-    SEARCH_SECONDS,
-]
+COLUMNS = [TEST_ACCURACY, CLIENT_ACCURACY, PARAMETERS, SEARCH_SECONDS]
 
 
 def main() -> None:

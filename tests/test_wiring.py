@@ -26,11 +26,7 @@ from fednas_flwr.data.records import assign_splits, record_ids
 from fednas_flwr.models.networks import describe_network, load, make_network, supernet_space
 from fednas_flwr.privacy.policy import template
 from fednas_flwr.protocol.messages import Header, Reply, Request
-from fednas_flwr.protocol.requests import (
-    Amount,
-    LocalTraining,
-    Personalise,
-)
+from fednas_flwr.protocol.requests import Amount, LocalTraining, Personalise
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings.optimizers import SGD

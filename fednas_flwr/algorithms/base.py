@@ -7,7 +7,6 @@ it on any Grid.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from abc import abstractmethod
@@ -39,7 +38,7 @@ from fednas_flwr.settings.incompatible import by_record, follows_noise
 from fednas_flwr.settings.names import ACCURACY, CLOSENESS, FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.run_settings import TrimmedMeanSettings
-from fednas_flwr.spaces.genotype import Genotype, skip_share, to_json
+from fednas_flwr.spaces.genotype import Genotype, skip_share
 from fednas_flwr.spaces.space import SearchSpace
 
 SERVER = "server."  # before the names of the server's own tensors in a checkpoint
@@ -624,11 +623,6 @@ class RoundStrategy(Strategy, Generic[S]):
         if self.space is None:
             raise ValueError(f"{type(self).__name__} does not search: there is nothing to derive")
         return self.space.derive(self.alphas())
-
-    def tell_best(self, genotype: Genotype, server_round: int) -> None:
-        """Emit the best architecture so far, of a search that has neither alphas nor a pool."""
-        fields = json.loads(to_json(genotype))
-        self.cohort.emit("best", stage=self.stage, round=server_round, genotype=fields)
 
     def configuration(self) -> Configuration | None:
         """The hyper-parameters that the search has found for retraining, None if none."""

@@ -113,10 +113,7 @@ def _rehearse_search(gradients: NoisedGradients, local: LocalSearch, supernet: S
 
 
 def _gradients(
-    client: Client,
-    request: Request,
-    local: LocalSearch | LocalTraining,
-    generator: torch.Generator,
+    client: Client, request: Request, local: LocalSearch | LocalTraining, generator: torch.Generator
 ) -> opt.Gradients:
     """Return the source of a local loop's gradients; reads no record.
 

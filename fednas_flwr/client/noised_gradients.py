@@ -57,12 +57,7 @@ class NoisedGradients:
     """
 
     def __init__(
-        self,
-        client: Client,
-        request: Request,
-        *,
-        steps: int = 1,
-        auxiliary_weight: float = 0.0,
+        self, client: Client, request: Request, *, steps: int = 1, auxiliary_weight: float = 0.0
     ) -> None:
         """See the class."""
         self._client, self._guard, self._request = client, client.private_guard, request

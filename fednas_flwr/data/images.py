@@ -41,13 +41,7 @@ from fednas_flwr.data.records import (
     record_ids,
     text_id,
 )
-from fednas_flwr.data.table_files import (
-    Texts,
-    check_columns,
-    names_in,
-    read_texts,
-    without_missing,
-)
+from fednas_flwr.data.table_files import Texts, check_columns, names_in, read_texts, without_missing
 from fednas_flwr.settings.data_settings import (
     ANY_FORM,
     EncodedImages,

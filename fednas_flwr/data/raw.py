@@ -31,14 +31,7 @@ from fednas_flwr.data.npz import (
     usual_names,
     usual_pixels,
 )
-from fednas_flwr.data.records import (
-    CATEGORY,
-    DATE,
-    NUMBER,
-    Inputs,
-    encode_labels,
-    feature_names,
-)
+from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels, feature_names
 from fednas_flwr.data.table_files import (
     Texts,
     check_columns,

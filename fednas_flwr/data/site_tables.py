@@ -148,11 +148,7 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     joined = records_of(common, texts, root)
     site_of = np.repeat(np.array(list(tables)), list(sizes.values()))
     by_site = {name: cells for name, cells in joined.columns.items() if name != "site"}
-    return replace(
-        joined,
-        columns={**by_site, "site": site_of},
-        notes=(*notes, *joined.notes),
-    )
+    return replace(joined, columns={**by_site, "site": site_of}, notes=(*notes, *joined.notes))
 
 
 def side_by_side(tables: Mapping[str, SiteTable]) -> list[tuple[str, ...]]:

@@ -204,13 +204,7 @@ def _client(config_json: str, index: int, site: Site, policy: str | None) -> Cli
     config = site_config(_config(config_json), node)
     data, networks = _data(dump_config(config))
     return make_client(
-        config,
-        index,
-        data=data,
-        networks=networks,
-        site=node,
-        guard=guard,
-        settings=config_json,
+        config, index, data=data, networks=networks, site=node, guard=guard, settings=config_json
     )
 
 

@@ -147,11 +147,7 @@ def measured(
 
 @torch.no_grad()
 def record_losses(
-    network: nn.Module,
-    split: Split,
-    device: torch.device,
-    *,
-    objective: Objective = CLASSIFICATION,
+    network: nn.Module, split: Split, device: torch.device, *, objective: Objective = CLASSIFICATION
 ) -> Tensor:
     """Return the loss of every record in evaluation mode, without factors, float64 on the CPU."""
     losses = [
@@ -188,11 +184,7 @@ def predicted(network: nn.Module, split: Split, device: torch.device) -> tuple[T
 
 
 def pooled_baselines(
-    train: list[Split],
-    test: Split,
-    *,
-    num_classes: int,
-    objective: Objective = CLASSIFICATION,
+    train: list[Split], test: Split, *, num_classes: int, objective: Objective = CLASSIFICATION
 ) -> dict[str, dict[str, float]]:
     """Return test accuracy and scores of models that were fitted to the pooled ``train`` splits.
 
@@ -492,11 +484,7 @@ def weighted_scores(
 
 
 def detailed(
-    logits_NC: Tensor,
-    labels_N: Tensor,
-    *,
-    objective: Objective,
-    seed: int = 0,
+    logits_NC: Tensor, labels_N: Tensor, *, objective: Objective, seed: int = 0
 ) -> dict[str, Any]:
     """Return all that a report says of test records, metrics among it, JSON values only.
 

@@ -328,9 +328,7 @@ def torchvision_network(
 
     channels, height, _ = _image_shape(name, input_shape)
     network: nn.Module = models.get_model(
-        name,
-        num_classes=num_classes,
-        norm_layer=partial(make_norm, norm=norm, affine=True),
+        name, num_classes=num_classes, norm_layer=partial(make_norm, norm=norm, affine=True)
     )
     for module in network.modules():
         if isinstance(module, nn.ReLU6 | nn.SiLU):

@@ -26,14 +26,12 @@ from fednas_flwr.data.prepared import client_names, make_data, make_server_data,
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.data.summary import reading_notes, summarised
 from fednas_flwr.pipeline import pooled_statistics, schedule
-from fednas_flwr.pipeline.feasible import given_table
 from fednas_flwr.pipeline.schedule import Schedule
 from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.protocol.states import Packed
-from fednas_flwr.report.lookup import CellTable
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import Event, EventLog
 from fednas_flwr.runs.numbers import of_splits
@@ -76,7 +74,6 @@ def begin(
     """
     limit, folder = config.runtime.time_limit, Path(str(config.run_dir))
     ends_at = None if limit is None else time.monotonic() + seconds(limit)
-    table = given_table(config)
     name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
     cohort = make_cohort(config, run=name, emit=log.emit)
     prepared = _connect(config, grid, cohort, folder)
@@ -103,7 +100,7 @@ def begin(
     _tell_partition(config, cohort, prepared, log)
     checkpoints = make_checkpoints(folder, log)
     run = Run(
-        *(config, folder, grid, log, cohort, checkpoints, prepared, [], circumstances, table),
+        *(config, folder, grid, log, cohort, checkpoints, prepared, [], circumstances),
         ends_at=ends_at,
     )
     if private:
@@ -187,11 +184,7 @@ def _names(config: Config, cohort: Cohort, prepared: Prepared) -> dict[int, str]
 
 
 def _agree(
-    run: Run,
-    declared: Sequence[Mapping[str, int]],
-    statistics: Statistics | None,
-    *,
-    resumed: bool,
+    run: Run, declared: Sequence[Mapping[str, int]], statistics: Statistics | None, *, resumed: bool
 ) -> Statistics | None:
     """Have private clients commit to the run's schedule; the statistics that they then release.
 
@@ -461,7 +454,6 @@ class Run:
     prepared: Prepared
     schedule: Schedule  # of a private run's releases
     circumstances: dict[str, Any]  # versions and machine
-    table: CellTable | None = None  # by which the search is told
     ends_at: float | None = None  # of time.monotonic(), by time_limit
     inherited: Mapping[str, Packed] | None = None  # states that the search goes on from
 

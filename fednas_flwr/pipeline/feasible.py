@@ -35,10 +35,9 @@ from fednas_flwr.privacy.mechanism.renyi import booked_unit
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import DataSetPolicy, check_action, check_planned
 from fednas_flwr.protocol.states import network_states
-from fednas_flwr.report.lookup import CellTable, read_table
 from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.runs.run_folder import check_room, check_writable
-from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy, expanded
+from fednas_flwr.settings import Config, Dataset, DifferentialPrivacy
 from fednas_flwr.settings.incompatible import chooses, searches
 from fednas_flwr.settings.names import CLIENT, SPLITS
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of
@@ -49,7 +48,6 @@ def check_run(config: Config) -> None:
 
     Leaves nothing but the cache of prepared data.
     """
-    given_table(config)
     made = check_buildable(config)
     check_room(config, written_bytes(config, made.networks), "lower the sizes of the networks")
     if isinstance(config.privacy, DifferentialPrivacy):
@@ -76,25 +74,7 @@ def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
     )
 
 
-def given_table(config: Config) -> CellTable | None:
-    """Return the published accuracies in ``dataset.table``; None without one.
-
-    Raises:
-        ConfigError: The file cannot be read, or is no such table.
-    """
-    if (table := config.dataset.table) is None:
-        return None
-    try:
-        return read_table(expanded("dataset.table.file", table.file), table.columns)
-    except ConfigError as error:
-        raise ConfigError(f"dataset.table.file={show(table.file)}: {error}") from error
-
-
-def check_sites(
-    config: Config,
-    privacy: DifferentialPrivacy,
-    made: Made,
-) -> None:
+def check_sites(config: Config, privacy: DifferentialPrivacy, made: Made) -> None:
     """Refuse a schedule that the policies or budgets of too many simulated sites refuse.
 
     Args:

@@ -42,10 +42,7 @@ REPEATED = {"client_failed", "client_left", "client_back", "out_of_time"}
 
 
 def run_groups(
-    run: Run,
-    *,
-    search: Callable[..., RoundStrategy[Any]],
-    run_group: Callable[[Run], None],
+    run: Run, *, search: Callable[..., RoundStrategy[Any]], run_group: Callable[[Run], None]
 ) -> None:
     """Search with all clients, divide them, and take each group through its own stages.
 

@@ -312,11 +312,7 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
 
 
 def _of_turns(
-    rounds: Mapping[str, Sequence[Schedule]],
-    turns: Turns,
-    *,
-    done: Mapping[str, int],
-    spare: bool,
+    rounds: Mapping[str, Sequence[Schedule]], turns: Turns, *, done: Mapping[str, int], spare: bool
 ) -> Schedule:
     """A client's releases in its rounds after ``done``; see :func:`make_schedules`."""
     planned: Schedule = []

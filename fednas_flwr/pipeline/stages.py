@@ -49,11 +49,10 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.states import Layout, Packed, unpack
-from fednas_flwr.report.lookup import CellTable, percentiles_by_round
 from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.leaderboard import chosen
-from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE, read_run
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, QuorumError
@@ -140,8 +139,6 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
         strategy = start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
-        if run.table is not None:
-            _look_up(run, run.table)
     else:
         given = networks.given_genotype(config)
         if given is None:
@@ -150,14 +147,6 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
         genotype = given
     save_genotype(run.folder / GENOTYPE_FILE, genotype)
     return genotype, configuration
-
-
-def _look_up(run: Run, table: CellTable) -> None:
-    """Emit the percentiles of the cells that were best in the rounds."""
-    events = read_run(run.folder).events
-    snapshots = [event for event in events if event["event"] in ("alphas", "rewarded", "best")]
-    percentiles = percentiles_by_round(table, snapshots)
-    run.log.emit("looked_up", cells=len(table.percentiles), percentiles=sorted(percentiles.items()))
 
 
 def start_search(

@@ -102,9 +102,7 @@ class PlannedRelease(Checked):
         if self.noise_multiplier is None:
             raise ValueError(f"the noise of {self.key} is not calibrated yet")
         return Release(
-            noise_multiplier=self.noise_multiplier,
-            sample_rate=self.rate(records),
-            steps=self.steps,
+            noise_multiplier=self.noise_multiplier, sample_rate=self.rate(records), steps=self.steps
         )
 
 

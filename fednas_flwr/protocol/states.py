@@ -140,10 +140,7 @@ def network_states(network: nn.Module) -> dict[str, Tensors]:
 
 
 def load_states(
-    network: nn.Module,
-    states: Mapping[str, Packed],
-    *,
-    only: Mapping[str, Collection[str]] = {},
+    network: nn.Module, states: Mapping[str, Packed], *, only: Mapping[str, Collection[str]] = {}
 ) -> None:
     """Copy packed states into the network's own tensors, in place.
 

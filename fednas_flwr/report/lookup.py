@@ -7,7 +7,7 @@ best while it searched, :func:`print_lookup` shows several runs.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +17,6 @@ from rich.console import Console
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.report.terminal import print_table
-from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import Run
 
 Cell = tuple[str, ...]  # the ops of the edges by target, then source
@@ -82,8 +81,7 @@ def read_table(path: Path, columns: Sequence[str] = ()) -> CellTable:
         listed = ", ".join(map(str, numeric)) or "-"
         raise ConfigError(
             f"{path}: expected {named}the columns of numbers {listed}: "
-            "name one or more of accuracies, `fednas lookup --column` or the columns of "
-            "dataset.table."
+            "name one or more of accuracies by `fednas lookup --column`."
         )
     cells = pd.Series([read_cell(text) for text in frame[column]], index=frame.index)
     means = numeric[ranked].groupby(cells).mean().dropna(how="all")
@@ -133,29 +131,6 @@ def found_cell(run: Run) -> Cell:
             f"of search_space={SPACE}."
         )
     return _ops(genotype["cells"])
-
-
-def percentiles_by_round(table: CellTable, snapshots: Iterable[Event]) -> dict[int, float]:
-    """Return the percentile of the cell that each round would have derived.
-
-    Args:
-        table: The accuracies.
-        snapshots: ``alphas`` events (``Run.alphas()``), ``rewarded`` ones of ``genotypes``, of
-            which the best counts, and ``best`` ones of a ``genotype``. Those whose cell the table
-            lacks are left out; so are those of other spaces.
-    """
-    found = {}
-    for event in snapshots:
-        cells = event.get("cells") or (event.get("genotype") or {}).get("cells", {})
-        if event.get("genotypes"):
-            rewards = event["rewards"]
-            best = max(range(len(rewards)), key=rewards.__getitem__)
-            cells = event["genotypes"][best]["cells"]
-        if [(edge["source"], edge["target"]) for edge in cells.get("cell", [])] == PAIRS:
-            percentile = table.percentiles.get(_ops(cells))
-            if percentile is not None:
-                found[int(event["round"])] = percentile
-    return found
 
 
 def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None = None) -> None:

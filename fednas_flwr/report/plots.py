@@ -87,17 +87,11 @@ def all_figures(run: Run) -> dict[str, Figure]:
 
 def stage_figures(run: Run, stage: str) -> dict[str, Figure | None]:
     """Return what a stage's rounds have measured, and its phases of exploration."""
-    phases, looked_up = run.explored(stage), run.last("looked_up") if stage == "search" else {}
-    cells = f"percentile of {looked_up.get('cells', 0):,} cells"
-    in_table = ("Percentile of the cell in the table", cells, {"range": [0, 102]}, ("percentile",))
+    phases = run.explored(stage)
     drawn = {f"{stage}_estimates": estimates(phases)}
     for charts, measured in (
         (CHARTS, {e["round"]: e["metrics"] for e in run.rounds(stage)}),
         (PHASES, {event["round"]: event for event in phases}),
-        (
-            {"percentile": in_table},
-            {number: {"percentile": of} for number, of in looked_up.get("percentiles") or []},
-        ),
     ):
         for key, (heading, title, look, metrics) in charts.items():
             noised = ", noised" if run.is_private and any(map(is_noised, metrics)) else ""

@@ -250,11 +250,7 @@ def az_nas_parts(
 
 
 def learning(
-    network: nn.Module,
-    input_shape: tuple[int, ...],
-    generator: torch.Generator,
-    *,
-    steps: int = 60,
+    network: nn.Module, input_shape: tuple[int, ...], generator: torch.Generator, *, steps: int = 60
 ) -> float:
     """Minus the mean loss, in nats, of the last third of some steps on a made-up task.
 

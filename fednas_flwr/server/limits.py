@@ -160,12 +160,7 @@ def largest_sum(planned: PlannedRelease, records: Mapping[str, int], *, num_valu
 
 @lru_cache(maxsize=1024)  # clients of equal numbers of records move equally far
 def largest_move(
-    steps: int,
-    sgd: SGD,
-    mean: float,
-    weights_norm: float,
-    velocity: float,
-    proximal: float = 0.0,
+    steps: int, sgd: SGD, mean: float, weights_norm: float, velocity: float, proximal: float = 0.0
 ) -> float:
     """The largest distance that steps of SGD can move the weights.
 

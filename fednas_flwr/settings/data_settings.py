@@ -99,19 +99,6 @@ Transform = Scattering | Backbone
 
 
 @dataclass(frozen=True)
-class CellAccuracies(Checked):
-    """A published table of all cells of NAS-Bench-201.
-
-    Attributes:
-        file: File of the table.
-        columns: Columns of accuracies; a cell's percentile is that of the mean of its ranks.
-    """
-
-    file: Text
-    columns: Annotated[list[str], Length(Between(1))]
-
-
-@dataclass(frozen=True)
 class Dataset(Checked):
     """Settings that every data set has; the classes below add those of one way of reading.
 
@@ -128,8 +115,6 @@ class Dataset(Checked):
         split_key: The site's secret text that fixes which record goes where.
         linear_baseline: If true, a simulation also reports logistic regression on the pooled
             records, of numbers ridge regression.
-        table: Published accuracies of all cells (``fednas lookup``), by which the report shows the
-            search; no choice depends on them.
     """
 
     name: str
@@ -140,7 +125,6 @@ class Dataset(Checked):
     fractions: Fractions
     split_key: Annotated[str, Length(Between(1, 64))]
     linear_baseline: bool
-    table: CellAccuracies | None
 
     @property
     def place(self) -> Path | None:

@@ -170,8 +170,6 @@ CLASHES = {
     "secure_sum!=null evaluation.personalised=true": "it is a result per client; leave it out",
     "secure_sum!=null runtime=deployment partition!=sites": ROSTER,
     "secure_sum!=null runtime=deployment privacy!=dp": ROSTER,
-    "dataset.table.file!=null search_space!=nasbench201 stages=search": "it holds cells of "
-    "nasbench201; leave it out",
     "server_optimizer!=none training.momentum=server": "both are optimisers of the server; leave "
     "one out",
 }

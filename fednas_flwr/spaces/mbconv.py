@@ -116,10 +116,7 @@ SKELETONS = {
     "small": Skeleton(16, 1, 8, ((16, 2), (24, 2), (40, 2)), (1, 3), 160),  # 28x28 and 8x8
 }
 CANDIDATES = {
-    "proxyless": (
-        *(f"mbconv{expansion}_{k}x{k}" for k in (3, 5, 7) for expansion in (3, 6)),
-        ZERO,
-    ),
+    "proxyless": (*(f"mbconv{expansion}_{k}x{k}" for k in (3, 5, 7) for expansion in (3, 6)), ZERO),
     "fdnas": (*(f"mbconv{expansion}_3x3" for expansion in range(2, 7)), "mbconv3_5x5"),
 }
 

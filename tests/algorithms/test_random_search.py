@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -43,18 +42,6 @@ def test_the_candidate_of_best_validation_accuracy_is_derived(searched):
     assert len({to_json(genotype) for genotype in drawn}) == ROUNDS
     assert searched.strategy.derive() == drawn[best]
     assert searched.strategy.values["accuracy"] == max(accuracies(searched))
-
-
-def test_every_round_tells_the_best_candidate_so_far(searched):
-    told = [event for event in searched.events if event["event"] == "best"]
-    assert [event["round"] for event in told] == list(range(1, ROUNDS + 1))
-    for event in told:
-        first = accuracies(searched)[: event["round"]]
-        generator = make_generator(
-            searched.config.seed, "random_search", 1 + first.index(max(first))
-        )
-        best = searched.strategy.space.random_genotype(generator)
-        assert event["genotype"] == json.loads(to_json(best))
 
 
 def test_no_candidate_is_chosen_or_trained_on_test_records(searched):

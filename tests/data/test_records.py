@@ -75,10 +75,7 @@ def test_join_sites_adds_the_site():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (
-            rows(classes=("a", "c")),
-            "site oslo and site paris do .* same classes: a, b, and a, c",
-        ),
+        (rows(classes=("a", "c")), "site oslo and site paris do .* same classes: a, b, and a, c"),
         (rows(names=("f0", "g")), "same feature columns .* f1, g"),
         (
             rows(width=3, names=("f0", "f1")),

@@ -234,23 +234,6 @@ def test_private_runs_that_fit_pass(compose_config):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(None, "cannot be read"), ("cell,accuracy\n|a|,90\n", "no table")]
-)
-def test_a_table_of_accuracies_that_is_none_is_refused(compose_config, tmp_path, content, said):
-    path = tmp_path / "accuracies.csv"
-    if content is not None:
-        path.write_text(content)
-    sentence = refused(
-        compose_config(
-            "search_space=nasbench201_small",
-            f"dataset.table={{file: '{path}', columns: [accuracy]}}",
-        )
-    )
-    assert sentence.startswith(f"dataset.table.file={path}"[:60])
-    assert said in sentence
-
-
-@pytest.mark.parametrize(
     "algorithm", ["zero_cost", pytest.param("successive_halving", marks=pytest.mark.run)]
 )
 def test_limits_that_no_network_keeps_are_refused(compose_config, algorithm):

@@ -22,7 +22,6 @@ from fednas_flwr.report.lookup import (
     read_cell,
     read_table,
 )
-from fednas_flwr.report.plots import stage_figures
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
@@ -254,77 +253,6 @@ def test_several_runs_are_shown_with_their_mean_and_worst(tmp_path, make_run):
         assert found[f"run{k}"] == pytest.approx(expected[k], abs=0.06)
     assert found["mean"] == pytest.approx(list(map(fmean, zip(*expected, strict=True))), abs=0.06)
     assert found["worst"] == pytest.approx(list(map(min, zip(*expected, strict=True))), abs=0.06)
-
-
-def test_percentiles_by_round_follow_the_cells_of_the_alphas(tmp_path, make_run):
-    cells = some_cells(30)
-    table = read_table(write(tmp_path / "t.csv", made_rows(cells[:29])), COLUMNS)
-    run = read_run(make_run("run", cells[0], rounds=[cells[4], cells[29], cells[0]]))
-    found = percentiles_by_round(table, run.alphas())
-    assert found == {1: table.percentiles[cells[4]], 3: table.percentiles[cells[0]]}
-    assert found_cell(run) == cells[0]
-    old = [{"round": 1, "alphas": {}}, {"round": 2, "cells": {"normal": edges(cells[0])}}]
-    assert percentiles_by_round(table, old) == {}
-
-
-def test_of_a_halved_pool_the_best_of_each_measurement_counts(tmp_path):
-    cells = some_cells(5)
-    table = read_table(write(tmp_path / "t.csv", made_rows(cells)), COLUMNS)
-    genotypes = [{"space": "nasbench201", "cells": {"cell": edges(cell)}} for cell in cells]
-    events = [
-        {"round": 2, "genotypes": genotypes[:4], "rewards": [0.1, 0.3, 0.4, 0.2]},
-        {"round": 4, "genotypes": genotypes[2::-1], "rewards": [0.4, 0.5, 0.2]},
-        {"round": 5, "paths": [[1]], "rewards": [0.4]},
-    ]
-    found = percentiles_by_round(table, events)
-    assert found == {2: table.percentiles[cells[2]], 4: table.percentiles[cells[1]]}
-
-
-SMALL = {
-    "fed_darts": [],
-    "random_search": [],
-    "successive_halving": ["pool.draws=4", "pool.keep=3", "pool.by=[synflow]"],
-    "zero_cost": ["draws=4", "scores=[parameters]"],
-}
-
-
-@pytest.mark.parametrize("algorithm", sorted(SMALL))
-def test_the_report_draws_the_percentile_over_rounds(algorithm, finished_run, tmp_path):
-    table = write(tmp_path / "all.csv", made_rows(CELLS))
-    given = f"dataset.table={{file: '{table}', columns: [{', '.join(COLUMNS)}]}}"
-    run = finished_run(
-        *(f"algorithm={algorithm}", given, "stages=[search]", "clients=2"),
-        *(f"algorithm.{setting}" for setting in SMALL[algorithm]),
-    )
-    (told,) = [event for event in run.events if event["event"] == "looked_up"]
-    found = read_run(run.folder)
-    assert told["cells"] == len(CELLS)
-    assert told["percentiles"][-1][1] == read_table(table, COLUMNS).percentiles[found_cell(found)]
-    assert [number for number, _ in told["percentiles"]] == [1, 2]
-    (trace,) = stage_figures(found, "search")["search_percentile"]["data"]
-    assert list(trace["x"]) == [number for number, _ in told["percentiles"]]
-    assert trace["y"] == pytest.approx([value for _, value in told["percentiles"]], abs=1e-3)
-    page = (run.folder / "report.html").read_text(encoding="utf-8")
-    assert "Percentile of the cell in the table" in page
-    assert stage_figures(found, "retrain")["retrain_percentile"] is None
-
-
-NO_FILE = "dataset.table={file: none.csv, columns: [a]}"
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [("search_space=darts", "dataset.table.file=none.csv with search_space=darts: it holds cells")],
-)
-def test_a_table_is_for_its_own_space(compose_config, override, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(NO_FILE, override)
-
-
-def test_a_run_with_a_table_that_cannot_be_read_does_not_begin(run_inline):
-    run = run_inline(NO_FILE, "stages=[search]", fails=True)
-    assert "the table none.csv cannot be read: No such file" in str(run.error)
-    assert not [event for event in run.events if event["event"] == "round"]
 
 
 @pytest.mark.run

@@ -54,13 +54,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
         log.emit("stage_started", stage="search", rounds=3)
         for number in (1, 2):
             log.emit("client_failed", stage="search", round=number, **failed)
-            log.emit(
-                "round",
-                stage="search",
-                round=number,
-                bytes_sent=10,
-                bytes_received=0,
-            )
+            log.emit("round", stage="search", round=number, bytes_sent=10, bytes_received=0)
             log.emit("alphas", round=number, alphas={"normal": [[0.0]]}, ops=["a"], cells={})
     killed = read_run(tmp_path)
     assert (killed.status, killed.reason, killed.numbers()["central_accuracy"]) == (
@@ -72,13 +66,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
         log.emit("run_started", resumed=True)
         log.emit("stage_started", stage="search", rounds=3)
         for number in (2, 3):
-            log.emit(
-                "round",
-                stage="search",
-                round=number,
-                bytes_sent=20,
-                bytes_received=5,
-            )
+            log.emit("round", stage="search", round=number, bytes_sent=20, bytes_received=5)
             log.emit("alphas", round=number, alphas={"normal": [[9.0]]}, ops=["a"], cells={})
         log.emit("stage_finished", stage="search", seconds=100.0)
         log.emit("run_finished", status="failed", reason="quorum lost")
@@ -119,9 +107,7 @@ def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_the_newest_schedule_counts_and_what_was_spent_since(
-    make_run: Callable[..., Path],
-) -> None:
+def test_the_newest_schedule_counts_and_what_was_spent_since(make_run: Callable[..., Path]) -> None:
     folder = make_run("run", private=True)
     assert read_run(folder).numbers()["epsilon"] == pytest.approx(5.1001)
     assert read_run(folder).privacy_spent() == {0: 2.9, 1: 2.9}

@@ -90,10 +90,7 @@ def descend(net, batches, *, lr):
         return {"weights": (BatchGradients().weight_gradient_sum(net, data), len(data[1]))}
 
     gradients, size = periodic_gradients(
-        gradient_sums,
-        {"weights": net.weights()},
-        steps=len(batches),
-        local_lrs={"weights": lr},
+        gradient_sums, {"weights": net.weights()}, steps=len(batches), local_lrs={"weights": lr}
     )
     return gradients["weights"], size
 
@@ -318,11 +315,7 @@ def test_the_virtual_step_is_the_step_that_sgd_takes(momentum, weight_decay, net
         data = batch(6, seed)
         optimizer.zero_grad()
         check = untouched(net)
-        moved = BatchGradients().virtual_step(
-            net,
-            data,
-            optimizer=optimizer,
-        )
+        moved = BatchGradients().virtual_step(net, data, optimizer=optimizer)
         check()
         assert not any(weight.requires_grad for weight in moved.values())
         real_step(data)

@@ -5,9 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.batch_gradients import (
-    BatchGradients,
-)
+from fednas_flwr.search.batch_gradients import BatchGradients
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Optimizer
@@ -195,10 +193,7 @@ def test_alphas_have_the_rules_gradient_of_the_steps_batches(rule, net, records,
             expected = {kind: g / 4 for kind, g in sums.items()}
         elif rule == "mixed_level":
             expected, losses = BatchGradients(objective=objective).mixed_level_gradient(
-                net,
-                train_batch=one,
-                validation_batch=other,
-                validation_weight=0.5,
+                net, train_batch=one, validation_batch=other, validation_weight=0.5
             )
         else:
             mean = objective.losses(net(one[0]), one[1]).mean()

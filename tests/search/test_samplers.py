@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.samplers import (
-    Controller,
-    Moments,
-    Policy,
-    Sampler,
-    reinforce_loss,
-)
+from fednas_flwr.search.samplers import Controller, Moments, Policy, Sampler, reinforce_loss
 from fednas_flwr.settings.optimizers import ControllerSettings
 
 SETTINGS = ControllerSettings(

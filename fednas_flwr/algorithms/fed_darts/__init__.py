@@ -36,7 +36,7 @@ class FedDARTSSettings(LocalEpochs):
 
 RULES = {
     "algorithm.rule!=first_order privacy.unit!=client": "it mixes splits; set "
-    "algorithm.rule=first_order",
+    "algorithm.rule=first_order"
 }
 _entry = partial(
     registry.Algorithm,

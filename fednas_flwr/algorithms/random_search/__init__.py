@@ -46,9 +46,6 @@ register(
     "algorithm",
     "random_search",
     Algorithm(
-        RandomSearchSettings,
-        f"{__name__}.strategy:RandomSearch",
-        trains=NETWORKS,
-        unused=_UNUSED,
+        RandomSearchSettings, f"{__name__}.strategy:RandomSearch", trains=NETWORKS, unused=_UNUSED
     ),
 )

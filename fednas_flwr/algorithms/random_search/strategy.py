@@ -46,7 +46,6 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
                 "accuracies": accuracies,
                 "configuration": asdict(configuration) if configuration else None,
             }
-        self.tell_best(self.derive(), server_round)
         return metrics | ({"lr": configuration.lr} if configuration else {})
 
     def _is_better(self, accuracy: float, accuracies: Mapping[str, float]) -> bool:

@@ -80,7 +80,7 @@ register(
         clashes={
             "algorithm.rewarded=local privacy=dp": "training losses are no planned release; set "
             "algorithm.rewarded=averaged, or take a search that reads no record, as "
-            "experiment=search/recommended_private does",
+            "experiment=search/recommended_private does"
         },
         unused=(
             Rule(

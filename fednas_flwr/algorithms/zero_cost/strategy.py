@@ -142,7 +142,6 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
                 one._asdict() | {"genotype": json.loads(to_json(one.genotype))} for one in pool
             ]
         }
-        self.tell_best(pool[0].genotype, server_round)
         return {"scored": float(len(pool)), **pool[0].scores, **(pool[0].further or {})}
 
     def pool(self) -> list[Scored]:
