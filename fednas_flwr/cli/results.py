@@ -83,7 +83,7 @@ def predict(
 def _print_scores(predictions: Predictions, labels: Tensor) -> None:
     """Print the scores of predictions as a report has them."""
     from fednas_flwr.models.metrics import detailed
-    from fednas_flwr.report.tables import score_tables
+    from fednas_flwr.report.score_tables import score_tables
     from fednas_flwr.report.terminal import print_table
 
     labels = labels.float() if predictions.target else labels

@@ -15,7 +15,7 @@ from pathlib import Path
 from markupsafe import escape
 
 from fednas_flwr.base.files import write_atomically
-from fednas_flwr.report import cells, plots, tables, templates
+from fednas_flwr.report import cell_pictures, plots, score_tables, templates
 from fednas_flwr.report.templates import paragraphs
 from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, read_run
 from fednas_flwr.settings.names import MOST_SHOWN, SPLITS
@@ -39,22 +39,22 @@ def render_report(run_folder: Path) -> str:
         ConfigError: The folder holds no events.jsonl.
     """
     run = read_run(run_folder)
-    derived, edges = run.last("derived"), cells.derived_edges(run.alphas())
+    derived, edges = run.last("derived"), cell_pictures.derived_edges(run.alphas())
     warnings = Counter(str(e["message"]) for e in run.of_kind("warning"))
     warnings.update(paragraphs("undecided", edges))
     figures, config = plots.all_figures(run), run.folder / CONFIG_FILE
     layers = derived.get("layers") or []
     used = {layer["kind"] for layer in layers if layer.get("kind")}
     pictures = [
-        (kind, *cells.cell_svg(edges, title=f"{kind} cell"))
+        (kind, *cell_pictures.cell_svg(edges, title=f"{kind} cell"))
         for kind, edges in (derived.get("genotype") or {}).get("cells", {}).items()
         if edges and (kind in used or not used)
     ]
     return templates.render(
         "report.html.j2",
         run=run,
-        tables=tables,
-        limits=cells,
+        tables=score_tables,
+        limits=cell_pictures,
         METRICS=METRICS,
         SPLITS=SPLITS,
         MOST_SHOWN=MOST_SHOWN,
@@ -63,7 +63,7 @@ def render_report(run_folder: Path) -> str:
         partition=run.last("partition"),
         zip=zip,
         config_text=_without_paths(config.read_text(encoding="utf-8")) if config.exists() else "",
-        stages=[name for name in tables.STAGES if run.rounds(name)],
+        stages=[name for name in score_tables.STAGES if run.rounds(name)],
         layers=layers,
         cells=pictures,
         narrow_cells=all(width <= WIDEST_IN_PAIRS for _, _, width in pictures),

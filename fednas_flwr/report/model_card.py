@@ -14,7 +14,7 @@ from markupsafe import Markup
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.report import tables, templates
+from fednas_flwr.report import score_tables, templates
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.events import records_of
 from fednas_flwr.runs.numbers import SCORES, Run, read_run
@@ -99,7 +99,7 @@ def _card(run: Run, place: str) -> str:
     text = templates.render(
         "card.md.j2",
         run=run,
-        tables=tables,
+        tables=score_tables,
         records_of=records_of,
         place=Markup(place),
         published=place == PUBLISHED,

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from fednas_flwr.base.shares import wilson
-from fednas_flwr.report.cells import derived_edges, edge_labels
+from fednas_flwr.report.cell_pictures import derived_edges, edge_labels
 from fednas_flwr.report.templates import as_date, as_unit, quantiles
 from fednas_flwr.runs.events import Event, NamedClient
 from fednas_flwr.runs.leaderboard import compared

@@ -10,7 +10,7 @@ from fednas_flwr.api import Result, compose, run
 from fednas_flwr.models.networks import load_description
 from fednas_flwr.pipeline import baselines
 from fednas_flwr.report.html_report import write_report
-from fednas_flwr.report.tables import leaderboard_table
+from fednas_flwr.report.score_tables import leaderboard_table
 from fednas_flwr.runs.leaderboard import candidates, chosen, compared, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, FINALISTS_FOLDER, read_run
 

@@ -14,7 +14,7 @@ from fednas_flwr.deploy import client_app
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline.stages import run_stages
-from fednas_flwr.report import plots, tables
+from fednas_flwr.report import plots, score_tables
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.events import EventLog, read_events, records_of
 from fednas_flwr.runs.numbers import read_run
@@ -165,7 +165,7 @@ def test_more_results_than_can_be_seen_are_shown_by_quantiles():
     assert bars["x"] == pytest.approx([*QUANTILES, 0.5, 0.7])
     shares = ["0%", "5%", "25%", "50%", "75%", "95%", "100%"]
     assert bars["y"][:-2] == [f"{share} of clients" for share in shares]
-    _, head, rows = tables.client_table(run)
+    _, head, rows = score_tables.client_table(run)
     assert len(rows) == len(QUANTILES)
     assert rows[0][head.index("accuracy") if "accuracy" in head else 1] == "0.0 %"
     run.client_results = lambda: clients[:100]

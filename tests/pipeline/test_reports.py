@@ -6,7 +6,7 @@ import pytest
 
 from fednas_flwr.privacy.mechanism import accounting
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
-from fednas_flwr.report.tables import setting_rows
+from fednas_flwr.report.score_tables import setting_rows
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import read_run
 

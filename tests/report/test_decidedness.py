@@ -7,7 +7,7 @@ import statistics
 import pytest
 from rich.console import Console
 
-from fednas_flwr.report import cells
+from fednas_flwr.report import cell_pictures
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.report.terminal import print_summary
@@ -30,7 +30,7 @@ def test_leads_and_spreads_by_hand():
         snapshot(n, [[0.0, 0.1, 1.0 + 0.01 * n], [0.0, 0.0, jump], [0.003, 0.0, -5.0]])
         for n, jump in enumerate(jumps)
     ]
-    grows, jumping, still = cells.derived_edges(snapshots)
+    grows, jumping, still = cell_pictures.derived_edges(snapshots)
     assert (grows.op, grows.next_op, grows.label) == ("conv", "skip", "input → 1")
     assert grows.lead == pytest.approx(0.96)
     assert grows.spread == pytest.approx(0.01 * statistics.stdev(range(5)))
@@ -42,7 +42,9 @@ def test_leads_and_spreads_by_hand():
     assert (still.op, still.next_op) == ("none", "skip")
     assert still.spread == 0.0
     assert not still.is_decided  # .003 is no lead, however still it stands
-    assert sentence("decided", [grows, jumping, still], cells).startswith("Decided: 1 of 3 edges.")
+    assert sentence("decided", [grows, jumping, still], cell_pictures).startswith(
+        "Decided: 1 of 3 edges."
+    )
     assert "2 of 3 edges open" in sentence("undecided", [grows, jumping, still])
     assert "1 of 3 edges open" in sentence("undecided", [grows, grows, still])
     assert sentence("undecided", [grows, grows]) == ""
@@ -51,7 +53,9 @@ def test_leads_and_spreads_by_hand():
 def test_an_op_that_was_taken_in_place_of_the_largest_is_behind():
     """As where the largest alphas made a degenerate cell."""
     rows = [[0.0, 2.0, 1.0]] * 3
-    edge = cells.derived_edges([snapshot(n, rows, ops=("conv", "skip", "skip")) for n in (1, 2)])[0]
+    edge = cell_pictures.derived_edges(
+        [snapshot(n, rows, ops=("conv", "skip", "skip")) for n in (1, 2)]
+    )[0]
     assert (edge.op, edge.next_op, edge.lead) == ("conv", "skip", -1.0)
     assert not edge.is_decided
 
@@ -64,23 +68,23 @@ def test_a_cell_that_keeps_some_edges_has_no_none_to_compare_with():
         {"round": n, "ops": OPS, "alphas": {"normal": rows}, "cells": {"normal": kept}}
         for n in (1, 2)
     ]
-    found = cells.derived_edges(events)
+    found = cell_pictures.derived_edges(events)
     assert [edge.label for edge in found] == ["c(k−2) → 0", "c(k−1) → 0", "c(k−2) → 1", "0 → 1"]
     assert [edge.next_op for edge in found] == ["skip"] * 4
     assert [edge.lead for edge in found] == pytest.approx([1.0, 0.9, 0.8, 0.6])
 
 
 def test_one_snapshot_decides_nothing_since_it_has_no_spread():
-    found = cells.derived_edges([snapshot(1, [[0.0, 1.0, 2.0]] * 3)])
-    assert cells.decided_text(found) == "0 of 3"
+    found = cell_pictures.derived_edges([snapshot(1, [[0.0, 1.0, 2.0]] * 3)])
+    assert cell_pictures.decided_text(found) == "0 of 3"
     assert "3 of 3 edges open" in sentence("undecided", found)
     assert [(edge.spread, edge.is_decided) for edge in found] == [(None, False)] * 3
 
 
 def test_there_is_nothing_to_say_without_snapshots():
-    assert cells.derived_edges([]) == []
-    assert cells.decided_text([]) == "–"
-    assert sentence("decided", [], cells) == sentence("undecided", []) == ""
+    assert cell_pictures.derived_edges([]) == []
+    assert cell_pictures.decided_text([]) == "–"
+    assert sentence("decided", [], cell_pictures) == sentence("undecided", []) == ""
 
 
 @pytest.mark.parametrize(("lead", "warns"), [(0.5, False), (0.001, True)])
@@ -101,7 +105,7 @@ def test_a_real_searchs_alphas_can_be_judged(finished_run):
     """Cells of both kinds; what is derived leads, since nothing degenerate was replaced."""
     space = ["search_space=darts_small", "search_space.channels=4", "retrain.num_cells=3"]
     run = read_run(finished_run("algorithm=fed_darts", "stages=[search]", *space).folder)
-    found = cells.derived_edges(run.alphas())
+    found = cell_pictures.derived_edges(run.alphas())
     assert [edge.kind for edge in found] == ["normal"] * 8 + ["reduction"] * 8
     assert all(edge.lead > 0 for edge in found)
     assert not any("none" in (edge.op, edge.next_op) for edge in found)

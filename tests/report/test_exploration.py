@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fednas_flwr.report import plots, tables
+from fednas_flwr.report import plots, score_tables
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import Run, read_run
@@ -65,7 +65,7 @@ def test_phases_are_told_once_in_order(folder):
     phases = run.explored("search")
     assert [event["round"] for event in phases] == [1, 3]
     assert phases[0]["best"] == 0  # the repeated phase counts
-    head, rows = tables.phase_table(phases)
+    head, rows = score_tables.phase_table(phases)
     assert head[-4:] == ["lr", "weight decay", "momentum", "dropout"]
     assert rows[1] == ["3", "3", "0.25", "0", "0.125", "0.0123", "0.0001", "0.9", "0.1"]
     assert all(len(row) == len(head) for row in rows)
@@ -74,7 +74,7 @@ def test_phases_are_told_once_in_order(folder):
 
 def test_noise_of_rewards_and_their_bound_are_told_where_there_is_noise():
     exact, noised = (phase("search", 1, noise=noise) for noise in (0.0, 0.0123))
-    (head, rows), (plain, _) = map(tables.phase_table, ([noised], [exact]))
+    (head, rows), (plain, _) = map(score_tables.phase_table, ([noised], [exact]))
     assert (head[3:5], rows[0][3:5]) == (["its noise (std)", "loss bound M"], ["0.0123", "5"])
     assert head[:3] + head[5:] == plain
     assert len(rows[0]) == len(head)

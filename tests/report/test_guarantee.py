@@ -1,6 +1,6 @@
 import pytest
 
-from fednas_flwr.report import tables
+from fednas_flwr.report import score_tables
 from fednas_flwr.report.templates import epsilon_text, paragraphs, sentence
 from fednas_flwr.runs.numbers import overall
 
@@ -102,7 +102,7 @@ def test_the_warning_names_every_client_whose_noise_is_known():
 def test_the_rate_is_that_of_the_clients(release, rates, batch, rate):
     clients = [_client(client, {}, rates=[0.5, rate]) for client, rate in enumerate(rates)]
     schedule = [_release(), _release(**release)]
-    head, (_, row) = tables.release_table({"schedule": schedule, "clients": clients})
+    head, (_, row) = score_tables.release_table({"schedule": schedule, "clients": clients})
     cells = dict(zip(head, row, strict=True))
     assert (cells["expected batch"], cells["rate p"], cells["steps, at most"]) == (
         batch,
@@ -116,7 +116,7 @@ def test_each_client_has_its_epsilons_and_what_its_filter_spent():
     clients = [_client(0, {"train": 3.1, "validation": 2.2}), _client(1, {"train": 1.0})]
     clients[0]["epsilon"] |= {"rdp": {"train": 3.5, "validation": 2.5}, "gdp": {"train": None}}
     clients[1]["secure_noise"] = False
-    head, rows = tables.promise_table({"clients": clients}, {0: 2.9})
+    head, rows = score_tables.promise_table({"clients": clients}, {0: 2.9})
     first, second = (dict(zip(head, row, strict=True)) for row in rows)
     assert (first["epsilon, train (PRV)"], first["epsilon, validation (PRV)"]) == ("3.10", "2.20")
     assert (first["epsilon (PRV)"], first["epsilon, RDP"]) == ("3.10", "3.50")
@@ -173,7 +173,7 @@ def test_shared_noise_is_told_with_what_it_rests_on():
     assert "noise of train.weight_gradient is shared by secure sums" in text
     assert "policy allows (6)" in text
     assert "costs at most (21.4, 1e-05)" in text
-    head, rows = tables.release_table(event)
+    head, rows = score_tables.release_table(event)
     column = head.index("noise multiplier")
     assert [row[column].endswith("(of the sum)") for row in rows] == [True, False]
     assert len(paragraphs("promise", {"clients": clients, "schedule": [whole]})) == 3

@@ -10,7 +10,7 @@ import pytest
 
 from fednas_flwr.api import Result
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.report import tables
+from fednas_flwr.report import score_tables
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
@@ -262,7 +262,7 @@ def test_a_run_that_stopped_early_tells_how_far_it_came(make_run: Callable[..., 
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     kept = [e for e in events if not (e["event"] == "round" and e["round"] == 3)]
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in kept))
-    shown = dict(tables.setting_rows(read_run(folder)))
+    shown = dict(score_tables.setting_rows(read_run(folder)))
     assert shown["rounds"] == "2 of 3"
     assert shown["retrain.rounds"] == "0 of 2"
     assert shown["clients"] == "3, 1 left before the end"
@@ -276,7 +276,7 @@ def test_a_run_without_a_round_does_not_praise_its_clients(make_run: Callable[..
     text = Page(write_report(folder)).text
     assert "every client answered" not in text
     assert text.count("no round has finished") == 1
-    shown = dict(tables.setting_rows(read_run(folder)))
+    shown = dict(score_tables.setting_rows(read_run(folder)))
     assert (shown["clients"], shown["rounds"]) == ("0 of 3", "0 of 3")
 
 
@@ -307,7 +307,7 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
             server_test=0,
         )
     run = read_run(folder)
-    assert dict(tables.setting_rows(run))["clients"] == "2 of 3"
+    assert dict(score_tables.setting_rows(run))["clients"] == "2 of 3"
     path = write_report(folder)
     rows = r'<tr><td>(\d)</td><td class="num">20</td>'
     assert re.findall(rows, path.read_text(encoding="utf-8")) == ["0", "2"]

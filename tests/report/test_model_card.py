@@ -12,7 +12,7 @@ from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report.comparison import compare_runs, write_comparison
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import export_model, write_model_card
-from fednas_flwr.report.tables import setting_rows
+from fednas_flwr.report.score_tables import setting_rows
 from fednas_flwr.runs.numbers import read_run
 
 from .conftest import EVIL, make_hostile

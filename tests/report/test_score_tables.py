@@ -9,7 +9,7 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from fednas_flwr import load
-from fednas_flwr.report.tables import score_tables
+from fednas_flwr.report.score_tables import score_tables
 from fednas_flwr.runs.numbers import read_run
 
 

@@ -4,12 +4,12 @@ from itertools import combinations
 
 import pytest
 
-from fednas_flwr.report import cells
+from fednas_flwr.report import cell_pictures
 
 
 def cell_svg(edges, *, title):
     """Return the picture of a cell, whose width is the one that is told."""
-    picture, width = cells.cell_svg(edges, title=title)
+    picture, width = cell_pictures.cell_svg(edges, title=title)
     assert f' width="{width:.0f}"' in picture
     return str(picture)
 
