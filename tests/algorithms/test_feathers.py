@@ -18,10 +18,9 @@ from fednas_flwr.protocol.requests import Amount, Probe, Search, Trial
 from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search.bandit import Bandit, draw_configurations
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.settings.optimizers import Adam
+from fednas_flwr.settings.optimizers import Adam, Range
 
 from ..asked import spied
-from ..search.test_bandit import RANGES
 
 SETTINGS = [
     *("algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"),
@@ -337,6 +336,16 @@ def test_a_range_from_high_to_low_is_refused(compose_config):
     turned = "algorithm.ranges.momentum={low: 2.0, high: 1.0, log: false}"
     with pytest.raises(ConfigError, match="high=1.0 .* 2.0 or more"):
         compose_config(*SETTINGS, turned)
+
+
+RANGES = {
+    "lr": Range(1e-4, 1e-1, log=True),
+    "weight_decay": Range(1e-5, 1e-1, log=True),
+    "momentum": Range(0.0, 1.0, log=False),
+    "alpha_lr": Range(1e-5, 1e-2, log=True),
+    "alpha_weight_decay": Range(1e-5, 1e-1, log=True),
+    "dropout": Range(0.0, 0.2, log=False),
+}
 
 
 def test_drawn_configurations_follow_their_ranges():

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.processes import ALONE
 from fednas_flwr.cli import main
 from fednas_flwr.deploy import dry_run
 from fednas_flwr.deploy.dry_run import MeasuringGrid, estimate
-from fednas_flwr.deploy.local_actors import ALONE
 from fednas_flwr.protocol.requests import Amount, Evaluate, Train
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.settings.configuration import parse_config

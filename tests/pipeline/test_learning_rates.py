@@ -113,7 +113,8 @@ def test_calibrate_tells_what_the_run_takes(trained, compose_config):
     assert "a share of 0.125 of its records (privacy.retrain.rate)" in text
     own = "\n".join(private_terms(compose_config(*LINEAR, "retrain.batch_size=5")))
     assert "retrain.batch_size, since privacy.retrain.rate is null" in own
-    assert lines[-1].startswith("(epsilon, delta) at most (")
+    assert lines[-2].startswith("(epsilon, delta) at most (")
+    assert lines[-1].startswith("Why ")
 
 
 def test_calibrate_refuses_what_has_no_noise(compose_config):
