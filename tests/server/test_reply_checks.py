@@ -153,7 +153,7 @@ DAMAGES = {
     # metrics
     "accuracy NaN": (set_metric("train_accuracy", float("nan")), "train_accuracy=nan is not fin"),
     "training loss NaN": (set_metric("train_loss", float("nan")), "train_loss=nan is not finite"),
-    "training loss inf": (set_metric("train_loss", float("inf")), "train_loss=inf is not finite"),
+    "training loss inf": (set_metric("train_loss", float("inf")), "lower the learning rate"),
     "accuracy inf": (set_metric("accuracy", float("inf")), "accuracy=inf is not finite"),
     "loss negative": (set_metric("train_loss", -0.1), "train_loss=-0.1 is not from 0 to 1e+30"),
     "accuracy negative": (set_metric("train_accuracy", -0.01), "-0.01 is not from 0 to 1"),
@@ -477,6 +477,30 @@ def test_a_sum_of_gradients_is_scaled_with_its_weight():
     assert held.num_examples == 2
     assert held.states["weights"]["float32"].tolist() == [0.25, 0.25]
     assert held.states["buffers"]["float32"].tolist() == [1.0]
+
+
+def test_a_reply_of_another_run_or_site_is_refused(federation):
+    """Client 1 answers with what an honest client of another run, and client 0, has sent."""
+    stolen = []
+    other = federation(damage={BAD: lambda content: stolen.append(content) or content})
+    other.cohort.connect(other.grid)
+    list(other.ask())
+
+    def from_site_0(content):
+        stolen.append(content)
+        return content
+
+    foreign = federation(
+        damage={0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}, quorum_share=0.3
+    )
+    foreign.cohort.connect(foreign.grid)
+    assert [client for client, _ in foreign.ask()] == [0, 2]  # site 0's reply to this exchange
+    stolen[:] = stolen[:1]
+    foreign.grid._client_app = federation(
+        damage={BAD: lambda _: copy.deepcopy(stolen[0])}
+    ).grid._client_app
+    assert [client for client, _ in foreign.ask()] == [0, 2]  # client 1's of the other run
+    assert ["another request" in event["reason"] for event in foreign.events] == [True, True]
 
 
 def test_three_strikes_and_a_client_is_asked_no_more(federation):
