@@ -215,6 +215,22 @@ def test_a_client_lost_before_its_answer_or_after_its_signature(action, compose_
 
 
 @pytest.mark.run
+def test_the_total_of_survivors_is_theirs_alone(compose_config, tmp_path):
+    folders = {name: tmp_path / name for name in ("plain", "summed")}
+    lost = lost_at("train.search", {2})
+    base = (*SHORT, "algorithm=fed_darts", "stages=[search]", "clients=4")
+    for name, folder in folders.items():
+        sums = SUMS if name == "summed" else ("runtime.largest_share=1",)
+        chosen = [o for o in base if not (name == "summed" and o == "clients=4")]
+        run(compose_config(*chosen, *sums, f"run_dir={folder}"), lost=lost)
+    plain, summed = (
+        load_file(f / "checkpoints" / "search-000001.safetensors") for f in folders.values()
+    )
+    for name, tensor in plain.items():
+        torch.testing.assert_close(tensor, summed[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
