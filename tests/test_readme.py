@@ -29,7 +29,7 @@ def test_tables_are_those_of_the_result_files():
 
 
 def test_every_row_has_three_seeds():
-    for name in re.findall(r"<!-- table:(\w+) -->", TEXT):
+    for name in set(re.findall(r"<!-- table:(\w+) -->", TEXT)) - {"papers"}:  # which says so
         runs = json.loads((ROOT / "scripts" / "results" / f"{name}.json").read_text())["runs"]
         rows: dict[str, set[int]] = {}
         for run in runs:
