@@ -144,12 +144,12 @@ def beside(
     Raises:
         LostError: A process has died, as the function raises, too.
     """
-    own = threading.local()
+    local = threading.local()
 
     def call(one: tuple[Any, ...]) -> Any:
-        if not hasattr(own, "function"):
-            own.function = forks.start()
-        return own.function(*one)
+        if not hasattr(local, "function"):
+            local.function = forks.start()
+        return local.function(*one)
 
     with ThreadPoolExecutor(at_once(len(calls))) as threads, Forks(sent) as forks:
         asked = {threads.submit(call, one): one for one in calls}

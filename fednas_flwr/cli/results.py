@@ -76,8 +76,8 @@ def predict(
         print(f"{named} from a probability of {threshold:g} on; --threshold changes that")
     if predictions.accuracy is not None:
         print(f"accuracy by the labels in {data}: {100 * predictions.accuracy:.1f} %")
-    if predictions.given is not None and len(predictions):
-        _print_scores(predictions, predictions.given)
+    if predictions.labels_N is not None and len(predictions):
+        _print_scores(predictions, predictions.labels_N)
 
 
 def _print_scores(predictions: Predictions, labels: Tensor) -> None:

@@ -132,10 +132,12 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     shades = {_GRAY: sum(kinds[kind] for kind in (_GRAY, *_RANGES)), _COLOUR: kinds[_COLOUR]}
     become = _GRAY if images.shape[1] == 1 else _COLOUR
     if any(number for kind, number in shades.items() if kind != become):
-        told = " and ".join(f"{number} {kind}" for kind, number in shades.items() if number)
-        notes.append(f"{told} images: all become {become}")
+        words = " and ".join(f"{number} {kind}" for kind, number in shades.items() if number)
+        notes.append(f"{words} images: all become {become}")
     notes += [
-        f"{kinds[told]} {told}" for told in (_TURNED, _PAGED, _CLEAR, _UNWINDOWED) if kinds[told]
+        f"{kinds[words]} {words}"
+        for words in (_TURNED, _PAGED, _CLEAR, _UNWINDOWED)
+        if kinds[words]
     ]
     chosen = np.array(rows, dtype=np.int64)
     return Decoded(images[: len(rows)], np.array(ids, dtype=ID), chosen, tuple(notes))
@@ -215,9 +217,9 @@ def _open(
         reason = "of no known image format" if "cannot identify" in reason else reason
         raise _BrokenError(reason) from error
     channels = pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels
-    own, size = channels.tobytes(), pixels[..., :1].nbytes
-    is_gray = own[:size] == own[size : 2 * size] == own[2 * size :]
-    return shown, own[:size] if is_gray else own, [kind, *said]
+    first, size = channels.tobytes(), pixels[..., :1].nbytes
+    is_gray = first[:size] == first[size : 2 * size] == first[2 * size :]
+    return shown, first[:size] if is_gray else first, [kind, *said]
 
 
 _ORIENTATION = 0x0112  # EXIF's tag

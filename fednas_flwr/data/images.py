@@ -286,7 +286,7 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     skip = settings.corrupt == "skip"
     form = replace(LABELS_FORM, corrupt=settings.corrupt)
     texts, _, found = read_texts(path, form)
-    texts, notes = without_missing(texts, form), tables.told(path, found)
+    texts, notes = without_missing(texts, form), tables.found_in(path, found)
     settings = replace(settings, label=tables.label_column(settings, texts))
     columns, named = tables.label_columns(settings), tables.named_columns(settings)
     check_columns(texts, named, where=str(path))

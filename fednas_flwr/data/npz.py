@@ -89,12 +89,12 @@ def records_from_npz(
     Raises:
         ConfigError: The arrays are not of this form.
     """
-    told: list[str] = []
+    remarks: list[str] = []
     if settings.corrupt != "skip":
-        given, arrays = [*arrays], usual_names(arrays)
-        renamed = {old: new for old, new in zip(given, arrays, strict=True) if old != new}
+        before, arrays = [*arrays], usual_names(arrays)
+        renamed = {old: new for old, new in zip(before, arrays, strict=True) if old != new}
         if renamed:
-            told = [f"{' and '.join(renamed)} are taken as {' and '.join(renamed.values())}"]
+            remarks = [f"{' and '.join(renamed)} are taken as {' and '.join(renamed.values())}"]
         said = {name: usual_labels(y) for name, y in arrays.items() if name.startswith("y_")}
         texts = [y.tolist() for y in said.values() if y.dtype.kind == "U" and y.ndim == 1]
         found = sorted({text for of in texts for text in of})
@@ -104,11 +104,11 @@ def records_from_npz(
         for name, array in changed.items():
             if array is not arrays[name]:
                 forms = (f"{of.dtype} {list(of.shape)}" for of in (arrays[name], array))
-                told.append(f"{name}: {' is read as '.join(forms)}")
+                remarks.append(f"{name}: {' is read as '.join(forms)}")
         arrays = {**arrays, **changed}
     needed = _parts(arrays, origin=origin)
     if others := sorted(arrays.keys() - {name for names in needed.values() for name in names}):
-        told.append(f"{listed(others)} of {origin} are not read")
+        remarks.append(f"{listed(others)} of {origin} are not read")
     parts = [_part(settings, arrays, name, origin=origin) for name in needed]
     class_names = _class_names(settings, [labels for _, labels, _ in parts], origin=origin)
     read: list[Records] = []
@@ -120,7 +120,7 @@ def records_from_npz(
             settings = replace(settings, channels=read[0].features.shape[1])
         else:
             read.append(replace(records_from_arrays(features, labels, class_names), notes=notes))
-    read[0] = replace(read[0], notes=(*told, *read[0].notes))
+    read[0] = replace(read[0], notes=(*remarks, *read[0].notes))
     return read[0], read[1] if len(read) > 1 else None
 
 

@@ -119,10 +119,10 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     shape, image_shape, transform, schema, classes, mean, std, target = (
         tuple(properties[name]) for name in (*names, "mean", "std", "target")
     )
-    own = transform_of(settings)
-    if own != transform and (own or transform[0] == BACKBONE):
+    ours = transform_of(settings)
+    if ours != transform and (ours or transform[0] == BACKBONE):
         raise ConfigError(
-            f"the run has the features {show(list(own)) or None}, but its sites "
+            f"the run has the features {show(list(ours)) or None}, but its sites "
             f"{show(list(transform))}: set the same scattering or backbone in the run's dataset "
             "and in every site's dataset.yaml; scattering is left to these with "
             "dataset.scattering=null."

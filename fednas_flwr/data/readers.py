@@ -91,9 +91,9 @@ def check_sites(name: str) -> None:
         )
 
 
-def data_settings(name: str, given: Mapping[str, Any]) -> ds.Dataset:
+def data_settings(name: str, values: Mapping[str, Any]) -> ds.Dataset:
     """Settings of a data set, checked; what is not given is neutral (:func:`_neutral`)."""
-    values = {**_neutral(name), "name": name, **given}
+    values = {**_neutral(name), "name": name, **values}
     kind = DATA_SETS[name].settings
     settings: ds.Dataset = parse(kind, values, key="dataset", defaults=True)
     return settings
@@ -184,17 +184,17 @@ def _from_torch(parts: tuple[Any, ...]) -> RecordsPair:
 
     arrays: dict[str, np.ndarray] = {}
     classes: list[str] = []
-    for part, given in zip(("train", "test"), parts, strict=False):
-        if given is None:
+    for part, part_data in zip(("train", "test"), parts, strict=False):
+        if part_data is None:
             continue
-        data = getattr(given, "dataset", given)  # of a loader
+        data = getattr(part_data, "dataset", part_data)  # of a loader
         try:
             examples, labels = zip(*(data[index] for index in range(len(data))), strict=True)
             arrays[f"x_{part}"] = np.stack([np.asarray(example) for example in examples])
             arrays[f"y_{part}"] = np.stack([np.asarray(label) for label in labels])
         except (TypeError, ValueError, IndexError, AttributeError) as error:
             raise ConfigError(
-                f"the reader of your own returns {type(given).__name__} ({error}): expected "
+                f"the reader of your own returns {type(part_data).__name__} ({error}): expected "
                 "Records, or torch data sets whose items are (example, class) of one shape."
             ) from error
         classes = classes or list(map(str, getattr(data, "classes", ())))

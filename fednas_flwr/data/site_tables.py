@@ -219,14 +219,14 @@ def _respelled(lacking: Sequence[str], spare: Sequence[str]) -> dict[str, str]:
     return {lower[found[0]]: name for name, found in near.items() if found}
 
 
-def difference(own: Sequence[Column], usual: Sequence[Column]) -> str:
+def difference(columns: Sequence[Column], usual: Sequence[Column]) -> str:
     """How a site's columns differ from those of most, with lines of a ``dataset.yaml``.
 
     Args:
-        own: As the site declares them, or has found them.
+        columns: As the site declares them, or has found them.
         usual: The same of most sites.
     """
-    ours, theirs = ({column.name: column for column in schema} for schema in (own, usual))
+    ours, theirs = ({column.name: column for column in schema} for schema in (columns, usual))
     lacking, spare = ([n for n in a if n not in b] for a, b in ((theirs, ours), (ours, theirs)))
     said = [f"it lacks {name}" for name in lacking] + [f"it has {name} besides" for name in spare]
     lines: dict[str, dict[str, Any]] = {"rename": _respelled(lacking, spare)}

@@ -134,7 +134,7 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         order = (settings.date_order or "").replace("_", " ")
         unusual = [str(table_files.notation_of(settings)), order and f"dates with the {order}"]
         notes += filter(None, unusual)
-    return texts, settings, told(path, notes)
+    return texts, settings, found_in(path, notes)
 
 
 def _holds_codes(cells: Cells) -> bool:
@@ -147,7 +147,7 @@ def _is_text(cells: Cells, form: TableForm) -> bool:
     return column_kind(cells[:1000], form)[0] == CATEGORY
 
 
-def told(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
+def found_in(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
     """One sentence on what was found in a file, if anything was."""
     return (f"{path.name}: {', '.join(notes)}",) if notes else ()
 
@@ -477,16 +477,16 @@ def _checked_numbers(cells: Cells, form: TableForm, *, column: Column, where: st
 
 
 def _categories(
-    cells: Cells, given: Sequence[str] | None, *, name: str, path: Path
+    cells: Cells, declared: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
     """Values of a categorical column; a missing value belongs to none of them."""
     values = distinct(cells.different)
-    if given is not None:
-        unknown = cells[places_among(cells, given) < 0].different
+    if declared is not None:
+        unknown = cells[places_among(cells, declared) < 0].different
         records.check_known(
-            unknown, given, f"column {name} of {path} holds", f"dataset.categories.{name}"
+            unknown, declared, f"column {name} of {path} holds", f"dataset.categories.{name}"
         )
-        return tuple(given)
+        return tuple(declared)
     if len(values) > _MOST_CATEGORIES:
         raise ConfigError(
             f"column {name} of {path} has {len(values)} different texts, too many for one-hot "

@@ -68,13 +68,13 @@ def importance(
     number, places = len(chosen), _places(schema)
     columns: list[dict[str, Any]] = []
     weights_RN = resampled(PERMUTATIONS, number, generator)
-    for name, own in places.items():
+    for name, at in places.items():
         drops = []
         for weights_1N in torch.split(weights_RN, 1):
             order_N = torch.rand(number, generator=generator, dtype=torch.float64)
             shuffled_N = (sites_N + order_N).argsort()
             changed_NF = x_NF.clone()
-            changed_NF[sites_N.argsort(stable=True)[:, None], own] = x_NF[shuffled_N[:, None], own]
+            changed_NF[sites_N.argsort(stable=True)[:, None], at] = x_NF[shuffled_N[:, None], at]
             before, after = (
                 weighted_scores(network(x), labels_N, weights_1N, objective=objective)[metric]
                 for x in (x_NF, changed_NF)
@@ -101,12 +101,12 @@ def importance(
     positive = objective.positive_class(probabilities_NC.shape[1])
     effects = []
     for name in [row["name"] for row in columns[: EFFECTS if positive is not None else 0]]:
-        column, own = next(c for c in schema if c.name == name), places[name]
-        values, settings = _settings(column, x_NF[:, own], own, split)
+        column, at = next(c for c in schema if c.name == name), places[name]
+        values, settings = _settings(column, x_NF[:, at], at, split)
         shares = []
         for setting in settings:
             changed_NF = x_NF.clone()
-            changed_NF[:, own] = setting
+            changed_NF[:, at] = setting
             shares.append(float(objective.probabilities(network(changed_NF))[:, positive].mean()))
         effects.append({"name": column.name, "kind": column.kind, "x": values, "y": shares})
     return {"columns": columns, "correlated": correlated, "effects": effects}
@@ -145,18 +145,18 @@ def mistakes(records: Records, logits_NC: Tensor, labels_N: Tensor) -> list[dict
 def _places(schema: Sequence[Column]) -> dict[str, list[int]]:
     """The places of each column's features."""
     names = feature_names(schema)
-    return {one.name: [names.index(own) for own in feature_names([one])] for one in schema}
+    return {one.name: [names.index(name) for name in feature_names([one])] for one in schema}
 
 
 def _settings(
-    column: Column, own_NF: Tensor, own: list[int], split: Split
+    column: Column, own_NF: Tensor, at: list[int], split: Split
 ) -> tuple[list[Any], list[Tensor]]:
     """Values of a column as a person knows them, and its features with each of them."""
     if column.kind == CATEGORY:
-        return list(column.categories), list(torch.eye(len(own)))
+        return list(column.categories), list(torch.eye(len(at)))
     steps = torch.linspace(0.05, 0.95, POINTS)
     grid = torch.unique(own_NF[:, 0].quantile(steps))
-    values = grid.double() * split.std[own[0]] + split.mean[own[0]]
-    present = torch.zeros(len(own))  # and not missing
+    values = grid.double() * split.std[at[0]] + split.mean[at[0]]
+    present = torch.zeros(len(at))  # and not missing
     settings = [present.index_put((torch.tensor(0),), value) for value in grid]
     return [float(f"{value:.5g}") for value in values], settings

@@ -443,14 +443,14 @@ def intervals(
             found.setdefault(name, []).append(values)
     ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
     joined = {name: torch.cat(parts).double() for name, parts in found.items()}
-    told = {
+    results = {
         "intervals": {name: numbers.nanquantile(ends) for name, numbers in joined.items()},
         "resamples": {name: numbers[:RESAMPLES_TOLD] for name, numbers in joined.items()},
     }
-    told["intervals"] = {name: pair for name, pair in told["intervals"].items() if pair.diff() > 0}
+    results["intervals"] = {k: pair for k, pair in results["intervals"].items() if pair.diff() > 0}
     return {
         kind: {name: t.tolist() for name, t in numbers.items() if bool(t.isfinite().all())}
-        for kind, numbers in told.items()
+        for kind, numbers in results.items()
     }
 
 

@@ -141,14 +141,14 @@ def describe_network(
     if genotype is None:
         if not isinstance(config.algorithm, GivenNetwork):
             raise ValueError("only fedavg and fedex have a network without a genotype")
-        given = config.algorithm
-        if given.weights is not None:
+        algorithm = config.algorithm
+        if algorithm.weights is not None:
             moments = {"mean": list(prepared.mean), "std": list(prepared.std), "norm": BATCH}
-            sizes = {"architecture": given.network, "image_size": given.image_size}
+            sizes = {"architecture": algorithm.network, "image_size": algorithm.image_size}
             return {"name": FINE_TUNED, **sizes, **shapes, **moments}
-        check_choice("algorithm.network", given.network, FIXED_NETWORKS)
-        norm = {"norm": config.retrain.norm} if given.has_norm else {}
-        return {"name": given.network, **shapes, **norm}
+        check_choice("algorithm.network", algorithm.network, FIXED_NETWORKS)
+        norm = {"norm": config.retrain.norm} if algorithm.has_norm else {}
+        return {"name": algorithm.network, **shapes, **norm}
     return describe_derived(
         genotype,
         shapes,
@@ -170,8 +170,8 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
             f"genotype of {genotype.space}: {remedy if keeps_size else 'set both to numbers.'}"
         )
     if not keeps_size:
-        own = {"own_ops": space.own_ops} if space.own_ops else {}
-        return {**sizes, "skip": space.skip, **own}
+        added = {"own_ops": space.own_ops} if space.own_ops else {}
+        return {**sizes, "skip": space.skip, **added}
     if space.name != genotype.space:
         raise ConfigError(
             f"the genotype is of {genotype.space}, but search_space={space.name}, which does not "

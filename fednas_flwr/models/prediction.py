@@ -46,7 +46,7 @@ class Predictions:
         names: One per record: a file's path, or the row's number from 0.
         probabilities: float32 ``[N, classes]``; each row sums to 1, but for several labels. Of a
             number ``[N, 1]``, the predictions in its unit.
-        given: Labels that the data has, as ``RawData.labels``; None where it has none.
+        labels_N: Labels that the data has, as ``RawData.labels``; None where it has none.
         multi_label: True if a record can have several labels; then a class is a label.
         notes: Sentences on what is odd about the records.
         ids: Whose each record is, by the column that said so in training; None where it lacks.
@@ -61,7 +61,7 @@ class Predictions:
     class_names: tuple[str, ...]
     names: tuple[str, ...]
     probabilities: np.ndarray
-    given: Tensor | None = None
+    labels_N: Tensor | None = None
     multi_label: bool = False
     notes: tuple[str, ...] = ()
     ids: tuple[str, ...] | None = None
@@ -89,7 +89,7 @@ class Predictions:
     @property
     def truth(self) -> Sequence[Label] | None:
         """The same as the data says it; None where it does not."""
-        return None if self.given is None else named_labels(self.given, self.class_names)
+        return None if self.labels_N is None else named_labels(self.labels_N, self.class_names)
 
     @property
     def objective(self) -> Objective:
@@ -103,9 +103,9 @@ class Predictions:
 
         Of several labels the mean share of labels that are told right.
         """
-        if self.given is None or not len(self) or self.target:
+        if self.labels_N is None or not len(self) or self.target:
             return None
-        return float((self.chosen == self.given).double().mean())
+        return float((self.chosen == self.labels_N).double().mean())
 
     def table(self) -> Any:
         """Return a DataFrame with ``record``, ``label`` and each class's ``probability of ...``.
@@ -281,8 +281,8 @@ def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module
     network, tensors = make_network(description), load_file(path)
     model = Model(network, inputs, description)
     if isinstance(model.transform, Frozen):
-        own = {f"{TRANSFORM}{name}" for name in model.transform.state_dict()}
-        frozen = {name.removeprefix(TRANSFORM): tensors.pop(name) for name in own}
+        states = {f"{TRANSFORM}{name}" for name in model.transform.state_dict()}
+        frozen = {name.removeprefix(TRANSFORM): tensors.pop(name) for name in states}
         model.transform.load_state_dict(frozen)
         if model.transform.digest != inputs.transform[-1]:
             raise ConfigError(f"{path} holds another backbone than its metadata say.")

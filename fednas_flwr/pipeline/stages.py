@@ -140,11 +140,11 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
         strategy = start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
     else:
-        given = networks.given_genotype(config)
-        if given is None:
+        found = networks.given_genotype(config)
+        if found is None:
             (run.folder / GENOTYPE_FILE).unlink(missing_ok=True)  # of a network that was found
             return None, None
-        genotype = given
+        genotype = found
     save_genotype(run.folder / GENOTYPE_FILE, genotype)
     return genotype, configuration
 
@@ -220,8 +220,8 @@ def _export(
         model = Model(network, inputs, made, run.config.dataset.transform)
         export_safetensors(model, run.folder)
         path, difference = export_onnx(model, run.folder)
-        files, told = ["model.safetensors", path.name], asdict(inputs)
-        run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=told)
+        files, description = ["model.safetensors", path.name], asdict(inputs)
+        run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=description)
 
 
 def _evaluate(

@@ -245,8 +245,10 @@ def _difference(runs: Sequence[Run], others: Sequence[Run], main: Metric) -> Est
             pairs.append(pair)
             values.append(ours - theirs)
     alike = len(pairs) == 1 and len({*map(_test_set, pairs[0])}) == 1
-    own, other = (run.scores("central") if alike else {} for run in (pairs or [(runs[0],) * 2])[0])
-    return Estimate.by(values, paired_interval(own, other, main.name.removeprefix("central_")))
+    first, other = (
+        run.scores("central") if alike else {} for run in (pairs or [(runs[0],) * 2])[0]
+    )
+    return Estimate.by(values, paired_interval(first, other, main.name.removeprefix("central_")))
 
 
 def _test_set(run: Run) -> tuple[Any, ...]:
@@ -321,9 +323,9 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     )
 
 
-def _names(groups: Sequence[Sequence[Run]], shown: Sequence[str], given: set[Path]) -> list[str]:
+def _names(groups: Sequence[Sequence[Run]], shown: Sequence[str], named: set[Path]) -> list[str]:
     """Few words for each group: its folder's name where that was given, else what differs most."""
-    if all(len(runs) == 1 and runs[0].folder.resolve() in given for runs in groups):
+    if all(len(runs) == 1 and runs[0].folder.resolve() in named for runs in groups):
         folders = [runs[0].folder.resolve().name for runs in groups]
         if len({*folders}) == len(groups):
             return folders

@@ -119,8 +119,8 @@ def score_table(run: Run) -> Table | None:
     columns.insert(2, ("95 % interval", interval))
     head, rows = rows_of(kinds, columns)
     rest = [DASH] * (len(head) - 2)
-    own = [[name, score(value), *rest] for name, value in (central.get("own") or {}).items()]
-    return "Scores on the server's test set", head, rows + own
+    added = [[name, score(value), *rest] for name, value in (central.get("own") or {}).items()]
+    return "Scores on the server's test set", head, rows + added
 
 
 def leaderboard_table(run: Run) -> Table | None:

@@ -32,7 +32,7 @@ def make_app(run_folder: Path, *, host: str = "127.0.0.1") -> Starlette:
     It answers to the names of this machine for itself and to ``host`` alone: a stranger's page that
     has its own name resolved to this machine reads nothing.
     """
-    own = {"localhost", "127.0.0.1", "::1", host.lower()}
+    hosts = {"localhost", "127.0.0.1", "::1", host.lower()}
 
     def version() -> str:
         return str((run_folder / EVENTS_FILE).stat().st_size)  # changes with every event
@@ -53,7 +53,7 @@ def make_app(run_folder: Path, *, host: str = "127.0.0.1") -> Starlette:
             name = urlsplit(f"//{request.headers.get('host', '')}").hostname
         except ValueError:  # such as half an IPv6 address
             name = None
-        if name in own:
+        if name in hosts:
             return await serve(request)
         text = "This page has another name: open it as localhost, or give the name as --host."
         return PlainTextResponse(text, status_code=421)

@@ -554,13 +554,13 @@ METRICS = [
 
 
 def paired_interval(
-    own: Mapping[str, Any], other: Mapping[str, Any], score: str
+    ours: Mapping[str, Any], other: Mapping[str, Any], score: str
 ) -> list[float] | None:
     """The 95 % interval of the difference of two models' scores, by the paired bootstrap.
 
     It is of resamples of the same test records; None where they are not known of both.
     """
-    pair = [(scores.get("resamples") or {}).get(score) for scores in (own, other)]
+    pair = [(scores.get("resamples") or {}).get(score) for scores in (ours, other)]
     if not all(pair):
         return None
     cuts = quantiles([a - b for a, b in zip(*pair, strict=True)], n=40)
