@@ -13,7 +13,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-WIDTH, HEIGHT = 1280, 720
+WIDTH, HEIGHT = 1280, 645
 
 
 def main() -> None:
