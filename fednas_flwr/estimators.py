@@ -260,6 +260,8 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     def _target(self, y: Any) -> Any:
         check_classification_targets(y)
         self.classes_ = np.unique(y)
+        if padded := [name for name in map(str, self.classes_) if name != name.strip()]:
+            raise ValueError(f"the class {padded[0]!r} begins or ends with blanks: strip them.")
         return y.astype(str)
 
 

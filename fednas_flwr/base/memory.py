@@ -23,7 +23,8 @@ def peak_memory() -> dict[str, int]:
 
     Tensors of clients that it computes itself are counted, those of other processes are not.
     """
-    peak = {"process": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"process": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         peak["gpu"] = torch.cuda.max_memory_allocated()

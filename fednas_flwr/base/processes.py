@@ -8,6 +8,7 @@ Main functions: :class:`Forks` and :func:`beside`.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -44,11 +45,13 @@ def cores() -> int:
 def at_once(tasks: int, *, threads: int = 1) -> int:
     """Number of processes in which so many tasks, of some threads each, are computed.
 
-    As many as there are cores, and a few more: of three tasks, two cores computed two and then one,
-    where they share all three in three quarters of the time.
+    As many as there are cores, or up to half as many more where that leaves no task for the end: of
+    three tasks, two cores computed two and then one, where they share all three in three quarters
+    of the time.
     """
     number = cores() // threads
-    return min(tasks, number + tasks % max(1, number))
+    rest = tasks % max(1, number)
+    return min(tasks, number + (rest if rest <= number // 2 else 0))
 
 
 def is_warm() -> bool:
@@ -70,11 +73,12 @@ def _control() -> connection.Connection:
         path = os.pathsep.join(filter(None, sys.path))  # it imports what this one can
         with its:
             process = subprocess.Popen(
-                [sys.executable, "-m", ENTRY],
+                [sys.executable, "-P", "-m", ENTRY],  # no file of the working folder is a module
                 stdin=its.fileno(),
                 env={**os.environ, ALONE: "1", "PYTHONPATH": path},
                 start_new_session=True,
             )
+        atexit.register(process.kill)  # also while it imports, when it does not see our end
         _started[:] = [(process, control)]
     return _started[0][1]
 

@@ -8,7 +8,6 @@ which tell what a step takes. Main function: :func:`estimate`.
 from __future__ import annotations
 
 import math
-import resource
 import shutil
 import tempfile
 import time
@@ -22,6 +21,7 @@ import torch
 from flwr.app import Message
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.memory import peak_memory
 from fednas_flwr.base.processes import at_once
 from fednas_flwr.data.features import KINDS
 from fednas_flwr.deploy.client_app import make_client_app
@@ -134,7 +134,7 @@ def estimate(config: Config) -> Estimate:
                 stages.append(replace(stages[-1], name="others", rounds=rounds))
         return Estimate(
             tuple(stages),
-            memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            memory_bytes=peak_memory()["process"],
             disk_bytes=sum(min(KEEP, stage.rounds) * stage.checkpoint_bytes for stage in stages),
             free_bytes=free,
             gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,

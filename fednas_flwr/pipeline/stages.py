@@ -281,7 +281,8 @@ def _evaluate(
                 )
             elif test.features.dtype == torch.uint8 and has_accuracy and not objective.multi_label:
                 central["mistakes"] = mistakes(prepared.server_test, logits, labels)
-        baselines = _baselines(run, objective) if pools_records(config) else {}
+        plain = replace(objective, threshold=None)  # which is the network's alone
+        baselines = _baselines(run, plain) if pools_records(config) else {}
         data_set = data_set_of(config)
         results: dict[str, Any] = {"clients": [], "personalised": []}
         if config.dataset.fractions["test"] > 0:
