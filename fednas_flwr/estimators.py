@@ -101,7 +101,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """Search, train and export a network in a run folder.
 
         Records are written below ``dataset.cache`` and removed at the end, unless the run is
-        interrupted, and could go on by ``fednas run resume=<run folder>``.
+        interrupted, and could go on by ``fednas run resume=<run folder>``. A run that
+        ``time_limit`` has cut short cannot.
 
         Args:
             X: A table, a DataFrame of pandas or another library or an array [N, F]; or images, an

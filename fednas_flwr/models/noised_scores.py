@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BINS, LARGEST = 64, 16.0  # of log odds from -16 to 16; what lies beyond counts in the last ones
+BINS, LARGEST = 128, 16.0  # of log odds from -16 to 16; what lies beyond counts in the last ones
 SEEN = 4.0  # deviations of noise above which a count is more than noise
 LARGEST_ERROR = 0.03  # above which an AUROC is not told
 USUAL_BINS = 16  # that hold nearly all records

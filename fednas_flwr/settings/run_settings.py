@@ -402,8 +402,9 @@ class EvaluationSettings(ps.Checked):
             ``positive`` is set or less than 30 % of the clients' records are of the rarer of two
             classes, else ``accuracy``; of a target that is a number ``r2``. By ``accuracy`` and
             ``f1`` a label is the most probable class. By others the exported model has a threshold
-            for the positive class, where one can be found: the largest sensitivity + specificity on validation records, or
-            with privacy on ``privacy.scores_error``'s counts. All scores of labels are at it.
+            for the positive class, where one can be found: the largest sensitivity + specificity on
+            validation records, or with privacy on ``privacy.scores_error``'s counts. All scores of
+            labels are at it.
         deliver: The network that a run delivers: the ``found`` one; or the ``best``, by validation
             records on which nothing was trained, of it and of those of ``baselines``, which are
             then trained before it. ``best`` is not with privacy nor on real sites.
