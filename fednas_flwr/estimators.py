@@ -249,8 +249,9 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
     def predict(self, X: Any) -> np.ndarray:
         """The class of each record [N]: the most likely one, or by the threshold of the report."""
+        labels = self._predicted(X).labels
         places = {str(name): place for place, name in enumerate(self.classes_)}
-        return np.asarray(self.classes_[[places[name] for name in self._predicted(X).labels]])
+        return np.asarray(self.classes_[[places[name] for name in labels]])
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The probability of each class, float [N, classes], in the order of ``classes_``."""

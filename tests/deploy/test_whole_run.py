@@ -39,7 +39,7 @@ def folders(compose_config, tmp_path):
 def test_networks_are_the_same_however_many_are_trained_at_once(
     cores, folders, compose_config, monkeypatch
 ):
-    monkeypatch.setattr(whole_run.os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     config = compose_config(*LINEAR)
     first = folders("a", "b", "c", "d", "e")  # more than are trained at once
     done = dict(whole_run.train_all(config, first))
@@ -52,7 +52,7 @@ def test_networks_are_the_same_however_many_are_trained_at_once(
 
 @pytest.mark.run
 def test_one_that_fails_says_why_and_the_others_go_on(folders, compose_config, monkeypatch):
-    monkeypatch.setattr(whole_run.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     whole, broken = folders("whole", "broken")
     text = (broken / "config.yaml").read_text()
     (broken / "config.yaml").write_text(text.replace("network: linear", "network: cubic"))
@@ -65,13 +65,13 @@ def test_one_that_fails_says_why_and_the_others_go_on(folders, compose_config, m
 @pytest.mark.run
 def test_whoever_waits_is_told_how_far_the_networks_are(folders, compose_config, monkeypatch):
     monkeypatch.setattr(whole_run, "POLL_S", 0.05)
-    monkeypatch.setattr(whole_run.os, "sched_getaffinity", lambda process: {0})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     told, made = [], folders("a", "b", rounds=3)
     whole_run._train_beside(compose_config(*LINEAR), made, None, told.append)
     assert (told[0]["event"], told[-1]["event"]) == ("stage_started", "stage_finished")
     shares = [event["share"] for event in told[1:-1]]
     assert shares == sorted(shares)
-    assert (shares[-1], told[-2]["left"]) == (1.0, 0.0)
+    assert (shares[-1], told[-2]["left"]) == (1.0, None)
     assert {1 / 6, 1 / 3, 2 / 3} & {*shares}  # while a network is trained, too
     texts = [(event["position"], event["text"]) for event in told if "text" in event]
     assert [place for place, _ in texts] == ["1/2", "2/2"]
@@ -85,7 +85,7 @@ def test_no_process_outlives_the_one_that_has_started_it(folders):
     script = (
         "import json, os, sys; from pathlib import Path; from fednas_flwr.deploy import whole_run;"
         "from fednas_flwr import compose;"
-        "whole_run.os.sched_getaffinity = lambda process: {0, 1};"
+        "os.sched_getaffinity = lambda process: {0, 1};"
         "names = json.loads(sys.argv[1]);"
         "list(whole_run.train_all(compose(), list(map(Path, names))))"
     )

@@ -1,6 +1,7 @@
 """The leaderboard: the simplest candidate that is hardly worse than the best is delivered."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,7 +172,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(recommended, monkeypatch):
         launch(config, **options)
 
     monkeypatch.setattr(whole_run, "launch", stopping)
-    monkeypatch.setattr(whole_run.os, "sched_getaffinity", lambda process: {0})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     with pytest.raises(KeyboardInterrupt):
         run(recommended)
     folder = Path(str(recommended.run_dir))
