@@ -2,8 +2,9 @@
 
 A private client counts its records by class and by bin of the log odds that the network gives the
 positive class. Each record is in one bin, so that the counts have a norm of 1 per record. Bins are
-fixed beforehand; those at both ends in which nothing but noise can be seen are left out, which
-reads no record.
+fixed beforehand, equally wide by the inverse hyperbolic sine: narrow where models that are unsure
+rank records, wide where few private steps have made a model too sure. Those at both ends in which
+nothing but noise can be seen are left out, which reads no record.
 
 Tensor suffixes: N records, B bins.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BINS, LARGEST = 128, 16.0  # of log odds from -16 to 16; what lies beyond counts in the last ones
+BINS, LARGEST = 64, 32.0  # of log odds from -32 to 32; what lies beyond counts in the last ones
 SEEN = 4.0  # deviations of noise above which a count is more than noise
 LARGEST_ERROR = 0.03  # above which an AUROC is not told
 USUAL_BINS = 16  # that hold nearly all records
@@ -48,7 +49,8 @@ def one_hot(log_odds_N: Tensor, positive_N: Tensor) -> Tensor:
         log_odds_N: Of being positive; one that is not finite counts as 0.
         positive_N: True of positive records.
     """
-    scaled_N = (log_odds_N.double().nan_to_num(0.0, 0.0, 0.0) / LARGEST + 1) / 2 * BINS
+    finite_N = log_odds_N.double().nan_to_num(0.0, 0.0, 0.0)
+    scaled_N = (finite_N.asinh() / math.asinh(LARGEST) + 1) / 2 * BINS
     bins_N = scaled_N.floor().clamp(0, BINS - 1).long()
     return functional.one_hot(bins_N + BINS * positive_N.long(), 2 * BINS).double()
 
@@ -80,7 +82,7 @@ def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
         auroc=min(max(auroc, 0.0), 1.0) if error <= LARGEST_ERROR else None,
         error=error,
         prevalence=float(positives / (positives + negatives)),
-        threshold=1 / (1 + math.exp(-LARGEST * (2 * edge / BINS - 1))),
+        threshold=1 / (1 + math.exp(-math.sinh(math.asinh(LARGEST) * (2 * edge / BINS - 1)))),
     )
 
 

@@ -15,7 +15,7 @@ from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network, make_network
-from fednas_flwr.models.noised_scores import BINS
+from fednas_flwr.models.noised_scores import BINS, LARGEST
 from fednas_flwr.privacy.plan import scores_release
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import CountScores
@@ -75,7 +75,7 @@ def exact_counts(client, network):
             x, y = split.batch(torch.tensor([row]), "cpu")
             with torch.no_grad():
                 no, yes = network(x)[0].double().tolist()
-            place = math.floor((yes - no + 16) * 4)
+            place = math.floor((math.asinh(yes - no) / math.asinh(LARGEST) + 1) / 2 * BINS)
             counts[min(max(place, 0), BINS - 1) + BINS * int(y)] += 1
     return counts
 
@@ -97,7 +97,7 @@ def test_a_reply_is_the_exact_counts_and_noise_and_booked_before_that_is_drawn(s
     declared = client.guard.allowed.by_split
     assert reply.num_examples == declared["train"] + declared["validation"]
     noise = reply.states["scores"]["float32"].double() - total
-    assert (noise == 0).sum() <= 1  # one of 256, by rounding: once in 1e5; two: in 1e10
+    assert (noise == 0).sum() <= 1  # one of 128, by rounding: once in 1e5; two: in 1e10
     assert noise.norm().item() < 2.0 * (math.sqrt(2 * BINS) + math.sqrt(2 * 40))  # but once in 2e17
 
 

@@ -9,6 +9,7 @@ from sklearn.metrics import roc_auc_score
 
 from fednas_flwr.models.noised_scores import (
     BINS,
+    LARGEST,
     NoisedScores,
     one_hot,
     planned_noise,
@@ -38,12 +39,13 @@ def test_without_noise_they_are_those_of_the_binned_scores(spread):
     odds, positive = records(2000, 0.3, spread)
     told = scores_of_counts(one_hot(odds, positive).sum(0), noise=0.0)
     assert isinstance(told, NoisedScores)
-    binned = np.floor(np.clip(odds.numpy(), -15.99, 15.99) * 4)
+    scale = BINS / 2 / np.arcsinh(LARGEST)
+    binned = np.floor(np.arcsinh(odds.numpy()) * scale)
     assert told.auroc == pytest.approx(roc_auc_score(positive, binned), abs=1e-9)
     assert told.auroc == pytest.approx(roc_auc_score(positive, odds), abs=0.02)
     assert told.error == 0
     assert told.prevalence == pytest.approx(positive.double().mean().item())
-    edges = [(k / 4 - 16) for k in range(1, BINS)]
+    edges = [float(np.sinh(k / scale)) for k in range(1 - BINS // 2, BINS // 2)]
     youden = [
         (odds[positive] >= e).double().mean() + (odds[~positive] < e).double().mean() for e in edges
     ]
