@@ -114,7 +114,8 @@ def _test(client: Client, folder: Path) -> dict[str, Any]:
         network = model.network.to(client.device)
         test = replace(client.data.test, mean=model.inputs.mean, std=model.inputs.std)
         objective = client.objective.standardised(model.inputs.target)
-        objective = replace(objective, threshold=model.inputs.threshold)
+        positive, threshold = model.inputs.positive, model.inputs.threshold
+        objective = replace(objective, positive=positive, threshold=threshold)
         if not len(test):
             return {"num_examples": 0}
         logits, labels = predicted(network, test, client.device)

@@ -22,6 +22,7 @@ from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.protocol import requests
 from fednas_flwr.protocol.keys import is_signed, make_signing_key, sign_model
 from fednas_flwr.protocol.messages import Header
+from fednas_flwr.search.objective import Objective
 
 from .conftest import received
 
@@ -102,6 +103,16 @@ def test_a_site_keeps_the_model_and_tests_it_and_tells_nothing(site, file, model
     assert tested["num_examples"] == len(site.client.data.test) > 0
     x = torch.zeros(2, *model.inputs.shape, dtype=torch.uint8)
     torch.testing.assert_close(load(folder)(x), model(x))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_a_site_tests_the_model_at_its_threshold(site, model, tmp_path, threshold):
+    site.keep(edited(model, tmp_path, positive=0, threshold=threshold))
+    (folder,) = site.folder.iterdir()
+    tested = json.loads((folder / "test.json").read_text())
+    objective = Objective(positive=0, threshold=threshold)
+    ours = evaluate(model.network, site.client.data.test, torch.device("cpu"), objective=objective)
+    assert tested["accuracy"] == ours.accuracy
 
 
 def test_the_same_model_again_has_one_folder(site, file):
