@@ -11,8 +11,7 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +33,7 @@ from fednas_flwr.models.networks import load, load_description
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import export_model
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import expanded
 
@@ -101,8 +101,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """Search, train and export a network in a run folder.
 
         Records are written below ``dataset.cache`` and removed at the end, unless the run is
-        interrupted, and could go on by ``fednas run resume=<run folder>``. A run that
-        ``time_limit`` has cut short cannot.
+        interrupted or cut short, and can go on by ``fednas run resume=<run folder>``.
 
         Args:
             X: A table, a DataFrame of pandas or another library or an array [N, F]; or images, an
@@ -204,12 +203,21 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         for name, value in chosen.items():  # quoted, as JSON is
             settings += [] if value is None else [f"{name}={json.dumps(value, ensure_ascii=False)}"]
         config = compose(*settings, *self.settings)
-        with _cache_of_a_fit(expanded("dataset.cache", config.dataset.cache)) as folder:
+        folder = _folder_of_a_fit(expanded("dataset.cache", config.dataset.cache))
+        try:
             name = "records.parquet" if X.ndim == 2 else "records.npz"
             root = str(write_atomically(folder / name, content))
             data = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
             config = with_clients(replace(config, dataset=data), ())
-            return run(config, quiet=not self.verbose)
+            result = run(config, quiet=not self.verbose)
+        except (KeyboardInterrupt, OSError, QuorumError):  # a run that can go on
+            raise
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        if read_run(result.folder).status == "completed":
+            shutil.rmtree(folder)
+        return result
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:
         """Features as scikit-learn has them; columns of a DataFrame may be of any kind."""
@@ -297,21 +305,12 @@ def _free(name: str, table: pd.DataFrame) -> str:
     return name if name not in table else _free(f"{name}_", table)
 
 
-@contextmanager
-def _cache_of_a_fit(cache: Path) -> Iterator[Path]:
-    """A folder for records, which stays only if the run is stopped midway and can be resumed."""
+def _folder_of_a_fit(cache: Path) -> Path:
+    """A folder for the records and the cache of one fit, with the self-tests of all runs."""
     make_folder(cache / SELF_TESTS)
     folder = Path(tempfile.mkdtemp(prefix="fit-", dir=cache))
-    (folder / SELF_TESTS).symlink_to((cache / SELF_TESTS).resolve())  # these serve all runs
-    resumable = False
-    try:
-        yield folder
-    except (KeyboardInterrupt, OSError, QuorumError):
-        resumable = True
-        raise
-    finally:
-        if not resumable:
-            shutil.rmtree(folder)
+    (folder / SELF_TESTS).symlink_to((cache / SELF_TESTS).resolve())
+    return folder
 
 
 def _frame(data: Any) -> Any:

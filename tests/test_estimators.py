@@ -3,6 +3,7 @@
 import pickle
 import shutil
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ import fednas_flwr
 from fednas_flwr import FedClassifier, FedRegressor, compose, estimators, run
 from fednas_flwr.api import check
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import read_config_file
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.configuration import parse_config
@@ -100,6 +102,14 @@ def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_pat
     assert [column.name for column in model.inputs.schema] == ["age", "label", "site"]
     with pytest.raises(ConfigError, match="run_dir="):
         fit(tmp_path, table[["age"]], table["died"])
+    assert len([*(tmp_path / "cache").glob("fit-*/records.parquet")]) == 1
+
+
+def test_records_of_a_fit_that_time_cuts_short_stay(tmp_path):
+    table = patients()
+    with suppress(ConfigError):  # where no time was left for a model
+        fit(tmp_path, table[["age"]], table["died"], time_limit="0.01s")
+    assert read_run(tmp_path / "run").status == "cut short"
     assert len([*(tmp_path / "cache").glob("fit-*/records.parquet")]) == 1
 
 
