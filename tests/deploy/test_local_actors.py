@@ -182,3 +182,12 @@ def workers(of=None):
             parents[int(stat.parent.name)] = int(fields[1])
     children = [one for one, parent in parents.items() if parent == (of or os.getpid())]
     return [one for one, parent in parents.items() if parent in children]
+
+
+@pytest.mark.run
+def test_no_file_of_the_working_folder_is_a_module_there(tmp_path, monkeypatch):
+    monkeypatch.delenv(processes.ALONE, raising=False)
+    (tmp_path / "queue.py").write_text("raise RuntimeError('a file of somebody')")
+    monkeypatch.chdir(tmp_path)
+    with processes.Forks(packed(len)) as forks:
+        assert forks.start()([1, 2]) == 2

@@ -104,3 +104,16 @@ def test_compared_by_accuracy_the_most_probable_class_is_the_label(finished_run,
         found.probabilities.argmax(1) == 1
     ).tolist()
     assert "The label is the most probable class" in (run.folder / "MODEL_CARD.md").read_text()
+
+
+def test_pooled_models_are_scored_by_their_own_most_probable_class(finished_run, data):
+    simpler = (*LINEAR, f"dataset.root={data}", "dataset.linear_baseline=true")
+    at_threshold = finished_run(*simpler, "evaluation.metric=auroc")
+    most_probable = finished_run(*simpler, "evaluation.metric=accuracy")
+    first, second = (
+        next(e for e in run.events if e["event"] == "evaluated")
+        for run in (at_threshold, most_probable)
+    )
+    assert first["threshold"] is not None
+    assert first["central"]["accuracy"] != second["central"]["accuracy"]
+    assert (first["linear"], first["trees"]) == (second["linear"], second["trees"])
