@@ -180,6 +180,7 @@ def _serve(handle: int) -> None:
     with suppress(EOFError):
         folder, sys.path[:], environment = pipe.recv()
         os.chdir(folder)
+        os.environ.clear()
         os.environ.update({**environment, ALONE: "1"})
         pipe.send(True)  # it is there
         function = pickle.loads(pipe.recv_bytes())

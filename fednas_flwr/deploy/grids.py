@@ -133,6 +133,14 @@ class InProcessGrid(Grid):
         ids = list(self.push_messages(messages))
         return [reply for message_id in ids for reply in self.pull_messages([message_id])]
 
+    def answer_apart(
+        self, messages: Sequence[Message], arrays: Sequence[Mapping[str, ArrayRecord]]
+    ) -> list[Message]:
+        """Return the replies to messages whose arrays are apart, by their names."""
+        for message, its in zip(messages, arrays, strict=True):
+            message.content.update(its)
+        return [self.answer(message) for message in messages]
+
     def answer(self, message: Message) -> Message:
         """Return the reply of the client that a message is for."""
         context = self._contexts[message.metadata.dst_node_id]
@@ -265,9 +273,7 @@ class Worker:
             messages: Without their arrays.
             arrays: Of each message, by their names in its content.
         """
-        for message, its in zip(messages, arrays, strict=True):
-            message.content.update(its)
-        return [self._grid.answer(message) for message in messages]
+        return self._grid.answer_apart(messages, arrays)
 
 
 class WorkerGrid(InProcessGrid):
@@ -312,7 +318,7 @@ class WorkerGrid(InProcessGrid):
         self._queue: dict[str, tuple[Message, Any]] = {}  # without arrays, and these
         self._replies: dict[str, Message] = {}
         self._before: dict[int, int] = {}  # thread that has last taken a message of a client's node
-        self._seconds: dict[str, float] = {}  # that a message of an action has last taken
+        self._pace: dict[str, float] = {}  # that a message of an action has last taken
         self._changed = threading.Condition()
         self.threads: list[threading.Thread] = []
         self.num_workers, self.has_ended = 0, False
@@ -379,7 +385,7 @@ class WorkerGrid(InProcessGrid):
                 return []
             head = list(islice(self._queue.values(), AHEAD * self._number))
             head.sort(key=lambda one: self._before.get(one[0].metadata.dst_node_id) != thread)
-            seconds = self._seconds.get(head[0][0].metadata.message_type, math.inf)
+            seconds = self._pace.get(head[0][0].metadata.message_type, math.inf)
             share = len(self._queue) // (2 * self._number)
             taken = head[: max(min(share, int(SHORT_S / seconds)), 1) if several else 1]
             for message, _ in taken:
@@ -404,7 +410,7 @@ class WorkerGrid(InProcessGrid):
             for (message, _), reply in zip(taken, replies, strict=True):
                 self._replies[message.metadata.message_id] = reply
                 self.seconds[message.metadata.message_id] = seconds
-                self._seconds[message.metadata.message_type] = max(seconds, 1e-9)
+                self._pace[message.metadata.message_type] = max(seconds, 1e-9)
             self._changed.notify_all()
         return lives
 

@@ -82,16 +82,11 @@ class LocalGrid(WorkerGrid):
         """Return the replies that are there; while there are no workers, that of one client."""
         if not self.num_workers and (taken := self._next(0.0)):
             started = time.monotonic()
-            self._keep(taken, self._answer_here)
+            self._keep(taken, lambda taken: self.answer_apart(*zip(*taken, strict=True)))
             self._spent_s += time.monotonic() - started
             if self._spent_s > (SOON_S if is_warm() else PATIENCE_S) and not self.threads:
                 self.begin()
         return super().pull_messages(message_ids)
-
-    def _answer_here(self, taken: Taken) -> list[Message]:
-        for message, arrays in taken:
-            message.content.update(arrays)
-        return [self.answer(message) for message, _ in taken]
 
 
 if __name__ == "__main__":

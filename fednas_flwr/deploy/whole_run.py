@@ -5,7 +5,6 @@ What is compared is a run of its own, in a folder of the run's.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -127,10 +126,9 @@ def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: 
 
 def _share_done(folders: Sequence[Path]) -> float:
     """The share of all rounds of retraining of some runs that is done."""
-    files = [file for folder in folders if (file := folder / EVENTS_FILE).exists()]
-    pattern = re.compile(rb'"retrain", "round": (\d+), "rounds": (\d+)')
-    rounds = [pattern.findall(file.read_bytes())[-1:] for file in files]
-    return sum(int(done) / int(of) for last in rounds for done, of in last) / len(folders)
+    begun = [read_run(folder) for folder in folders if (folder / EVENTS_FILE).exists()]
+    last = [event for run in begun for event in run.rounds("retrain")[-1:]]
+    return float(sum(event["round"] / event["rounds"] for event in last) / len(folders))
 
 
 def train_all(

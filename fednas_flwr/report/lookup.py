@@ -2,8 +2,7 @@
 
 Dong and Yang (2020), arXiv 2001.00326, trained every cell; such a table says what a search has
 found without the luck and the cost of another training. :func:`read_table` reads one,
-:func:`found_cell` takes the cell from a run, :func:`percentiles_by_round` those that stood
-best while it searched, :func:`print_lookup` shows several runs.
+:func:`found_cell` takes the cell from a run, :func:`print_lookup` shows several runs.
 """
 
 import re
