@@ -64,17 +64,14 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="with all images, one seed")
     options = parser.parse_args()
     root = options.root.resolve()
-    for name, images, command in (
-        ("fdnas", "small form: 2,500 images", COMMAND),
-        ("fdnas_full", "all images", f"{COMMAND} --full"),
-    ):
-        start_results(
-            RESULTS / f"{name}.json",
-            title=f"FDNAS and baselines on Fashion-MNIST, {images}",
-            command=command,
-            columns=[*ACCURACIES, *SIZES, *SEARCH],
-            against={"algorithm": MOBILENET},
-        )
+    name, images = ("fdnas_full", "all") if options.full else ("fdnas", "small form: 2,500")
+    start_results(
+        RESULTS / f"{name}.json",
+        title=f"FDNAS and baselines on Fashion-MNIST, {images} images",
+        command=f"{COMMAND} --full" if options.full else COMMAND,
+        columns=[*ACCURACIES, *SIZES, *SEARCH],
+        against={"algorithm": MOBILENET},
+    )
     if options.full:
         make_pair(RUNS / "full", FULL, results="fdnas_full", seed=1, root=root)
         return
