@@ -43,13 +43,8 @@ MOST_SETTINGS = 6  # that have columns
 GROUPS = ("algorithm", "dataset", "partition", "search_space", "retrain", "privacy", "runtime")
 NOT_SETTINGS = ("seed", "run_dir", "resume")
 BY_NAME = {metric.name: metric for metric in METRICS}
-SAME_TEST = (
-    "name",
-    "root",
-    "label",
-    "labels",
-    "limit_test",
-)  # of the data set, and so its test set
+# Settings of the data set by which its test set is the same.
+SAME_TEST = ("name", "root", "label", "labels", "limit_test")
 OVER: dict[str, tuple[str, Callable[[Sequence[Event]], float]]] = {
     "rounds": ("round", lambda events: events[-1]["round"]),
     "time": ("seconds", lambda events: sum(event["seconds"] for event in events)),

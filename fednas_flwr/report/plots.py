@@ -268,7 +268,7 @@ def fronts(
         line["hoverinfo"] = "skip"
         title = cost.label + {"megabytes": " (MB)", "milliseconds": " (ms)"}.get(cost.unit, "")
         look = PERCENT if unit == "share" else {}
-        wide = max(xs) > WIDE_RANGE * max(min(xs), 0) and min(xs) > 0
+        wide = 0 < min(xs) < max(xs) / WIDE_RANGE
         axis: Figure = {"xaxis": LOG if wide else {}, "yaxis": look, "showlegend": False}
         found[cost.name] = _figure(line, dots, x=title, y=score, **axis)
     return found
