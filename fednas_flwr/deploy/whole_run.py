@@ -99,9 +99,8 @@ def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: 
     def place() -> Event:
         """How far they are, and the seconds left where that is known."""
         share, seconds = _share_done(folders), time.monotonic() - begun
-        left = (
-            seconds * (1 - share) / (share - before) if share > before and limit is None else None
-        )
+        known = before < share < 1 and limit is None
+        left = seconds * (1 - share) / (share - before) if known else None
         return {"event": "beside", "stage": stage, "share": share, "left": left}
 
     def poll() -> None:
@@ -116,8 +115,7 @@ def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: 
             run = read_run(folder)
             value = f"{run.score.label} {as_unit(run.test_score(), run.score.unit)}"
             text = f"{folder.name}: {reason or value}"
-            done = {"left": None} if number == len(folders) else {}
-            tell(place() | {"position": f"{number}/{len(folders)}", "text": text} | done)
+            tell(place() | {"position": f"{number}/{len(folders)}", "text": text})
     finally:
         ended.set()
         thread.join()
