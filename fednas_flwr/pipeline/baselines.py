@@ -150,13 +150,14 @@ def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
 
 def _rounds(config: Config) -> int:
     """Return the rounds of retraining of the delivered network."""
-    partition = read_run(Path(str(config.run_dir))).last("partition")
+    run = read_run(Path(str(config.run_dir)))
+    partition, network = run.last("partition"), run.last("derived")["network"]
     share = sum(config.dataset.fractions[name] for name in ("train", "validation"))
     if "splits" in partition:
         sizes = median(sum(splits.values()) for splits in partition["splits"])
     else:
         sizes = partition["summary"]["sizes"][QUANTILES.index(0.5)]
-    return planned_rounds(config.retrain, share * sizes)
+    return planned_rounds(config.retrain, share * sizes, network["input_shape"])
 
 
 def _folders(config: Config, place: str, runs: Mapping[str, Config]) -> list[Path]:

@@ -89,7 +89,7 @@ def begin(
     ]
     trained = trained_on(config.retrain.evaluate_every)
     records = [sum(sizes[name] for name in trained) for sizes in splits]
-    rounds = planned_rounds(config.retrain, median(records))
+    rounds = planned_rounds(config.retrain, median(records), prepared.input_shape)
     config = replace(config, retrain=replace(config.retrain, rounds=rounds))
     config = schedule.for_classes(config, prepared.train)
     if config.samples:

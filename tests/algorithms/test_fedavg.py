@@ -1,12 +1,14 @@
 """FedAvg against a local loop per client and numpy's weighted average."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from fednas_flwr.algorithms.fedavg.strategy import LONGER, planned_rounds
 from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
@@ -36,6 +38,23 @@ def trained(compose_config, federate):
     federation.strategy.load_into(federation.network)
     federation.events = list(federation.events)  # a test goes on with the same cohort
     return federation
+
+
+@pytest.mark.parametrize(
+    ("records", "input_shape", "rounds"),
+    [
+        (479, (1, 8, 8), 20),  # 15 batches of 32 in a round
+        (479, (1, 16, 16), 20 * LONGER),
+        (479, (256,), 20),  # a table, or features
+        (60, (13,), 40),
+        (60, (3, 32, 32), 40 * LONGER),
+        (20_000, (3, 32, 32), 10),
+    ],
+)
+def test_images_are_trained_on_for_longer(compose_config, records, input_shape, rounds):
+    retrain = compose_config("retrain.batch_size=32", "retrain.rounds=7").retrain
+    assert planned_rounds(replace(retrain, rounds=None), records, input_shape) == rounds
+    assert planned_rounds(retrain, records, input_shape) == 7
 
 
 def test_rounds_equal_local_loops_and_a_weighted_average(trained):
