@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import sys
-from types import SimpleNamespace
 
 import absl.logging
 import numpy as np
@@ -30,8 +29,8 @@ from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.spaces import dp_cells
 
-from .composing import remembering
-from .finished_runs import FinishedRuns, whole_run
+from .composing import remembering, split
+from .finished_runs import FinishedRuns, Told, whole_run
 from .processes import started
 
 # Where it is ignored, as in a background job, it would be ignored by the processes of tests, too.
@@ -157,10 +156,13 @@ def one_cell():
 
 @pytest.fixture(scope="session")
 def compose_config(tiny_overrides):
-    """``compose_config(*overrides)``: the checked configuration, tiny unless overridden."""
+    """``compose_config(*overrides)``: the checked configuration, tiny unless overridden.
 
-    def composed(*overrides):
-        tiny = tiny_overrides
+    A text can hold several overrides.
+    """
+
+    def composed(*texts):
+        overrides, tiny = split(*texts), tiny_overrides
         if "dataset=digits" in overrides:
             tiny = [o for o in tiny if not o.startswith("dataset.root=")]
         own_size = ("search_space=mbconv", "search_space=dp_cells")
@@ -190,7 +192,7 @@ def federate():
         folder = None
         if checkpoints is not None:
             folder = CheckpointFolder(checkpoints, lambda message: emit("warning", message=message))
-        return SimpleNamespace(
+        return Told(
             config=config,
             data=data,
             clients=[
