@@ -49,7 +49,7 @@ def searched(compose_config, federate):
     federation.asked, federation.rounds = [], [state()]
     strategy.ask, strategy.run_round = told, remembered
     strategy.start(federation.grid, num_rounds=3)
-    assert not [e for e in federation.events if e["event"] == "client_failed"]
+    assert not federation.failed
     return federation
 
 
@@ -97,7 +97,7 @@ def test_a_round_is_steps_on_each_candidate_and_a_weighted_average(server_round,
 
 
 def test_rewards_are_accuracies_on_all_validation_records_and_the_best_is_found(searched):
-    rewarded = [event for event in searched.events if event["event"] == "rewarded"]
+    rewarded = searched.named("rewarded")
     assert [(e["round"], len(e["paths"])) for e in rewarded] == [(2, 4), (3, 4), (3, 5)]
     measured = [paths for action, paths in searched.asked if action == "evaluate.candidates"]
     for event, asked in zip(rewarded, measured, strict=True):
@@ -159,7 +159,7 @@ def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
 
     strategy.ask = told
     strategy.start(federation.grid, num_rounds=1)
-    rewarded = [event["rewards"] for event in federation.events if event["event"] == "rewarded"]
+    rewarded = [event["rewards"] for event in federation.named("rewarded")]
     measured = [rewards for rewards in honest if rewards]
     assert len(rewarded) == len(measured) == 2
     for found, (_, *others) in zip(rewarded, measured, strict=True):
@@ -228,19 +228,17 @@ def test_messages_carry_sampled_paths_and_the_result_is_that_of_whole_states(
         strategy.ask = told
         strategy.train = restored if whole else train
         strategy.start(federation.grid, num_rounds=2)
-        assert not [e for e in federation.events if e["event"] == "client_failed"]
+        assert not federation.failed
         return federation
 
     sparse, dense = searched(whole=False), searched(whole=True)
     found = sparse.strategy.named_arrays().to_torch_state_dict()
     for name, tensor in dense.strategy.named_arrays().to_torch_state_dict().items():
         assert torch.equal(found[name], tensor)
-    rewards = [
-        [e["rewards"] for e in f.events if e["event"] == "rewarded"] for f in (sparse, dense)
-    ]
+    rewards = [[e["rewards"] for e in f.named("rewarded")] for f in (sparse, dense)]
     assert rewards[0] == rewards[1]
     assert len(rewards[0]) == 2
-    rounds = [[e for e in f.events if e["event"] == "round"] for f in (sparse, dense)]
+    rounds = [f.named("round") for f in (sparse, dense)]
     assert [e["metrics"] for e in rounds[0]] == [e["metrics"] for e in rounds[1]]
     for narrow, wide in zip(*rounds, strict=True):
         for key in ("bytes_sent", "bytes_received"):

@@ -27,8 +27,8 @@ def dense(compose_config, federate):
 def searched(compose_config, federate, *overrides):
     federation = federate(compose_config(*SMALL, *overrides))
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
-    federation.rounds = [e for e in federation.events if e["event"] == "round"]
-    assert not [e for e in federation.events if e["event"] == "client_failed"]
+    federation.rounds = federation.named("round")
+    assert not federation.failed
     return federation
 
 

@@ -43,7 +43,7 @@ def searched(compose_config, federate):
 
 
 def explored(federation):
-    return [event for event in federation.events if event["event"] == "explored"]
+    return federation.named("explored")
 
 
 def of_action(federation, action):
@@ -59,7 +59,7 @@ def test_explorations_alternate_with_search(searched):
 
 
 def test_rounds_tell_what_was_chosen_and_tried(searched):
-    metrics = [event["metrics"] for event in searched.events if event["event"] == "round"]
+    metrics = [event["metrics"] for event in searched.named("round")]
     told = {event["round"]: event for event in explored(searched)}
     assert [m["lr"] for m in metrics] == [told[r]["configuration"]["lr"] for r in (1, 1, 3)]
     for event in told.values():
@@ -252,7 +252,7 @@ def test_trials_of_averaged_models_leave_the_global_model_alone(averaged):
 
 def test_averaged_models_are_rewarded_in_retraining_too(finished_run):
     run = finished_run(*SETTINGS, "algorithm.rewarded=averaged", "rounds=1", "retrain.rounds=3")
-    told = [event for event in run.events if event["event"] == "explored"]
+    told = run.named("explored")
     assert [(e["stage"], e["round"]) for e in told] == [
         ("search", 1),
         ("retrain", 1),

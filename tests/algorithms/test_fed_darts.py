@@ -105,7 +105,7 @@ def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_conf
         actual = arrays[name if name.startswith("alphas.") else f"weights.{name}"]
         torch.testing.assert_close(actual, expected, rtol=0, atol=5e-6)
     assert len(arrays) == len(state)
-    rounds = [event for event in federation.events if event["event"] == "round"]
+    rounds = federation.named("round")
     assert [e["metrics"]["train_loss"] for e in rounds] == pytest.approx(losses, rel=1e-4)
 
 
@@ -158,7 +158,7 @@ def test_single_paths_of_gdas_take_their_temperature_from_the_round(compose_conf
 
         strategy.ask = told
         strategy.start(federation.grid, num_rounds=3)
-        assert not [e for e in federation.events if e["event"] == "client_failed"]
+        assert not federation.failed
         alphas.append(strategy.alphas()["cell"].clone())
     assert asked[:3] == pytest.approx([10.0, 5.05, 0.1])
     assert torch.equal(*alphas)

@@ -80,7 +80,7 @@ def test_rounds_equal_local_loops_and_a_weighted_average(trained):
         losses.append(np.average(local_losses, weights=counts))
     for name, tensor in trained.network.state_dict().items():
         torch.testing.assert_close(tensor, state[name], rtol=1e-3, atol=1e-4)
-    rounds = [event for event in trained.events if event["event"] == "round"]
+    rounds = trained.named("round")
     assert [e["metrics"]["train_loss"] for e in rounds] == pytest.approx(losses, rel=1e-4)
     assert rounds[-1]["metrics"]["train_loss"] < rounds[0]["metrics"]["train_loss"]
 
@@ -92,7 +92,7 @@ def test_a_plain_network_has_no_alphas_to_send(trained):
     }
     with pytest.raises(ValueError, match="does not search"):
         trained.strategy.derive()
-    rounds = [event for event in trained.events if event["event"] == "round"]
+    rounds = trained.named("round")
     assert "alpha_entropy" not in rounds[0]["metrics"]
 
 

@@ -47,7 +47,7 @@ def prepared(compose_config, federate):
 
 
 def rounds_of(federation):
-    return [event["metrics"] for event in federation.events if event["event"] == "round"]
+    return [event["metrics"] for event in federation.named("round")]
 
 
 def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
@@ -106,7 +106,7 @@ def test_a_client_without_validation_records_speaks_for_no_configuration(prepare
     monkeypatch.setitem(ANSWERS, "train.weights", lacking)
     federation = prepared()
     federation.strategy.start(federation.grid, num_rounds=1)
-    (event,) = (event for event in federation.events if event["event"] == "round")
+    event = federation.the("round")
     (loss,) = [m["validation_loss"] for m in event["clients"].values() if "validation_loss" in m]
     assert federation.strategy.values["theta"]["loss_sum"] == pytest.approx(loss)
 

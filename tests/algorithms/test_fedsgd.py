@@ -83,7 +83,7 @@ def test_steps_equal_sgd_on_the_clients_pooled_batches(federation):
         losses.append(loss.item() * len(y))
     for name, tensor in network.state_dict().items():
         torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=0, atol=5e-6)
-    rounds = [event for event in federation.events if event["event"] == "round"]
+    rounds = federation.named("round")
     assert [event["exchanges"] for event in rounds] == [steps] * ROUNDS
     assert rounds[-1]["metrics"]["train_loss"] < rounds[0]["metrics"]["train_loss"]
 

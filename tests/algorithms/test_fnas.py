@@ -209,7 +209,7 @@ def test_a_fused_exchange_halves_what_is_sent(compose_config, federate):
         own = (*FULL, "clients=1", f"algorithm.fused={fused}")
         federation = federate(compose_config("algorithm=fnas", *own))
         run(federation)
-        sent.append([e["bytes_sent"] for e in federation.events if e["event"] == "round"])
+        sent.append([e["bytes_sent"] for e in federation.named("round")])
     assert 2 * sent[0][0] == sent[1][0]
 
 
@@ -324,7 +324,7 @@ def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(
     config = compose_config("algorithm=fnas", "clients=2", "algorithm.evaluate_every=2")
     federation = federate(config)
     federation.strategy.start(federation.grid, num_rounds=3)
-    rounds = [e for e in federation.events if e["event"] == "round"]
+    rounds = federation.named("round")
     evaluated = [e["round"] for e in rounds if "validation_accuracy" in e["metrics"]]
     assert evaluated == [2, 3]
     assert rounds[0]["bytes_received"] > 0
@@ -347,7 +347,7 @@ def test_oversampling_repeats_records_and_counts_them_once(
     federation = federate(config)
     asked = spied(federation)
     federation.strategy.start(federation.grid, num_rounds=1)
-    assert not [e for e in federation.events if e["event"] in ("client_failed", "client_left")]
+    assert not federation.failed
     gradients = [
         (exchange.action, index, reply)
         for exchange, replies in asked

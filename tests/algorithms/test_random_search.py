@@ -27,7 +27,7 @@ def searched(compose_config, federate):
 
 
 def accuracies(federation):
-    rounds = [event for event in federation.events if event["event"] == "round"]
+    rounds = federation.named("round")
     return [event["metrics"]["validation_accuracy"] for event in rounds]
 
 

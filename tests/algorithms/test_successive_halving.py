@@ -57,7 +57,7 @@ def searched_by(federation, rounds=ROUNDS):
     strategy.run_round = remembered
     strategy.start(federation.grid, num_rounds=rounds)
     federation.asked = [(e.action, e.settings, e.states, replies) for e, replies in asked]
-    assert not [e for e in federation.events if e["event"] in ("client_failed", "warning")]
+    assert not federation.named("client_failed", "warning")
     return federation
 
 
@@ -119,7 +119,7 @@ def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
     assert [one for one in asked if one[1]] == [
         *((train, 4), (train, 4), (measured, 4), (train, 2), (train, 2), (measured, 2))
     ]
-    rounds = [event for event in searched.events if event["event"] == "round"]
+    rounds = searched.named("round")
     assert [event["exchanges"] for event in rounds] == [1, 2, 1, 2]
     assert [event["metrics"]["candidates"] for event in rounds] == [4, 4, 2, 2]
     assert {s.local.split for action, s, _, _ in searched.asked if action == train} == {"train"}
@@ -173,7 +173,7 @@ def test_a_member_is_trained_as_it_would_be_alone(momentum, compose_config, fede
 
 
 def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
-    rewarded = [event for event in searched.events if event["event"] == "rewarded"]
+    rewarded = searched.named("rewarded")
     assert [event["round"] for event in rewarded] == [2, 4]
     measured = [entry for entry in searched.asked if entry[0] == "evaluate.candidates"]
     for event, (_, settings, sent, _) in zip(rewarded, measured, strict=True):
@@ -206,7 +206,7 @@ THREE = ["clients=3"]
 
 def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_config, federate):
     searched = searched_by(federate(compose_config(*LOCAL, *UNEQUAL)), rounds=2)
-    rewarded = [event for event in searched.events if event["event"] == "rewarded"]
+    rewarded = searched.named("rewarded")
     asked = [entry for entry in searched.asked if entry[1] is not None and sent_genotypes(entry[1])]
     assert [action for action, *_ in asked] == ["evaluate.candidates"] * 2
     assert [len(event["rewards"]) for event in rewarded] == [4, 2]
@@ -274,7 +274,7 @@ def test_a_secure_sum_of_local_training_is_the_mean_of_the_rewards(
     own = torch.stack([unpack(reply.states["rewards"], layout)["rewards"] for reply in replies])
     weights = torch.tensor([reply.num_examples for reply in replies])
     assert found == pytest.approx((weights @ own / weights.sum()).tolist(), abs=1e-4)
-    rewarded = next(event["rewards"] for event in plain.events if event["event"] == "rewarded")
+    rewarded = next(event["rewards"] for event in plain.named("rewarded"))
     assert rewarded == pytest.approx(median_rewards(own.double()).tolist())
 
 
@@ -294,7 +294,7 @@ def test_one_client_of_three_does_not_have_the_worst_candidate_found(
 
     spied(federation, claiming)
     searched_by(federation, rounds=2)
-    first = next(event for event in federation.events if event["event"] == "rewarded")
+    first = federation.named("rewarded")[0]
     pool = [json.dumps(genotype) for genotype in first["genotypes"]]
     kept = [json.dumps(json.loads(one)) for one in federation.after[0][0]]
     assert kept == [pool[1], pool[0]]
@@ -330,7 +330,7 @@ def test_it_searches_every_space(overrides, compose_config, federate):
     pool = ["algorithm.pool.draws=3", "algorithm.pool.keep=2", "rounds=1"]
     federation = federate(compose_config(*SEARCH, *pool, *overrides))
     federation.strategy.start(federation.grid, num_rounds=1)
-    assert not [e for e in federation.events if e["event"] == "client_failed"]
+    assert not federation.failed
     federation.strategy.space.check(federation.strategy.derive())
 
 
@@ -397,7 +397,7 @@ def test_a_pool_that_no_score_ranks_is_the_first_drawn(compose_config, federate)
 
 
 def first_pool(federation):
-    event = next(e for e in federation.events if e["event"] == "rewarded")
+    event = federation.named("rewarded")[0]
     return [from_json(json.dumps(genotype)) for genotype in event["genotypes"]]
 
 

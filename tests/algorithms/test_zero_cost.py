@@ -43,7 +43,7 @@ def test_the_best_ranked_of_all_drawn_architectures_is_derived(searched):
     combined = combine(scores)
     best = list(drawn.values())[max(range(len(combined)), key=combined.__getitem__)]
     assert searched.strategy.derive() == best
-    rounds = [event["metrics"] for event in searched.events if event["event"] == "round"]
+    rounds = [event["metrics"] for event in searched.named("round")]
     assert rounds[-1]["scored"] == len(drawn) > 4
 
 
@@ -61,7 +61,7 @@ def test_scores_that_are_not_set_are_those_that_rank_the_space(
 
 def test_no_client_is_asked_anything(searched):
     assert searched.asked == []
-    rounds = [event for event in searched.events if event["event"] == "round"]
+    rounds = searched.named("round")
     assert [event["exchanges"] for event in rounds] == [0] * ROUNDS
     assert {event["bytes_sent"] + event["bytes_received"] for event in rounds} == {0}
 
@@ -102,7 +102,7 @@ def test_a_private_run_books_retraining_only(run_inline, tmp_path):
         *("search_space.norm=batch", "privacy.retrain.local_steps=2", "stages=[search,retrain]"),
         f"privacy.sites={tmp_path}",
     )
-    (told,) = [event for event in run.events if event["event"] == "privacy"]
+    told = run.the("privacy")
     assert {planned["stage"] for planned in told["schedule"]} == {"retrain"}
     assert [client["search_epsilon"] for client in told["clients"]] == [0.0, 0.0]
     assert load_genotype(run.folder / "genotype.json")
@@ -160,7 +160,7 @@ def test_limits_hold_for_the_network_that_is_retrained(
     found = []
     for limit, stages in ((most, "search,retrain"), ("null", "search")):
         run = finished_run(*own, f"{limits}.{cost}={limit}", f"stages=[{stages}]")
-        (derived,) = [event for event in run.events if event["event"] == "derived"]
+        derived = run.the("derived")
         found.append(derived["num_parameters" if cost == "parameters" else cost])
     assert found[0] <= most < found[1]
 

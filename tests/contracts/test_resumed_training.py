@@ -46,7 +46,7 @@ def test_resume_after_round_1_gives_equal_tensors(training, compose_config, fede
             path.unlink()
     resumed = begun(tmp_path / "half")
     resumed.strategy.start(resumed.grid, num_rounds=ROUNDS)
-    assert [e["round"] for e in resumed.events if e["event"] == "round"] == [2, 3]
+    assert [e["round"] for e in resumed.named("round")] == [2, 3]
     assert resumed.strategy.values == whole.strategy.values
     states = [f.strategy.states for f in (whole, resumed)]
     assert (MOMENTS in states[0]) == training.endswith("averaged")

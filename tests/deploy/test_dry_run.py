@@ -52,7 +52,7 @@ def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run
             assert ratio == pytest.approx(1, rel=0.3)
         assert stage.seconds > 0
     assert [stage.name for stage in told.stages] == ["search", "retrain"]
-    promised = [event for event in done.events if event["event"] == "privacy"]
+    promised = done.named("privacy")
     assert told.privacy == (sentence("overall_text", promised[-1]) if promised else "")
     assert told.memory_bytes > 50e6
 

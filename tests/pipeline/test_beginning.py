@@ -100,5 +100,5 @@ def test_values_of_a_private_column_are_told_only_where_declared(
         *([wards] if declared else []),
         *("clients=3", "retrain.channels=null", "retrain.rounds=1"),
     )
-    (partition,) = (event for event in ran.events if event["event"] == "partition")
+    partition = ran.the("partition")
     assert partition.get("names") == names

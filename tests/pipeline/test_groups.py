@@ -23,7 +23,7 @@ from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 
 from ..booked import booked
-from ..finished_runs import copy_without
+from ..finished_runs import copy_without, named
 
 COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
 CFDNAS = [
@@ -43,10 +43,6 @@ def run(run_inline):
     return lambda *overrides, **how: run_inline(*CFDNAS, *(overrides or [HARDWARE]), **how)
 
 
-def named(events, name):
-    return [event for event in events if event["event"] == name]
-
-
 @pytest.fixture(scope="module")
 def whole(run):
     return run()
@@ -54,7 +50,7 @@ def whole(run):
 
 def test_each_group_gets_its_network_report_and_results(whole):
     assert json.loads((whole.folder / "groups.json").read_text()) == {"a": [1, 3], "b": [0, 2, 4]}
-    finished = {event["group"]: event for event in named(whole.events, "group_finished")}
+    finished = {event["group"]: event for event in whole.named("group_finished")}
     assert {name: event["clients"] for name, event in finished.items()} == {
         "a": [1, 3],
         "b": [0, 2, 4],
@@ -80,20 +76,19 @@ def test_each_group_gets_its_network_report_and_results(whole):
 
 def test_only_the_group_with_a_hardware_loss_becomes_cheaper(whole):
     costs = {
-        event["group"]: event["results"]["multiply_adds"]
-        for event in named(whole.events, "group_finished")
+        event["group"]: event["results"]["multiply_adds"] for event in whole.named("group_finished")
     }
     assert costs["a"] < costs["b"]
 
 
 def test_groups_go_on_from_the_supernet_of_all_clients(whole, run):
-    rounds = [e["round"] for e in named(whole.events, "round")]
+    rounds = [e["round"] for e in whole.named("round")]
     assert rounds == [1, 2]
     shared = load_file(whole.folder / "checkpoints" / "search-000002.safetensors")
     first = "groups/b/checkpoints/search-000001.safetensors"
     of_group = load_file(whole.folder / first)
     naive = run("algorithm.inherit=false")
-    assert not named(naive.events, "round")
+    assert not naive.named("round")
     from_scratch = load_file(naive.folder / first)
     batches = [int(s["buffers.int64"][0]) for s in (shared, of_group, from_scratch)]
     assert batches[1] == batches[0] + batches[2] > batches[2] > 0  # seen by the stem's batch norm
@@ -124,11 +119,11 @@ def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(r
 
     monkeypatch.setitem(ANSWERS, "train.search", failing)
     broken = run(HARDWARE, "runtime.quorum=1.0")
-    finished = {event["group"]: event for event in named(broken.events, "group_finished")}
+    finished = {event["group"]: event for event in broken.named("group_finished")}
     assert finished["b"]["status"] == "completed"
     assert finished["a"]["status"] == "failed"
     assert "the disk is full" in finished["a"]["reason"]
-    failures = [e for e in named(broken.events, "client_failed") if e["stage"] == "search"]
+    failures = [e for e in broken.named("client_failed") if e["stage"] == "search"]
     assert {(failure["group"], failure["client"]) for failure in failures} == {("a", 3)}
     assert "the disk is full" in (broken.folder / "groups" / "a" / "report.html").read_text()
 
@@ -140,7 +135,7 @@ def test_a_group_whose_clients_cannot_reach_its_target_ends_alone(run):
         *(f"algorithm.group_hardware={{a: {unreachable}}}", "algorithm.inherit=false"),
         *("stages=[search]", "algorithm.group_rounds=1"),
     )
-    finished = {event["group"]: event for event in named(found.events, "group_finished")}
+    finished = {event["group"]: event for event in found.named("group_finished")}
     assert "target=1e+06 ms cannot be reached" in finished["a"]["reason"]
     assert finished["b"]["status"] == "completed"
 
@@ -232,7 +227,7 @@ def test_groups_that_cannot_be_are_refused_before_the_search(run, overrides, sen
     failed = run(*overrides, fails=True)
     with pytest.raises(ConfigError, match=sentence):
         raise failed.error
-    assert not named(failed.events, "round")
+    assert not failed.named("round")
 
 
 @pytest.mark.parametrize(
@@ -265,10 +260,10 @@ PRIVATE = (
 def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
     """Before the first release, under one promise; groups are of tags, which are public."""
     whole = run(*PRIVATE)
-    (promised,) = named(whole.events, "privacy")
+    promised = whole.the("privacy")
     steps = {(p["stage"], p["kind"]): p["steps"] for p in promised["schedule"]}
     assert steps == {("search", "weights"): 6, ("search", "alphas"): 6, ("retrain", "weights"): 3}
-    first = next(event for event in whole.events if event["event"] == "round")
+    first = whole.named("round")[0]
     assert whole.events.index(promised) < whole.events.index(first)
     for client in range(5):
         entries = booked(whole.folder / "sites", client)
@@ -277,9 +272,8 @@ def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
         assert {entry.run for entry in entries} == {entries[0].run}
     for name, clients in (("a", [1, 3]), ("b", [0, 2, 4])):
         events = read_events(whole.folder / "groups" / name / "events.jsonl")
-        (own,) = named(events, "privacy")
+        own, spent = named(events, "privacy", "privacy_spent")
         assert [told["client"] for told in own["clients"]] == clients
-        (spent,) = named(events, "privacy_spent")
         assert all(told["spent"] > 0 for told in spent["clients"])
         budget = max(told["epsilon"]["prv"]["train"] for told in own["clients"])
         assert read_run(whole.folder / "groups" / name).numbers()["epsilon"] >= budget
@@ -302,7 +296,7 @@ def test_a_private_run_repeats_no_more_than_the_round_that_was_lost(run):
 def test_private_groups_of_similar_updates_cost_no_release_more(run):
     """They come from what the search has released; a resumed run keeps them."""
     whole = run(*PRIVATE, *BY_ALPHAS, "algorithm.group_rounds=2")
-    (promised,) = named(whole.events, "privacy")
+    promised = whole.the("privacy")
     steps = {(p["stage"], p["kind"]): p["steps"] for p in promised["schedule"]}
     assert steps == {("search", "weights"): 6, ("search", "alphas"): 6, ("retrain", "weights"): 3}
     for client in range(5):

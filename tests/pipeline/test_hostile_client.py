@@ -64,14 +64,14 @@ def filled(value):
 
 def failures(run):
     """Return who failed and why, but for client 2 that has no test records."""
-    failed = [e for e in run.events if e["event"] in ("client_failed", "client_left")]
+    failed = run.failed
     return [(e["client"], e["reason"]) for e in failed if "split is empty" not in e["reason"]]
 
 
 def assert_sound(run):
     network = load(run.folder).network
     assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
-    (exported,) = (e for e in run.events if e["event"] == "exported")
+    exported = run.the("exported")
     assert exported["onnx_max_difference"] < 1e-3
 
 
@@ -119,9 +119,9 @@ def test_no_metric_of_a_client_stands_in_place_of_the_servers(lying, run_inline)
     assert {client for client, _ in told} == {BAD}
     assert all("none of the metrics asked for" in reason for _, reason in told)
     assert told[0][1].startswith("central_accuracy")
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    evaluated = run.the("evaluated")
     assert [measured["client"] for measured in evaluated["clients"]] == [0]
-    rounds = [e["metrics"] for e in run.events if e["event"] == "round"]
+    rounds = [e["metrics"] for e in run.named("round")]
     assert len(rounds) == 2
     assert not any("central_accuracy" in metrics for metrics in rounds)
 
@@ -130,7 +130,7 @@ def test_no_metric_of_a_client_stands_in_place_of_the_servers(lying, run_inline)
 
 
 def schedule_of(run):
-    (event,) = (e for e in run.events if e["event"] == "privacy")
+    event = run.the("privacy")
     return event["schedule"], [told["client"] for told in event["clients"]]
 
 
@@ -166,7 +166,7 @@ def test_a_client_that_declares_many_records_has_half_of_an_average(lying, run_i
     lying("train.weights", lambda reply: replace(reply, num_examples=2000))
     run = run_inline(*EXACT, "stages=[retrain]")
     assert failures(run) == []
-    (warning,) = (e["message"] for e in run.events if e["event"] == "warning")
+    (warning,) = (e["message"] for e in run.named("warning"))
     assert f"client {BAD} may weigh 2000 of" in warning
     assert "runtime.largest_share" in warning
 

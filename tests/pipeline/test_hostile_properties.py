@@ -252,11 +252,10 @@ def test_no_number_of_a_client_spoils_a_whole_run(number, honest, table, run_inl
     network = load(run.folder).network
     assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
     found, own = (
-        next(event["central"]["accuracy"] for event in of.events if event["event"] == "evaluated")
-        for of in (run, usual)
+        next(event["central"]["accuracy"] for event in of.named("evaluated")) for of in (run, usual)
     )
     assert found > own - 0.1
-    rounds = [event["metrics"]["train_loss"] for event in run.events if event["event"] == "round"]
+    rounds = [event["metrics"]["train_loss"] for event in run.named("round")]
     assert max(rounds) <= FARTHEST
 
 
@@ -277,12 +276,10 @@ def test_moments_that_are_far_are_named_and_make_nobodys_features_equal(
 
     monkeypatch.setitem(entrance.ANSWERS, "query.describe", answer)
     run = run_inline(*table, sites=site_files[:3])
-    (warning,) = (event["message"] for event in run.events if event["event"] == "warning")
+    (warning,) = (event["message"] for event in run.named("warning"))
     assert f"client {BAD} says that " in warning
     assert "declare dataset.statistics" in warning
-    told, honest_told = (
-        next(event for event in of.events if event["event"] == "statistics") for of in (run, usual)
-    )
+    told, honest_told = (of.named("statistics")[0] for of in (run, usual))
     for column in range(3):
         assert told["std"][column] < 5 * honest_told["std"][column]
         moved = abs(told["mean"][column] - honest_told["mean"][column])

@@ -40,10 +40,6 @@ def run(run_inline):
     return ran
 
 
-def named(found, name):
-    return [event for event in found.events if event["event"] == name]
-
-
 @pytest.fixture(scope="module")
 def refused(run):
     """A run whose clients have measured, and whose target no network reaches."""
@@ -54,7 +50,7 @@ def refused(run):
 def reachable(refused):
     """The middle of the range that the refusal tells."""
     assert isinstance(refused.error, ConfigError)
-    assert not named(refused, "round")
+    assert not refused.named("round")
     found = re.search(r"cannot be reached: .* cost ([\d.]+) to ([\d.]+) ms", str(refused.error))
     return sum(map(float, found.groups())) / 2
 
@@ -71,7 +67,7 @@ def whole(run, refused, reachable):
 def test_a_target_in_ms_is_held_against_tables_of_the_clients(whole, reachable):
     table = from_json((whole.folder / "latency.json").read_text())
     assert (table.machine, table.batch_size) == (machine_name(torch.device("cpu")), 1)
-    (derived,) = named(whole, "derived")
+    derived = whole.the("derived")
     cost = derived["cost"]
     assert (cost["unit"], cost["target"]) == ("ms", reachable)
     assert cost["machine"] == table.machine
@@ -97,14 +93,14 @@ def test_a_hostile_table_is_dropped_and_counts_for_the_quorum(whole, run, reacha
     monkeypatch.setitem(ANSWERS, "query.latency", answers)
     found = run(reachable, "runtime.quorum=0.6")
     assert (found.folder / "latency.json").read_text() == text
-    (failed,) = named(found, "client_failed")
+    failed = found.the("client_failed")
     assert (failed["client"], failed["action"]) == (1, "query.latency")
     assert "says latency=" in failed["reason"]
     assert len(failed["reason"]) < 200
     alone = run(reachable, "runtime.quorum=1.0", fails=True)
     assert str(alone.error).startswith("client 1: says latency=")
     assert "(query.latency: 2 of 3 clients answered, 3 are needed)" in str(alone.error)
-    assert not named(alone, "round")
+    assert not alone.named("round")
 
 
 def test_medians_are_by_layer_over_the_layers_that_all_have(whole):

@@ -21,6 +21,8 @@ from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.server.limits import distance
 from fednas_flwr.settings import dump_config
 
+from ..finished_runs import Told
+
 LINEAR = (
     *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "stages=[retrain]"),
     *("clients=2", "retrain.rounds=3", "privacy.retrain.local_steps=2", "privacy.epsilon=20"),
@@ -53,17 +55,13 @@ def trained(compose_config, tmp_path_factory):
     with EventLog(folder / "events.jsonl") as log:
         run_stages(config, grid, log, resumed=False)
     events = read_events(folder / "events.jsonl")
-    return SimpleNamespace(config=config, folder=folder, events=events, trained=grid.trained)
-
-
-def named(events, name):
-    return [event for event in events if event["event"] == name]
+    return Told(config=config, folder=folder, events=events, trained=grid.trained)
 
 
 def test_clients_train_at_the_rate_that_noise_and_records_give(trained):
     """By hand: walk (1 - m) / (sigma R sqrt(K) / sum B  sqrt(T)), which falls to a tenth."""
-    (told,) = named(trained.events, "learning_rate")
-    (promised,) = named(trained.events, "privacy")
+    told = trained.the("learning_rate")
+    promised = trained.the("privacy")
     (planned,) = promised["schedule"]
     records = [c["records"]["train"] + c["records"]["validation"] for c in promised["clients"]]
     noise = planned["noise_multiplier"] * 0.1 * math.sqrt(2) / sum(n / 8 for n in records)
@@ -75,7 +73,7 @@ def test_clients_train_at_the_rate_that_noise_and_records_give(trained):
 
 
 def test_report_and_card_tell_the_rates_that_were_taken(trained):
-    (told,) = named(trained.events, "learning_rate")
+    told = trained.the("learning_rate")
     shown = read_run(trained.folder).settings["retrain"]
     assert shown["weights"]["lr"] == told["lr"] != trained.config.retrain.weights.lr
     assert shown["weights"]["min_lr"] == told["min_lr"] == pytest.approx(0.1 * told["lr"])
@@ -90,13 +88,13 @@ def test_momentum_goes_on_from_round_to_round(trained):
 
 
 def test_every_step_draws_a_share_of_each_clients_records(trained):
-    (promised,) = named(trained.events, "privacy")
+    promised = trained.the("privacy")
     assert {rate for client in promised["clients"] for rate in client["rates"]} == {0.125}
 
 
 def test_a_resumed_run_keeps_its_learning_rate(trained):
     """Although all of its clients are gone."""
-    (told,) = named(trained.events, "learning_rate")
+    told = trained.the("learning_rate")
     cohort = SimpleNamespace(properties={})
     gone = SimpleNamespace(config=trained.config, folder=trained.folder, schedule=[], cohort=cohort)
     again = with_learning_rate(gone).retrain.weights
@@ -104,8 +102,8 @@ def test_a_resumed_run_keeps_its_learning_rate(trained):
 
 
 def test_calibrate_tells_what_the_run_takes(trained, compose_config):
-    (told,) = named(trained.events, "learning_rate")
-    (planned,) = named(trained.events, "privacy")[0]["schedule"]
+    told = trained.the("learning_rate")
+    (planned,) = trained.the("privacy")["schedule"]
     lines = private_terms(compose_config(*LINEAR))
     text = "\n".join(lines)
     assert f"learning rate from {told['lr']:.4g} to {0.1 * told['lr']:.4g}" in text

@@ -22,7 +22,7 @@ from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.names import QUANTILES
 
-from ..finished_runs import copy_without
+from ..finished_runs import Told, copy_without
 
 CLIENTS = 300
 MANY = [
@@ -46,7 +46,7 @@ def many(compose_config, tmp_path_factory):
     run(config, folder, asked, resumed=False)
     alive = client_app._client.cache_info().currsize
     events = read_events(folder / "events.jsonl")
-    return SimpleNamespace(folder=folder, config=config, events=events, asked=asked, alive=alive)
+    return Told(folder=folder, config=config, events=events, asked=asked, alive=alive)
 
 
 def run(config, folder, asked, *, resumed):
@@ -59,13 +59,9 @@ def run(config, folder, asked, *, resumed):
         run_stages(config, grid, log, resumed=resumed)
 
 
-def named(run, name):
-    return [event for event in run.events if event["event"] == name]
-
-
 @pytest.mark.run
 def test_only_clients_whose_turn_it_is_are_made_and_asked(many):
-    rounds = named(many, "round")
+    rounds = many.named("round")
     turns = [("train.weights", client) for event in rounds for client in event["asked"]]
     assert [message for message in many.asked if message[0] != "evaluate.model"] == turns
     assert len(turns) == 6 * 4
@@ -78,7 +74,7 @@ def test_only_clients_whose_turn_it_is_are_made_and_asked(many):
 def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
     lengths = [len(json.dumps(event)) for event in many.events]
     assert max(lengths) < 5_000
-    (told,) = named(many, "partition")
+    told = many.the("partition")
     assert told["summary"]["clients"] == CLIENTS
     assert sum(told["summary"]["records"].values()) == 1797
     assert "splits" not in told
@@ -87,7 +83,7 @@ def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
     assert "300 clients hold 1,797 records; the smallest has 5, the largest 6." in (
         sentence("clients_hold", told, False)
     )
-    seen = {client for event in named(many, "round") for client in event["asked"]}
+    seen = {client for event in many.named("round") for client in event["asked"]}
     assert shown.settings["clients"] == f"{len(seen)} of {CLIENTS}"
 
 

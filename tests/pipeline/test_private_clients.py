@@ -56,7 +56,7 @@ def quick_accounting(monkeypatch):
 @pytest.mark.parametrize("algorithm", RUNS)
 def test_clients_release_one_update_an_exchange(algorithm, run_inline):
     ran = run_inline(*CLIENTS, f"algorithm={algorithm}", *RUNS[algorithm])
-    (private,) = [event for event in ran.events if event["event"] == "privacy"]
+    private = ran.the("privacy")
     schedule = private["schedule"]
     assert {tuple(planned["splits"]) for planned in schedule} == {SPLITS}
     assert {planned["batch_size"] for planned in schedule} == {None}
@@ -90,7 +90,7 @@ def test_the_total_of_updates_carries_the_noise_that_is_booked(run_inline):
             *("retrain.weights.lr=1e-30", "retrain.weights.min_lr=0", "retrain.rounds=4"),
         )
     assert len(totals) == 4
-    (private,) = [event for event in ran.events if event["event"] == "privacy"]
+    private = ran.the("privacy")
     (planned,) = private["schedule"]
     sigma, norm = planned["noise_multiplier"], planned["max_grad_norm"]
     # 4 clients took part; each adds 1 / 2 of the variance, as only 2 honest ones are relied on.

@@ -208,9 +208,9 @@ def test_the_model_of_real_sites_takes_raw_data(run_inline, tmp_path):
         f"dataset.cache={tmp_path / 'cache'}",
         sites=files,
     )
-    (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
+    evaluated = ran.the("evaluated")
     found = load(ran.folder).predict(test)
     assert found.accuracy == evaluated["central"]["accuracy"] > 0.6
-    (statistics,) = (e for e in ran.events if e["event"] == "statistics")
+    statistics = ran.the("statistics")
     assert statistics["mean"][0] == pytest.approx(60, abs=3)  # each site alone: 46, 60, 73
     assert {"sensitivity", "auroc"} <= evaluated["clients"][0].keys()

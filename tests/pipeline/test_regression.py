@@ -146,7 +146,7 @@ def test_report_and_card_are_of_numbers(finished):
         assert word not in report + card
     clients = finished.evaluated["clients"]
     assert all({"r2", "rmse", "mae"} <= client.keys() for client in clients)
-    rounds = [e for e in finished.events if e["event"] == "round"]
+    rounds = finished.named("round")
     assert all("train_closeness" in e["metrics"] for e in rounds)
     assert not any("accuracy" in name for e in rounds for name in e["metrics"])
 
@@ -177,7 +177,7 @@ def test_searches_that_need_no_classes_find_a_network(overrides, finished_run, t
     run = finished_run(
         *overrides[:1], *written(tmp_path, stays()[:200]), *TINY, *SMALL, *overrides[1:]
     )
-    assert not [e for e in run.events if e["event"] == "client_failed"]
+    assert not run.failed
     central = (
         run.events[-2]["central"]
         if "central" in run.events[-2]
@@ -206,8 +206,8 @@ def test_private_clients_learn_within_the_declared_range(overrides, finished_run
         "privacy.epsilon=8",
     )
     run = finished_run(*given, "evaluation.baselines=0", *overrides[1:])
-    assert not [e for e in run.events if e["event"] == "client_failed"]
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    assert not run.failed
+    evaluated = run.the("evaluated")
     model = load(run.folder)
     low, high = model.inputs.target[2:]
     numbers = model.predict(tmp_path / "test.csv").labels
@@ -221,7 +221,7 @@ def test_private_clients_learn_within_the_declared_range(overrides, finished_run
 def test_secure_sums_tell_the_errors_of_all_records(finished_run, tmp_path):
     private = ("privacy=dp", "privacy.epsilon=8", "privacy.metrics_noise_multiplier=1")
     run = finished_run(*written(tmp_path), *RANGES, *LINEAR, *private, "secure_sum=true")
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    evaluated = run.the("evaluated")
     assert evaluated["total"]["sites"] == 3
     assert 0 <= evaluated["total"]["rmse"] < 12  # noise may leave nothing of it
     assert "accuracy" not in evaluated["total"]
@@ -244,7 +244,7 @@ def photographs(folder):
 def test_numbers_are_predicted_of_images(finished_run, tmp_path):
     table, of_images = photographs(tmp_path)
     run = finished_run(*of_images, *LINEAR)
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    evaluated = run.the("evaluated")
     assert evaluated["central"]["r2"] > 0.8
     found = load(run.folder).predict(tmp_path)
     truth = table.set_index("file")["light"].loc[list(found.names)]
@@ -269,7 +269,7 @@ def test_numbers_are_predicted_of_images(finished_run, tmp_path):
 def test_all_algorithms_take_numbers_of_images(overrides, finished_run, tmp_path):
     _, of_images = photographs(tmp_path)
     run = finished_run(*of_images, "clients=2", "rounds=1", *overrides, "retrain.rounds=1")
-    assert not [e for e in run.events if e["event"] == "client_failed"]
+    assert not run.failed
     models = [file.parent for file in run.folder.rglob("model.onnx")]  # of each group its own
     assert models
     for folder in models:
@@ -288,7 +288,7 @@ def test_sites_with_tables_of_their_own_find_one_target(run_inline, tmp_path):
         f"dataset.cache={tmp_path / 'cache'}",
         sites=files,
     )
-    (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
+    evaluated = ran.the("evaluated")
     assert evaluated["central"]["r2"] > 0.6
     assert all(client["r2"] > 0.4 for client in evaluated["clients"])
 

@@ -121,11 +121,11 @@ def test_a_truncated_checkpoint_costs_a_round_and_a_warning(folders):
 def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
     overrides = ("clients=3", "runtime.quorum=0.6", "rounds=1", "retrain.rounds=1")
     first = run_inline(*overrides)
-    (evaluated,) = (e for e in first.events if e["event"] == "evaluated")
+    evaluated = first.the("evaluated")
     assert 1 in [result["client"] for result in evaluated["clients"]]
     with EventLog(first.folder / "events.jsonl") as log:
         place = {"stage": "retrain", "round": 1, "action": "train.weights"}
         log.emit("client_left", **place, client=1, reason="nonsense", expelled=True)
     again = run_inline(resume=first.folder)
-    evaluated = [e for e in again.events if e["event"] == "evaluated"][-1]
+    evaluated = again.named("evaluated")[-1]
     assert 1 not in [result["client"] for result in evaluated["clients"]]

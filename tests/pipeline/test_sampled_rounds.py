@@ -24,7 +24,7 @@ from fednas_flwr.settings.names import SAMPLINGS
 
 from ..booked import booked, ledger_of
 from ..contracts.test_strategies import SETTINGS
-from ..finished_runs import copy_without
+from ..finished_runs import Told, copy_without
 
 SIX = ["clients=6", "sampling.per_round=2", "rounds=4", "retrain.rounds=3"]
 FNAS = ["algorithm=fnas", "algorithm.batch_size=8", *SIX]
@@ -36,17 +36,13 @@ DP = [
 ]
 
 
-def named(run, name):
-    return [event for event in run.events if event["event"] == name]
-
-
 def drawn(run):
     """The clients of each round by stage and round, as the seed has them."""
-    told = named(run, "partition")[0]
+    told = run.named("partition")[0]
     sampling = make_sampling(run.config, told["splits"])
     return {
         (e["stage"], e["round"]): list(sampling.participants(e["stage"], e["round"]).clients)
-        for e in named(run, "round")
+        for e in run.named("round")
     }
 
 
@@ -56,23 +52,23 @@ def whole(finished_run):
 
 
 def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whole):
-    asked = {(e["stage"], e["round"]): e["asked"] for e in named(whole, "round")}
+    asked = {(e["stage"], e["round"]): e["asked"] for e in whole.named("round")}
     assert asked == drawn(whole)
     assert len(asked) == 7
     assert len({tuple(clients) for clients in asked.values()}) > 3
-    for event in named(whole, "round"):
+    for event in whole.named("round"):
         assert sorted(map(int, event["clients"])) == event["asked"]
         assert event["exchanges"] == (2 if event["stage"] == "search" else 1) + (
             event["stage"] == "search" and event["round"] == 4  # the supernet is evaluated
         )
-    (tested,) = named(whole, "evaluated")
+    tested = whole.the("evaluated")
     assert len(tested["clients"]) <= 2
 
 
 def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline, tmp_path):
     folder = copy_without(whole, tmp_path / "run", "search-00000[34].*", "retrain-*")
     resumed = run_inline(resume=folder)
-    before = {(e["stage"], e["round"]): e["asked"] for e in named(whole, "round")}
+    before = {(e["stage"], e["round"]): e["asked"] for e in whole.named("round")}
     again = resumed.events[len(whole.events) :]
     rounds = [event for event in again if event["event"] == "round"]
     assert [(e["stage"], e["round"]) for e in rounds] == list(before)[2:]
@@ -92,7 +88,7 @@ def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, fed
     splits = [fed.cohort.properties[client]["splits"] for client in range(4)]
     fed.cohort.sampling = make_sampling(config, splits)
     fed.strategy.start(fed.grid, num_rounds=1)
-    (told,) = [event for event in fed.events if event["event"] == "round"]
+    told = fed.the("round")
     assert told["asked"] == list(fed.cohort.sampling.participants("search", 1).clients)
     assert sorted(map(int, told["clients"])) == told["asked"]
     assert told["exchanges"] >= 1
@@ -103,7 +99,7 @@ def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(finished_run):
         *("algorithm=fedex", "algorithm.network=linear", "algorithm.num_configurations=3"),
         *("clients=4", "sampling.per_round=2", "retrain.rounds=2", "stages=[retrain]"),
     )
-    assert [len(event["asked"]) for event in named(run, "round")] == [2, 2]
+    assert [len(event["asked"]) for event in run.named("round")] == [2, 2]
 
 
 def retraining(compose_config, federate, *overrides):
@@ -112,7 +108,7 @@ def retraining(compose_config, federate, *overrides):
         "algorithm=fedavg", "algorithm.network=linear", "clients=4", "partition=quantity",
         "partition.fractions=[0.4,0.3,0.2,0.1]", *overrides,
     )  # fmt: skip
-    fed = SimpleNamespace(**vars(federate(compose_config("clients=4"))))
+    fed = Told(**vars(federate(compose_config("clients=4"))))
     fed.grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     fed.events.clear()
     fed.cohort.connect(fed.grid)
@@ -212,12 +208,12 @@ def test_the_place_of_a_client_that_fails_is_taken_for_the_rest_of_the_round(
     assert (len(participants.clients), len(participants.backups)) == (3, 2)
     failing.update([participants.clients[0], participants.backups[0]])
     fed.strategy.start(fed.grid, num_rounds=1)
-    failures = [(e["client"], e["action"]) for e in fed.events if e["event"] == "client_failed"]
+    failures = [(e["client"], e["action"]) for e in fed.named("client_failed")]
     assert failures == [
         (participants.clients[0], "train.weight_gradient"),
         (participants.backups[0], "train.weight_gradient"),
     ]
-    (told,) = [event for event in fed.events if event["event"] == "round"]
+    told = fed.the("round")
     assert set(map(int, told["clients"])) == {*participants.clients[1:], participants.backups[1]}
     assert set(told["asked"]) == {*participants.clients, participants.backups[1]}
 
@@ -238,9 +234,9 @@ def books(run, client):
 
 
 def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
-    (told,) = named(private, "privacy")
+    told = private.the("privacy")
     sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
-    asked = {(e["stage"], e["round"]): e["asked"] for e in named(private, "round")}
+    asked = {(e["stage"], e["round"]): e["asked"] for e in private.named("round")}
     assert {len(clients) for clients in asked.values()} == {2}
     assert [client["client"] for client in told["clients"]] == list(range(6))
     for client in told["clients"]:
@@ -275,7 +271,7 @@ def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
     (told,) = [event for event in again if event["event"] == "privacy"]
     (last,) = [event for event in again if event["event"] == "round"]
     assert (last["stage"], last["round"]) == ("retrain", 3)
-    assert last["asked"] == named(private, "round")[-1]["asked"]
+    assert last["asked"] == private.named("round")[-1]["asked"]
     sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
     for client in told["clients"]:
         number = client["client"]
@@ -284,13 +280,13 @@ def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
         assert {stage for stage, turns in client["turns"].items() if turns} == left
     before, after = (
         {(p["stage"], p["kind"]): p["noise_multiplier"] for p in event["schedule"]}
-        for event in (named(private, "privacy")[0], told)
+        for event in (private.named("privacy")[0], told)
     )
     assert after.items() <= before.items()
 
 
 def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
-    (told,) = named(private, "privacy")
+    told = private.the("privacy")
     noise = {(p["stage"], p["kind"]): p["noise_multiplier"] for p in told["schedule"]}
     epsilons = {}
     for client in told["clients"]:

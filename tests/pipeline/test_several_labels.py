@@ -174,8 +174,8 @@ def test_private_clients_search_and_train_on_several_labels(finished_run, tmp_pa
         *("dataset=npz", f"dataset.root={tmp_path / 'raw.npz'}", "retrain.rounds=1"),
         "dataset.class_names=[even,large,prime]",
     )
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
-    assert not [e for e in run.events if e["event"] == "client_failed"]
+    evaluated = run.the("evaluated")
+    assert not run.failed
     assert 0 < evaluated["central"]["accuracy"] < 1
 
 
@@ -194,7 +194,7 @@ def test_real_sites_say_that_records_can_have_several_labels(run_inline, tmp_pat
     )
     found = load(ran.folder).predict(tmp_path / "new.csv")
     assert found.multi_label
-    (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
+    evaluated = ran.the("evaluated")
     assert found.accuracy == pytest.approx(evaluated["central"]["accuracy"])
     assert evaluated["central"]["accuracy"] > 0.6
     assert all(client["auroc"] > 0.6 for client in evaluated["clients"])

@@ -17,6 +17,7 @@ from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 
 from ..data_sets import read
+from ..finished_runs import Told
 from ..patients import patients
 
 pytestmark = pytest.mark.slow
@@ -140,13 +141,13 @@ def finished(request, loopback, tmp_path_factory):
         left = machines.stop()
     assert left == []
     events = read_events(folder / "events.jsonl")
-    return SimpleNamespace(
+    return Told(
         kind=request.param, folder=folder, events=events, machines=machines, files=kind.files
     )
 
 
 def test_raw_data_has_the_reported_accuracy(finished, tmp_path, capsys):
-    (evaluated,) = (e for e in finished.events if e["event"] == "evaluated")
+    evaluated = finished.the("evaluated")
     reported = evaluated["central"]["accuracy"]
     assert load(finished.folder).predict(finished.files["test"]).accuracy == reported
     assert reported > 0.5 or finished.kind == "private_csv"  # which hardly learns
@@ -157,7 +158,7 @@ def test_raw_data_has_the_reported_accuracy(finished, tmp_path, capsys):
 
 
 def test_every_site_has_the_model_and_its_own_test_is_what_was_reported(finished):
-    (evaluated,) = (e for e in finished.events if e["event"] == "evaluated")
+    evaluated = finished.the("evaluated")
     assert (not evaluated["clients"]) == finished.kind.startswith("private")
     told = {client["client"]: client["accuracy"] for client in evaluated["clients"]}
     for index, site in enumerate(SITES):
@@ -170,7 +171,7 @@ def test_every_site_has_the_model_and_its_own_test_is_what_was_reported(finished
 
 
 def test_private_sites_release_by_what_all_standardise(finished):
-    found = [event for event in finished.events if event["event"] == "statistics"]
+    found = finished.named("statistics")
     assert len(found) == (finished.kind == "private_csv")
     if not found:
         return
