@@ -100,22 +100,6 @@ def test_alphas_move_after_the_warm_up_only(dense):
     assert first["alpha_entropy"] == pytest.approx(np.log(6), abs=1e-4)  # 1e-3 * randn
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["search_space=nasbench201_small"], "samples paths of blocks; set search_space=mbconv"),
-        (["algorithm.alphas.weight_decay=1e-3"], "ops that are not sampled must keep"),
-        (["privacy=dp", "search_space.norm=batch"], "set search_space.norm=group"),
-    ],
-)
-def test_what_does_not_fit_is_refused(compose_config, overrides, sentence):
-    small = SMALL
-    if overrides[0].startswith("search_space="):
-        small = ["algorithm=fdnas", "clients=2"]
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*small, *overrides)
-
-
 HARDWARE = (
     "{table: null, unit: multiply_adds, target: %s, loss: additive, scale: 1.0, exponent: 1.0}"
 )

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.data.loaders import epoch_batches
@@ -163,19 +162,3 @@ def test_single_paths_of_gdas_take_their_temperature_from_the_round(compose_conf
     assert asked[:3] == pytest.approx([10.0, 5.05, 0.1])
     assert torch.equal(*alphas)
     assert alphas[0].std() > 0.004  # they were drawn with .001
-
-
-PRIVATE = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
-
-
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        (["search_space=darts_small"], r"search_space=darts: single paths.*nasbench201"),
-        (["algorithm.rule=second_order"], r"no second order; set"),
-        (PRIVATE, r"with privacy.unit=record: single paths"),
-    ],
-)
-def test_single_paths_are_refused_where_there_are_none(more, sentence, compose_config):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*GDAS, *more)

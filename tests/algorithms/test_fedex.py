@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fednas_flwr.algorithms.stage_strategies import make_retraining
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.cli import main
 from fednas_flwr.client.handlers import ANSWERS
@@ -147,18 +146,3 @@ def test_a_run_tunes_a_given_genotype(compose_config, federate, tiny_overrides, 
     rounds = latest_rounds(events, "retrain")
     assert all({"validation_loss", "theta_entropy", "lr"} <= set(r["metrics"]) for r in rounds)
     assert (folder / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["privacy=dp"], "record with algorithm=fedex is not possible"),
-        (
-            ["dataset.fractions={train: 0.8, validation: 0.0, test: 0.2}"],
-            "dataset.fractions.validation=0.0",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(compose_config, overrides, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*SETTINGS, *overrides)

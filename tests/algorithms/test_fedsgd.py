@@ -17,7 +17,6 @@ from fednas_flwr.protocol.requests import TakeNetworkGradient
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.settings.names import PRECISIONS
 
-from ..asked import spied
 from ..booked import booked
 
 ROUNDS = 3
@@ -86,31 +85,6 @@ def test_steps_equal_sgd_on_the_clients_pooled_batches(federation):
     rounds = federation.named("round")
     assert [event["exchanges"] for event in rounds] == [steps] * ROUNDS
     assert rounds[-1]["metrics"]["train_loss"] < rounds[0]["metrics"]["train_loss"]
-
-
-def test_a_run_that_goes_on_ends_in_the_bits_of_one_that_was_not_stopped(
-    federation, compose_config, federate, tmp_path
-):
-    network = start(federation, PLAIN_CNN)[1].state_dict()
-    whole = {name: tensor.clone() for name, tensor in network.items()}
-    stopped = federate(federation.config, checkpoints=tmp_path / "stopped")
-    with pytest.raises(KeyboardInterrupt):
-        interrupted(stopped, in_round=3)
-    continued = federate(federation.config, checkpoints=tmp_path / "stopped")
-    for name, tensor in start(continued, PLAIN_CNN)[1].state_dict().items():
-        assert torch.equal(tensor, whole[name]), name
-
-
-def interrupted(federation, *, in_round):
-    """Train until the second step of a round."""
-
-    def until_then(exchange, client, reply):
-        if [e.server_round for e, _ in asked].count(in_round) == 2:
-            raise KeyboardInterrupt
-        return reply
-
-    asked = spied(federation, until_then)
-    start(federation, PLAIN_CNN)
 
 
 def test_batch_norm_and_an_auxiliary_head_are_trained_as_without_a_federation(

@@ -8,7 +8,6 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from torch.nn import functional as F
 
 from fednas_flwr.algorithms.stage_strategies import make_retraining
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.deploy.flower_patches import begin_task
@@ -132,33 +131,6 @@ def test_fedprox_is_the_term_of_the_paper(training):
     result = federation.strategy.states["weights"]["float32"]
     torch.testing.assert_close(result, trained[2.0], rtol=1e-3, atol=1e-4)
     assert not torch.allclose(result, trained[0.0], rtol=1e-3, atol=1e-2)
-
-
-ONLY = "it is for the training of a given network; set algorithm=fedavg or fedprox"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["server_optimizer=adam"], f"server_optimizer=adam with algorithm=fed_darts: {ONLY}"),
-        (
-            ["algorithm=fedavg", "server_optimizer=yogi", "training.momentum=server"],
-            "both are optimisers",
-        ),
-        (["algorithm=fedavg", "server_optimizer.lr=1"], "server_optimizer.lr"),
-        (["algorithm=fedavg", "server_optimizer=adagrad", "server_optimizer.beta_1=0"], "beta_1"),
-        (
-            ["algorithm=fedavg", "aggregate=median", "clients=20", "secure_sum=true"],
-            "secure_sum=true with aggregate=median: it compares the values of single clients",
-        ),
-    ],
-)
-def test_what_has_no_meaning_is_refused(overrides, sentence):
-    from fednas_flwr.api import compose
-
-    with pytest.raises(ConfigError) as told:
-        compose(*overrides)
-    assert sentence in str(told.value)
 
 
 @pytest.mark.parametrize(

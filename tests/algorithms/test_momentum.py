@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fednas_flwr.algorithms.stage_strategies import make_retraining
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import describe_network, supernet_space
 from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
@@ -204,15 +203,3 @@ def test_the_servers_momentum_of_a_candidate_begins_with_its_trial(compose_confi
             states = [replies[c].states["weights"]["float32"].double().numpy() for c in (0, 1)]
             velocity = 0.9 * velocity + (np.average(states, axis=0, weights=counts) - weights)
             expected = weights + velocity
-
-
-def test_fedex_has_no_one_momentum_for_the_server(compose_config):
-    with pytest.raises(ConfigError, match="training.momentum=server with algorithm=fedex"):
-        compose_config("algorithm=fedex", "training.momentum=server")
-
-
-def test_another_momentum_is_refused(compose_config):
-    with pytest.raises(
-        ConfigError, match="training.momentum=kept is unknown: choose one of averaged, rese"
-    ):
-        compose_config("training.momentum=kept")

@@ -107,8 +107,6 @@ def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate)
     shortlist = "algorithm.pool.shortlist={keep: 6, scores: [naswot]}"
     strategy = federate(compose_config(*SEARCH, shortlist)).strategy
     assert strategy._choose()[:4] == [genotypes[index] for index in kept]
-    with pytest.raises(ConfigError, match=r"shortlist.keep=3 .* 4 to draws=9"):
-        compose_config(*SEARCH, "algorithm.pool.shortlist={keep: 3, scores: [naswot]}")
 
 
 def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
@@ -303,21 +301,6 @@ def test_one_client_of_three_does_not_have_the_worst_candidate_found(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["rounds=3"], "rounds=3 with algorithm.rewarded=local: at most 2 rounds .* rounds=2"),
-        (
-            ["privacy=dp", "search_space.norm=group", "retrain.norm=group"],
-            "algorithm.rewarded=local with privacy=dp: .* set algorithm.rewarded=averaged",
-        ),
-    ],
-)
-def test_ranking_by_local_training_that_cannot_be_is_refused(overrides, sentence, compose_config):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*LOCAL, *overrides)
-
-
-@pytest.mark.parametrize(
     "overrides",
     [
         ["search_space=darts_small", "algorithm.pool.by=[]"],
@@ -368,13 +351,6 @@ def test_rungs_are_those_of_the_pool_whose_size_is_not_set(compose_config):
         named[size] = [[one.noise_name for one in releases] for releases in rounds]
     assert named["null"] == named["16"] == [["weights", "rewards"]] * 4
     assert named["8"][0] == ["weights"]
-
-
-def test_a_single_draw_is_no_pool(compose_config):
-    with pytest.raises(ConfigError, match="pool.draws=1 is out of range: expected 2 or more"):
-        compose_config(*SEARCH, *UNSET, "algorithm.pool.draws=1")
-    with pytest.raises(ConfigError, match="pool.keep=10 is out of range.*draws=9"):
-        compose_config(*SEARCH, "algorithm.pool.keep=10")
 
 
 def test_a_shortlist_is_as_large_as_the_pool_that_it_is_for(compose_config):

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network, make_network, supernet_space
@@ -163,15 +162,3 @@ def test_limits_hold_for_the_network_that_is_retrained(
         derived = run.the("derived")
         found.append(derived["num_parameters" if cost == "parameters" else cost])
     assert found[0] <= most < found[1]
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("algorithm.shortlist={keep: 5, scores: [zen]}", r"shortlist.keep=5 .* 2 to draws=4"),
-        ("algorithm.limits.latency_ms=3", "a limit of latency needs a table"),
-    ],
-)
-def test_mistakes_are_told(compose_config, override, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*SEARCH, override)

@@ -17,6 +17,7 @@ TRAININGS = {
     "search, server": (*SEARCH, "training.momentum=server"),
     "averaged": (*GIVEN, "training.momentum=averaged"),
     "server": (*GIVEN, "training.momentum=server"),
+    "gradients": (*GIVEN, "retrain.exchange=gradients"),
     **{name: (*GIVEN, f"server_optimizer={name}") for name in ("adam", "yogi", "adagrad")},
     "fedex": ("algorithm=fedex", "algorithm.network=plain_cnn", "algorithm.num_configurations=5"),
 }
