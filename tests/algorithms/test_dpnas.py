@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -14,6 +13,8 @@ from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.states import unpack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import path_states
+
+from .plain import average, copied, make_sgd, step
 
 pytestmark = pytest.mark.usefixtures("one_cell")
 DPNAS = [
@@ -73,26 +74,18 @@ def test_a_round_is_steps_on_each_candidate_and_a_weighted_average(server_round,
     states = []
     for client in searched.clients:
         supernet, train = supernet_after(searched, server_round - 1).train(), client.data.train
-        constants = {"momentum": settings.momentum, "weight_decay": settings.weight_decay}
-        sgd = torch.optim.SGD(supernet.weights().values(), lr=settings.lr, **constants)
-        for step in range(6):
-            rows = step_batch(
-                len(train),
-                batch_size=16,
-                step=6 * (server_round - 1) + step,
-                seed=config.seed,
-                purpose=("batches", "train", client.index),
-            )
+        sgd = make_sgd(supernet.weights().values(), settings)
+        purpose = ("batches", "train", client.index)
+        for number in range(6):
+            place = {"step": 6 * (server_round - 1) + number, "seed": config.seed}
+            rows = step_batch(len(train), batch_size=16, **place, purpose=purpose)
             x, y = train.batch(rows, "cpu")
-            sgd.zero_grad()
-            logits = supernet.body(x, path=trained[server_round - 1][step // 2])
-            F.cross_entropy(logits, y).backward()
-            sgd.step()
-        states.append({n: w.detach().double().numpy() for n, w in supernet.weights().items()})
+            logits = supernet.body(x, path=trained[server_round - 1][number // 2])
+            step(sgd, F.cross_entropy(logits, y))
+        states.append(copied(supernet.weights()))
     before, after = (searched.rounds[server_round - i][0] for i in (1, 0))
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
-    for name in states[0]:
-        mean = torch.as_tensor(np.average([s[name] for s in states], axis=0, weights=counts))
+    for name, mean in average(states, counts).items():
         torch.testing.assert_close(after[f"weights.{name}"], mean.float(), rtol=1e-4, atol=1e-5)
 
 
@@ -135,13 +128,9 @@ def test_the_controller_learns_after_the_warm_up_only(searched):
 def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
     aggregate, compose_config, federate
 ):
-    short = [
-        "rounds=1",
-        "algorithm.warm_up_rounds=0",
-        "clients=3",
-        "partition.fractions=[0.4,0.3,0.3]",
-    ]
-    federation = federate(compose_config(*DPNAS, *short, f"aggregate={aggregate}"))
+    short = ["rounds=1", "algorithm.warm_up_rounds=0", f"aggregate={aggregate}"]
+    short += ["clients=3", "partition.fractions=[0.4,0.3,0.3]"]
+    federation = federate(compose_config(*DPNAS, *short))
     strategy, honest = federation.strategy, []
     ask = strategy.ask
 

@@ -10,6 +10,8 @@ from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.search import proxyless
 from fednas_flwr.spaces.costs import space_costs
 
+from .plain import average, copied, make_sgd, step
+
 SMALL = [
     *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=2"),
     *("search_space.width=0.25", "search_space.norm=group", "search_space.candidates=fdnas"),
@@ -35,13 +37,7 @@ def searched(compose_config, federate, *overrides):
 def local_epochs(supernet, client, generator, algorithm, *, warm_up):
     """Two passes of ProxylessNAS, written out with torch's own backward."""
     weights, alphas = list(supernet.weights().values()), supernet.alphas()["blocks"]
-    sgd = torch.optim.SGD(
-        weights,
-        lr=algorithm.weights.lr,
-        momentum=algorithm.weights.momentum,
-        weight_decay=algorithm.weights.weight_decay,
-        nesterov=True,
-    )
+    sgd = make_sgd(weights, algorithm.weights, nesterov=True)
     adam = torch.optim.Adam([alphas], lr=algorithm.alphas.lr, betas=(0.0, 0.999))
     supernet.train()
 
@@ -63,9 +59,7 @@ def local_epochs(supernet, client, generator, algorithm, *, warm_up):
                     alphas.copy_(proxyless.rescale(alphas, old, paths))
             drawn = proxyless.uniform_alphas(alphas.detach()) if warm_up else alphas
             path = proxyless.draw_paths(drawn, mode="one", generator=generator).tolist()
-            sgd.zero_grad()
-            torch.nn.functional.cross_entropy(supernet.body(x, paths=path), y).backward()
-            sgd.step()
+            step(sgd, torch.nn.functional.cross_entropy(supernet.body(x, paths=path), y))
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
@@ -76,7 +70,7 @@ def test_a_round_is_local_epochs_and_a_weighted_average(warm_up, compose_config,
     federation.strategy.start(federation.grid, num_rounds=1)
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet()
-    state = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
+    state = copied(supernet.state_dict())
     counts = [len(client.data.train) for client in federation.clients]
     assert counts[0] > 2 * counts[1]
     states = []
@@ -84,12 +78,11 @@ def test_a_round_is_local_epochs_and_a_weighted_average(warm_up, compose_config,
         supernet.load_state_dict(state)
         generator = make_generator(config.seed, "search", 1, client.index, "search")
         local_epochs(supernet, client, generator, algorithm, warm_up=warm_up)
-        states.append({n: t.clone().double().numpy() for n, t in supernet.state_dict().items()})
+        states.append(copied(supernet.state_dict()))
     arrays = federation.strategy.named_arrays().to_torch_state_dict()
-    for name, initial in state.items():
-        mean = torch.as_tensor(np.average([s[name] for s in states], axis=0, weights=counts))
+    for name, mean in average(states, counts).items():
         actual = arrays[name if name.startswith("alphas.") else f"weights.{name}"]
-        torch.testing.assert_close(actual, mean.to(initial.dtype), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual.double(), mean, rtol=1e-5, atol=1e-6)
 
 
 def test_alphas_move_after_the_warm_up_only(dense):

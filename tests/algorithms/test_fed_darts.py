@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,9 @@ from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
 from fednas_flwr.search.local_search import Alternating
+
+from ..asked import spied
+from .plain import average, copied, make_sgd, rate_of_round, step
 
 ROUNDS = 2
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.75,0.25]"]
@@ -33,7 +34,7 @@ def alternate(supernet, client, server_round, config, lr):
     """DARTS' alternating steps as one would write them in a notebook; in place."""
     beta_decay = config.algorithm.beta_decay * server_round / ROUNDS
     weights, alphas = list(supernet.weights().values()), list(supernet.alphas().values())
-    sgd = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=3e-4)
+    sgd = make_sgd(weights, config.algorithm.weights, lr)
     adam = torch.optim.Adam(alphas, lr=0.006, betas=(0.5, 0.999), weight_decay=1e-3)
     generator = make_generator(config.seed, "search", server_round, client.index, "search")
 
@@ -59,11 +60,7 @@ def alternate(supernet, client, server_round, config, lr):
             adam.step()
             own = loss(train)
             losses.append((own.item(), len(train[1])))
-            gradients = torch.autograd.grad(own, weights, allow_unused=True)
-            for weight, gradient in zip(weights, gradients, strict=True):
-                weight.grad = gradient
-            torch.nn.utils.clip_grad_norm_(weights, 5.0)
-            sgd.step()
+            step(sgd, own, clip_norm=5.0)
     return sum(value * count for value, count in losses) / len(client.data.train)
 
 
@@ -82,27 +79,25 @@ def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_conf
     federation = federate(config)
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet()
-    state = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
+    state = copied(supernet.state_dict())
     counts = [len(client.data.train) for client in federation.clients]
     assert counts[0] > 2 * counts[1]
     losses = []
     for server_round in range(1, ROUNDS + 1):
-        lr = 0.004 + 0.016 * (1 + math.cos(math.pi * (server_round - 1) / ROUNDS)) / 2
+        lr = rate_of_round(config.algorithm.weights, server_round, ROUNDS)
         states, local_losses = [], []
         for client in federation.clients:
             supernet.load_state_dict(state)
             local_losses.append(alternate(supernet, client, server_round, config, lr))
-            states.append({n: t.clone().double().numpy() for n, t in supernet.state_dict().items()})
-        for name, tensor in state.items():
-            mean = np.average([s[name] for s in states], axis=0, weights=counts)
-            state[name] = torch.as_tensor(mean).to(tensor.dtype)
+            states.append(copied(supernet.state_dict()))
+        state = average(states, counts)
         losses.append(np.average(local_losses, weights=counts))
 
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     arrays = federation.strategy.named_arrays().to_torch_state_dict()
     for name, expected in state.items():
         actual = arrays[name if name.startswith("alphas.") else f"weights.{name}"]
-        torch.testing.assert_close(actual, expected, rtol=0, atol=5e-6)
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=5e-6)
     assert len(arrays) == len(state)
     rounds = federation.named("round")
     assert [e["metrics"]["train_loss"] for e in rounds] == pytest.approx(losses, rel=1e-4)
@@ -148,17 +143,11 @@ def test_single_paths_of_gdas_take_their_temperature_from_the_round(compose_conf
     alphas, asked = [], []
     for _ in range(2):
         federation = federate(compose_config(*GDAS, *UNEQUAL, *SETTINGS, "rounds=3"))
-        strategy = federation.strategy
-        ask = strategy.ask
-
-        def told(action, settings, ask=ask, **arguments):
-            asked.append(settings.local.alternating.temperature)
-            return ask(action, settings, **arguments)
-
-        strategy.ask = told
-        strategy.start(federation.grid, num_rounds=3)
+        asked.append(spied(federation))
+        federation.strategy.start(federation.grid, num_rounds=3)
         assert not federation.failed
-        alphas.append(strategy.alphas()["cell"].clone())
-    assert asked[:3] == pytest.approx([10.0, 5.05, 0.1])
+        alphas.append(federation.strategy.alphas()["cell"].clone())
+    told = [exchange.settings.local.alternating.temperature for exchange, _ in asked[0]]
+    assert told == pytest.approx([10.0, 5.05, 0.1])
     assert torch.equal(*alphas)
     assert alphas[0].std() > 0.004  # they were drawn with .001

@@ -15,6 +15,8 @@ from fednas_flwr.models.networks import describe_network, supernet_space
 from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
 from fednas_flwr.search.batch_gradients import BatchGradients
 
+from .plain import make_sgd, step
+
 CONSTANT = ["algorithm.weights.lr=0.05", "algorithm.weights.min_lr=0.05"]
 SEARCH = [
     *("algorithm=fed_darts", "algorithm.batch_size=16", "search_space.norm=group", *CONSTANT),
@@ -59,9 +61,7 @@ def test_moments_that_travel_are_those_of_one_optimiser_that_is_kept(compose_con
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet().train()
     weights, alphas = supernet.weights(), supernet.alphas()
-    sgd = torch.optim.SGD(
-        weights.values(), lr=0.05, momentum=0.9, weight_decay=settings.weights.weight_decay
-    )
+    sgd = make_sgd(weights.values(), settings.weights)
     adam = torch.optim.Adam(
         alphas.values(),
         lr=settings.alphas.lr,
@@ -81,9 +81,7 @@ def test_moments_that_travel_are_those_of_one_optimiser_that_is_kept(compose_con
             for kind, alpha in alphas.items():
                 alpha.grad = gradients[kind] / len(held_out[1])
             adam.step()
-            sgd.zero_grad()
-            torch.nn.functional.cross_entropy(supernet(batch[0]), batch[1]).backward()
-            sgd.step()
+            step(sgd, torch.nn.functional.cross_entropy(supernet(batch[0]), batch[1]))
     expected = network_states(supernet)
     for state in ("weights", "alphas"):
         found = unpack(federation.strategy.states[state], federation.strategy.layouts[state])

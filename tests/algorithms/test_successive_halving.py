@@ -34,6 +34,7 @@ from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.spaces.genotype import from_json, to_json
 
 from ..asked import spied
+from .plain import make_sgd, step
 
 ROUNDS = 4
 SEARCH = [
@@ -77,36 +78,31 @@ def nine_drawn(searched):
     while len(drawn) < 9:
         genotype = space.random_genotype(generator)
         drawn[to_json(genotype)] = genotype
-    return config, space, drawn
+    return config, space, list(drawn.values())
+
+
+def ranked(config, space, drawn):
+    """The best first, by the scores of the pool."""
+    names = ["synflow", "parameters"]
+    combined = combine([measure(space, g, names, seed=config.seed) for g in drawn])
+    return [drawn[index] for index in sorted(range(9), key=lambda index: -combined[index])]
 
 
 def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
-    config, space, drawn = nine_drawn(searched)
-    names = ["synflow", "parameters"]
-    combined = combine([measure(space, g, names, seed=config.seed) for g in drawn.values()])
-    order = sorted(range(9), key=lambda index: -combined[index])
     first = searched.asked[0][1].local.network["genotypes"]
-    assert [json.dumps(genotype) for genotype in first] == [
-        json.dumps(json.loads(list(drawn)[index])) for index in order[:4]
-    ]
+    pool = [from_json(json.dumps(genotype)) for genotype in first]
+    assert pool == ranked(*nine_drawn(searched))[:4]
 
 
 def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate):
     """The best six by the pool's scores, of which those four stay that naswot prefers."""
-    config, space, drawn = nine_drawn(searched)
-    scores = [
-        measure(space, g, ["synflow", "parameters"], seed=config.seed) for g in drawn.values()
-    ]
-    combined = combine(scores)
-    best = sorted(range(9), key=lambda index: -combined[index])[:6]
-    genotypes = list(drawn.values())
-    naswot = [
-        measure(space, genotypes[index], ["naswot"], seed=config.seed)["naswot"] for index in best
-    ]
+    config, space, _ = drawn = nine_drawn(searched)
+    best = ranked(*drawn)[:6]
+    naswot = [measure(space, own, ["naswot"], seed=config.seed)["naswot"] for own in best]
     kept = [best[place] for place in sorted(range(6), key=lambda place: -naswot[place])[:4]]
     shortlist = "algorithm.pool.shortlist={keep: 6, scores: [naswot]}"
     strategy = federate(compose_config(*SEARCH, shortlist)).strategy
-    assert strategy._choose()[:4] == [genotypes[index] for index in kept]
+    assert strategy._choose()[:4] == kept
 
 
 def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
@@ -235,15 +231,12 @@ def test_rewards_of_local_training_are_those_of_a_plain_loop(compose_config, fed
         load_states(pool, sent)
         network, generator = pool.members[index].train(), client.generator(header, "weights")
         for lr in (0.1, 0.055):  # half-way to .01, by the cosine
-            sgd = torch.optim.SGD(network.parameters(), lr, momentum=0.9, weight_decay=3e-4)
+            sgd = make_sgd(network.parameters(), searched.config.algorithm.weights, lr)
             losses = []
             for x, y in client.epoch(client.data.train, batch_size=16, generator=generator):
                 loss = torch.nn.functional.cross_entropy(network(x), y, reduction="none")
                 losses += loss.tolist()
-                sgd.zero_grad()
-                loss.mean().backward()
-                torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
-                sgd.step()
+                step(sgd, loss.mean(), clip_norm=0.5)
         expected.append(math.exp(-sum(losses) / len(losses)))
     found = reply.states["rewards"]["float32"].tolist()
     assert found == pytest.approx(expected, rel=1e-4)
