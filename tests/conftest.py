@@ -218,22 +218,29 @@ def sound(run, fails=False):
 
 
 @pytest.fixture(scope="session")
-def run_inline(compose_config, tmp_path_factory):
-    """``run_inline(*overrides)``: a whole run in this process; its folder, events and error.
+def quick_run(compose_config, tmp_path_factory):
+    """As ``run_inline``, for tests of the quick tier."""
 
-    With ``resume=<run folder>`` the run there goes on; ``sites`` are the files of real sites. An
-    error is raised unless the run ``fails``.
-    """
-
-    def ran(*overrides, resume=None, sites=(), fails=False):
+    def ran(*overrides, resume=None, fails=False, **how):
         if resume is None:
             folder = tmp_path_factory.mktemp("run") / "run"
             config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
         else:
             config = open_run_folder(str(resume))
-        return sound(whole_run(config, resumed=resume is not None, sites=sites), fails)
+        return sound(whole_run(config, resumed=resume is not None, **how), fails)
 
     return ran
+
+
+@pytest.fixture(scope="session")
+def run_inline(quick_run):
+    """``run_inline(*overrides)``: a whole run in this process; its folder, events and error.
+
+    With ``resume=<run folder>`` the run there goes on; ``sites`` are the files of real sites, or
+    what their nodes are told; ``grid`` is made of app and clients. An error is raised unless the
+    run ``fails``.
+    """
+    return quick_run
 
 
 @pytest.fixture(scope="session")

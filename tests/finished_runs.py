@@ -58,13 +58,16 @@ class Told(SimpleNamespace):
         return self.named("client_failed", "client_left")
 
 
-def whole_run(config, *, resumed=False, sites=()):
-    """Make or continue a run in this process: its folder, configuration, events and error."""
-    grid, error = InProcessGrid(make_client_app(dump_config(config)), config.clients), None
-    for context, file in zip(grid._contexts.values(), sites, strict=False):
-        context.node_config["data-path"] = str(file)
+def whole_run(config, *, resumed=False, sites=(), grid=InProcessGrid):
+    """Make or continue a run in this process: its folder, configuration, events and error.
+
+    ``sites`` are the files of real sites, or what their nodes are told.
+    """
+    own, error = grid(make_client_app(dump_config(config)), config.clients), None
+    for context, site in zip(own._contexts.values(), sites, strict=False):
+        context.node_config |= site if isinstance(site, dict) else {"data-path": str(site)}
     try:
-        serve(config, grid, listeners=[], resumed=resumed)
+        serve(config, own, listeners=[], resumed=resumed)
     except Exception as raised:
         error = raised
     folder = Path(str(config.run_dir))
