@@ -109,23 +109,6 @@ def test_a_negative_variance_spoils_nothing(lying, run_inline):
     assert_sound(run)
 
 
-def test_no_metric_of_a_client_stands_in_place_of_the_servers(lying, run_inline):
-    for action, name in (("train.weights", "central_accuracy"), ("evaluate.model", "client")):
-        lying(
-            action, lambda reply, name=name: replace(reply, metrics={**reply.metrics, name: 0.125})
-        )
-    run = run_inline(*EXACT)
-    told = failures(run)
-    assert {client for client, _ in told} == {BAD}
-    assert all("none of the metrics asked for" in reason for _, reason in told)
-    assert told[0][1].startswith("central_accuracy")
-    evaluated = run.the("evaluated")
-    assert [measured["client"] for measured in evaluated["clients"]] == [0]
-    rounds = [e["metrics"] for e in run.named("round")]
-    assert len(rounds) == 2
-    assert not any("central_accuracy" in metrics for metrics in rounds)
-
-
 # --- what is declared
 
 
