@@ -49,12 +49,10 @@ def whole(run):
 
 
 def test_each_group_gets_its_network_report_and_results(whole):
-    assert json.loads((whole.folder / "groups.json").read_text()) == {"a": [1, 3], "b": [0, 2, 4]}
+    groups = json.loads((whole.folder / "groups.json").read_text())
+    assert groups == {"a": [1, 3], "b": [0, 2, 4]}
     finished = {event["group"]: event for event in whole.named("group_finished")}
-    assert {name: event["clients"] for name, event in finished.items()} == {
-        "a": [1, 3],
-        "b": [0, 2, 4],
-    }
+    assert {name: event["clients"] for name, event in finished.items()} == groups
     for name, event in finished.items():
         assert event["status"] == "completed"
         folder = whole.folder / event["folder"]
@@ -66,9 +64,8 @@ def test_each_group_gets_its_network_report_and_results(whole):
         parameters = sum(p.numel() for p in network.parameters())
         assert event["results"]["num_parameters"] == parameters
         rounds = named(read_events(folder / "events.jsonl"), "round")
-        assert [(e["stage"], e["round"]) for e in rounds] == [
-            *(("search", 1), ("search", 2), ("retrain", 1))
-        ]
+        told = [(e["stage"], e["round"]) for e in rounds]
+        assert told == [("search", 1), ("search", 2), ("retrain", 1)]
         assert all(set(e["clients"]) == set(map(str, event["clients"])) for e in rounds)
     report = (whole.folder / "report.html").read_text()
     assert 'href="./groups/a/report.html"' in report
@@ -230,25 +227,24 @@ def test_groups_that_cannot_be_are_refused_before_the_search(run, overrides, sen
     assert not failed.named("round")
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("algorithm.client_tags=[a]", "algorithm.client_tags=.* give one for each client, or none"),
-        ("algorithm.group_by=alphas", "num_groups=null: a number is needed"),
-        (
-            "algorithm.num_groups=2",
-            "group_by=tag with algorithm.num_groups=2: a number is for groups",
-        ),
-        (HARDWARE.replace("7e4", "7e9"), r"target=7e\+09 multiply_adds cannot be reached"),
-        (
-            HARDWARE.replace("multiply_adds", "ms").replace("additive", "additiv"),
-            r"hardware\.loss=additiv is unknown.*nearest: additive",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(compose_config, override, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        check_buildable(compose_config(*CFDNAS, override))
+MISSPELT = HARDWARE.replace("multiply_adds", "ms").replace("additive", "additiv")
+BY_NUMBER = "algorithm.group_by=alphas algorithm.num_groups=2"
+RESTING = "algorithm.group_hardware={} algorithm.search.warm_up_rounds=2"
+REFUSED = {
+    "algorithm.client_tags=[a]": "algorithm.client_tags=.* give one for each client, or none",
+    "algorithm.group_by=alphas": "num_groups=null: a number is needed",
+    "algorithm.num_groups=2": "group_by=tag with algorithm.num_groups=2: a number is for groups",
+    HARDWARE.replace("7e4", "7e9"): r"target=7e\+09 multiply_adds cannot be reached",
+    MISSPELT: r"hardware\.loss=additiv is unknown.*nearest: additive",
+    f"{BY_NUMBER} {HARDWARE}": "group_hardware=a is unknown: choose one of 1, 2",
+    f"{BY_NUMBER} {RESTING}": "rounds=2: alphas rest .* raise rounds to 3 or more",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_settings_that_do_not_fit_are_refused(compose_config, overrides):
+    with pytest.raises(ConfigError, match=REFUSED[overrides]):
+        check_buildable(compose_config(*CFDNAS, overrides))
 
 
 PRIVATE = (
@@ -341,11 +337,5 @@ def test_a_client_that_is_no_longer_asked_is_in_no_group_of_alphas(run, monkeypa
 
 
 def test_groups_of_alphas_have_numbers(compose_config):
-    by_alphas = [*CFDNAS, "algorithm.group_by=alphas", "algorithm.num_groups=2"]
-    with pytest.raises(ConfigError, match="group_hardware=a is unknown: choose one of 1, 2"):
-        compose_config(*by_alphas, HARDWARE)
-    resting = ("algorithm.group_hardware={}", "algorithm.search.warm_up_rounds=2")
-    with pytest.raises(ConfigError, match="rounds=2: alphas rest .* raise rounds to 3 or more"):
-        compose_config(*by_alphas, *resting)
-    config = compose_config(*by_alphas, HARDWARE.replace("{a:", "{2:"))
+    config = compose_config(*CFDNAS, BY_NUMBER, HARDWARE.replace("{a:", "{2:"))
     assert list(config.algorithm.group_hardware) == ["2"]

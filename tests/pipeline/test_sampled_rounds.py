@@ -84,9 +84,7 @@ def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, fed
         *(f"algorithm={algorithm}", "clients=4", "sampling.per_round=2"), *SETTINGS[algorithm]
     )
     fed = federate(config)
-    fed.cohort.connect(fed.grid)
-    splits = [fed.cohort.properties[client]["splits"] for client in range(4)]
-    fed.cohort.sampling = make_sampling(config, splits)
+    sampled(fed)
     fed.strategy.start(fed.grid, num_rounds=1)
     told = fed.the("round")
     assert told["asked"] == list(fed.cohort.sampling.participants("search", 1).clients)
@@ -102,58 +100,52 @@ def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(finished_run):
     assert [len(event["asked"]) for event in run.named("round")] == [2, 2]
 
 
+def sampled(federation, config=None):
+    """Connect a federation, and let rounds ask some of its clients; returns all their splits."""
+    config, cohort = config or federation.config, federation.cohort
+    cohort.connect(federation.grid)
+    splits = [cohort.properties[client]["splits"] for client in range(config.clients)]
+    cohort.sampling = make_sampling(config, splits)
+    return splits
+
+
 def retraining(compose_config, federate, *overrides):
     """A federation with FedAvg of a linear model and its sampling."""
-    config = compose_config(
-        "algorithm=fedavg", "algorithm.network=linear", "clients=4", "partition=quantity",
-        "partition.fractions=[0.4,0.3,0.2,0.1]", *overrides,
-    )  # fmt: skip
+    sizes = ("clients=4", "partition=quantity", "partition.fractions=[0.4,0.3,0.2,0.1]")
+    config = compose_config("algorithm=fedavg", "algorithm.network=linear", *sizes, *overrides)
     fed = Told(**vars(federate(compose_config("clients=4"))))
     fed.grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     fed.events.clear()
-    fed.cohort.connect(fed.grid)
-    splits = [fed.cohort.properties[client]["splits"] for client in range(4)]
-    fed.cohort.sampling = make_sampling(config, splits)
+    splits = sampled(fed, config)
     description = describe_network(config, fed.data[0], None)
     fed.strategy, _ = make_retraining(config, description, fed.cohort, None)
     return fed, splits
 
 
+FEDAVG = "algorithm=fedavg algorithm.network=linear"
+DP_FNAS = "algorithm=dp_fnas privacy=dp"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "splits", "most"),
+    ("overrides", "stage", "sizes"),
     [
-        (["algorithm=fedavg"], ("train", "validation"), 99),
-        (["algorithm=fedavg", "retrain.evaluate_every=1"], ("train",), 99),
+        (FEDAVG, "retrain", [13, 26, 39, 52]),
+        (f"{FEDAVG} retrain.evaluate_every=1", "retrain", [10, 20, 30, 40]),
         (
-            ["algorithm=fedavg", "retrain.exchange=gradients", "retrain.batch_size=20"],
-            ("train", "validation"),
-            20,
+            f"{FEDAVG} retrain.exchange=gradients retrain.batch_size=20",
+            "retrain",
+            [13, 20, 20, 20],  # what a batch can hold
         ),
-        (["algorithm=fedex"], ("train",), 99),
+        ("algorithm=fedex algorithm.network=linear", "retrain", [10, 20, 30, 40]),
+        (f"{DP_FNAS} algorithm.batch_size=15", "search", [10, 15, 15, 15]),
+        (f"{DP_FNAS} privacy.rate=0.5", "search", [10, 20, 30, 40]),  # a share of all
+        (f"{DP_FNAS} privacy.rate=1", "search", [10, 20, 30, 40]),
     ],
 )
-def test_a_clients_size_is_the_weight_of_its_reply(overrides, splits, most, compose_config):
+def test_a_clients_size_is_the_weight_of_its_reply(overrides, stage, sizes, compose_config):
     records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
-    config = compose_config(
-        *overrides, "algorithm.network=linear", "clients=4", "sampling.per_round=2"
-    )
-    sizes = make_sampling(config, records).sizes["retrain"].tolist()
-    assert sizes == [min(most, sum(own[split] for split in splits)) for own in records]
-
-
-@pytest.mark.parametrize(
-    ("override", "sizes"),
-    [
-        ("algorithm.batch_size=15", [10, 15, 15, 15]),  # what a batch can hold
-        ("privacy.rate=0.5", [10, 20, 30, 40]),  # a share of all
-        ("privacy.rate=1", [10, 20, 30, 40]),
-    ],
-)
-def test_a_private_searchs_clients_weigh_what_their_batches_do(override, sizes, compose_config):
-    records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
-    private = ("algorithm=dp_fnas", "privacy=dp", "clients=4", "sampling.per_round=2")
-    config = compose_config(*private, override)
-    assert make_sampling(config, records).sizes["search"].tolist() == sizes
+    config = compose_config(overrides, "clients=4", "sampling.per_round=2")
+    assert make_sampling(config, records).sizes[stage].tolist() == sizes
 
 
 @pytest.mark.parametrize("by", SAMPLINGS)
@@ -195,24 +187,19 @@ def failing_app(config, failing):
 def test_the_place_of_a_client_that_fails_is_taken_for_the_rest_of_the_round(
     compose_config, federate
 ):
-    config = compose_config(
-        *FNAS, "sampling.per_round=3", "sampling.spare=.5", "runtime.quorum=1", "stages=[search]"
-    )
+    own = ("sampling.per_round=3", "sampling.spare=.5", "runtime.quorum=1", "stages=[search]")
+    config = compose_config(*FNAS, *own)
     fed = federate(config)
     failing = set()
     fed.grid = InProcessGrid(failing_app(config, failing), config.clients)
-    fed.cohort.connect(fed.grid)
-    splits = [fed.cohort.properties[client]["splits"] for client in range(6)]
-    sampling = fed.cohort.sampling = make_sampling(config, splits)
-    participants = sampling.participants("search", 1)
+    sampled(fed)
+    participants = fed.cohort.sampling.participants("search", 1)
     assert (len(participants.clients), len(participants.backups)) == (3, 2)
     failing.update([participants.clients[0], participants.backups[0]])
     fed.strategy.start(fed.grid, num_rounds=1)
     failures = [(e["client"], e["action"]) for e in fed.named("client_failed")]
-    assert failures == [
-        (participants.clients[0], "train.weight_gradient"),
-        (participants.backups[0], "train.weight_gradient"),
-    ]
+    left_out = (participants.clients[0], participants.backups[0])
+    assert failures == [(client, "train.weight_gradient") for client in left_out]
     told = fed.the("round")
     assert set(map(int, told["clients"])) == {*participants.clients[1:], participants.backups[1]}
     assert set(told["asked"]) == {*participants.clients, participants.backups[1]}
@@ -275,8 +262,11 @@ def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
     sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
     for client in told["clients"]:
         number = client["client"]
-        left = {stage for stage, r in (("retrain", 3), ("evaluate", 1))
-                if number in sampling.participants(stage, r).candidates}  # fmt: skip
+        left = {
+            stage
+            for stage, r in (("retrain", 3), ("evaluate", 1))
+            if number in sampling.participants(stage, r).candidates
+        }
         assert {stage for stage, turns in client["turns"].items() if turns} == left
     before, after = (
         {(p["stage"], p["kind"]): p["noise_multiplier"] for p in event["schedule"]}
@@ -309,36 +299,25 @@ def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
     assert "No amplification by this draw is claimed" in text
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["sampling.per_round=2.5"], "sampling.per_round=2.5 with clients=6: expected a whole"),
-        (["sampling.per_round=7"], "sampling.per_round=7 with clients=6: expected a whole"),
-        (["sampling.per_round=2", "secure_sum=true"], "with secure_sum=true: every sum is over"),
-        (
-            ["sampling.per_round=2", "algorithm=fnas", "algorithm.reduce=sum"],
-            "a sum over some clients is no estimate",
-        ),
-        (
-            ["sampling.per_round=2", "aggregate=median"],
-            "aggregate=median with a round of 2 clients",
-        ),
-        (
-            [
-                *("sampling.per_round=2", "algorithm=cfdnas", "search_space=mbconv_small"),
-                *("retrain=mbconv", "algorithm.num_groups=2"),
-            ],
-            "with algorithm=cfdnas: it divides all clients",
-        ),
-    ],
-)
-def test_what_needs_all_clients_is_refused_in_a_sentence(overrides, sentence, compose_config):
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        compose_config("clients=6", *overrides)
+TWO = "sampling.per_round=2"
+CFDNAS = "algorithm=cfdnas search_space=mbconv_small retrain=mbconv algorithm.num_groups=2"
+REFUSED = {
+    "sampling.per_round=2.5": "sampling.per_round=2.5 with clients=6: expected a whole",
+    "sampling.per_round=7": "sampling.per_round=7 with clients=6: expected a whole",
+    f"{TWO} secure_sum=true": "with secure_sum=true: every sum is over",
+    f"{TWO} algorithm=fnas algorithm.reduce=sum": "a sum over some clients is no estimate",
+    f"{TWO} aggregate=median": "aggregate=median with a round of 2 clients",
+    f"{TWO} {CFDNAS}": "with algorithm=cfdnas: it divides all clients",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_needs_all_clients_is_refused_in_a_sentence(overrides, compose_config):
+    with pytest.raises(ConfigError, match=re.escape(REFUSED[overrides])):
+        compose_config("clients=6", overrides)
 
 
 def test_a_share_of_the_clients_is_rounded_up(compose_config):
-    asked = {share: compose_config("clients=6", f"sampling.per_round={share}").asked for share in
-             (".01", ".5", ".51", "1", "6")}  # fmt: skip
-    assert asked == {".01": 1, ".5": 3, ".51": 4, "1": 1, "6": 6}
+    for share, asked in {".01": 1, ".5": 3, ".51": 4, "1": 1, "6": 6}.items():
+        assert compose_config("clients=6", f"sampling.per_round={share}").asked == asked
     assert compose_config("clients=6", "sampling=null").asked == 6
