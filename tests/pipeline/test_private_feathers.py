@@ -83,9 +83,8 @@ def check_books(run, **of_rounds):
 @pytest.mark.run
 def test_every_step_of_every_trial_is_booked_and_none_beyond_the_schedule(searched):
     phases = searched.named("explored")
-    assert [(e["stage"], e["round"]) for e in phases] == [
-        *(("search", 1), ("search", 3), ("retrain", 1), ("retrain", 3))
-    ]
+    places = [(e["stage"], e["round"]) for e in phases]
+    assert places == [("search", 1), ("search", 3), ("retrain", 1), ("retrain", 3)]
     tried = Counter()
     for event in phases:
         tried[event["stage"]] += event["kappa"]
