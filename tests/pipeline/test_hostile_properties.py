@@ -211,10 +211,6 @@ def hostile_numbers(value, number):
     return number if type(value) in (int, float) else value
 
 
-def within(number, low, high):
-    return low <= number <= high
-
-
 BOUNDED = {"moments", "class_counts", "scores", "histogram"}  # who says so stays in the run
 
 
@@ -229,17 +225,17 @@ def test_no_number_of_a_client_spoils_a_whole_run(number, honest, table, run_inl
             if client.index != BAD:
                 return reply
             told = {
-                n: hostile_numbers(v, number) for n, v in reply.properties.items() if n in BOUNDED
+                n: hostile_numbers(reply.properties[n], number)
+                for n in BOUNDED & reply.properties.keys()
             }
             kept = {name: value for name, value in told.items() if passes(name, value)}
-            metrics = {
-                name: number
-                for name in reply.metrics
-                if isinstance(number, float) and within(number, *NO_LIMITS.metric_range(name))
+            ranges = {name: NO_LIMITS.metric_range(name) for name in reply.metrics}
+            false = {
+                n: number
+                for n, (low, high) in ranges.items()
+                if isinstance(number, float) and low <= number <= high
             }
-            return replace(
-                reply, properties={**reply.properties, **kept}, metrics={**reply.metrics, **metrics}
-            )
+            return replace(reply, properties=reply.properties | kept, metrics=reply.metrics | false)
 
         return answer
 
@@ -267,12 +263,10 @@ def test_moments_that_are_far_are_named_and_make_nobodys_features_equal(
 
     def answer(client, request, asked):
         reply = answers["query.describe"](client, request, asked)
+        if client.index != BAD:
+            return reply
         far = [{**of, kind: 1e6} for of in reply.properties["moments"]]
-        return (
-            reply
-            if client.index != BAD
-            else replace(reply, properties={**reply.properties, "moments": far})
-        )
+        return replace(reply, properties={**reply.properties, "moments": far})
 
     monkeypatch.setitem(entrance.ANSWERS, "query.describe", answer)
     run = run_inline(*table, sites=site_files[:3])

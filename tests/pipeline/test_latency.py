@@ -132,12 +132,9 @@ def test_whatever_passes_as_a_table_leaves_a_median_that_computes(whole):
     tables += list(variants({key: value for key, value in document.items() if key != "layers"}))
     passed = 0
     for said in tables:
+        whole_said = {"layers": document["layers"], **said} if isinstance(said, dict) else said
         try:
-            table = from_json(
-                json.dumps(
-                    {"layers": document["layers"], **said} if isinstance(said, dict) else said
-                )
-            )
+            table = from_json(json.dumps(whole_said))
             space_costs(space, table)
         except ConfigError:
             continue

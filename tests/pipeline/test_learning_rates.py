@@ -81,15 +81,12 @@ def test_report_and_card_tell_the_rates_that_were_taken(trained):
     assert "batch_size" not in shown
 
 
-def test_momentum_goes_on_from_round_to_round(trained):
+def test_momentum_goes_on_from_round_to_round_and_steps_draw_a_share_of_records(trained):
     moments = [of_moments for _, of_moments in trained.trained]
     assert moments[:2] == [0.0, 0.0]
     assert moments[2] == moments[3] > 0
-
-
-def test_every_step_draws_a_share_of_each_clients_records(trained):
-    promised = trained.the("privacy")
-    assert {rate for client in promised["clients"] for rate in client["rates"]} == {0.125}
+    clients = trained.the("privacy")["clients"]
+    assert {rate for client in clients for rate in client["rates"]} == {0.125}
 
 
 def test_a_resumed_run_keeps_its_learning_rate(trained):

@@ -25,22 +25,19 @@ from fednas_flwr.settings.names import QUANTILES
 from ..finished_runs import Told, copy_without
 
 CLIENTS = 300
-MANY = [
-    *("algorithm=fedavg", "algorithm.network=linear", f"clients={CLIENTS}", "sampling.per_round=4"),
-    *("dataset=digits", "dataset.server_test=false", "retrain.rounds=6", "retrain.batch_size=8"),
-    *(
-        "dataset.fractions={train:0.5,validation:0.25,test:0.25}",
-        "stages=[retrain,evaluate,export]",
-    ),
-    *("partition=iid", "runtime.quorum=0.5"),
-]
+MANY = (
+    f"algorithm=fedavg algorithm.network=linear clients={CLIENTS} sampling.per_round=4 "
+    "dataset=digits dataset.server_test=false retrain.rounds=6 retrain.batch_size=8 "
+    "dataset.fractions={train:0.5,validation:0.25,test:0.25} stages=[retrain,evaluate,export] "
+    "partition=iid runtime.quorum=0.5"
+)
 
 
 @pytest.fixture(scope="module")
 def many(compose_config, tmp_path_factory):
     """A run of many clients, every message that its clients got, and how many were alive."""
     folder = tmp_path_factory.mktemp("many") / "run"
-    config = create_run_folder(compose_config(*MANY, f"run_dir={folder}"))
+    config = create_run_folder(compose_config(MANY, f"run_dir={folder}"))
     asked: list[tuple[str, int]] = []
     client_app._client.cache_clear()
     run(config, folder, asked, resumed=False)
@@ -94,9 +91,8 @@ def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, tmp_path):
         path.unlink()
     asked: list[tuple[str, int]] = []
     run(open_run_folder(str(folder)), folder, asked, resumed=True)
-    assert [m for m in asked if m[0] == "train.weights"] == [
-        m for m in many.asked if m[0] == "train.weights"
-    ][5 * 4 :]
+    trained, before = ([m for m in of if m[0] == "train.weights"] for of in (asked, many.asked))
+    assert trained == before[5 * 4 :]
     left, right = (load_file(f / "model.safetensors") for f in (folder, many.folder))
     assert all(torch.equal(left[name], right[name]) for name in right)
 
