@@ -10,12 +10,10 @@ import torch
 
 from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.cli import main
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.runs.events import latest_rounds, read_events
 from fednas_flwr.search.bandit import Theta, Trial, draw_configurations
 from fednas_flwr.spaces.genotype import save_genotype
 
@@ -131,18 +129,13 @@ def test_nonsense_from_a_client_counts_at_most_the_bound(prepared, monkeypatch, 
 
 
 @pytest.mark.run
-def test_a_run_tunes_a_given_genotype(compose_config, federate, tiny_overrides, tmp_path):
-    config = compose_config()
+def test_a_run_tunes_a_given_genotype(compose_config, federate, finished_run, tmp_path):
+    config, given = compose_config(), tmp_path / "found.json"
     space = supernet_space(config, federate(config).data[0])
-    given, folder = tmp_path / "found.json", tmp_path / "run"
     save_genotype(given, space.random_genotype(torch.Generator()))
-    tiny = [text for text in tiny_overrides if not text.startswith(("search_space", "rounds"))]
-    overrides = [*tiny, *SETTINGS, f"genotype={given}"]
-    assert main(["run", *overrides, f"run_dir={folder}"]) == 0
-    events = read_events(folder / "events.jsonl")
-    (derived,) = [event for event in events if event["event"] == "derived"]
-    assert derived["genotype"] == json.loads(given.read_text())
-    assert not latest_rounds(events, "search")
-    rounds = latest_rounds(events, "retrain")
-    assert all({"validation_loss", "theta_entropy", "lr"} <= set(r["metrics"]) for r in rounds)
-    assert (folder / "model.safetensors").exists()
+    run = finished_run(*SETTINGS, f"genotype={given}")
+    assert run.the("derived")["genotype"] == json.loads(given.read_text())
+    assert {event["stage"] for event in run.named("round")} == {"retrain"}
+    for metrics in rounds_of(run):
+        assert {"validation_loss", "theta_entropy", "lr"} <= set(metrics)
+    assert (run.folder / "model.safetensors").exists()

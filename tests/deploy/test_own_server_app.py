@@ -40,11 +40,14 @@ def test_a_strategy_runs_in_a_server_app(algorithm, compose_config, federate):
         )
         seen["result"] = result.arrays.to_torch_state_dict()
         seen["rounds"] = list(result.train_metrics_clientapp)
+        seen["told"] = result.evaluate_metrics_serverapp[0]["weights"]
+        seen["central"] = result.train_metrics_clientapp[2]["central_weights"]
         seen["initial"] = initial
 
     context = Context(1, 1, {}, RecordDict(), {"num-server-rounds": 2})
     app(federation.grid, context)
     assert seen["rounds"] == [1, 2]
+    assert seen["told"] == seen["central"] == len(seen[0]) > 0
     assert not federation.failed
     assert all(torch.equal(seen[0][name], tensor) for name, tensor in seen["initial"].items())
     assert seen["result"].keys() == seen[0].keys()

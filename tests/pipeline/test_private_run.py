@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
 from torch.nn import functional
 
 from fednas_flwr import load
@@ -108,11 +107,6 @@ def reopened():
     """Let sites open what is theirs anew, as new processes do."""
     for kept in (client_app._guard, client_app._client, client_app._data):
         kept.cache_clear()
-
-
-def states(run, stage="search", server_round=1):
-    path = run.folder / "checkpoints" / f"{stage}-{server_round:06d}.safetensors"
-    return load_file(path)
 
 
 def write_policy(sites, client, **changes):
@@ -248,21 +242,6 @@ def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fus
         for row in rows:
             assert row.release.sample_rate == min(1.0, 8 / declared[row.splits[0]])
     assert len(run.named("round")) == 2
-
-
-def test_two_runs_with_the_same_seed_draw_anew_and_add_up(start, tmp_path):
-    runs = [start(*SEARCH, "rounds=1", f"privacy.sites={tmp_path / 'sites'}") for _ in range(2)]
-    moved = [states(run)["weights.float32"] for run in runs]
-    assert (moved[0] == moved[1]).float().mean() < 0.01
-    for client in (0, 1):
-        rows = booked(tmp_path / "sites", client)
-        assert steps_by_split(rows) == {"train": 2, "validation": 2}
-        assert len({row.run for row in rows}) == 2
-    first, second = (run.named("privacy")[0]["clients"][0]["epsilon"] for run in runs)
-    for split in ("train", "validation"):
-        release_ = [row.release for row in booked(tmp_path / "sites", 0) if split in row.splits]
-        assert second["rdp"][split] == pytest.approx(rdp_epsilon(release_, 1e-5))
-        assert second["rdp"][split] > first["rdp"][split]
 
 
 def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retraining(start):

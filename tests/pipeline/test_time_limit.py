@@ -64,12 +64,6 @@ def test_what_is_trained_when_time_is_up_is_exported_and_can_go_on(
     assert [e["event"] for e in again.events].count("exported") == 2
 
 
-def test_a_limit_that_is_not_reached_changes_nothing(run_inline):
-    done = run_inline("rounds=2", "retrain.rounds=1", "runtime.time_limit=2h")
-    assert rounds(done.folder, "search") == [1, 2]
-    assert is_complete(done.folder)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("45s", 45), ("30min", 1800), ("2h", 7200), ("1h30min", 5400), ("1.5d", 129600)],
