@@ -22,16 +22,8 @@ ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
-def dense(compose_config, federate):
-    return searched(compose_config, federate)
-
-
-def searched(compose_config, federate, *overrides):
-    federation = federate(compose_config(*SMALL, *overrides))
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
-    federation.rounds = federation.named("round")
-    assert not federation.failed
-    return federation
+def dense(search):
+    return search(*SMALL, rounds=ROUNDS)
 
 
 def local_epochs(supernet, client, generator, algorithm, *, warm_up):
@@ -63,11 +55,10 @@ def local_epochs(supernet, client, generator, algorithm, *, warm_up):
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
-def test_a_round_is_local_epochs_and_a_weighted_average(warm_up, compose_config, federate):
+def test_a_round_is_local_epochs_and_a_weighted_average(warm_up, search):
     """One round: a second one would start from other last digits, which group norm amplifies."""
-    config = compose_config(*SMALL, f"algorithm.warm_up_rounds={int(warm_up)}")
-    federation, algorithm = federate(config), config.algorithm
-    federation.strategy.start(federation.grid, num_rounds=1)
+    federation = search(*SMALL, f"algorithm.warm_up_rounds={int(warm_up)}")
+    config, algorithm = federation.config, federation.config.algorithm
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet()
     state = copied(supernet.state_dict())
@@ -86,7 +77,8 @@ def test_a_round_is_local_epochs_and_a_weighted_average(warm_up, compose_config,
 
 
 def test_alphas_move_after_the_warm_up_only(dense):
-    first, second, third = (event["metrics"] for event in dense.rounds)
+    assert not dense.failed
+    first, second, third = (event["metrics"] for event in dense.named("round"))
     assert "validation_loss" not in first
     assert "validation_loss" in second
     assert first["alpha_entropy"] > second["alpha_entropy"] > third["alpha_entropy"]
@@ -104,12 +96,12 @@ def test_a_target_that_no_network_has_is_refused(compose_config, federate):
 
 
 @pytest.mark.run
-def test_cost_pulls_the_alphas(compose_config, federate):
+def test_cost_pulls_the_alphas(search):
     few = ["algorithm.local_epochs=1", "algorithm.warm_up_rounds=0", "algorithm.alphas.lr=0.3"]
     costs = []
     for scale in ("1e-6", "100.0"):
         hardware = (HARDWARE % "7e4").replace("scale: 1.0", f"scale: {scale}")
-        federation = searched(compose_config, federate, *few, f"algorithm.hardware={hardware}")
+        federation = search(*SMALL, *few, f"algorithm.hardware={hardware}", rounds=ROUNDS)
         strategy, space = federation.strategy, federation.strategy.space
         costs.append(space_costs(space, None).of_path(space.path(strategy.derive())))
     assert costs[1] < costs[0]

@@ -20,8 +20,6 @@ from fednas_flwr.search.bandit import Bandit, draw_configurations
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings.optimizers import Adam, Range
 
-from ..asked import spied
-
 SETTINGS = [
     *("algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"),
     *("algorithm.bandit.beta=1.5", "clients=2", "partition=quantity"),
@@ -30,16 +28,9 @@ SETTINGS = [
 ROUNDS = 3
 
 
-def record(federation):
-    """Run a federation's search and keep what was asked and answered."""
-    federation.asked = spied(federation)
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
-    return federation
-
-
 @pytest.fixture(scope="module")
-def searched(compose_config, federate):
-    return record(federate(compose_config(*SETTINGS)))
+def searched(search):
+    return search(*SETTINGS, rounds=ROUNDS)
 
 
 def explored(federation):
@@ -164,8 +155,8 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     assert strategy.configurations[event["best"]] == strategy.configurations[learnt.best()]
 
 
-def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(compose_config, federate):
-    federation = record(federate(compose_config(*SETTINGS, "algorithm.beta_decay=0.8")))
+def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(search):
+    federation = search(*SETTINGS, "algorithm.beta_decay=0.8", rounds=ROUNDS)
     searched = [exchange.settings.local for exchange in of_action(federation, "train.search")]
     assert [local.alternating.beta_decay for local in searched] == pytest.approx(
         [0.8 * number / ROUNDS for number in range(1, ROUNDS + 1)]
@@ -193,8 +184,8 @@ def test_a_trial_after_which_other_clients_answer_than_before_is_worth_nothing(
 
 
 @pytest.fixture(scope="module")
-def averaged(compose_config, federate):
-    return record(federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged")))
+def averaged(search):
+    return search(*SETTINGS, "algorithm.rewarded=averaged", rounds=ROUNDS)
 
 
 def test_averaged_rewards_are_of_the_model_that_the_next_round_would_begin_with(averaged):
@@ -253,11 +244,8 @@ def test_trials_of_averaged_models_leave_the_global_model_alone(averaged):
 def test_averaged_models_are_rewarded_in_retraining_too(finished_run):
     run = finished_run(*SETTINGS, "algorithm.rewarded=averaged", "rounds=1", "retrain.rounds=3")
     told = run.named("explored")
-    assert [(e["stage"], e["round"]) for e in told] == [
-        ("search", 1),
-        ("retrain", 1),
-        ("retrain", 3),
-    ]
+    places = [(event["stage"], event["round"]) for event in told]
+    assert places == [("search", 1), ("retrain", 1), ("retrain", 3)]
     assert all(reward != 0 for event in told for reward in event["rewards"].values())
 
 
@@ -303,9 +291,8 @@ def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkey
         return replace(reply, states=wild) if client.index else reply
 
     monkeypatch.setitem(ANSWERS, "train.probe", lying)
-    with pytest.raises(
-        QuorumError, match="client 1: rewards has a norm of 1.73e.15, where an honest"
-    ):
+    words = "client 1: rewards has a norm of 1.73e.15, where an honest"
+    with pytest.raises(QuorumError, match=words):
         federation.strategy.start(federation.grid, num_rounds=1)
     assert not explored(federation)
 

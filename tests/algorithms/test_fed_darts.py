@@ -15,18 +15,14 @@ from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
 from fednas_flwr.search.local_search import Alternating
 
-from ..asked import spied
 from .plain import average, copied, make_sgd, rate_of_round, step
 
 ROUNDS = 2
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.75,0.25]"]
 SGD = "{lr: 0.02, min_lr: 0.004, momentum: 0.9, weight_decay: 3.0e-4, clip_norm: 5.0}"
-SETTINGS = [
-    "search_space.norm=group",  # batch norm over few records blows up rounding errors
-    "algorithm.batch_size=16",
-    "algorithm.local_epochs=2",
-    f"algorithm.weights={SGD}",
-    "algorithm.alphas={lr: 0.006, weight_decay: 1.0e-3}",
+SETTINGS = [  # batch norm over few records blows up rounding errors
+    *("search_space.norm=group", "algorithm.batch_size=16", "algorithm.local_epochs=2"),
+    *(f"algorithm.weights={SGD}", "algorithm.alphas={lr: 0.006, weight_decay: 1.0e-3}"),
 ]
 
 
@@ -138,16 +134,15 @@ GDAS = [
 ]
 
 
-def test_single_paths_of_gdas_take_their_temperature_from_the_round(compose_config, federate):
+def test_single_paths_of_gdas_take_their_temperature_from_the_round(search):
     """Different runs of one seed are equal; every round of all clients is as hot as it should."""
-    alphas, asked = [], []
+    alphas = []
     for _ in range(2):
-        federation = federate(compose_config(*GDAS, *UNEQUAL, *SETTINGS, "rounds=3"))
-        asked.append(spied(federation))
-        federation.strategy.start(federation.grid, num_rounds=3)
+        federation = search(*GDAS, *UNEQUAL, *SETTINGS, "rounds=3", rounds=3)
         assert not federation.failed
         alphas.append(federation.strategy.alphas()["cell"].clone())
-    told = [exchange.settings.local.alternating.temperature for exchange, _ in asked[0]]
-    assert told == pytest.approx([10.0, 5.05, 0.1])
+        asked = [exchange.settings.local for exchange, _ in federation.asked]
+        told = [local.alternating.temperature for local in asked]
+        assert told == pytest.approx([10.0, 5.05, 0.1])
     assert torch.equal(*alphas)
     assert alphas[0].std() > 0.004  # they were drawn with .001

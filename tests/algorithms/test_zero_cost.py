@@ -12,18 +12,15 @@ from fednas_flwr.search.data_free_scores import AZ_NAS, SYNFLOW, combine, measur
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import load_genotype, to_json
 
-from ..asked import spied
-
 SEARCH = ["algorithm=zero_cost", "algorithm.draws=4", "algorithm.scores=[synflow,parameters]"]
 ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
-def searched(compose_config, federate, tmp_path_factory):
+def searched(search, tmp_path_factory):
     folder = tmp_path_factory.mktemp("zero_cost")
-    federation = federate(compose_config(*SEARCH), checkpoints=folder)
-    federation.folder, federation.asked = folder, spied(federation)
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    federation = search(*SEARCH, rounds=ROUNDS, checkpoints=folder)
+    federation.folder = folder
     return federation
 
 
@@ -49,12 +46,9 @@ def test_the_best_ranked_of_all_drawn_architectures_is_derived(searched):
 @pytest.mark.parametrize(
     ("space", "scores"), [("nasbench201", AZ_NAS), ("darts", SYNFLOW), ("mbconv", SYNFLOW)]
 )
-def test_scores_that_are_not_set_are_those_that_rank_the_space(
-    space, scores, compose_config, federate
-):
+def test_scores_that_are_not_set_are_those_that_rank_the_space(space, scores, search):
     settings = ["algorithm.scores=null", "algorithm.draws=2", f"search_space={space}_small"]
-    federation = federate(compose_config(*SEARCH, *settings))
-    federation.strategy.start(federation.grid, num_rounds=1)
+    federation = search(*SEARCH, *settings)
     assert [set(one.scores) for one in federation.strategy.pool()] == [set(scores)] * 2
 
 
@@ -65,11 +59,10 @@ def test_no_client_is_asked_anything(searched):
     assert {event["bytes_sent"] + event["bytes_received"] for event in rounds} == {0}
 
 
-def test_the_best_of_the_shortlist_is_derived(searched, compose_config, federate):
+def test_the_best_of_the_shortlist_is_derived(searched, search):
     """The first three of the same ranking, in the order of naswot."""
     shortlist = "algorithm.shortlist={keep: 3, scores: [naswot]}"
-    federation = federate(compose_config(*SEARCH, shortlist))
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    federation = search(*SEARCH, shortlist, rounds=ROUNDS)
     space, seed = federation.strategy.space, federation.config.seed
     plain = [one.genotype for one in searched.strategy.pool()]
     values = [measure(space, genotype, ["naswot"], seed=seed)["naswot"] for genotype in plain]
@@ -107,15 +100,14 @@ def test_a_private_run_books_retraining_only(run_inline, tmp_path):
     assert load_genotype(run.folder / "genotype.json")
 
 
-def test_limits_hold(searched, compose_config, federate):
+def test_limits_hold(searched, search):
     """Of a search alone they are for networks of its own size."""
     space = searched.strategy.space
     free = sorted(count_parameters(space.network(s.genotype)) for s in searched.strategy.pool())
     most = free[len(free) // 2]
     limits = f"parameters: {most}, multiply_adds: null, latency_ms: null, table: null"
-    alone = "stages=[search]"
-    federation = federate(compose_config(*SEARCH, alone, f"algorithm.limits={{{limits}}}"))
-    federation.strategy.start(federation.grid, num_rounds=2)
+    own = ("stages=[search]", f"algorithm.limits={{{limits}}}")
+    federation = search(*SEARCH, *own, rounds=2)
     found = [count_parameters(space.network(s.genotype)) for s in federation.strategy.pool()]
     assert max(found) <= most < max(free)
 
