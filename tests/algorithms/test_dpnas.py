@@ -125,7 +125,7 @@ def test_the_controller_learns_after_the_warm_up_only(searched):
 
 
 @pytest.mark.parametrize("aggregate", ["mean", "median"])
-def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
+def test_a_liar_claims_all_right_at_most_and_no_median_hears_it(
     aggregate, compose_config, federate
 ):
     short = ["rounds=1", "algorithm.warm_up_rounds=0", f"aggregate={aggregate}"]
@@ -178,9 +178,7 @@ def test_no_degenerate_candidate_is_trained_measured_or_found(name, compose_conf
 
 
 @pytest.mark.parametrize("momentum", ["reset", "averaged", "server"])
-def test_messages_carry_sampled_paths_and_the_result_is_that_of_whole_states(
-    momentum, compose_config, federate
-):
+def test_messages_carry_paths_and_give_what_whole_states_do(momentum, compose_config, federate):
     """To the last bit; whole states are averaged for the paths, and all else stays as it was."""
     config = compose_config(*DPNAS, f"training.momentum={momentum}")
 

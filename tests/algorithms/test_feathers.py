@@ -168,9 +168,7 @@ def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(search):
         assert weight == pytest.approx(0.8 * event["round"] / ROUNDS)
 
 
-def test_a_trial_after_which_other_clients_answer_than_before_is_worth_nothing(
-    compose_config, federate, monkeypatch
-):
+def test_a_trial_that_other_clients_measure_is_worth_nothing(compose_config, federate, monkeypatch):
     federation = federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged"))
     losses, asked = federation.strategy._losses, []
 

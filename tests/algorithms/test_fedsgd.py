@@ -81,9 +81,7 @@ def test_steps_equal_sgd_on_the_clients_pooled_batches(federation):
     assert rounds[-1]["metrics"]["train_loss"] < rounds[0]["metrics"]["train_loss"]
 
 
-def test_batch_norm_and_an_auxiliary_head_are_trained_as_without_a_federation(
-    compose_config, federate
-):
+def test_batch_norm_and_auxiliary_heads_are_trained_as_one_would(compose_config, federate):
     own = ("clients=1", "retrain.auxiliary_weight=0.4", "retrain.batch_size=40")
     config = compose_config(*GRADIENTS, *DARTS, *own)
     federation = federate(config)

@@ -147,9 +147,7 @@ MOMENTUM = ["algorithm.weights.momentum=0.9"]
     ],
     ids=["fed_darts", "fdnas", "dpnas", "feathers", "fedavg"],
 )
-def test_every_average_of_local_training_has_the_servers_momentum(
-    action, given, compose_config, federate
-):
+def test_every_average_has_the_servers_momentum(action, given, compose_config, federate):
     """v <- m v + (mean of the clients' models - w); w <- w + v, of weights alone: FedAvgM."""
     config = compose_config(
         *given, *UNEQUAL, "training.momentum=server", "retrain.weights.momentum=0.9"

@@ -252,9 +252,7 @@ def test_a_network_whose_local_training_diverges_is_rewarded_least(compose_confi
     assert min(rewards) == 0
 
 
-def test_a_secure_sum_of_local_training_is_the_mean_of_the_rewards(
-    run_inline, compose_config, federate
-):
+def test_a_secure_sum_is_the_mean_of_local_rewards(run_inline, compose_config, federate):
     """Which single clients have, by whose medians candidates are ranked where they can be seen."""
     shared = [*LOCAL, *THREE]
     summed = run_inline(*shared, "stages=[search]", "secure_sum=true").events
@@ -270,9 +268,7 @@ def test_a_secure_sum_of_local_training_is_the_mean_of_the_rewards(
 
 
 @pytest.mark.parametrize("settings", [SEARCH, LOCAL], ids=["averaged", "local"])
-def test_one_client_of_three_does_not_have_the_worst_candidate_found(
-    settings, compose_config, federate
-):
+def test_one_client_of_three_does_not_choose(settings, compose_config, federate):
     """Two agree, although one has harder records; the third rewards what is worst for both."""
     claims = torch.tensor([[0.9, 0.95, 0.85, 0.6], [0.0, 0.0, 0.0, 1.0], [0.4, 0.45, 0.35, 0.3]])
     federation = federate(compose_config(*settings, *THREE))

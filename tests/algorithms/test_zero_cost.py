@@ -130,9 +130,7 @@ POOL = ["algorithm.pool.draws=6", "algorithm.pool.keep=2", "algorithm.pool.by=[p
     ],
     ids=["multiply-adds", "parameters", "pool"],
 )
-def test_limits_hold_for_the_network_that_is_retrained(
-    own, limits, cost, compose_config, finished_run
-):
+def test_limits_are_those_of_what_is_retrained(own, limits, cost, compose_config, finished_run):
     """Real runs, whose networks would all be within the limit at the size of the search."""
     own = [*own, *DIGITS, "clients=2", "retrain.rounds=1"]
     config = compose_config(*own)

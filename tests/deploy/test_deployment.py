@@ -174,9 +174,7 @@ def test_events_of_another_machine_are_seen_once_each_and_kept_here(fake_flwr, d
     assert [command.split()[0] for command in commands[1:]] == ["log", "ls", "log", "ls", "ls"]
 
 
-def test_a_model_on_another_machine_has_no_baselines_here_and_that_is_told(
-    fake_flwr, tmp_path, compose_config, capsys
-):
+def test_a_model_elsewhere_has_no_baselines_here(fake_flwr, tmp_path, compose_config, capsys):
     folder = tmp_path / "run"
     config = compose_config(*DEPLOYMENT, "evaluation.baselines=2", f"run_dir={folder}")
     fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
@@ -376,9 +374,7 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(compose_config
 @pytest.mark.parametrize(
     "own", [None, [2, 2], [1, 4]], ids=["sites lack it", "other scales", "other angles"]
 )
-def test_a_transform_that_the_run_names_and_sites_do_not_share_is_refused(
-    tmp_path, files, quick_run, own
-):
+def test_features_that_sites_do_not_share_are_refused(tmp_path, files, quick_run, own):
     """The sites' dataset.yaml decides what they do; the run's setting would do nothing."""
     dataset: dict[str, object] = {"name": "npz", "class_names": ["0", "1", "2"]}
     if own is not None:

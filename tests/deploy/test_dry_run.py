@@ -58,9 +58,7 @@ def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run
 
 
 @pytest.mark.parametrize(("overrides", "cores"), [((), 1), (LOCAL, 1), (LOCAL, 2)])
-def test_seconds_are_those_of_all_steps_of_all_clients(
-    overrides, cores, compose_config, monkeypatch
-):
+def test_seconds_are_those_of_all_clients_steps(overrides, cores, compose_config, monkeypatch):
     """With a clock by which a message takes 2 s and each of its steps half a second."""
     monkeypatch.delenv(ALONE, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))

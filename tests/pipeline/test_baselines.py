@@ -149,9 +149,7 @@ def test_a_completed_run_that_is_resumed_releases_nothing_more(compose_config, t
     ("search", "retrain", "evaluate", "number"),
     [(200.0, 10.0, 1.0, 2), (40.0, 1.0, 0.0, 0), (200.0, 30.0, 0.0, 0), (200.0, 10.0, 20.0, 0)],
 )
-def test_baselines_are_made_by_default_where_they_add_little(
-    tmp_path, search, retrain, evaluate, number
-):
+def test_baselines_are_made_where_they_add_little(tmp_path, search, retrain, evaluate, number):
     """The run takes over a minute, and five times all but its search is less than half of it."""
     stages = {"search": search, "retrain": retrain, "evaluate": evaluate}
     lines = [{"event": "run_started"}]

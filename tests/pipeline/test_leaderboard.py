@@ -36,9 +36,7 @@ def add(folder, name, score, *, parameters=1, noise=0.0, metric="auroc"):
         (0.899, 0.89, "linear"),
     ],
 )
-def test_the_simplest_finalist_within_a_standard_error_of_the_best_is_delivered(
-    tmp_path, linear, small, expected
-):
+def test_the_simplest_within_a_standard_error_of_the_best_wins(tmp_path, linear, small, expected):
     scores = {"large": 0.9, "small": small, "linear": linear}
     sizes = {"large": 900, "small": 90, "linear": 1000}
     for place, add_to in ((BASELINES_FOLDER, -0.1), (FINALISTS_FOLDER, 0.0)):

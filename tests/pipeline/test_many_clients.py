@@ -110,9 +110,7 @@ def test_the_server_knows_of_simulated_clients_what_they_would_say(many):
         assert properties[index]["class_counts"] == torch.bincount(labels, minlength=10).tolist()
 
 
-def test_of_records_with_several_labels_the_server_knows_how_many_have_each(
-    compose_config, tmp_path
-):
+def test_of_several_labels_the_server_knows_how_many_have_each(compose_config, tmp_path):
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, (40, 3))
     images = rng.integers(0, 255, (40, 3, 8, 8)).astype(np.uint8)

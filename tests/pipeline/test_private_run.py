@@ -390,9 +390,7 @@ def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, 
 
 
 @pytest.mark.parametrize("quorum", [0.5, 1.0])
-def test_what_a_policy_refuses_is_told_and_the_run_goes_on_if_a_quorum_remains(
-    start, tmp_path, quorum
-):
+def test_what_a_policy_refuses_is_told_and_a_quorum_goes_on(start, tmp_path, quorum):
     write_policy(tmp_path, 1, least_noise_multiplier=1.5)
     words = "rule least_noise_multiplier: noise_multiplier=1.0"
     own = ("rounds=2", f"runtime.quorum={quorum}", f"privacy.sites={tmp_path}")
@@ -426,7 +424,7 @@ EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "g
         ),
     ],
 )
-def test_a_client_that_answers_the_schedule_with_nonsense_leaves(
+def test_a_client_that_answers_nonsense_leaves(
     compose_config, tmp_path, monkeypatch, name, malformed
 ):
     def told(guard, _):
@@ -470,9 +468,7 @@ def test_noise_is_not_calibrated_below_what_most_sites_accept(others, quorum, st
 
 
 @pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "unit", "spent"])
-def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
-    start, tmp_path, monkeypatch, fact
-):
+def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, monkeypatch, fact):
     def describe(client, request, asked):
         reply = told(client, request, asked)
         if client.index == 1:
@@ -588,9 +584,7 @@ def write_table(path, *, changed):
 
 
 @pytest.mark.parametrize("id_column", ["patient", None])
-def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_column_gives_ids(
-    site, tmp_path, id_column
-):
+def test_a_new_export_is_charged_to_all_splits_unless_a_column_gives_ids(site, tmp_path, id_column):
     dataset = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": [*"abcd"]}
     dataset |= {"statistics": {name: [0, 1] for name in "abcd"}, "id_column": id_column}
     for changed in (False, True):
@@ -655,9 +649,7 @@ def write_site(folder, kind, wrong, alone):
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("kind", ["csv", "persons", "npz", "image_folder"])
-def test_records_that_cannot_be_read_change_no_answer(
-    site, tmp_path, monkeypatch, capsys, kind, alone
-):
+def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys, kind, alone):
     """Nor do they where no other is left (``alone``); the site's log tells how many they are."""
     sizes = [f"search_space.{size}" for size in SIZES]
     own = OF_TABLES if kind in ("csv", "persons") else sizes
@@ -725,9 +717,7 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(site):
     assert_refused(cohort, words, "train.weight_gradient", ASKED)
 
 
-def test_an_error_that_is_no_refusal_keeps_its_text_at_the_site(
-    start, site, monkeypatch, tmp_path, capsys
-):
+def test_errors_keep_their_text_at_the_site(start, site, monkeypatch, tmp_path, capsys):
     def batch(*_):
         raise ValueError("patient 4711 has no label")
 
@@ -778,9 +768,7 @@ WITHOUT_DATA = [  # one of each kind: all are in tests/client/test_private_actio
 BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]
 
 
-def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
-    site, compose_config, monkeypatch, capsys
-):
+def test_a_hostile_request_is_refused_before_data_opens(site, compose_config, monkeypatch, capsys):
     """The site keeps a schedule, restarts, and cannot read its records any more."""
     actions = ["query.describe", "query.commit", "train.weight_gradient"]
     own = site(actions=[*actions, "train.weights", "evaluate.model"])
@@ -878,9 +866,7 @@ UNKNOWN_IMAGES = [
         ),
     ],
 )
-def test_a_real_site_must_declare_what_its_records_would_tell(
-    compose_config, tmp_path, overrides, words
-):
+def test_a_real_site_declares_what_records_would_tell(compose_config, tmp_path, overrides, words):
     """One image in colour, for example, would make all others of a site colour images."""
     images = tmp_path / "images.npz"
     np.savez(images, train_bytes=np.zeros(9, dtype=np.uint8), train_off=[0, 9], y_train=[0])
@@ -945,9 +931,7 @@ def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(site, compose
     assert "waits for a person's approval" in str(new.error)
 
 
-def test_a_run_goes_on_once_a_person_has_approved_it_and_without_a_site_where_nobody_does(
-    site, monkeypatch
-):
+def test_a_run_goes_on_once_approved_and_without_a_site_where_nobody_does(site, monkeypatch):
     monkeypatch.setattr(beginning, "APPROVAL_POLL_S", 0.01)
     own = site("clients=3", "runtime.approval_s=3", approve="manual")
     nodes = {node["partition-id"]: node for node in own.nodes}

@@ -149,9 +149,7 @@ def test_a_clients_size_is_the_weight_of_its_reply(overrides, stage, sizes, comp
 
 
 @pytest.mark.parametrize("by", SAMPLINGS)
-def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
-    by, compose_config, federate
-):
+def test_a_round_is_the_average_with_the_weights_of_its_draw(by, compose_config, federate):
     fed, splits = retraining(
         compose_config, federate, "sampling.per_round=3", f"sampling.by={by}", "retrain.rounds=1"
     )
@@ -184,9 +182,7 @@ def failing_app(config, failing):
     return make_client_app(dump_config(config), mods=[fail])
 
 
-def test_the_place_of_a_client_that_fails_is_taken_for_the_rest_of_the_round(
-    compose_config, federate
-):
+def test_the_place_of_a_client_that_fails_is_taken_for_the_round(compose_config, federate):
     own = ("sampling.per_round=3", "sampling.spare=.5", "runtime.quorum=1", "stages=[search]")
     config = compose_config(*FNAS, *own)
     fed = federate(config)
@@ -249,9 +245,7 @@ def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
         assert taken["retrain", "train.weights:weights"] == 3 * turns["retrain"]
 
 
-def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
-    private, run_inline, tmp_path, monkeypatch
-):
+def test_a_resumed_run_commits_to_the_turns_left(private, run_inline, tmp_path, monkeypatch):
     monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
     resumed = run_inline(resume=copy_without(private, tmp_path / "run", "retrain-000003.*"))
     again = resumed.events[len(private.events) :]

@@ -218,9 +218,7 @@ TRIALS = 3  # round(1.5 ln 8)
         (None, (6, 5), (4, 3)),  # calibration: an interrupted one to spare
     ],
 )
-def test_every_step_of_every_trial_of_feathers_is_committed_to(
-    compose_config, done, rounds, phases
-):
+def test_every_step_of_trials_of_feathers_is_committed_to(compose_config, done, rounds, phases):
     noises = [f"privacy.{k}.noise_multiplier=2" for k in ("weights", "alphas", "rewards")]
     config = compose_config(*FEATHERS, *noises, GIVEN)
     found = steps_of_releases(config, done)
@@ -362,9 +360,7 @@ def counts_of(config, records):
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_noise_of_counts_follows_from_the_error_that_all_clients_make_together(
-    compose_config, summed
-):
+def test_noise_of_counts_follows_from_the_error_of_all_clients(compose_config, summed):
     """By hand: 4 x 50,000 records, 10 % of the rarer class, sqrt(12 / 16) of .01."""
     records = [{"train": 40_000, "validation": 10_000, "test": 0}] * 4
     more = ["secure_sum=true"] if summed else []

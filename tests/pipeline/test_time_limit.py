@@ -48,9 +48,7 @@ def test_a_run_that_was_cut_short_has_no_baselines(compose_config, tmp_path, no_
     assert not (tmp_path / "run" / "baselines").exists()
 
 
-def test_what_is_trained_when_time_is_up_is_exported_and_can_go_on(
-    run_inline, no_time, monkeypatch
-):
+def test_what_is_trained_in_time_is_exported_and_can_go_on(run_inline, no_time, monkeypatch):
     done = run_inline(*GIVEN, "retrain.rounds=3", "runtime.time_limit=1s")
     assert rounds(done.folder, "retrain") == [1]
     assert load(done.folder).class_names

@@ -203,9 +203,7 @@ def test_the_error_names_every_missing_client_with_its_reason(federation):
     ("failing", "answering"),
     [([], [1, 4, 6]), ([4], [1, 6, 9]), ([1, 9], [4, 6, 2]), ([1, 4, 6, 9], [2, 3])],
 )
-def test_clients_of_a_turn_that_fail_are_replaced_by_the_next_in_its_order(
-    federation, failing, answering
-):
+def test_clients_that_fail_are_replaced_by_the_next_in_order(federation, failing, answering):
     shaky = federation(10, damage=dict.fromkeys(failing, fail_by_error), quorum_share=0.6)
     participants = Participants((1, 4, 6), (9, 2, 3))
     for _ in range(2):

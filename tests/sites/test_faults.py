@@ -104,9 +104,7 @@ def send(processes, number):
         os.kill(process, number)
 
 
-def test_a_site_that_is_missing_at_the_start_is_waited_for_no_longer_than_was_set(
-    cluster, start, tmp_path
-):
+def test_a_missing_site_is_waited_for_no_longer_than_was_set(cluster, start, tmp_path):
     cluster.end(["east-supernode"])
     all_sites, two = ("runtime.connect_s=1", "runtime.quorum=1"), ("runtime.quorum=0.6",)
     code, finished = start(tmp_path / "all", *RUN, *all_sites).end()
@@ -119,9 +117,7 @@ def test_a_site_that_is_missing_at_the_start_is_waited_for_no_longer_than_was_se
     cluster.wait_online("east")
 
 
-def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not(
-    cluster, start, inline, tmp_path
-):
+def test_whatever_is_killed_the_run_ends_in_the_same_bits(cluster, start, inline, tmp_path):
     run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
     work, killed = "train.search: begun", {"north": signal.SIGKILL, "east": signal.SIGTERM}
     before = {site: cluster.read(f"{site}-clientapp").count(work) for site in killed}
@@ -152,9 +148,7 @@ def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not
     assert_same(run, inline)
 
 
-def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing(
-    cluster, start, inline, tmp_path
-):
+def test_a_kill_within_a_reply_or_a_checkpoint_changes_nothing(cluster, start, inline, tmp_path):
     """What receives is stopped first, so that what sends is in the middle of it when it dies."""
     run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
 
