@@ -134,9 +134,8 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     for client in searched.clients:
         header = Header("test", "search", 1, 1, client.index, "nonce")
         probe = exchange.settings
-        local = replace(
-            probe.search, weights=probe.trials[0].weights, alphas=probe.trials[0].alphas
-        )
+        trial = probe.trials[0]
+        local = replace(probe.search, weights=trial.weights, alphas=trial.alphas)
         request = Request("train.search", header, Search(local=local), exchange.states)
         assert local.amount == Amount(1, None, 32)
         supernet = client.network({"name": "supernet"}, exchange.states)

@@ -103,9 +103,8 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
     """Of a client that has one class twice as often, the epoch is longer, its weight is not."""
     replies = []
     for value in ("false", "true"):
-        config = compose_config(
-            "algorithm=fed_darts", *UNEQUAL, *SETTINGS, f"training.oversample={value}"
-        )
+        own = ("algorithm=fed_darts", f"training.oversample={value}")
+        config = compose_config(*own, *UNEQUAL, *SETTINGS)
         federation = federate(config)
         client, strategy = federation.clients[1], federation.strategy
         header = Header("test", "search", 1, 1, client.index, "nonce")
@@ -115,9 +114,8 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
             config.algorithm.alphas,
             alternating=Alternating(config.algorithm.rule),
         )
-        replies.append(
-            answer(client, Request("train.search", header, Search(local=local), strategy.states))
-        )
+        request = Request("train.search", header, Search(local=local), strategy.states)
+        replies.append(answer(client, request))
     labels = client.data.train.labels[client.data.train.rows].bincount()
     assert labels.min() < labels.max()
     epoch = client.epoch(client.data.train, batch_size=16, generator=torch.Generator())

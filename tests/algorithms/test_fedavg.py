@@ -74,9 +74,8 @@ def test_rounds_equal_local_loops_and_a_weighted_average(trained):
 
 def test_a_plain_network_has_no_alphas_to_send(trained):
     assert "alphas" not in trained.strategy.states
-    assert set(trained.strategy.states) == {
-        n for n, s in network_states(trained.network).items() if s
-    }
+    states = network_states(trained.network)
+    assert set(trained.strategy.states) == {name for name, own in states.items() if own}
     with pytest.raises(ValueError, match="does not search"):
         trained.strategy.derive()
     rounds = trained.named("round")

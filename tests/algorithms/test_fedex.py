@@ -52,13 +52,11 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
     federation = prepared()
     config, strategy = federation.config, federation.strategy
     strategy.start(federation.grid, num_rounds=ROUNDS)
-    configurations = draw_configurations(
-        5, config.algorithm.ranges, make_generator(config.seed, "configurations")
-    )
+    generator = make_generator(config.seed, "configurations")
+    configurations = draw_configurations(5, config.algorithm.ranges, generator)
     theta, drawn_ever = Theta.of(5, config.algorithm.theta), set()
-    for number, ((asked, _), told) in enumerate(
-        zip(federation.asked, rounds_of(federation), strict=True), start=1
-    ):
+    rounds = zip(federation.asked, rounds_of(federation), strict=True)
+    for number, ((asked, _), told) in enumerate(rounds, start=1):
         trials, weights = [], []
         for client in federation.clients:
             arm = theta.draw(make_generator(config.seed, "theta", number, client.index))
@@ -86,9 +84,8 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
         assert told["theta_entropy"] == pytest.approx(theta.entropy(), rel=1e-4)
         assert told["lr"] == configurations[theta.best()].lr
     assert len(drawn_ever) > 1
-    torch.testing.assert_close(
-        strategy.theta.probabilities(), theta.probabilities(), rtol=1e-4, atol=1e-9
-    )
+    found = strategy.theta.probabilities()
+    torch.testing.assert_close(found, theta.probabilities(), rtol=1e-4, atol=1e-9)
 
 
 def test_a_client_without_validation_records_speaks_for_no_configuration(prepared, monkeypatch):

@@ -75,9 +75,8 @@ def test_rounds_are_those_of_flowers_strategy(name, network, training):
     counts = [reply.num_examples for reply in replies.values()]
     buffers = [reply.states["buffers"]["float32"].double() for reply in replies.values()]
     mean = np.average(np.stack(buffers), axis=0, weights=counts)
-    np.testing.assert_allclose(
-        federation.strategy.states["buffers"]["float32"], mean, rtol=1e-4, atol=1e-5
-    )
+    found = federation.strategy.states["buffers"]["float32"]
+    np.testing.assert_allclose(found, mean, rtol=1e-4, atol=1e-5)
 
 
 def test_fedprox_is_the_term_of_the_paper(training):

@@ -111,17 +111,15 @@ def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(fused, clien
     federation = search("algorithm=fnas", *FULL, *clients, *beta, rounds=ROUNDS)
     plain = Plain(federation.config, federation.data[0])
     for step in range(ROUNDS):
-        before = plain.gradients(
-            plain.mean_loss(pooled(federation.clients, "validation")), plain.alphas
-        )
+        held_out = pooled(federation.clients, "validation")
+        before = plain.gradients(plain.mean_loss(held_out), plain.alphas)
         plain.step_weights(step, plain.mean_loss(pooled(federation.clients, "train")))
         decay = 0.3 * (step + 1) / ROUNDS * plain.alphas[0].logsumexp(-1).mean()
         if fused == "true":
             decays = plain.gradients(decay, plain.alphas)
             plain.step_alphas([g + d for g, d in zip(before, decays, strict=True)])
         else:
-            loss = plain.mean_loss(pooled(federation.clients, "validation"))
-            plain.step_alphas(loss + decay)
+            plain.step_alphas(plain.mean_loss(held_out) + decay)
     plain.assert_equals(federation.strategy)
 
 

@@ -91,9 +91,8 @@ def test_moments_that_travel_are_those_of_one_optimiser_that_is_kept(compose_con
     moments = unpack(federation.strategy.states[MOMENTS], layout)
     for name, weight in weights.items():
         kept = sgd.state[weight]["momentum_buffer"]
-        torch.testing.assert_close(
-            moments[f"weights.momentum_buffer.{name}"], kept, atol=1e-5, rtol=0
-        )
+        found = moments[f"weights.momentum_buffer.{name}"]
+        torch.testing.assert_close(found, kept, atol=1e-5, rtol=0)
     for kind, alpha in alphas.items():
         assert float(moments[f"alphas.step.{kind}"]) == float(adam.state[alpha]["step"]) > ROUNDS
 
@@ -107,9 +106,8 @@ def test_moments_are_averaged_as_the_weights_are(of_paths, compose_config, feder
             *("retrain=mbconv", "algorithm.batch_size=16", "algorithm.local_epochs=1"),
             "algorithm.warm_up_rounds=0",
         ]
-    federation = recorded(
-        federate(compose_config(*overrides, *UNEQUAL, "training.momentum=averaged"))
-    )
+    config = compose_config(*overrides, *UNEQUAL, "training.momentum=averaged")
+    federation = recorded(federate(config))
     federation.strategy.start(federation.grid, num_rounds=2)
     first, second = federation.asked
     assert not bool(first[2][MOMENTS]["float32"].any())
@@ -149,9 +147,8 @@ MOMENTUM = ["algorithm.weights.momentum=0.9"]
 )
 def test_every_average_has_the_servers_momentum(action, given, compose_config, federate):
     """v <- m v + (mean of the clients' models - w); w <- w + v, of weights alone: FedAvgM."""
-    config = compose_config(
-        *given, *UNEQUAL, "training.momentum=server", "retrain.weights.momentum=0.9"
-    )
+    own = ("training.momentum=server", "retrain.weights.momentum=0.9")
+    config = compose_config(*given, *UNEQUAL, *own)
     if config.algorithm.name == "fedavg":
         federation = federate(compose_config(*SEARCH, *UNEQUAL))
         described = describe_network(config, federation.data[0], None)

@@ -13,9 +13,8 @@ def round_with(compose_config, federate, wire, *, sent=None):
 
     ``sent`` are weights to begin with in place of the initial ones.
     """
-    fed = federate(
-        compose_config("rounds=1", "clients=2", "search_space.channels=8", f"runtime.wire={wire}")
-    )
+    own = ("rounds=1", "clients=2", "search_space.channels=8", f"runtime.wire={wire}")
+    fed = federate(compose_config(*own))
     fed.cohort.wire = wire
     before = {n: p["float32"].clone() for n, p in fed.strategy.states.items()}
     if sent is not None:

@@ -152,9 +152,8 @@ def test_functional_call_replaces_weights_and_alphas(space):
         state[f"alphas.{kind}"] = alphas.requires_grad_()
     called = functional_call(supernet, state, (x,))
     assert not torch.allclose(called, supernet(x))
-    gradients = torch.autograd.grad(
-        called.sum(), [state[f"alphas.{kind}"] for kind in space.cell_kinds]
-    )
+    alphas = [state[f"alphas.{kind}"] for kind in space.cell_kinds]
+    gradients = torch.autograd.grad(called.sum(), alphas)
     assert all((gradient != 0).any() for gradient in gradients)
     supernet.load_state_dict(state)
     assert torch.equal(called, supernet(x))
@@ -175,9 +174,8 @@ def test_gradient_of_the_per_example_leaf_equals_a_loop_over_examples(space):
         loss.backward()
         for kind in weights:
             assert leaf[kind].grad[example].abs().max() > 0
-            torch.testing.assert_close(
-                leaf[kind].grad[example], single[kind].grad, rtol=1e-10, atol=1e-10
-            )
+            found = leaf[kind].grad[example]
+            torch.testing.assert_close(found, single[kind].grad, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind_of_network", ["supernet", "network"])

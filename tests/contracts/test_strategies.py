@@ -91,9 +91,8 @@ def test_rounds_are_finite_and_told(undisturbed):
         assert event["bytes_sent"] > 0 < event["bytes_received"]
         assert set(event["clients"]) == {str(c) for c in range(undisturbed.config.clients)}
     metrics = undisturbed.result.train_metrics_clientapp
-    assert [metrics[r]["train_loss"] for r in (1, 2)] == [
-        event["metrics"]["train_loss"] for event in rounds
-    ]
+    losses = [event["metrics"]["train_loss"] for event in rounds]
+    assert [metrics[number]["train_loss"] for number in (1, 2)] == losses
 
 
 def test_it_is_a_flower_strategy_that_learns_and_derives(undisturbed):

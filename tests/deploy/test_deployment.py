@@ -179,11 +179,9 @@ def test_a_model_elsewhere_has_no_baselines_here(fake_flwr, tmp_path, compose_co
     config = compose_config(*DEPLOYMENT, "evaluation.baselines=2", f"run_dir={folder}")
     fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
     execute(create_run_folder(config), resumed=False)
-    told = [
-        line for line in capsys.readouterr().out.splitlines() if "evaluation.baselines=2" in line
-    ]
-    assert len(told) == 1
-    assert f"fednas run resume={folder}" in told[0]
+    lines = capsys.readouterr().out.splitlines()
+    (told,) = (line for line in lines if "evaluation.baselines=2" in line)
+    assert f"fednas run resume={folder}" in told
     assert not (folder / "baselines").exists()
 
 
@@ -365,10 +363,9 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(compose_config
     properties |= {"class_names": ["0", "1", "2"], "multi_label": False}
     assert make_server_data(config, properties).num_classes == 3
     public = replace(config.dataset, server_test=True)
+    other = properties | {"class_names": ["0", "1", "2", "3"]}
     with pytest.raises(ConfigError, match="the server's test set"):
-        make_server_data(
-            replace(config, dataset=public), properties | {"class_names": ["0", "1", "2", "3"]}
-        )
+        make_server_data(replace(config, dataset=public), other)
 
 
 @pytest.mark.parametrize(

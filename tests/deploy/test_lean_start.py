@@ -48,9 +48,8 @@ class Recorded(Exception):
     ids=["exact", "private"],
 )
 def test_a_process_that_only_searches_imports_little(compose_config, tmp_path, overrides):
-    config = create_run_folder(
-        compose_config(*overrides, "stages=[search]", f"run_dir={tmp_path / 'run'}")
-    )
+    own = ("stages=[search]", f"run_dir={tmp_path / 'run'}")
+    config = create_run_folder(compose_config(*overrides, *own))
     grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     push, file, actions = grid.push_messages, tmp_path / "request", []
 

@@ -98,9 +98,8 @@ def test_values_that_no_client_can_have_spoil_nothing(action, value, overrides, 
 
 def test_a_negative_variance_spoils_nothing(lying, run_inline):
     def change(reply):
-        return replace(
-            reply, states={**reply.states, "buffers": filled(-1.0)(reply).states["buffers"]}
-        )
+        buffers = filled(-1.0)(reply).states["buffers"]
+        return replace(reply, states={**reply.states, "buffers": buffers})
 
     lying("train.weights", change)
     run = run_inline(*EXACT)
@@ -163,9 +162,7 @@ def test_a_client_that_declares_many_records_has_half_of_an_average(lying, run_i
 )
 def test_a_tag_that_names_no_group_leaves_a_client_out(properties, lying, run_inline):
     lying("query.describe", telling(**properties))
-    run = run_inline(
-        *CFDNAS, "algorithm.inherit=false", "stages=[search]", "algorithm.group_rounds=1"
-    )
+    run = run_inline(*CFDNAS, "algorithm.inherit=false stages=[search] algorithm.group_rounds=1")
     (failure,) = failures(run)
     assert failure[0] == BAD
     groups = json.loads((run.folder / "groups.json").read_text())

@@ -51,7 +51,7 @@ from fednas_flwr.settings import dump_config
 from ..asked import SUPERNET, smallest
 from ..booked import booked
 from ..conftest import sound
-from ..finished_runs import Told
+from ..finished_runs import Told, named
 
 
 def make_schedule(*args, **settings):
@@ -197,9 +197,8 @@ def test_only_released_metrics_are_in_the_record_of_a_run(whole):
         assert {name for m in event["clients"].values() for name in m} == measured
     partition, evaluated = whole.the("partition"), whole.the("evaluated")
     assert partition["counts"] is evaluated["linear"] is None
-    assert {c["num_examples"] for c in evaluated["clients"]} == {
-        split["test"] for split in partition["splits"]
-    }
+    tested = {client["num_examples"] for client in evaluated["clients"]}
+    assert tested == {split["test"] for split in partition["splits"]}
 
 
 def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, start):
@@ -208,9 +207,8 @@ def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, sta
     given += ["privacy.epsilon=500", "privacy.weights.noise_multiplier=0.3", "stages=[search]"]
     before = booked(whole.sites, 0)
     run = start(*given, f"privacy.sites={whole.sites}", fails=True)
-    assert "search takes 2 rounds, more than what is left of budgets covers (client 0: " in str(
-        run.error
-    )
+    words = "search takes 2 rounds, more than what is left of budgets covers (client 0: "
+    assert words in str(run.error)
     assert booked(whole.sites, 0) == before
     event = run.the("privacy")
     for client in event["clients"]:
@@ -472,9 +470,8 @@ def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, monkeyp
     def describe(client, request, asked):
         reply = told(client, request, asked)
         if client.index == 1:
-            reply = replace(
-                reply, properties={k: v for k, v in reply.properties.items() if k != fact}
-            )
+            kept = {name: of for name, of in reply.properties.items() if name != fact}
+            reply = replace(reply, properties=kept)
         return reply
 
     told = ANSWERS["query.describe"]
@@ -845,35 +842,25 @@ def test_a_private_node_must_name_everything_of_its_own(site, capsys, key):
         assert f"the node has a policy but lacks {key}" in capsys.readouterr().err
 
 
-UNKNOWN_IMAGES = [
-    *("dataset.class_names=[a,b]", "dataset.image_size=null", "dataset.channels=null")
-]
+UNKNOWN = "dataset.class_names=[a,b] dataset.image_size=null dataset.channels=null"
+UNDECLARED = {
+    "dataset.class_names=[]": "must give dataset.class_names,",
+    f"dataset=image_folder {UNKNOWN}": "image_size, dataset.channels",
+    "dataset=npz dataset.root={images} dataset.class_names=[a,b]": "image_size, dataset.channels",
+    "dataset=csv dataset.class_names=[a,b]": "numeric or categorical",
+    "dataset=csv dataset.class_names=[a,b] dataset.categorical=[sex]": "dataset.categories",
+}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["dataset.class_names=[]"], "must give dataset.class_names,"),
-        (["dataset=image_folder", *UNKNOWN_IMAGES], "image_size, dataset.channels"),
-        (
-            ["dataset=npz", "dataset.root={images}", "dataset.class_names=[a,b]"],
-            "image_size, dataset.channels",
-        ),
-        (["dataset=csv", "dataset.class_names=[a,b]"], "numeric or categorical"),
-        (
-            ["dataset=csv", "dataset.class_names=[a,b]", "dataset.categorical=[sex]"],
-            "dataset.categories",
-        ),
-    ],
-)
-def test_a_real_site_declares_what_records_would_tell(compose_config, tmp_path, overrides, words):
+@pytest.mark.parametrize("overrides", UNDECLARED)
+def test_a_real_site_declares_what_records_would_tell(compose_config, tmp_path, overrides):
     """One image in colour, for example, would make all others of a site colour images."""
     images = tmp_path / "images.npz"
     np.savez(images, train_bytes=np.zeros(9, dtype=np.uint8), train_off=[0, 9], y_train=[0])
-    overrides = [override.format(images=images) for override in overrides]
-    config = compose_config(*SEARCH, *REAL_SITES, *overrides)
+    given = overrides.replace("{images}", str(images))
+    config = compose_config(*SEARCH, *REAL_SITES, given)
     prepared = SimpleNamespace(uses_own_statistics=False)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=UNDECLARED[overrides]):
         check_public(config, prepared)
 
 
@@ -1042,12 +1029,10 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(site, tmp_path
         taken.append(int(counter_of(tmp_path / name / "key").read_text().split()[1]))
     assert trails[0] == trails[1]
     assert taken[0] == taken[1]  # nor does the daily allowance depend on them
-    (refused,) = (line for line in trails[0] if line["event"] == "refused")
+    (refused,) = named(trails[0], "refused")
     assert refused["action"] == "query.commit"
     assert "rule data_sets" in refused["reason"]
-    asked, released = (
-        [line for line in trails[0] if line["event"] == e] for e in ("asked", "released")
-    )
+    asked, released = (named(trails[0], kind) for kind in ("asked", "released"))
     assert len(asked) == len(released) + 1
     gradients = [line for line in released if line["action"] == "train.weight_gradient"]
     assert [line["round"] for line in gradients] == [1, 2]

@@ -80,9 +80,8 @@ def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline,
 @pytest.mark.usefixtures("one_cell")
 @pytest.mark.parametrize("algorithm", sorted({*SETTINGS} - {"vanilla_nas"}))
 def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, federate):
-    config = compose_config(
-        *(f"algorithm={algorithm}", "clients=4", "sampling.per_round=2"), *SETTINGS[algorithm]
-    )
+    own = (f"algorithm={algorithm}", "clients=4", "sampling.per_round=2")
+    config = compose_config(*own, *SETTINGS[algorithm])
     fed = federate(config)
     sampled(fed)
     fed.strategy.start(fed.grid, num_rounds=1)
@@ -157,9 +156,8 @@ def test_a_round_is_the_average_with_the_weights_of_its_draw(by, compose_config,
     alone = {}
     for client in participants.clients:
         single, _ = retraining(compose_config, federate, "retrain.rounds=1")
-        single.cohort.sampling = SimpleNamespace(
-            participants=lambda *_, c=client: Participants((c,))
-        )
+        asked = Participants((client,))
+        single.cohort.sampling = SimpleNamespace(participants=lambda *_, asked=asked: asked)
         single.strategy.start(single.grid, num_rounds=1)
         (alone[client],) = single.strategy.states["weights"].values()
     fed.strategy.start(fed.grid, num_rounds=1)

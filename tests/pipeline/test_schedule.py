@@ -39,9 +39,8 @@ GIVEN = "privacy.retrain.noise_multiplier=3.5"  # calibrating takes a second
 def cost(schedule, split):
     """Return the largest cost of a split over the clients, as enforcement counts it."""
     items = [item for item in schedule if split in item.splits]
-    return max(
-        filter_epsilon([item.release(declared) for item in items], 1e-5) for declared in RECORDS
-    )
+    by_client = ([item.release(declared) for item in items] for declared in RECORDS)
+    return max(filter_epsilon(releases, 1e-5) for releases in by_client)
 
 
 def steps_of_releases(config, done):
@@ -353,9 +352,8 @@ COUNTED = (*DP_FNAS[:3], "retrain.rounds=1", "privacy.scores_error=0.01", GIVEN)
 
 def counts_of(config, records):
     """The release of counts of scores in the schedule of the first client, None without one."""
-    found = [
-        release for release in make_schedule(config, records, done={}) if release.kind == "scores"
-    ]
+    schedule = make_schedule(config, records, done={})
+    found = [release for release in schedule if release.kind == "scores"]
     return found[0] if found else None
 
 

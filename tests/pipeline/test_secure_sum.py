@@ -197,9 +197,8 @@ def test_the_total_of_survivors_is_theirs_alone(run):
         run(*SHORT, "algorithm=fed_darts", "stages=[search]", *own, lost=lost)
         for own in (("clients=4", "runtime.largest_share=1"), SUMS)
     ]
-    plain, summed = (
-        load_file(ran.folder / "checkpoints" / "search-000001.safetensors") for ran in runs
-    )
+    name = "checkpoints/search-000001.safetensors"
+    plain, summed = (load_file(ran.folder / name) for ran in runs)
     for name, tensor in plain.items():
         torch.testing.assert_close(tensor, summed[name], rtol=1e-4, atol=1e-6)
 

@@ -124,9 +124,8 @@ def test_the_command_writes_labels_and_a_probability_each(finished, tmp_path, ca
     output = tmp_path / "found.csv"
     assert main(["predict", str(finished.folder), str(finished.raw), "--output", str(output)]) == 0
     accuracy = finished.central["accuracy"]
-    assert f"accuracy by the labels in {finished.raw}: {100 * accuracy:.1f} %" in (
-        capsys.readouterr().out
-    )
+    told = f"accuracy by the labels in {finished.raw}: {100 * accuracy:.1f} %"
+    assert told in capsys.readouterr().out
     written = pd.read_csv(output, keep_default_na=False)
     shares = written[[f"probability of {name}" for name in NAMES]].to_numpy()
     told = [[n for n, p in zip(NAMES, row, strict=True) if p >= 0.5] for row in shares]
@@ -141,9 +140,8 @@ def test_onnxruntime_gives_labels_and_probabilities(finished):
     fed = onnx_inputs(finished.test.features, load(finished.folder).inputs)
     labels, shares = session.run(["labels", "probabilities"], fed)
     assert labels.dtype == np.int64
-    assert (labels == finished.test.labels.numpy()).mean() == pytest.approx(
-        finished.central["accuracy"]
-    )
+    accuracy = (labels == finished.test.labels.numpy()).mean()
+    assert accuracy == pytest.approx(finished.central["accuracy"])
     own = load(finished.folder).predict(finished.raw).probabilities
     np.testing.assert_allclose(shares, own, atol=1e-4)
     meta = session.get_modelmeta().custom_metadata_map

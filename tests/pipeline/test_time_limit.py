@@ -81,7 +81,6 @@ def test_what_is_no_time_is_one_sentence(text):
 
 def test_a_limit_where_no_rounds_are_is_refused():
     overrides = ["algorithm=zero_cost", "stages=[search]", "runtime.time_limit=30min"]
-    with pytest.raises(
-        ConfigError, match="runtime.time_limit=30min has no effect with algorithm=zero_cost"
-    ):
+    words = "runtime.time_limit=30min has no effect with algorithm=zero_cost"
+    with pytest.raises(ConfigError, match=words):
         parse_config(compose_tree(overrides), user=user_settings(overrides))

@@ -187,9 +187,8 @@ def test_exactly_the_quorum_is_enough(federation):
 
 
 def test_the_error_names_every_missing_client_with_its_reason(federation):
-    shaky = federation(
-        3, damage={0: fail_by_error}, grid=Withholding, deadline_s=0.2, quorum_share=0.6
-    )
+    terms = {"grid": Withholding, "deadline_s": 0.2, "quorum_share": 0.6}
+    shaky = federation(3, damage={0: fail_by_error}, **terms)
     shaky.grid.withheld = frozenset({2})
     message = (
         r"^client 0: RuntimeError: disk full \(train\.search in round 7: 1 of 3 clients "
@@ -255,9 +254,8 @@ def test_a_node_that_does_not_say_who_it_is_is_left_out(federation):
     assert vague.cohort.clients == [0, 1]
     (event,) = vague.events
     assert event["client"] == 2
-    assert (
-        event["reason"] == "node 2: says client=null has the wrong type: expected a whole number."
-    )
+    said = "node 2: says client=null has the wrong type: expected a whole number."
+    assert event["reason"] == said
     with pytest.raises(QuorumError, match=r"^node 2: says client=.*1 of 3 clients answered, 2 are"):
         federation(3, claims={0: None, 1: "1", 2: 1})
 

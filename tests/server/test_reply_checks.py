@@ -354,9 +354,8 @@ def test_properties_have_the_form_of_their_name(name):
     for value in right:
         assert decoded(name, value) == value or name == "moments"
     for value in wrong:
-        with pytest.raises(
-            ReplyError, match=rf"(?s)says .*{name}\b.*({MALFORMED})|say its {name}\b"
-        ):
+        words = rf"(?s)says .*{name}\b.*({MALFORMED})|say its {name}\b"
+        with pytest.raises(ReplyError, match=words):
             decoded(name, value)
 
 
@@ -421,9 +420,8 @@ def test_a_reply_of_another_run_or_site_is_refused(federation):
         stolen.append(content)
         return content
 
-    foreign = federation(
-        damage={0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}, quorum_share=0.3
-    )
+    damage = {0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}
+    foreign = federation(damage=damage, quorum_share=0.3)
     assert foreign.answering() == [0, 2]  # site 0's reply to this exchange
     stolen[:] = stolen[:1]
     foreign.grid._client_app = federation(

@@ -24,13 +24,8 @@ pytestmark = pytest.mark.slow
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=server")
 RUN = (
     *("partition=sites", "dataset=npz", "dataset.server_test=false", "clients=3", "rounds=2"),
-    *(
-        "stages=[search]",
-        "search_space.channels=2",
-        "search_space.num_cells=1",
-        "runtime.device=cpu",
-    ),
-    "trackers=[]",
+    *("stages=[search]", "search_space.channels=2", "search_space.num_cells=1", "trackers=[]"),
+    "runtime.device=cpu",
 )
 SLOW = (*RUN, "algorithm.local_epochs=60")  # so that signals come in the middle of the work
 PRIVATE = (
@@ -225,9 +220,8 @@ def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(cluster, st
     cluster.kill("north-clientapp", signal.SIGCONT)
     code, finished = run.end()
     assert (code, finished["status"]) == (0, "completed")
-    failed = [
-        (e["round"], e["action"], e["client"], e["reason"]) for e in run.events("client_failed")
-    ]
+    told = ("round", "action", "client", "reason")
+    failed = [tuple(event[key] for key in told) for event in run.events("client_failed")]
     assert (1, "train.weight_gradient", 0, "no reply within 45 s") in failed
     assert (1, "train.weight_gradient", 1) in [event[:3] for event in failed]
     assert (2, 0) not in [(event[0], event[2]) for event in failed]  # it has come back
@@ -241,8 +235,7 @@ def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(cluster, st
         trail = state / "ledger" / "audit.jsonl"
         verify_trail(trail, state / "ledger.key")
         lines = [json.loads(line) for line in trail.read_text().splitlines()]
-        sent = Counter(
-            line["event"] for line in lines if line.get("action", "").startswith("train")
-        )
+        trained = (line for line in lines if line.get("action", "").startswith("train"))
+        sent = Counter(line["event"] for line in trained)
         least = site != "south"  # which was killed at its first work, and may be back too late
         assert least <= sent["released"] <= booked <= sent["asked"], site
