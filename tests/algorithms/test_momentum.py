@@ -119,14 +119,6 @@ def test_moments_are_averaged_as_the_weights_are(of_paths, compose_config, feder
         assert not np.array_equal(*own)
 
 
-def test_by_default_no_moment_travels_and_every_request_begins_anew(compose_config, federate):
-    federation = recorded(federate(compose_config(*SEARCH, *UNEQUAL)))
-    federation.strategy.start(federation.grid, num_rounds=2)
-    for _, _, sent, replies in federation.asked:
-        assert MOMENTS not in sent
-        assert all(MOMENTS not in reply.states for reply in replies.values())
-
-
 ARM = "{lr: 0.05, weight_decay: 0, momentum: 0.9, alpha_lr: 0, alpha_weight_decay: 0, dropout: 0}"
 BLOCKS = ["search_space=mbconv_small", "search_space.norm=group", "retrain=mbconv"]
 CELLS = ["search_space=dp_cells", "search_space.widths=[8]", "retrain=dp_cells"]

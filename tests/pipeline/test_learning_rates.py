@@ -1,12 +1,10 @@
 """What a private run takes from its records, budget and noise arrives where it acts."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.dry_run import private_terms
 from fednas_flwr.deploy.grids import InProcessGrid
@@ -110,9 +108,3 @@ def test_calibrate_tells_what_the_run_takes(trained, compose_config):
     assert "retrain.batch_size, since privacy.retrain.rate is null" in own
     assert lines[-2].startswith("(epsilon, delta) at most (")
     assert lines[-1].startswith("Why ")
-
-
-def test_calibrate_refuses_what_has_no_noise(compose_config):
-    with pytest.raises(ConfigError, match="privacy=none: nothing is to be calibrated"):
-        private_terms(compose_config())
-    assert not list(Path().glob("fednas-calibrate-*"))
