@@ -5,6 +5,8 @@ import math
 import numpy as np
 import torch
 
+PLAIN_CNN = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
+
 
 def make_sgd(parameters, settings, lr=None, **options):
     """SGD of torch's with the constants of settings, and another learning rate if one is given."""

@@ -11,26 +11,19 @@ from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.models.networks import make_network
 from fednas_flwr.protocol.states import network_states
 
-from .plain import average, copied, make_sgd, rate_of_round, step
+from .plain import PLAIN_CNN, average, copied, make_sgd, rate_of_round, step
 
 ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
 def trained(compose_config, federate):
-    config = compose_config(
-        "algorithm=random_search",
-        "clients=3",
-        "partition=quantity",
-        "partition.fractions=[0.6,0.25,0.15]",
-        "retrain.batch_size=16",
-        "retrain.local_epochs=2",
-    )
+    sizes = "clients=3 partition=quantity partition.fractions=[0.6,0.25,0.15]"
+    steps = "retrain.batch_size=16 retrain.local_epochs=2"
+    config = compose_config("algorithm=random_search", sizes, steps)
     federation = federate(config)
-    shapes = {"input_shape": [3, 8, 8], "num_classes": 3}
-    federation.description = {"name": "plain_cnn", **shapes}
     federation.strategy, federation.network = make_retraining(
-        config, federation.description, federation.cohort, federation.checkpoints
+        config, PLAIN_CNN, federation.cohort, None
     )
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     federation.strategy.load_into(federation.network)
@@ -40,7 +33,7 @@ def trained(compose_config, federate):
 def test_rounds_equal_local_loops_and_a_weighted_average(trained):
     config, sgd = trained.config, trained.config.retrain.weights
     with seeded(config.seed, "network"):
-        network = make_network(trained.description).train()
+        network = make_network(PLAIN_CNN).train()
     state = copied(network.state_dict())
     # Retraining may use all but the test records.
     counts = [len(c.data.train) + len(c.data.validation) for c in trained.clients]

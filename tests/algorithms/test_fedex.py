@@ -18,11 +18,11 @@ from fednas_flwr.search.bandit import Theta, Trial, draw_configurations
 from fednas_flwr.spaces.genotype import save_genotype
 
 from ..asked import spied
+from .plain import PLAIN_CNN
 
 ROUNDS = 2
 DATA = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.25,0.15]"]
 SETTINGS = ["algorithm=fedex", "algorithm.num_configurations=5", "retrain.batch_size=16", *DATA]
-NETWORK = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def prepared(compose_config, federate):
         )
         federation.config = compose_config(*SETTINGS)
         federation.strategy, federation.network = make_retraining(
-            federation.config, NETWORK, federation.cohort, federation.checkpoints
+            federation.config, PLAIN_CNN, federation.cohort, federation.checkpoints
         )
         federation.asked = spied(federation)
         return federation
@@ -68,7 +68,7 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
             request = Request("train.weights", header, own, asked.states)
             torch.manual_seed(0)
             reply = ANSWERS["train.weights"](client, request, own)
-            network = client.network(NETWORK, reply.states)
+            network = client.network(PLAIN_CNN, reply.states)
             loss = evaluate(network, client.data.validation, client.device).loss
             assert reply.metrics["validation_loss"] == pytest.approx(loss)
             assert reply.num_examples == len(client.data.train)

@@ -19,10 +19,9 @@ from fednas_flwr.settings.names import PRECISIONS
 
 from ..asked import smallest
 from ..booked import booked
-from .plain import make_sgd, rate_of_round, step
+from .plain import PLAIN_CNN, make_sgd, rate_of_round, step
 
 ROUNDS = 3
-PLAIN_CNN = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
 GRADIENTS = (
     *("algorithm=random_search", "retrain.exchange=gradients", "retrain.batch_size=16"),
     "retrain.weights={lr: 0.02, min_lr: 0.002, momentum: 0.9, weight_decay: 3e-4, clip_norm: 1}",

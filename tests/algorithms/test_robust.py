@@ -9,6 +9,7 @@ from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.protocol.states import TrimmedMean
 
 from ..asked import spied
+from .plain import PLAIN_CNN
 
 HUGE = 1e5
 
@@ -50,8 +51,7 @@ def test_the_weighted_mean_does_not(compose_config, federate):
 def test_both_stages_average_as_the_configuration_says(compose_config, federate):
     own = ("clients=5", "runtime.quorum=1", "aggregate=trimmed_mean", "aggregate.trim=2")
     fed = federate(compose_config(*own))
-    description = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
-    retraining, _ = make_retraining(fed.config, description, fed.cohort, None)
+    retraining, _ = make_retraining(fed.config, PLAIN_CNN, fed.cohort, None)
     for strategy in (make_search(fed.config, fed.data[0], fed.cohort, None), retraining):
         average = strategy.new_average()
         assert isinstance(average, TrimmedMean)

@@ -76,7 +76,6 @@ def _begun_once(tmp_path_factory):
     """
     tmp_path_factory.getbasetemp()  # which stays on the disk
     recorded, known = audit._recorded, {}
-    tempfile.tempdir = next((place for place in ("/dev/shm",) if os.path.isdir(place)), None)
 
     def once(config):
         text = dump_config(config)
@@ -84,9 +83,10 @@ def _begun_once(tmp_path_factory):
             known[text] = recorded(config)
         return known[text]
 
-    audit._recorded = once
-    yield
-    audit._recorded, tempfile.tempdir = recorded, None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit, "_recorded", once)
+        patch.setattr(tempfile, "tempdir", "/dev/shm" if os.path.isdir("/dev/shm") else None)
+        yield
 
 
 def command(*arguments):
