@@ -13,13 +13,14 @@ import torch
 from hypothesis import settings
 from safetensors.torch import save_file
 
-from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.algorithms.stage_strategies import algorithm_of, make_retraining, make_search
 from fednas_flwr.base import processes
 from fednas_flwr.base.pretrained import Pretrained
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.models.networks import describe_network
 from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
@@ -177,7 +178,10 @@ def compose_config(tiny_overrides):
 
 @pytest.fixture(scope="session")
 def federate():
-    """``federate(config)``: data, grid, cohort, events and the search strategy of a config."""
+    """``federate(config)``: data, grid, cohort, events and the strategy of a config.
+
+    It is that of the search, or of the training of a given network.
+    """
 
     def federation(config, *, checkpoints=None):
         events: list[dict] = []
@@ -192,6 +196,13 @@ def federate():
         folder = None
         if checkpoints is not None:
             folder = CheckpointFolder(checkpoints, lambda message: emit("warning", message=message))
+        made = {}
+        if algorithm_of(config).search is None:
+            described = describe_network(config, data[0], None)
+            made["strategy"], made["network"] = make_retraining(config, described, cohort, folder)
+            made["description"] = described
+        else:
+            made["strategy"] = make_search(config, data[0], cohort, folder)
         return Told(
             config=config,
             data=data,
@@ -203,7 +214,7 @@ def federate():
             cohort=cohort,
             checkpoints=folder,
             events=events,
-            strategy=make_search(config, data[0], cohort, folder),
+            **made,
         )
 
     return federation

@@ -5,27 +5,22 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.models.networks import make_network
 from fednas_flwr.protocol.states import network_states
 
-from .plain import PLAIN_CNN, average, copied, make_sgd, rate_of_round, step
+from .plain import average, copied, make_sgd, rate_of_round, step
 
 ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
-def trained(compose_config, federate):
+def trained(search):
+    given = "algorithm=fedavg algorithm.network=plain_cnn"
     sizes = "clients=3 partition=quantity partition.fractions=[0.6,0.25,0.15]"
     steps = "retrain.batch_size=16 retrain.local_epochs=2"
-    config = compose_config("algorithm=random_search", sizes, steps)
-    federation = federate(config)
-    federation.strategy, federation.network = make_retraining(
-        config, PLAIN_CNN, federation.cohort, None
-    )
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    federation = search(given, sizes, steps, rounds=ROUNDS)
     federation.strategy.load_into(federation.network)
     return federation
 
@@ -33,7 +28,7 @@ def trained(compose_config, federate):
 def test_rounds_equal_local_loops_and_a_weighted_average(trained):
     config, sgd = trained.config, trained.config.retrain.weights
     with seeded(config.seed, "network"):
-        network = make_network(PLAIN_CNN).train()
+        network = make_network(trained.description).train()
     state = copied(network.state_dict())
     # Retraining may use all but the test records.
     counts = [len(c.data.train) + len(c.data.validation) for c in trained.clients]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.models.metrics import evaluate
@@ -17,41 +16,20 @@ from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.search.bandit import Theta, Trial, draw_configurations
 from fednas_flwr.spaces.genotype import save_genotype
 
-from ..asked import spied
-from .plain import PLAIN_CNN
-
 ROUNDS = 2
 DATA = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.25,0.15]"]
 SETTINGS = ["algorithm=fedex", "algorithm.num_configurations=5", "retrain.batch_size=16", *DATA]
-
-
-@pytest.fixture
-def prepared(compose_config, federate):
-    """``prepared()``: a federation whose strategy is FedEx; ``asked`` gets its requests."""
-
-    def make(checkpoints=None):
-        federation = federate(
-            compose_config("algorithm=random_search", *DATA), checkpoints=checkpoints
-        )
-        federation.config = compose_config(*SETTINGS)
-        federation.strategy, federation.network = make_retraining(
-            federation.config, PLAIN_CNN, federation.cohort, federation.checkpoints
-        )
-        federation.asked = spied(federation)
-        return federation
-
-    return make
+GIVEN = [*SETTINGS, "algorithm.network=plain_cnn"]
 
 
 def rounds_of(federation):
     return [event["metrics"] for event in federation.named("round")]
 
 
-def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
+def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(search):
     """Both rounds again, from the actions, numpy's average and the pure theta."""
-    federation = prepared()
+    federation = search(*GIVEN, rounds=ROUNDS)
     config, strategy = federation.config, federation.strategy
-    strategy.start(federation.grid, num_rounds=ROUNDS)
     generator = make_generator(config.seed, "configurations")
     configurations = draw_configurations(5, config.algorithm.ranges, generator)
     theta, drawn_ever = Theta.of(5, config.algorithm.theta), set()
@@ -68,7 +46,7 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
             request = Request("train.weights", header, own, asked.states)
             torch.manual_seed(0)
             reply = ANSWERS["train.weights"](client, request, own)
-            network = client.network(PLAIN_CNN, reply.states)
+            network = client.network(federation.description, reply.states)
             loss = evaluate(network, client.data.validation, client.device).loss
             assert reply.metrics["validation_loss"] == pytest.approx(loss)
             assert reply.num_examples == len(client.data.train)
@@ -88,7 +66,7 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
     torch.testing.assert_close(found, theta.probabilities(), rtol=1e-4, atol=1e-9)
 
 
-def test_a_client_without_validation_records_speaks_for_no_configuration(prepared, monkeypatch):
+def test_a_client_without_validation_records_speaks_for_no_configuration(search, monkeypatch):
     honest = ANSWERS["train.weights"]
 
     def lacking(client, request, asked):
@@ -98,15 +76,14 @@ def test_a_client_without_validation_records_speaks_for_no_configuration(prepare
         return honest(replace(client, data=data), request, asked)
 
     monkeypatch.setitem(ANSWERS, "train.weights", lacking)
-    federation = prepared()
-    federation.strategy.start(federation.grid, num_rounds=1)
+    federation = search(*GIVEN)
     event = federation.the("round")
     (loss,) = [m["validation_loss"] for m in event["clients"].values() if "validation_loss" in m]
     assert federation.strategy.values["theta"]["loss_sum"] == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("nonsense", [1e30, None])
-def test_nonsense_from_a_client_counts_at_most_the_bound(prepared, monkeypatch, nonsense):
+def test_nonsense_from_a_client_counts_at_most_the_bound(search, monkeypatch, nonsense):
     honest = ANSWERS["train.weights"]
 
     def lying(client, request, asked):
@@ -118,8 +95,7 @@ def test_nonsense_from_a_client_counts_at_most_the_bound(prepared, monkeypatch, 
         return replace(reply, metrics=metrics | told)
 
     monkeypatch.setitem(ANSWERS, "train.weights", lying)
-    federation = prepared()
-    federation.strategy.start(federation.grid, num_rounds=1)
+    federation = search(*GIVEN)
     theta = federation.strategy.values["theta"]
     assert all(map(math.isfinite, theta["log_theta"]))
     assert 0 <= theta["loss_sum"] <= federation.config.algorithm.loss_bound

@@ -7,14 +7,12 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from torch.nn import functional as F
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.deploy.flower_patches import begin_task
-from fednas_flwr.models.networks import describe_network, make_network
+from fednas_flwr.models.networks import make_network
 from fednas_flwr.protocol.states import network_states, pack
 
-from ..asked import spied
 from .plain import make_sgd, step
 
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.65,0.35]"]
@@ -24,24 +22,6 @@ FLOWER = {
     "adagrad": FedAdagrad(eta=0.02, tau=0.01),
 }
 BETAS = ["server_optimizer.beta_1=0.8", "server_optimizer.beta_2=0.9"]
-
-
-@pytest.fixture
-def training(compose_config, federate):
-    """``training(*overrides)``: a federation whose strategy trains a given network."""
-
-    def made(*overrides):
-        config = compose_config(*overrides)
-        sizes = [o for o in overrides if o.startswith(("clients", "partition"))]
-        federation = federate(compose_config(*sizes))
-        federation.config = config
-        described = describe_network(config, federation.data[0], None)
-        federation.strategy, _ = make_retraining(config, described, federation.cohort, None)
-        federation.description = described
-        federation.asked = spied(federation)
-        return federation
-
-    return made
 
 
 def message_of(reply):
@@ -54,14 +34,14 @@ def message_of(reply):
 @pytest.mark.parametrize(
     ("name", "network"), [("adam", "mobilenet_v2"), ("yogi", "plain_cnn"), ("adagrad", "plain_cnn")]
 )
-def test_rounds_are_those_of_flowers_strategy(name, network, training):
-    federation = training(
+def test_rounds_are_those_of_flowers_strategy(name, network, search):
+    federation = search(
         *("algorithm=fedavg", f"algorithm.network={network}", "retrain.batch_size=32", *UNEQUAL),
         *(f"server_optimizer={name}", "server_optimizer.lr=0.02", "server_optimizer.tau=0.01"),
         *(BETAS if name != "adagrad" else []),
+        rounds=2,
     )
-    weights = {d: v.clone() for d, v in federation.strategy.states["weights"].items()}
-    federation.strategy.start(federation.grid, num_rounds=2)
+    weights = federation.asked[0][0].states["weights"]
     begin_task(1)
     flower = FLOWER[name]
     for number, (_, replies) in enumerate(federation.asked, start=1):
@@ -79,14 +59,13 @@ def test_rounds_are_those_of_flowers_strategy(name, network, training):
     np.testing.assert_allclose(found, mean, rtol=1e-4, atol=1e-5)
 
 
-def test_fedprox_is_the_term_of_the_paper(training):
+def test_fedprox_is_the_term_of_the_paper(search):
     """One client, one round, by autograd: (mu / 2) |w - w_0|^2 beside the loss."""
-    federation = training(
+    federation = search(
         *("algorithm=fedprox", "algorithm.proximal=2", "algorithm.network=plain_cnn"),
         *("clients=1", "retrain.batch_size=16", "retrain.local_epochs=2"),
     )
     config, (client,) = federation.config, federation.clients
-    federation.strategy.start(federation.grid, num_rounds=1)
     sgd, trained = config.retrain.weights, {}
     for mu in (2.0, 0.0):
         with seeded(config.seed, "network"):

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.models.networks import describe_network, supernet_space
+from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
 from fednas_flwr.search.batch_gradients import BatchGradients
 
@@ -141,13 +140,7 @@ def test_every_average_has_the_servers_momentum(action, given, compose_config, f
     """v <- m v + (mean of the clients' models - w); w <- w + v, of weights alone: FedAvgM."""
     own = ("training.momentum=server", "retrain.weights.momentum=0.9")
     config = compose_config(*given, *UNEQUAL, *own)
-    if config.algorithm.name == "fedavg":
-        federation = federate(compose_config(*SEARCH, *UNEQUAL))
-        described = describe_network(config, federation.data[0], None)
-        federation.strategy, _ = make_retraining(config, described, federation.cohort, None)
-    else:
-        federation = federate(config)
-    recorded(federation)
+    federation = recorded(federate(config))
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     counts, velocity = [len(client.data.train) for client in federation.clients], 0.0
     if config.algorithm.name == "fedavg":

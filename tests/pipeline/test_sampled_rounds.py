@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining, make_sampling
+from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import release_guard
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.models.networks import describe_network
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.report.templates import sentence
@@ -24,7 +23,7 @@ from fednas_flwr.settings.names import SAMPLINGS
 
 from ..booked import booked, ledger_of
 from ..contracts.test_strategies import SETTINGS
-from ..finished_runs import Told, copy_without
+from ..finished_runs import copy_without
 
 SIX = ["clients=6", "sampling.per_round=2", "rounds=4", "retrain.rounds=3"]
 FNAS = ["algorithm=fnas", "algorithm.batch_size=8", *SIX]
@@ -99,9 +98,9 @@ def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(finished_run):
     assert [len(event["asked"]) for event in run.named("round")] == [2, 2]
 
 
-def sampled(federation, config=None):
+def sampled(federation):
     """Connect a federation, and let rounds ask some of its clients; returns all their splits."""
-    config, cohort = config or federation.config, federation.cohort
+    config, cohort = federation.config, federation.cohort
     cohort.connect(federation.grid)
     splits = [cohort.properties[client]["splits"] for client in range(config.clients)]
     cohort.sampling = make_sampling(config, splits)
@@ -112,13 +111,8 @@ def retraining(compose_config, federate, *overrides):
     """A federation with FedAvg of a linear model and its sampling."""
     sizes = ("clients=4", "partition=quantity", "partition.fractions=[0.4,0.3,0.2,0.1]")
     config = compose_config("algorithm=fedavg", "algorithm.network=linear", *sizes, *overrides)
-    fed = Told(**vars(federate(compose_config("clients=4"))))
-    fed.grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-    fed.events.clear()
-    splits = sampled(fed, config)
-    description = describe_network(config, fed.data[0], None)
-    fed.strategy, _ = make_retraining(config, description, fed.cohort, None)
-    return fed, splits
+    fed = federate(config)
+    return fed, sampled(fed)
 
 
 FEDAVG = "algorithm=fedavg algorithm.network=linear"
