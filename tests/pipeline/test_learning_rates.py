@@ -5,19 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.dry_run import private_terms
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline.later_settings import with_learning_rate
-from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.protocol.messages import decode_request
 from fednas_flwr.protocol.requests import Train
 from fednas_flwr.protocol.states import MOMENTS
-from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import read_run
-from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.server.limits import distance
-from fednas_flwr.settings import dump_config
 
 from ..finished_runs import Told
 
@@ -30,8 +25,8 @@ LINEAR = (
 class Listening(InProcessGrid):
     """Keeps the learning rates that clients train with, and the norms of moments they are sent."""
 
-    def __init__(self, config):
-        super().__init__(make_client_app(dump_config(config)), config.clients)
+    def __init__(self, app, clients):
+        super().__init__(app, clients)
         self.trained: list[tuple[float, float]] = []
 
     def answer(self, message):
@@ -45,15 +40,15 @@ class Listening(InProcessGrid):
 
 
 @pytest.fixture(scope="module")
-def trained(compose_config, tmp_path_factory):
+def trained(quick_run):
     """A private training of a linear model: its configuration, events and requests."""
-    folder = tmp_path_factory.mktemp("recipe") / "run"
-    config = create_run_folder(compose_config(*LINEAR, f"run_dir={folder}"))
-    grid = Listening(config)
-    with EventLog(folder / "events.jsonl") as log:
-        run_stages(config, grid, log, resumed=False)
-    events = read_events(folder / "events.jsonl")
-    return Told(config=config, folder=folder, events=events, trained=grid.trained)
+    grids = []
+
+    def grid(app, clients):
+        grids.append(Listening(app, clients))
+        return grids[0]
+
+    return Told(**vars(quick_run(*LINEAR, grid=grid)), trained=grids[0].trained)
 
 
 def test_clients_train_at_the_rate_that_noise_and_records_give(trained):

@@ -11,15 +11,11 @@ from safetensors.torch import load_file
 from fednas_flwr.client.making import make_client, simulated_properties
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy import client_app
-from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.report import plots, score_tables
 from fednas_flwr.report.templates import sentence
-from fednas_flwr.runs.events import EventLog, read_events, records_of
+from fednas_flwr.runs.events import records_of
 from fednas_flwr.runs.numbers import read_run
-from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
-from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.names import QUANTILES
 
 from ..finished_runs import Told, copy_without
@@ -33,27 +29,41 @@ MANY = (
 )
 
 
+class Noting(InProcessGrid):
+    """Keeps the actions that clients are asked for, and which clients."""
+
+    def __init__(self, app, clients):
+        super().__init__(app, clients)
+        self.asked: list[tuple[str, int]] = []
+
+    def answer(self, message):
+        client = message.metadata.dst_node_id - 2
+        self.asked.append((message.metadata.message_type, client))
+        return super().answer(message)
+
+
 @pytest.fixture(scope="module")
-def many(compose_config, tmp_path_factory):
-    """A run of many clients, every message that its clients got, and how many were alive."""
-    folder = tmp_path_factory.mktemp("many") / "run"
-    config = create_run_folder(compose_config(MANY, f"run_dir={folder}"))
-    asked: list[tuple[str, int]] = []
-    client_app._client.cache_clear()
-    run(config, folder, asked, resumed=False)
-    alive = client_app._client.cache_info().currsize
-    events = read_events(folder / "events.jsonl")
-    return Told(folder=folder, config=config, events=events, asked=asked, alive=alive)
+def run(quick_run):
+    """``run(...)``: a whole run, every message that its clients got, and how many were alive."""
+
+    def ran(*overrides, **how):
+        grids = []
+
+        def grid(app, clients):
+            grids.append(Noting(app, clients))
+            return grids[0]
+
+        client_app._client.cache_clear()
+        done = quick_run(*overrides, grid=grid, **how)
+        alive = client_app._client.cache_info().currsize
+        return Told(**vars(done), asked=grids[0].asked, alive=alive)
+
+    return ran
 
 
-def run(config, folder, asked, *, resumed):
-    def noted(message, context, call_next):
-        asked.append((message.metadata.message_type, int(context.node_config["partition-id"])))
-        return call_next(message, context)
-
-    grid = InProcessGrid(make_client_app(dump_config(config), mods=[noted]), CLIENTS)
-    with EventLog(folder / "events.jsonl") as log:
-        run_stages(config, grid, log, resumed=resumed)
+@pytest.fixture(scope="module")
+def many(run):
+    return run(MANY)
 
 
 @pytest.mark.run
@@ -85,13 +95,12 @@ def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
 
 
 @pytest.mark.run
-def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, tmp_path):
+def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, run, tmp_path):
     folder = copy_without(many, tmp_path / "run", "retrain-000006.*")
     for path in folder.glob("model.*"):
         path.unlink()
-    asked: list[tuple[str, int]] = []
-    run(open_run_folder(str(folder)), folder, asked, resumed=True)
-    trained, before = ([m for m in of if m[0] == "train.weights"] for of in (asked, many.asked))
+    told = run(resume=folder).asked, many.asked
+    trained, before = ([m for m in of if m[0] == "train.weights"] for of in told)
     assert trained == before[5 * 4 :]
     left, right = (load_file(f / "model.safetensors") for f in (folder, many.folder))
     assert all(torch.equal(left[name], right[name]) for name in right)
