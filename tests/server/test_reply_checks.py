@@ -73,6 +73,9 @@ def many_metrics(content):
     content.metric_records["metrics"].update({str(i): 0.0 for i in range(1000)})
 
 
+TO_DO = "if training has diverged, lower its learning rate or its weight decay"
+
+
 def median():
     return TrimmedMean(None)
 
@@ -179,18 +182,12 @@ def test_a_bad_reply_leaves_no_trace(name, federation):
         for state, packed in expected.items():
             assert torch.equal(states[state]["float32"], packed["float32"])
     (event,) = bad.events
-    assert event.pop("reason").find(reason) >= 0, bad.events
+    told = event.pop("reason")
+    assert reason in told
+    if reason.startswith(("weights ", "alphas ")):
+        assert told.endswith(f"; {TO_DO}")
     place = {"stage": "search", "round": 1, "action": "train.search", "client": BAD}
     assert event == {"event": "client_failed", **place}
-
-
-@pytest.mark.parametrize("value", [np.nan, 3e38, 1e16], ids=str)
-def test_weights_of_a_diverged_training_are_refused_with_what_to_do(value, federation):
-    refusing = federation(damage={BAD: poison("weights", slice(None), value)})
-    assert len(list(refusing.ask())) == 2
-    (event,) = refusing.events
-    hint = "; if training has diverged, lower its learning rate or its weight decay"
-    assert event["reason"].endswith(hint)
 
 
 def test_what_the_tests_above_damage_is_accepted_when_whole(federation):
