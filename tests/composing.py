@@ -4,6 +4,7 @@ Values are set in a copy, as Hydra sets them, in a tenth of the time. What it re
 what comes from other folders than ``conf/`` are left to Hydra itself.
 """
 
+import re
 from copy import deepcopy
 from functools import cache
 
@@ -12,6 +13,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from fednas_flwr.settings import conf_folder
+
+
+def split(*texts):
+    """Return the overrides in texts, of which each has one or several with spaces between them."""
+    return [override for text in texts for override in re.split(r"\s+(?=[\w.]+=)", text)]
 
 
 def remembering(compose):

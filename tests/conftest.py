@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import sys
-from types import SimpleNamespace
 
 import absl.logging
 import numpy as np
@@ -14,13 +13,14 @@ import torch
 from hypothesis import settings
 from safetensors.torch import save_file
 
-from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.algorithms.stage_strategies import algorithm_of, make_retraining, make_search
 from fednas_flwr.base import processes
 from fednas_flwr.base.pretrained import Pretrained
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.models.networks import describe_network
 from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
@@ -30,8 +30,8 @@ from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.spaces import dp_cells
 
-from .composing import remembering
-from .finished_runs import FinishedRuns, whole_run
+from .composing import remembering, split
+from .finished_runs import FinishedRuns, Told, whole_run
 from .processes import started
 
 # Where it is ignored, as in a background job, it would be ignored by the processes of tests, too.
@@ -157,10 +157,13 @@ def one_cell():
 
 @pytest.fixture(scope="session")
 def compose_config(tiny_overrides):
-    """``compose_config(*overrides)``: the checked configuration, tiny unless overridden."""
+    """``compose_config(*overrides)``: the checked configuration, tiny unless overridden.
 
-    def composed(*overrides):
-        tiny = tiny_overrides
+    A text can hold several overrides.
+    """
+
+    def composed(*texts):
+        overrides, tiny = split(*texts), tiny_overrides
         if "dataset=digits" in overrides:
             tiny = [o for o in tiny if not o.startswith("dataset.root=")]
         own_size = ("search_space=mbconv", "search_space=dp_cells")
@@ -175,7 +178,10 @@ def compose_config(tiny_overrides):
 
 @pytest.fixture(scope="session")
 def federate():
-    """``federate(config)``: data, grid, cohort, events and the search strategy of a config."""
+    """``federate(config)``: data, grid, cohort, events and the strategy of a config.
+
+    It is that of the search, or of the training of a given network.
+    """
 
     def federation(config, *, checkpoints=None):
         events: list[dict] = []
@@ -190,7 +196,14 @@ def federate():
         folder = None
         if checkpoints is not None:
             folder = CheckpointFolder(checkpoints, lambda message: emit("warning", message=message))
-        return SimpleNamespace(
+        made = {}
+        if algorithm_of(config).search is None:
+            described = describe_network(config, data[0], None)
+            made["strategy"], made["network"] = make_retraining(config, described, cohort, folder)
+            made["description"] = described
+        else:
+            made["strategy"] = make_search(config, data[0], cohort, folder)
+        return Told(
             config=config,
             data=data,
             clients=[
@@ -201,7 +214,7 @@ def federate():
             cohort=cohort,
             checkpoints=folder,
             events=events,
-            strategy=make_search(config, data[0], cohort, folder),
+            **made,
         )
 
     return federation
@@ -216,22 +229,29 @@ def sound(run, fails=False):
 
 
 @pytest.fixture(scope="session")
-def run_inline(compose_config, tmp_path_factory):
-    """``run_inline(*overrides)``: a whole run in this process; its folder, events and error.
+def quick_run(compose_config, tmp_path_factory):
+    """As ``run_inline``, for tests of the quick tier."""
 
-    With ``resume=<run folder>`` the run there goes on; ``sites`` are the files of real sites. An
-    error is raised unless the run ``fails``.
-    """
-
-    def ran(*overrides, resume=None, sites=(), fails=False):
+    def ran(*overrides, resume=None, fails=False, **how):
         if resume is None:
             folder = tmp_path_factory.mktemp("run") / "run"
             config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
         else:
             config = open_run_folder(str(resume))
-        return sound(whole_run(config, resumed=resume is not None, sites=sites), fails)
+        return sound(whole_run(config, resumed=resume is not None, **how), fails)
 
     return ran
+
+
+@pytest.fixture(scope="session")
+def run_inline(quick_run):
+    """``run_inline(*overrides)``: a whole run in this process; its folder, events and error.
+
+    With ``resume=<run folder>`` the run there goes on; ``sites`` are the files of real sites, or
+    what their nodes are told; ``grid`` is made of app and clients. An error is raised unless the
+    run ``fails``.
+    """
+    return quick_run
 
 
 @pytest.fixture(scope="session")

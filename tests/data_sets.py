@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from PIL import Image
+
 from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.readers import DATA_SETS, data_settings
 
@@ -15,3 +17,18 @@ def prepared(name, *, sites=False, **given):
     """A data set as clients and server get it."""
     texts = {k: str(v) if isinstance(v, Path) else v for k, v in given.items()}
     return prepare(data_settings(name, texts), sites=sites)
+
+
+def colour_digits():
+    """The digits in colours, [N, 8, 8, 3], and which they are."""
+    records, _ = read("digits", Path())
+    return records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3), records.labels.numpy()
+
+
+def digit_files():
+    """Yield the digits as images of two sizes, some in colours, and which they are."""
+    records, _ = read("digits", Path())
+    for i in range(len(records)):
+        image = Image.fromarray(records.features[i, 0].numpy())
+        image = image.resize((12, 10)) if i % 2 else image.convert("RGB")
+        yield image, int(records.labels[i])

@@ -35,25 +35,51 @@ ROOT = Path(__file__).parent.parent
 KEPT_STATES = 2  # of package, conf/ and libraries: this one and the one before
 
 
-def whole_run(config, *, resumed=False, sites=()):
-    """Make or continue a run in this process: its folder, configuration, events and error."""
-    grid, error = InProcessGrid(make_client_app(dump_config(config)), config.clients), None
-    for context, file in zip(grid._contexts.values(), sites, strict=False):
-        context.node_config["data-path"] = str(file)
+def named(events, *kinds):
+    """Return the events of some kinds."""
+    return [event for event in events if event["event"] in kinds]
+
+
+class Told(SimpleNamespace):
+    """What a test looks at, with the ``events`` that were told of it."""
+
+    def named(self, *kinds):
+        """Return the events of some kinds."""
+        return named(self.events, *kinds)
+
+    def the(self, kind):
+        """Return the only event of a kind."""
+        (event,) = self.named(kind)
+        return event
+
+    @property
+    def failed(self):
+        """The events of clients that have failed or left."""
+        return self.named("client_failed", "client_left")
+
+
+def whole_run(config, *, resumed=False, sites=(), grid=InProcessGrid):
+    """Make or continue a run in this process: its folder, configuration, events and error.
+
+    ``sites`` are the files of real sites, or what their nodes are told.
+    """
+    own, error = grid(make_client_app(dump_config(config)), config.clients), None
+    for context, site in zip(own._contexts.values(), sites, strict=False):
+        context.node_config |= site if isinstance(site, dict) else {"data-path": str(site)}
     try:
-        serve(config, grid, listeners=[], resumed=resumed)
+        serve(config, own, listeners=[], resumed=resumed)
     except Exception as raised:
         error = raised
     folder = Path(str(config.run_dir))
     events = read_events(folder / "events.jsonl")
-    return SimpleNamespace(folder=folder, config=config, events=events, error=error)
+    return Told(folder=folder, config=config, events=events, error=error)
 
 
 def looked_at(run, **own):
     """Return a finished run with its test set, its central scores and each kind's last event."""
     last = {event["event"]: event for event in run.events}
     test, central = make_data(run.config)[0].server_test, last["evaluated"]["central"]
-    return SimpleNamespace(**vars(run), **last, test=test, central=central, **own)
+    return Told(**vars(run), **last, test=test, central=central, **own)
 
 
 def copy_without(run, folder, *checkpoints):
@@ -136,7 +162,7 @@ class FinishedRuns:
         copy = self._copies / str(next(self._numbers))
         if in_coverage_pass():
             done = make(create_run_folder(replace(config, run_dir=str(copy))))
-            return SimpleNamespace(**vars(done), made_in=copy)
+            return Told(**vars(done), made_in=copy)
         kept = self._place / name_of(config)
         with FileLock(f"{kept}.lock"):
             if not kept.exists():
@@ -145,7 +171,7 @@ class FinishedRuns:
                 done = make(create_run_folder(replace(config, run_dir=str(made_in))))
                 if done.error is not None:
                     shutil.move(made_in, copy)
-                    return SimpleNamespace(**vars(done) | {"folder": copy}, made_in=made_in)
+                    return Told(**vars(done) | {"folder": copy}, made_in=made_in)
                 (made_in / ".made_in").write_text(str(made_in))
                 made_in.rename(kept)
             shutil.copytree(kept, copy)
@@ -154,6 +180,4 @@ class FinishedRuns:
         made_in = Path((copy / ".made_in").read_text())
         (copy / ".made_in").unlink()
         events = read_events(copy / "events.jsonl")
-        return SimpleNamespace(
-            folder=copy, config=config, events=events, error=None, made_in=made_in
-        )
+        return Told(folder=copy, config=config, events=events, error=None, made_in=made_in)

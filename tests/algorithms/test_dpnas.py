@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -14,6 +13,8 @@ from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.states import unpack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import path_states
+
+from .plain import average, copied, make_sgd, step
 
 pytestmark = pytest.mark.usefixtures("one_cell")
 DPNAS = [
@@ -49,7 +50,7 @@ def searched(compose_config, federate):
     federation.asked, federation.rounds = [], [state()]
     strategy.ask, strategy.run_round = told, remembered
     strategy.start(federation.grid, num_rounds=3)
-    assert not [e for e in federation.events if e["event"] == "client_failed"]
+    assert not federation.failed
     return federation
 
 
@@ -73,31 +74,23 @@ def test_a_round_is_steps_on_each_candidate_and_a_weighted_average(server_round,
     states = []
     for client in searched.clients:
         supernet, train = supernet_after(searched, server_round - 1).train(), client.data.train
-        constants = {"momentum": settings.momentum, "weight_decay": settings.weight_decay}
-        sgd = torch.optim.SGD(supernet.weights().values(), lr=settings.lr, **constants)
-        for step in range(6):
-            rows = step_batch(
-                len(train),
-                batch_size=16,
-                step=6 * (server_round - 1) + step,
-                seed=config.seed,
-                purpose=("batches", "train", client.index),
-            )
+        sgd = make_sgd(supernet.weights().values(), settings)
+        purpose = ("batches", "train", client.index)
+        for number in range(6):
+            place = {"step": 6 * (server_round - 1) + number, "seed": config.seed}
+            rows = step_batch(len(train), batch_size=16, **place, purpose=purpose)
             x, y = train.batch(rows, "cpu")
-            sgd.zero_grad()
-            logits = supernet.body(x, path=trained[server_round - 1][step // 2])
-            F.cross_entropy(logits, y).backward()
-            sgd.step()
-        states.append({n: w.detach().double().numpy() for n, w in supernet.weights().items()})
+            logits = supernet.body(x, path=trained[server_round - 1][number // 2])
+            step(sgd, F.cross_entropy(logits, y))
+        states.append(copied(supernet.weights()))
     before, after = (searched.rounds[server_round - i][0] for i in (1, 0))
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
-    for name in states[0]:
-        mean = torch.as_tensor(np.average([s[name] for s in states], axis=0, weights=counts))
+    for name, mean in average(states, counts).items():
         torch.testing.assert_close(after[f"weights.{name}"], mean.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_rewards_are_accuracies_on_all_validation_records_and_the_best_is_found(searched):
-    rewarded = [event for event in searched.events if event["event"] == "rewarded"]
+    rewarded = searched.named("rewarded")
     assert [(e["round"], len(e["paths"])) for e in rewarded] == [(2, 4), (3, 4), (3, 5)]
     measured = [paths for action, paths in searched.asked if action == "evaluate.candidates"]
     for event, asked in zip(rewarded, measured, strict=True):
@@ -132,16 +125,12 @@ def test_the_controller_learns_after_the_warm_up_only(searched):
 
 
 @pytest.mark.parametrize("aggregate", ["mean", "median"])
-def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
+def test_a_liar_claims_all_right_at_most_and_no_median_hears_it(
     aggregate, compose_config, federate
 ):
-    short = [
-        "rounds=1",
-        "algorithm.warm_up_rounds=0",
-        "clients=3",
-        "partition.fractions=[0.4,0.3,0.3]",
-    ]
-    federation = federate(compose_config(*DPNAS, *short, f"aggregate={aggregate}"))
+    short = ["rounds=1", "algorithm.warm_up_rounds=0", f"aggregate={aggregate}"]
+    short += ["clients=3", "partition.fractions=[0.4,0.3,0.3]"]
+    federation = federate(compose_config(*DPNAS, *short))
     strategy, honest = federation.strategy, []
     ask = strategy.ask
 
@@ -159,7 +148,7 @@ def test_a_liar_cannot_claim_more_than_all_right_and_a_median_does_not_hear_it(
 
     strategy.ask = told
     strategy.start(federation.grid, num_rounds=1)
-    rewarded = [event["rewards"] for event in federation.events if event["event"] == "rewarded"]
+    rewarded = [event["rewards"] for event in federation.named("rewarded")]
     measured = [rewards for rewards in honest if rewards]
     assert len(rewarded) == len(measured) == 2
     for found, (_, *others) in zip(rewarded, measured, strict=True):
@@ -189,9 +178,7 @@ def test_no_degenerate_candidate_is_trained_measured_or_found(name, compose_conf
 
 
 @pytest.mark.parametrize("momentum", ["reset", "averaged", "server"])
-def test_messages_carry_sampled_paths_and_the_result_is_that_of_whole_states(
-    momentum, compose_config, federate
-):
+def test_messages_carry_paths_and_give_what_whole_states_do(momentum, compose_config, federate):
     """To the last bit; whole states are averaged for the paths, and all else stays as it was."""
     config = compose_config(*DPNAS, f"training.momentum={momentum}")
 
@@ -228,19 +215,17 @@ def test_messages_carry_sampled_paths_and_the_result_is_that_of_whole_states(
         strategy.ask = told
         strategy.train = restored if whole else train
         strategy.start(federation.grid, num_rounds=2)
-        assert not [e for e in federation.events if e["event"] == "client_failed"]
+        assert not federation.failed
         return federation
 
     sparse, dense = searched(whole=False), searched(whole=True)
     found = sparse.strategy.named_arrays().to_torch_state_dict()
     for name, tensor in dense.strategy.named_arrays().to_torch_state_dict().items():
         assert torch.equal(found[name], tensor)
-    rewards = [
-        [e["rewards"] for e in f.events if e["event"] == "rewarded"] for f in (sparse, dense)
-    ]
+    rewards = [[e["rewards"] for e in f.named("rewarded")] for f in (sparse, dense)]
     assert rewards[0] == rewards[1]
     assert len(rewards[0]) == 2
-    rounds = [[e for e in f.events if e["event"] == "round"] for f in (sparse, dense)]
+    rounds = [f.named("round") for f in (sparse, dense)]
     assert [e["metrics"] for e in rounds[0]] == [e["metrics"] for e in rounds[1]]
     for narrow, wide in zip(*rounds, strict=True):
         for key in ("bytes_sent", "bytes_received"):

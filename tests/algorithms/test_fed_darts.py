@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.data.loaders import epoch_batches
@@ -18,15 +15,14 @@ from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
 from fednas_flwr.search.local_search import Alternating
 
+from .plain import average, copied, make_sgd, rate_of_round, step
+
 ROUNDS = 2
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.75,0.25]"]
 SGD = "{lr: 0.02, min_lr: 0.004, momentum: 0.9, weight_decay: 3.0e-4, clip_norm: 5.0}"
-SETTINGS = [
-    "search_space.norm=group",  # batch norm over few records blows up rounding errors
-    "algorithm.batch_size=16",
-    "algorithm.local_epochs=2",
-    f"algorithm.weights={SGD}",
-    "algorithm.alphas={lr: 0.006, weight_decay: 1.0e-3}",
+SETTINGS = [  # batch norm over few records blows up rounding errors
+    *("search_space.norm=group", "algorithm.batch_size=16", "algorithm.local_epochs=2"),
+    *(f"algorithm.weights={SGD}", "algorithm.alphas={lr: 0.006, weight_decay: 1.0e-3}"),
 ]
 
 
@@ -34,7 +30,7 @@ def alternate(supernet, client, server_round, config, lr):
     """DARTS' alternating steps as one would write them in a notebook; in place."""
     beta_decay = config.algorithm.beta_decay * server_round / ROUNDS
     weights, alphas = list(supernet.weights().values()), list(supernet.alphas().values())
-    sgd = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=3e-4)
+    sgd = make_sgd(weights, config.algorithm.weights, lr)
     adam = torch.optim.Adam(alphas, lr=0.006, betas=(0.5, 0.999), weight_decay=1e-3)
     generator = make_generator(config.seed, "search", server_round, client.index, "search")
 
@@ -60,11 +56,7 @@ def alternate(supernet, client, server_round, config, lr):
             adam.step()
             own = loss(train)
             losses.append((own.item(), len(train[1])))
-            gradients = torch.autograd.grad(own, weights, allow_unused=True)
-            for weight, gradient in zip(weights, gradients, strict=True):
-                weight.grad = gradient
-            torch.nn.utils.clip_grad_norm_(weights, 5.0)
-            sgd.step()
+            step(sgd, own, clip_norm=5.0)
     return sum(value * count for value, count in losses) / len(client.data.train)
 
 
@@ -83,29 +75,27 @@ def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_conf
     federation = federate(config)
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet()
-    state = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
+    state = copied(supernet.state_dict())
     counts = [len(client.data.train) for client in federation.clients]
     assert counts[0] > 2 * counts[1]
     losses = []
     for server_round in range(1, ROUNDS + 1):
-        lr = 0.004 + 0.016 * (1 + math.cos(math.pi * (server_round - 1) / ROUNDS)) / 2
+        lr = rate_of_round(config.algorithm.weights, server_round, ROUNDS)
         states, local_losses = [], []
         for client in federation.clients:
             supernet.load_state_dict(state)
             local_losses.append(alternate(supernet, client, server_round, config, lr))
-            states.append({n: t.clone().double().numpy() for n, t in supernet.state_dict().items()})
-        for name, tensor in state.items():
-            mean = np.average([s[name] for s in states], axis=0, weights=counts)
-            state[name] = torch.as_tensor(mean).to(tensor.dtype)
+            states.append(copied(supernet.state_dict()))
+        state = average(states, counts)
         losses.append(np.average(local_losses, weights=counts))
 
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     arrays = federation.strategy.named_arrays().to_torch_state_dict()
     for name, expected in state.items():
         actual = arrays[name if name.startswith("alphas.") else f"weights.{name}"]
-        torch.testing.assert_close(actual, expected, rtol=0, atol=5e-6)
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=5e-6)
     assert len(arrays) == len(state)
-    rounds = [event for event in federation.events if event["event"] == "round"]
+    rounds = federation.named("round")
     assert [e["metrics"]["train_loss"] for e in rounds] == pytest.approx(losses, rel=1e-4)
 
 
@@ -113,9 +103,8 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
     """Of a client that has one class twice as often, the epoch is longer, its weight is not."""
     replies = []
     for value in ("false", "true"):
-        config = compose_config(
-            "algorithm=fed_darts", *UNEQUAL, *SETTINGS, f"training.oversample={value}"
-        )
+        own = ("algorithm=fed_darts", f"training.oversample={value}")
+        config = compose_config(*own, *UNEQUAL, *SETTINGS)
         federation = federate(config)
         client, strategy = federation.clients[1], federation.strategy
         header = Header("test", "search", 1, 1, client.index, "nonce")
@@ -125,9 +114,8 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
             config.algorithm.alphas,
             alternating=Alternating(config.algorithm.rule),
         )
-        replies.append(
-            answer(client, Request("train.search", header, Search(local=local), strategy.states))
-        )
+        request = Request("train.search", header, Search(local=local), strategy.states)
+        replies.append(answer(client, request))
     labels = client.data.train.labels[client.data.train.rows].bincount()
     assert labels.min() < labels.max()
     epoch = client.epoch(client.data.train, batch_size=16, generator=torch.Generator())
@@ -144,38 +132,15 @@ GDAS = [
 ]
 
 
-def test_single_paths_of_gdas_take_their_temperature_from_the_round(compose_config, federate):
+def test_single_paths_of_gdas_take_their_temperature_from_the_round(search):
     """Different runs of one seed are equal; every round of all clients is as hot as it should."""
-    alphas, asked = [], []
+    alphas = []
     for _ in range(2):
-        federation = federate(compose_config(*GDAS, *UNEQUAL, *SETTINGS, "rounds=3"))
-        strategy = federation.strategy
-        ask = strategy.ask
-
-        def told(action, settings, ask=ask, **arguments):
-            asked.append(settings.local.alternating.temperature)
-            return ask(action, settings, **arguments)
-
-        strategy.ask = told
-        strategy.start(federation.grid, num_rounds=3)
-        assert not [e for e in federation.events if e["event"] == "client_failed"]
-        alphas.append(strategy.alphas()["cell"].clone())
-    assert asked[:3] == pytest.approx([10.0, 5.05, 0.1])
+        federation = search(*GDAS, *UNEQUAL, *SETTINGS, "rounds=3", rounds=3)
+        assert not federation.failed
+        alphas.append(federation.strategy.alphas()["cell"].clone())
+        asked = [exchange.settings.local for exchange, _ in federation.asked]
+        told = [local.alternating.temperature for local in asked]
+        assert told == pytest.approx([10.0, 5.05, 0.1])
     assert torch.equal(*alphas)
     assert alphas[0].std() > 0.004  # they were drawn with .001
-
-
-PRIVATE = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
-
-
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        (["search_space=darts_small"], r"search_space=darts: single paths.*nasbench201"),
-        (["algorithm.rule=second_order"], r"no second order; set"),
-        (PRIVATE, r"with privacy.unit=record: single paths"),
-    ],
-)
-def test_single_paths_are_refused_where_there_are_none(more, sentence, compose_config):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*GDAS, *more)

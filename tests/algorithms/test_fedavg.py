@@ -1,6 +1,5 @@
 """FedAvg against a local loop per client and numpy's weighted average."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,34 +8,23 @@ import torch
 from torch.nn import functional as F
 
 from fednas_flwr.algorithms.fedavg.strategy import LONGER, planned_rounds
-from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.models.networks import make_network
 from fednas_flwr.protocol.states import network_states
 
+from .plain import average, copied, make_sgd, rate_of_round, step
+
 ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
-def trained(compose_config, federate):
-    config = compose_config(
-        "algorithm=random_search",
-        "clients=3",
-        "partition=quantity",
-        "partition.fractions=[0.6,0.25,0.15]",
-        "retrain.batch_size=16",
-        "retrain.local_epochs=2",
-    )
-    federation = federate(config)
-    shapes = {"input_shape": [3, 8, 8], "num_classes": 3}
-    federation.description = {"name": "plain_cnn", **shapes}
-    federation.strategy, federation.network = make_retraining(
-        config, federation.description, federation.cohort, federation.checkpoints
-    )
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+def trained(search):
+    given = "algorithm=fedavg algorithm.network=plain_cnn"
+    sizes = "clients=3 partition=quantity partition.fractions=[0.6,0.25,0.15]"
+    steps = "retrain.batch_size=16 retrain.local_epochs=2"
+    federation = search(given, sizes, steps, rounds=ROUNDS)
     federation.strategy.load_into(federation.network)
-    federation.events = list(federation.events)  # a test goes on with the same cohort
     return federation
 
 
@@ -61,74 +49,42 @@ def test_rounds_equal_local_loops_and_a_weighted_average(trained):
     config, sgd = trained.config, trained.config.retrain.weights
     with seeded(config.seed, "network"):
         network = make_network(trained.description).train()
-    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    state = copied(network.state_dict())
     # Retraining may use all but the test records.
     counts = [len(c.data.train) + len(c.data.validation) for c in trained.clients]
     losses = []
-    for server_round in range(1, ROUNDS + 1):
-        cosine = (1 + math.cos(math.pi * (server_round - 1) / ROUNDS)) / 2
+    for number in range(1, ROUNDS + 1):
         states, local_losses = [], []
         for client in trained.clients:
             network.load_state_dict(state)
             split = client.split("train+validation")
-            generator = make_generator(
-                config.seed, "retrain", server_round, client.index, "weights"
-            )
-            optimizer = torch.optim.SGD(
-                network.parameters(),
-                lr=sgd.min_lr + (sgd.lr - sgd.min_lr) * cosine,
-                momentum=sgd.momentum,
-                weight_decay=sgd.weight_decay,
-            )
+            generator = make_generator(config.seed, "retrain", number, client.index, "weights")
+            lr = rate_of_round(sgd, number, ROUNDS)
+            optimizer = make_sgd(network.parameters(), sgd, lr)
             for _ in range(2):
                 total = 0.0
                 for rows in epoch_batches(len(split), batch_size=16, generator=generator):
                     x, y = split.batch(rows, "cpu")
-                    optimizer.zero_grad()
                     loss = F.cross_entropy(network(x), y)
-                    loss.backward()
-                    torch.nn.utils.clip_grad_norm_(network.parameters(), sgd.clip_norm)
-                    optimizer.step()
+                    step(optimizer, loss, sgd.clip_norm)
                     total += loss.item() * len(y)
             local_losses.append(total / len(split))
-            states.append({n: t.clone().double().numpy() for n, t in network.state_dict().items()})
-        for name, tensor in state.items():
-            mean = np.average([s[name] for s in states], axis=0, weights=counts)
-            mean = np.rint(mean) if not tensor.dtype.is_floating_point else mean
-            state[name] = torch.as_tensor(mean).to(tensor.dtype)
+            states.append(copied(network.state_dict()))
+        state = average(states, counts)
         losses.append(np.average(local_losses, weights=counts))
     for name, tensor in trained.network.state_dict().items():
-        torch.testing.assert_close(tensor, state[name], rtol=1e-3, atol=1e-4)
-    rounds = [event for event in trained.events if event["event"] == "round"]
+        expected = state[name] if tensor.is_floating_point() else state[name].round()
+        torch.testing.assert_close(tensor, expected.to(tensor.dtype), rtol=1e-3, atol=1e-4)
+    rounds = trained.named("round")
     assert [e["metrics"]["train_loss"] for e in rounds] == pytest.approx(losses, rel=1e-4)
     assert rounds[-1]["metrics"]["train_loss"] < rounds[0]["metrics"]["train_loss"]
 
 
 def test_a_plain_network_has_no_alphas_to_send(trained):
     assert "alphas" not in trained.strategy.states
-    assert set(trained.strategy.states) == {
-        n for n, s in network_states(trained.network).items() if s
-    }
+    states = network_states(trained.network)
+    assert set(trained.strategy.states) == {name for name, own in states.items() if own}
     with pytest.raises(ValueError, match="does not search"):
         trained.strategy.derive()
-    rounds = [event for event in trained.events if event["event"] == "round"]
+    rounds = trained.named("round")
     assert "alpha_entropy" not in rounds[0]["metrics"]
-
-
-def test_evaluate_fn_sees_the_model_after_every_round(trained):
-    seen = []
-
-    def evaluate(server_round, arrays):
-        seen.append((server_round, arrays.to_torch_state_dict()))
-        return {"accuracy": 0.1 * server_round}
-
-    strategy, _ = make_retraining(
-        trained.config, trained.description, trained.cohort, trained.checkpoints
-    )
-    result = strategy.start(trained.grid, num_rounds=1, evaluate_fn=evaluate)
-    assert [number for number, _ in seen] == [0, 1]
-    assert result.train_metrics_clientapp[1]["central_accuracy"] == pytest.approx(0.1)
-    assert result.evaluate_metrics_serverapp[0]["accuracy"] == 0.0
-    final = result.arrays.to_torch_state_dict()
-    assert all(torch.equal(tensor, seen[-1][1][name]) for name, tensor in final.items())
-    assert any(not torch.equal(tensor, seen[0][1][name]) for name, tensor in final.items())

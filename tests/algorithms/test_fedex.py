@@ -8,60 +8,33 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.cli import main
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.runs.events import latest_rounds, read_events
 from fednas_flwr.search.bandit import Theta, Trial, draw_configurations
 from fednas_flwr.spaces.genotype import save_genotype
-
-from ..asked import spied
 
 ROUNDS = 2
 DATA = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.25,0.15]"]
 SETTINGS = ["algorithm=fedex", "algorithm.num_configurations=5", "retrain.batch_size=16", *DATA]
-NETWORK = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
-
-
-@pytest.fixture
-def prepared(compose_config, federate):
-    """``prepared()``: a federation whose strategy is FedEx; ``asked`` gets its requests."""
-
-    def make(checkpoints=None):
-        federation = federate(
-            compose_config("algorithm=random_search", *DATA), checkpoints=checkpoints
-        )
-        federation.config = compose_config(*SETTINGS)
-        federation.strategy, federation.network = make_retraining(
-            federation.config, NETWORK, federation.cohort, federation.checkpoints
-        )
-        federation.asked = spied(federation)
-        return federation
-
-    return make
+GIVEN = [*SETTINGS, "algorithm.network=plain_cnn"]
 
 
 def rounds_of(federation):
-    return [event["metrics"] for event in federation.events if event["event"] == "round"]
+    return [event["metrics"] for event in federation.named("round")]
 
 
-def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
+def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(search):
     """Both rounds again, from the actions, numpy's average and the pure theta."""
-    federation = prepared()
+    federation = search(*GIVEN, rounds=ROUNDS)
     config, strategy = federation.config, federation.strategy
-    strategy.start(federation.grid, num_rounds=ROUNDS)
-    configurations = draw_configurations(
-        5, config.algorithm.ranges, make_generator(config.seed, "configurations")
-    )
+    generator = make_generator(config.seed, "configurations")
+    configurations = draw_configurations(5, config.algorithm.ranges, generator)
     theta, drawn_ever = Theta.of(5, config.algorithm.theta), set()
-    for number, ((asked, _), told) in enumerate(
-        zip(federation.asked, rounds_of(federation), strict=True), start=1
-    ):
+    rounds = zip(federation.asked, rounds_of(federation), strict=True)
+    for number, ((asked, _), told) in enumerate(rounds, start=1):
         trials, weights = [], []
         for client in federation.clients:
             arm = theta.draw(make_generator(config.seed, "theta", number, client.index))
@@ -73,7 +46,7 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
             request = Request("train.weights", header, own, asked.states)
             torch.manual_seed(0)
             reply = ANSWERS["train.weights"](client, request, own)
-            network = client.network(NETWORK, reply.states)
+            network = client.network(federation.description, reply.states)
             loss = evaluate(network, client.data.validation, client.device).loss
             assert reply.metrics["validation_loss"] == pytest.approx(loss)
             assert reply.num_examples == len(client.data.train)
@@ -89,12 +62,11 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(prepared):
         assert told["theta_entropy"] == pytest.approx(theta.entropy(), rel=1e-4)
         assert told["lr"] == configurations[theta.best()].lr
     assert len(drawn_ever) > 1
-    torch.testing.assert_close(
-        strategy.theta.probabilities(), theta.probabilities(), rtol=1e-4, atol=1e-9
-    )
+    found = strategy.theta.probabilities()
+    torch.testing.assert_close(found, theta.probabilities(), rtol=1e-4, atol=1e-9)
 
 
-def test_a_client_without_validation_records_speaks_for_no_configuration(prepared, monkeypatch):
+def test_a_client_without_validation_records_speaks_for_no_configuration(search, monkeypatch):
     honest = ANSWERS["train.weights"]
 
     def lacking(client, request, asked):
@@ -104,15 +76,14 @@ def test_a_client_without_validation_records_speaks_for_no_configuration(prepare
         return honest(replace(client, data=data), request, asked)
 
     monkeypatch.setitem(ANSWERS, "train.weights", lacking)
-    federation = prepared()
-    federation.strategy.start(federation.grid, num_rounds=1)
-    (event,) = (event for event in federation.events if event["event"] == "round")
+    federation = search(*GIVEN)
+    event = federation.the("round")
     (loss,) = [m["validation_loss"] for m in event["clients"].values() if "validation_loss" in m]
     assert federation.strategy.values["theta"]["loss_sum"] == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("nonsense", [1e30, None])
-def test_nonsense_from_a_client_counts_at_most_the_bound(prepared, monkeypatch, nonsense):
+def test_nonsense_from_a_client_counts_at_most_the_bound(search, monkeypatch, nonsense):
     honest = ANSWERS["train.weights"]
 
     def lying(client, request, asked):
@@ -124,41 +95,20 @@ def test_nonsense_from_a_client_counts_at_most_the_bound(prepared, monkeypatch, 
         return replace(reply, metrics=metrics | told)
 
     monkeypatch.setitem(ANSWERS, "train.weights", lying)
-    federation = prepared()
-    federation.strategy.start(federation.grid, num_rounds=1)
+    federation = search(*GIVEN)
     theta = federation.strategy.values["theta"]
     assert all(map(math.isfinite, theta["log_theta"]))
     assert 0 <= theta["loss_sum"] <= federation.config.algorithm.loss_bound
 
 
 @pytest.mark.run
-def test_a_run_tunes_a_given_genotype(compose_config, federate, tiny_overrides, tmp_path):
-    config = compose_config()
+def test_a_run_tunes_a_given_genotype(compose_config, federate, finished_run, tmp_path):
+    config, given = compose_config(), tmp_path / "found.json"
     space = supernet_space(config, federate(config).data[0])
-    given, folder = tmp_path / "found.json", tmp_path / "run"
     save_genotype(given, space.random_genotype(torch.Generator()))
-    tiny = [text for text in tiny_overrides if not text.startswith(("search_space", "rounds"))]
-    overrides = [*tiny, *SETTINGS, f"genotype={given}"]
-    assert main(["run", *overrides, f"run_dir={folder}"]) == 0
-    events = read_events(folder / "events.jsonl")
-    (derived,) = [event for event in events if event["event"] == "derived"]
-    assert derived["genotype"] == json.loads(given.read_text())
-    assert not latest_rounds(events, "search")
-    rounds = latest_rounds(events, "retrain")
-    assert all({"validation_loss", "theta_entropy", "lr"} <= set(r["metrics"]) for r in rounds)
-    assert (folder / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["privacy=dp"], "record with algorithm=fedex is not possible"),
-        (
-            ["dataset.fractions={train: 0.8, validation: 0.0, test: 0.2}"],
-            "dataset.fractions.validation=0.0",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(compose_config, overrides, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*SETTINGS, *overrides)
+    run = finished_run(*SETTINGS, f"genotype={given}")
+    assert run.the("derived")["genotype"] == json.loads(given.read_text())
+    assert {event["stage"] for event in run.named("round")} == {"retrain"}
+    for metrics in rounds_of(run):
+        assert {"validation_loss", "theta_entropy", "lr"} <= set(metrics)
+    assert (run.folder / "model.safetensors").exists()

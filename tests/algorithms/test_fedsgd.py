@@ -1,6 +1,7 @@
 """FedSGD against SGD on pooled batches and against DP-SGD of one client; resume; what it books."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,15 +14,14 @@ from fednas_flwr.client.answer import answer
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.models.networks import describe_network, make_network
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.requests import TakeNetworkGradient
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.settings.names import PRECISIONS
 
-from ..asked import spied
+from ..asked import smallest
 from ..booked import booked
+from .plain import PLAIN_CNN, make_sgd, rate_of_round, step
 
 ROUNDS = 3
-PLAIN_CNN = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
 GRADIENTS = (
     *("algorithm=random_search", "retrain.exchange=gradients", "retrain.batch_size=16"),
     "retrain.weights={lr: 0.02, min_lr: 0.002, momentum: 0.9, weight_decay: 3e-4, clip_norm: 1}",
@@ -47,6 +47,13 @@ def start(federation, description, *, rounds=ROUNDS):
     return strategy, network
 
 
+def batch(config, split, size, number, client):
+    """The records of a client's step."""
+    purpose = ("batches", "train+validation", client)
+    rows = step_batch(len(split), batch_size=size, step=number, seed=config.seed, purpose=purpose)
+    return split.batch(rows, "cpu")
+
+
 @pytest.fixture
 def federation(compose_config, federate, tmp_path):
     return federate(compose_config(*GRADIENTS, *UNEQUAL), checkpoints=tmp_path)
@@ -60,62 +67,20 @@ def test_steps_equal_sgd_on_the_clients_pooled_batches(federation):
     splits = [client.split("train+validation") for client in federation.clients]
     steps = math.ceil(sorted(map(len, splits))[1] / 16)  # those of the median client's epoch
     assert steps > 1
-    optimizer = torch.optim.SGD(
-        plain.parameters(), sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay
-    )
-    losses = []
-    for step in range(ROUNDS * steps):
-        cosine = (1 + math.cos(math.pi * (step // steps) / ROUNDS)) / 2
-        optimizer.param_groups[0]["lr"] = sgd.min_lr + (sgd.lr - sgd.min_lr) * cosine
-        batches = []
-        for client, split in enumerate(splits):
-            purpose = ("batches", "train+validation", client)
-            rows = step_batch(
-                len(split), batch_size=16, step=step, seed=config.seed, purpose=purpose
-            )
-            batches.append(split.batch(rows, "cpu"))
+    optimizer = make_sgd(plain.parameters(), sgd)
+    for number in range(ROUNDS * steps):
+        optimizer.param_groups[0]["lr"] = rate_of_round(sgd, 1 + number // steps, ROUNDS)
+        batches = [batch(config, split, 16, number, c) for c, split in enumerate(splits)]
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        optimizer.zero_grad()
-        loss = F.cross_entropy(plain(x), y)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), sgd.clip_norm)
-        optimizer.step()
-        losses.append(loss.item() * len(y))
+        step(optimizer, F.cross_entropy(plain(x), y), sgd.clip_norm)
     for name, tensor in network.state_dict().items():
         torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=0, atol=5e-6)
-    rounds = [event for event in federation.events if event["event"] == "round"]
+    rounds = federation.named("round")
     assert [event["exchanges"] for event in rounds] == [steps] * ROUNDS
     assert rounds[-1]["metrics"]["train_loss"] < rounds[0]["metrics"]["train_loss"]
 
 
-def test_a_run_that_goes_on_ends_in_the_bits_of_one_that_was_not_stopped(
-    federation, compose_config, federate, tmp_path
-):
-    network = start(federation, PLAIN_CNN)[1].state_dict()
-    whole = {name: tensor.clone() for name, tensor in network.items()}
-    stopped = federate(federation.config, checkpoints=tmp_path / "stopped")
-    with pytest.raises(KeyboardInterrupt):
-        interrupted(stopped, in_round=3)
-    continued = federate(federation.config, checkpoints=tmp_path / "stopped")
-    for name, tensor in start(continued, PLAIN_CNN)[1].state_dict().items():
-        assert torch.equal(tensor, whole[name]), name
-
-
-def interrupted(federation, *, in_round):
-    """Train until the second step of a round."""
-
-    def until_then(exchange, client, reply):
-        if [e.server_round for e, _ in asked].count(in_round) == 2:
-            raise KeyboardInterrupt
-        return reply
-
-    asked = spied(federation, until_then)
-    start(federation, PLAIN_CNN)
-
-
-def test_batch_norm_and_an_auxiliary_head_are_trained_as_without_a_federation(
-    compose_config, federate
-):
+def test_batch_norm_and_auxiliary_heads_are_trained_as_one_would(compose_config, federate):
     own = ("clients=1", "retrain.auxiliary_weight=0.4", "retrain.batch_size=40")
     config = compose_config(*GRADIENTS, *DARTS, *own)
     federation = federate(config)
@@ -126,18 +91,12 @@ def test_batch_norm_and_an_auxiliary_head_are_trained_as_without_a_federation(
     with seeded(config.seed, "network"):
         plain = make_network(described).train()
     sgd, split = config.retrain.weights, federation.clients[0].split("train+validation")
-    optimizer = torch.optim.SGD(
-        plain.parameters(), sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay
-    )
-    for step in range(2):  # rounding grows through batch norm
-        purpose = ("batches", "train+validation", 0)
-        rows = step_batch(len(split), batch_size=40, step=step, seed=config.seed, purpose=purpose)
-        x, y = split.batch(rows, "cpu")
+    optimizer = make_sgd(plain.parameters(), sgd)
+    for number in range(2):  # rounding grows through batch norm
+        x, y = batch(config, split, 40, number, 0)
         logits, auxiliary = plain(x)
-        optimizer.zero_grad()
-        (F.cross_entropy(logits, y) + 0.4 * F.cross_entropy(auxiliary, y)).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), sgd.clip_norm)
-        optimizer.step()
+        loss = F.cross_entropy(logits, y) + 0.4 * F.cross_entropy(auxiliary, y)
+        step(optimizer, loss, sgd.clip_norm)
     for name, tensor in network.state_dict().items():
         torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-4, atol=1e-4)
 
@@ -157,14 +116,8 @@ def test_steps_of_a_round_drop_other_paths(compose_config, federate):
     states = {n: pack(s) for n, s in network_states(make_network(described)).items() if s}
 
     def gradient(step):
-        asked = TakeNetworkGradient(
-            network=described,
-            split="train",
-            step=step,
-            batch_size=None,
-            auxiliary_weight=0.0,
-            drop_path_prob=0.5,
-        )
+        asked = smallest(network=described)["train.network_gradient"]
+        asked = replace(asked, step=step, drop_path_prob=0.5)
         header = Header("test", "retrain", 1, 1 + step, 0, f"{step}")
         request = Request("train.network_gradient", header, asked, states)
         return answer(federation.clients[0], request).states["weights"]["float32"]

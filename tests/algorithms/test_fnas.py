@@ -15,7 +15,7 @@ from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.models.networks import supernet_space
 
-from ..asked import spied
+from .plain import make_sgd, rate_of_round
 
 ROUNDS = 3
 UNEQUAL = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.3,0.1]"]
@@ -42,16 +42,13 @@ class Plain:
         self.alphas = list(self.supernet.alphas().values())
         sgd, adam = config.algorithm.weights, config.algorithm.alphas
         self.sgd = sgd
-        self.weight_optimizer = torch.optim.SGD(
-            self.weights, lr=sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay
-        )
+        self.weight_optimizer = make_sgd(self.weights, sgd)
         self.alpha_optimizer = torch.optim.Adam(
             self.alphas, lr=adam.lr, betas=(0.5, 0.999), weight_decay=adam.weight_decay
         )
 
     def lr(self, step):
-        cosine = (1 + math.cos(math.pi * step / ROUNDS)) / 2
-        return self.sgd.min_lr + (self.sgd.lr - self.sgd.min_lr) * cosine
+        return rate_of_round(self.sgd, 1 + step, ROUNDS)
 
     def step_weights(self, step, loss):
         """One step on a loss, or along gradients that are given."""
@@ -69,11 +66,8 @@ class Plain:
     def gradients(self, loss, parameters):
         if isinstance(loss, list):
             return loss
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        return [
-            torch.zeros_like(p) if g is None else g
-            for p, g in zip(parameters, gradients, strict=True)
-        ]
+        own = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        return list(own)
 
     def mean_loss(self, batch):
         return F.cross_entropy(self.supernet(batch[0]), batch[1])
@@ -95,17 +89,10 @@ def pooled(clients, name):
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
-def run(federation):
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
-    return federation.strategy
-
-
 @pytest.fixture(scope="module")
-def mean_run(compose_config, federate):
+def mean_run(search):
     """Three unequal clients, full batches, ``reduce=mean``, after all rounds."""
-    federation = federate(compose_config("algorithm=fnas", *FULL, *UNEQUAL))
-    run(federation)
-    return federation
+    return search("algorithm=fnas", *FULL, *UNEQUAL, rounds=ROUNDS)
 
 
 def test_mean_over_unequal_clients_equals_vanilla_nas_on_the_pooled_data(mean_run):
@@ -119,44 +106,38 @@ def test_mean_over_unequal_clients_equals_vanilla_nas_on_the_pooled_data(mean_ru
 
 
 @pytest.mark.parametrize(("fused", "clients"), [("false", UNEQUAL), ("true", ["clients=1"])])
-def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(
-    fused, clients, compose_config, federate
-):
+def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(fused, clients, search):
     beta = ["algorithm.beta_decay=0.3", f"algorithm.fused={fused}"]
-    federation = federate(compose_config("algorithm=fnas", *FULL, *clients, *beta))
-    strategy = run(federation)
+    federation = search("algorithm=fnas", *FULL, *clients, *beta, rounds=ROUNDS)
     plain = Plain(federation.config, federation.data[0])
     for step in range(ROUNDS):
-        before = plain.gradients(
-            plain.mean_loss(pooled(federation.clients, "validation")), plain.alphas
-        )
+        held_out = pooled(federation.clients, "validation")
+        before = plain.gradients(plain.mean_loss(held_out), plain.alphas)
         plain.step_weights(step, plain.mean_loss(pooled(federation.clients, "train")))
         decay = 0.3 * (step + 1) / ROUNDS * plain.alphas[0].logsumexp(-1).mean()
         if fused == "true":
             decays = plain.gradients(decay, plain.alphas)
             plain.step_alphas([g + d for g, d in zip(before, decays, strict=True)])
         else:
-            loss = plain.mean_loss(pooled(federation.clients, "validation"))
-            plain.step_alphas(loss + decay)
-    plain.assert_equals(strategy)
+            plain.step_alphas(plain.mean_loss(held_out) + decay)
+    plain.assert_equals(federation.strategy)
 
 
-def test_one_client_with_all_records_is_vanilla_nas(mean_run, compose_config, federate):
-    vanilla = federate(compose_config("algorithm=vanilla_nas", *FULL, "clients=1"))
+def test_one_client_with_all_records_is_vanilla_nas(mean_run, search):
+    vanilla = search("algorithm=vanilla_nas", *FULL, "clients=1", rounds=ROUNDS)
     pool = [sum(len(getattr(c.data, s)) for c in mean_run.clients) for s in ("train", "test")]
     alone = [len(getattr(vanilla.clients[0].data, s)) for s in ("train", "test")]
     assert pool == alone  # a record's part does not depend on who holds it
-    states = [mean_run.strategy.states, run(vanilla).states]
+    states = [mean_run.strategy.states, vanilla.strategy.states]
     for name, close in (("weights", CLOSE), ("alphas", ALPHAS_CLOSE)):
         torch.testing.assert_close(states[0][name]["float32"], states[1][name]["float32"], **close)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_sum_over_unequal_clients_is_the_pooled_sum_of_their_means(beta, compose_config, federate):
+def test_sum_over_unequal_clients_is_the_pooled_sum_of_their_means(beta, search):
     """The regulariser counts once per client, as the mean losses do."""
     settings = ["algorithm.reduce=sum", f"algorithm.beta_decay={beta}"]
-    federation = federate(compose_config("algorithm=fnas", *FULL, *UNEQUAL, *settings))
-    strategy = run(federation)
+    federation = search("algorithm=fnas", *FULL, *UNEQUAL, *settings, rounds=ROUNDS)
     plain = Plain(federation.config, federation.data[0])
     for step in range(ROUNDS):
         train = [plain.mean_loss(full(client, "train")) for client in federation.clients]
@@ -164,18 +145,14 @@ def test_sum_over_unequal_clients_is_the_pooled_sum_of_their_means(beta, compose
         validation = [plain.mean_loss(full(client, "validation")) for client in federation.clients]
         decay = beta * (step + 1) / ROUNDS * plain.alphas[0].logsumexp(-1).mean()
         plain.step_alphas((torch.stack(validation) + decay).sum())
-    plain.assert_equals(strategy)
+    plain.assert_equals(federation.strategy)
 
 
-def test_second_order_with_one_client_equals_a_plain_loop(compose_config, federate):
-    config = compose_config("algorithm=vanilla_nas", *FULL, "clients=1", "algorithm.order=2")
-    federation = federate(config)
-    strategy = run(federation)
-    plain = Plain(config, federation.data[0])
-    train, validation = (
-        full(federation.clients[0], "train"),
-        full(federation.clients[0], "validation"),
-    )
+def test_second_order_with_one_client_equals_a_plain_loop(search):
+    own = ("algorithm=vanilla_nas", "clients=1", "algorithm.order=2")
+    federation = search(*FULL, *own, rounds=ROUNDS)
+    plain = Plain(federation.config, federation.data[0])
+    train, validation = (full(federation.clients[0], name) for name in ("train", "validation"))
 
     def alpha_gradients_at(weights):
         with torch.no_grad():
@@ -199,38 +176,31 @@ def test_second_order_with_one_client_equals_a_plain_loop(compose_config, federa
         largest_correction = max(largest_correction, *(float(c.abs().max()) for c in corrections))
         plain.step_alphas([g - c for g, c in zip(gradients, corrections, strict=True)])
     assert largest_correction > 1e-5
-    plain.assert_equals(strategy)
+    plain.assert_equals(federation.strategy)
 
 
-def test_a_fused_exchange_halves_what_is_sent(compose_config, federate):
+def test_a_fused_exchange_halves_what_is_sent(search):
     """Its gradients are those of the plain loop above, with and without a regulariser."""
     sent = []
     for fused in ("true", "false"):
-        own = (*FULL, "clients=1", f"algorithm.fused={fused}")
-        federation = federate(compose_config("algorithm=fnas", *own))
-        run(federation)
-        sent.append([e["bytes_sent"] for e in federation.events if e["event"] == "round"])
+        own = ("algorithm=fnas", *FULL, "clients=1", f"algorithm.fused={fused}")
+        federation = search(*own, rounds=ROUNDS)
+        sent.append([e["bytes_sent"] for e in federation.named("round")])
     assert 2 * sent[0][0] == sent[1][0]
 
 
-def test_local_steps_equal_a_plain_loop_of_local_descents(compose_config, federate):
-    config = compose_config(
-        *"algorithm=fnas clients=2 partition=quantity partition.fractions=[0.7,0.3]".split(),
-        *GROUP,
-        "algorithm.batch_size=16",
-        "algorithm.local_steps=2",
-    )
-    federation = federate(config)
-    strategy = run(federation)
+def test_local_steps_equal_a_plain_loop_of_local_descents(search):
+    sizes = "clients=2 partition=quantity partition.fractions=[0.7,0.3]"
+    steps = "algorithm.batch_size=16 algorithm.local_steps=2"
+    federation = search("algorithm=fnas", *GROUP, sizes, steps, rounds=ROUNDS)
+    config = federation.config
     plain = Plain(config, federation.data[0])
 
     def batches(client, name, step):
         split = client.split(name)
         for local in range(2 * step, 2 * step + 2):
-            purpose = ("batches", name, client.index)
-            indices = step_batch(
-                len(split), batch_size=16, step=local, seed=config.seed, purpose=purpose
-            )
+            terms = {"seed": config.seed, "purpose": ("batches", name, client.index)}
+            indices = step_batch(len(split), batch_size=16, step=local, **terms)
             yield split.batch(indices, "cpu")
 
     def exchange(name, step, parameters, lr):
@@ -262,15 +232,13 @@ def test_local_steps_equal_a_plain_loop_of_local_descents(compose_config, federa
         plain.step_weights(step, exchange("train", step, plain.weights, plain.lr(step)))
         alpha_lr = config.algorithm.alphas.lr
         plain.step_alphas(exchange("validation", step, plain.alphas, alpha_lr))
-    plain.assert_equals(strategy)
+    plain.assert_equals(federation.strategy)
 
 
-def test_batch_norm_statistics_are_averaged_by_batch_and_counted_once(compose_config, federate):
-    config = compose_config(
-        "algorithm=fnas", *UNEQUAL, "search_space.norm=batch", "algorithm.batch_size=null"
-    )
-    federation = federate(config)
-    plain = Plain(config, federation.data[0])
+def test_batch_norm_statistics_are_averaged_by_batch_and_counted_once(search):
+    own = ("algorithm=fnas", *UNEQUAL, "search_space.norm=batch", "algorithm.batch_size=null")
+    federation = search(*own)
+    plain = Plain(federation.config, federation.data[0])
     initial = plain.supernet.state_dict()
     initial = {name: tensor.clone() for name, tensor in initial.items()}
     expected, sizes = {}, [len(client.data.train) for client in federation.clients]
@@ -280,7 +248,6 @@ def test_batch_norm_statistics_are_averaged_by_batch_and_counted_once(compose_co
         for name, buffer in plain.supernet.named_buffers():
             share = buffer.double() * size / sum(sizes)
             expected[name] = expected.get(name, 0) + share
-    federation.strategy.start(federation.grid, num_rounds=1)
     arrays = federation.strategy.named_arrays().to_torch_state_dict()
     for name, buffer in expected.items():
         actual = arrays[f"buffers.{name}"]
@@ -288,19 +255,6 @@ def test_batch_norm_statistics_are_averaged_by_batch_and_counted_once(compose_co
         torch.testing.assert_close(actual.double(), buffer, rtol=1e-5, atol=1e-6)
         if name.endswith("num_batches_tracked"):
             assert actual == 1
-
-
-def test_it_goes_on_from_arrays_it_is_given(compose_config, federate):
-    config = compose_config("algorithm=fnas", *FULL, *UNEQUAL)
-    first = federate(config)
-    arrays = first.strategy.start(first.grid, num_rounds=1).arrays
-    second = federate(config)
-    given = {n: t.clone() for n, t in arrays.to_torch_state_dict().items()}
-    after = second.strategy.start(second.grid, initial_arrays=arrays, num_rounds=1).arrays
-    after = after.to_torch_state_dict()
-    assert list(after) == list(given)
-    assert any(not torch.equal(after[n], given[n]) for n in given if n.startswith("weights."))
-    assert all(not torch.equal(after[n], given[n]) for n in given if n.startswith("alphas."))
 
 
 def test_a_deadline_is_of_one_start_alone(compose_config, federate):
@@ -318,13 +272,9 @@ def test_a_deadline_is_of_one_start_alone(compose_config, federate):
     assert federation.cohort.deadline_s == 60.0
 
 
-def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(
-    compose_config, federate
-):
-    config = compose_config("algorithm=fnas", "clients=2", "algorithm.evaluate_every=2")
-    federation = federate(config)
-    federation.strategy.start(federation.grid, num_rounds=3)
-    rounds = [e for e in federation.events if e["event"] == "round"]
+def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(search):
+    federation = search("algorithm=fnas", "clients=2", "algorithm.evaluate_every=2", rounds=3)
+    rounds = federation.named("round")
     evaluated = [e["round"] for e in rounds if "validation_accuracy" in e["metrics"]]
     assert evaluated == [2, 3]
     assert rounds[0]["bytes_received"] > 0
@@ -335,22 +285,15 @@ def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(
 
 @pytest.mark.parametrize("algorithm", ["fnas", "vanilla_nas"])
 @pytest.mark.parametrize("batch_size", ["null", "1000", "16"])
-def test_oversampling_repeats_records_and_counts_them_once(
-    algorithm, batch_size, compose_config, federate
-):
+def test_oversampling_repeats_records_and_counts_them_once(algorithm, batch_size, search):
     """A client of rare classes answers for no more records than it has, by their mean gradient."""
     partition = ["clients=1"] if algorithm == "vanilla_nas" else UNEQUAL
-    config = compose_config(
-        *(f"algorithm={algorithm}", *GROUP, *partition, "training.oversample=true", "rounds=1"),
-        f"algorithm.batch_size={batch_size}",
-    )
-    federation = federate(config)
-    asked = spied(federation)
-    federation.strategy.start(federation.grid, num_rounds=1)
-    assert not [e for e in federation.events if e["event"] in ("client_failed", "client_left")]
+    own = (f"algorithm={algorithm}", f"algorithm.batch_size={batch_size}", "rounds=1")
+    federation = search(*own, *GROUP, *partition, "training.oversample=true")
+    assert not federation.failed
     gradients = [
         (exchange.action, index, reply)
-        for exchange, replies in asked
+        for exchange, replies in federation.asked
         if exchange.action != "evaluate.model"
         for index, reply in replies.items()
     ]
@@ -362,13 +305,9 @@ def test_oversampling_repeats_records_and_counts_them_once(
         assert 1 <= reply.num_examples <= len(split)
         repeated += len(rows) > len(split) == reply.num_examples
         if (action, batch_size) == ("train.weight_gradient", "null"):
-            plain = Plain(config, federation.data[0])
-            expected = torch.autograd.grad(
-                plain.mean_loss(rows.batch(torch.arange(len(rows)), "cpu")),
-                plain.weights,
-                materialize_grads=True,
-                allow_unused=True,
-            )
+            plain = Plain(federation.config, federation.data[0])
+            loss = plain.mean_loss(rows.batch(torch.arange(len(rows)), "cpu"))
+            expected = plain.gradients(loss, plain.weights)
             mean = reply.states["weights"]["float32"] / reply.num_examples
             torch.testing.assert_close(mean, torch.cat([g.reshape(-1) for g in expected]), **CLOSE)
     assert repeated or batch_size == "16"

@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
 from fednas_flwr.models.prediction import read_model
-from fednas_flwr.pipeline.feasible import check_buildable
 
 LINEAR = (
     *("dataset=digits", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),
@@ -64,10 +62,3 @@ def test_validation_records_are_measured_on_or_trained_on(every, exchange, run_i
     for name in ("loss", "accuracy"):
         mean = sum(p.num_examples * getattr(p, name) for p in parts) / total
         assert last[f"validation_{name}"] == pytest.approx(mean, rel=1e-5)
-
-
-def test_clients_without_validation_records_are_refused(compose_config):
-    without = "dataset.fractions={train: .9, validation: 0, test: .1}"
-    message = "client 0 has no validation record, on which retrain.evaluate_every=1 measures"
-    with pytest.raises(ConfigError, match=message):
-        check_buildable(compose_config(*LINEAR, without, "retrain.evaluate_every=1"))

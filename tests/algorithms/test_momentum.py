@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.models.networks import describe_network, supernet_space
+from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
 from fednas_flwr.search.batch_gradients import BatchGradients
+
+from .plain import make_sgd, step
 
 CONSTANT = ["algorithm.weights.lr=0.05", "algorithm.weights.min_lr=0.05"]
 SEARCH = [
@@ -60,9 +60,7 @@ def test_moments_that_travel_are_those_of_one_optimiser_that_is_kept(compose_con
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet().train()
     weights, alphas = supernet.weights(), supernet.alphas()
-    sgd = torch.optim.SGD(
-        weights.values(), lr=0.05, momentum=0.9, weight_decay=settings.weights.weight_decay
-    )
+    sgd = make_sgd(weights.values(), settings.weights)
     adam = torch.optim.Adam(
         alphas.values(),
         lr=settings.alphas.lr,
@@ -82,9 +80,7 @@ def test_moments_that_travel_are_those_of_one_optimiser_that_is_kept(compose_con
             for kind, alpha in alphas.items():
                 alpha.grad = gradients[kind] / len(held_out[1])
             adam.step()
-            sgd.zero_grad()
-            torch.nn.functional.cross_entropy(supernet(batch[0]), batch[1]).backward()
-            sgd.step()
+            step(sgd, torch.nn.functional.cross_entropy(supernet(batch[0]), batch[1]))
     expected = network_states(supernet)
     for state in ("weights", "alphas"):
         found = unpack(federation.strategy.states[state], federation.strategy.layouts[state])
@@ -94,9 +90,8 @@ def test_moments_that_travel_are_those_of_one_optimiser_that_is_kept(compose_con
     moments = unpack(federation.strategy.states[MOMENTS], layout)
     for name, weight in weights.items():
         kept = sgd.state[weight]["momentum_buffer"]
-        torch.testing.assert_close(
-            moments[f"weights.momentum_buffer.{name}"], kept, atol=1e-5, rtol=0
-        )
+        found = moments[f"weights.momentum_buffer.{name}"]
+        torch.testing.assert_close(found, kept, atol=1e-5, rtol=0)
     for kind, alpha in alphas.items():
         assert float(moments[f"alphas.step.{kind}"]) == float(adam.state[alpha]["step"]) > ROUNDS
 
@@ -110,9 +105,8 @@ def test_moments_are_averaged_as_the_weights_are(of_paths, compose_config, feder
             *("retrain=mbconv", "algorithm.batch_size=16", "algorithm.local_epochs=1"),
             "algorithm.warm_up_rounds=0",
         ]
-    federation = recorded(
-        federate(compose_config(*overrides, *UNEQUAL, "training.momentum=averaged"))
-    )
+    config = compose_config(*overrides, *UNEQUAL, "training.momentum=averaged")
+    federation = recorded(federate(config))
     federation.strategy.start(federation.grid, num_rounds=2)
     first, second = federation.asked
     assert not bool(first[2][MOMENTS]["float32"].any())
@@ -122,14 +116,6 @@ def test_moments_are_averaged_as_the_weights_are(of_paths, compose_config, feder
         mean = np.average(own, axis=0, weights=counts)
         np.testing.assert_allclose(second[2][state]["float32"], mean, rtol=1e-5, atol=1e-7)
         assert not np.array_equal(*own)
-
-
-def test_by_default_no_moment_travels_and_every_request_begins_anew(compose_config, federate):
-    federation = recorded(federate(compose_config(*SEARCH, *UNEQUAL)))
-    federation.strategy.start(federation.grid, num_rounds=2)
-    for _, _, sent, replies in federation.asked:
-        assert MOMENTS not in sent
-        assert all(MOMENTS not in reply.states for reply in replies.values())
 
 
 ARM = "{lr: 0.05, weight_decay: 0, momentum: 0.9, alpha_lr: 0, alpha_weight_decay: 0, dropout: 0}"
@@ -150,20 +136,11 @@ MOMENTUM = ["algorithm.weights.momentum=0.9"]
     ],
     ids=["fed_darts", "fdnas", "dpnas", "feathers", "fedavg"],
 )
-def test_every_average_of_local_training_has_the_servers_momentum(
-    action, given, compose_config, federate
-):
+def test_every_average_has_the_servers_momentum(action, given, compose_config, federate):
     """v <- m v + (mean of the clients' models - w); w <- w + v, of weights alone: FedAvgM."""
-    config = compose_config(
-        *given, *UNEQUAL, "training.momentum=server", "retrain.weights.momentum=0.9"
-    )
-    if config.algorithm.name == "fedavg":
-        federation = federate(compose_config(*SEARCH, *UNEQUAL))
-        described = describe_network(config, federation.data[0], None)
-        federation.strategy, _ = make_retraining(config, described, federation.cohort, None)
-    else:
-        federation = federate(config)
-    recorded(federation)
+    own = ("training.momentum=server", "retrain.weights.momentum=0.9")
+    config = compose_config(*given, *UNEQUAL, *own)
+    federation = recorded(federate(config))
     federation.strategy.start(federation.grid, num_rounds=ROUNDS)
     counts, velocity = [len(client.data.train) for client in federation.clients], 0.0
     if config.algorithm.name == "fedavg":
@@ -204,15 +181,3 @@ def test_the_servers_momentum_of_a_candidate_begins_with_its_trial(compose_confi
             states = [replies[c].states["weights"]["float32"].double().numpy() for c in (0, 1)]
             velocity = 0.9 * velocity + (np.average(states, axis=0, weights=counts) - weights)
             expected = weights + velocity
-
-
-def test_fedex_has_no_one_momentum_for_the_server(compose_config):
-    with pytest.raises(ConfigError, match="training.momentum=server with algorithm=fedex"):
-        compose_config("algorithm=fedex", "training.momentum=server")
-
-
-def test_another_momentum_is_refused(compose_config):
-    with pytest.raises(
-        ConfigError, match="training.momentum=kept is unknown: choose one of averaged, rese"
-    ):
-        compose_config("training.momentum=kept")

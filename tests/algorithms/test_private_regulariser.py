@@ -18,9 +18,7 @@ def moved(run):
 
 
 @pytest.mark.parametrize("algorithm", ["fed_darts", "dp_fnas"])
-def test_the_regulariser_is_added_after_clipping_and_noise_and_costs_nothing(
-    algorithm, finished_run
-):
+def test_the_regulariser_comes_after_clipping_and_costs_nothing(algorithm, finished_run):
     """Adam's steps follow signs: all alphas go down alike, as far as the steps reach."""
     settings = [f"algorithm={algorithm}", *PRIVATE, *SHORT]
     plain = finished_run(*settings, "algorithm.beta_decay=0")

@@ -12,22 +12,17 @@ from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search.bandit import draw_configurations
 from fednas_flwr.spaces.genotype import to_json
 
-from ..asked import spied
-
 ROUNDS = 3
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
 
 
 @pytest.fixture(scope="module")
-def searched(compose_config, federate):
-    federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
-    federation.asked = spied(federation)
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
-    return federation
+def searched(search):
+    return search("algorithm=random_search", *UNEQUAL, rounds=ROUNDS)
 
 
 def accuracies(federation):
-    rounds = [event for event in federation.events if event["event"] == "round"]
+    rounds = federation.named("round")
     return [event["metrics"]["validation_accuracy"] for event in rounds]
 
 
@@ -57,28 +52,23 @@ def test_the_accuracy_is_the_pooled_one_of_the_trained_candidate(searched):
     exchange, _ = searched.asked[-1]
     network = make_network(exchange.settings.network)
     load_states(network, exchange.states)
-    own = [
-        evaluate(network, client.data.validation, torch.device("cpu"))
-        for client in searched.clients
-    ]
+    splits = [client.data.validation for client in searched.clients]
+    own = [evaluate(network, split, torch.device("cpu")) for split in splits]
     correct = sum(metrics.accuracy * metrics.num_examples for metrics in own)
     pooled = correct / sum(metrics.num_examples for metrics in own)
     assert accuracies(searched)[-1] == pytest.approx(pooled)
 
 
-def test_without_trials_the_first_candidate_is_taken(compose_config, federate):
-    config = compose_config("algorithm=random_search", *UNEQUAL, "algorithm.trial_rounds=0")
-    federation = federate(config)
-    federation.strategy.start(federation.grid, num_rounds=1)
-    first = make_generator(config.seed, "random_search", 1)
+def test_without_trials_the_first_candidate_is_taken(search):
+    federation = search("algorithm=random_search", *UNEQUAL, "algorithm.trial_rounds=0")
+    first = make_generator(federation.config.seed, "random_search", 1)
     assert federation.strategy.derive() == federation.strategy.space.random_genotype(first)
     assert federation.cohort.bytes_sent == 0
 
 
 @pytest.mark.parametrize("claims", [(7.0, 7.0, 7.0), (-1e300, 1.0, -1e300), (1e300, 1e300, 0.5)])
-def test_a_liar_has_one_vote(claims, compose_config, federate):
+def test_a_liar_has_one_vote(claims, search):
     """Client 1, with 3 of 10 records, claims what it likes of each candidate."""
-    federation = federate(compose_config("algorithm=random_search", *UNEQUAL))
     claimed = iter(claims)
 
     def lying(exchange, client, reply):
@@ -86,11 +76,10 @@ def test_a_liar_has_one_vote(claims, compose_config, federate):
             return replace(reply, metrics={"accuracy": next(claimed)})
         return reply
 
-    asked = spied(federation, lying)
-    strategy = federation.strategy
-    strategy.start(federation.grid, num_rounds=ROUNDS)
-    scores = []
-    replies = [told.values() for exchange, told in asked if exchange.action == "evaluate.model"]
+    federation = search("algorithm=random_search", *UNEQUAL, rounds=ROUNDS, change=lying)
+    strategy, scores = federation.strategy, []
+    measured = [told for exchange, told in federation.asked if exchange.action == "evaluate.model"]
+    replies = [told.values() for told in measured]
     for (honest, liar), claim in zip(replies, claims, strict=True):
         votes = [honest.metrics["accuracy"], min(1.0, max(0.0, claim))]
         scores.append(np.average(votes, weights=[honest.num_examples, liar.num_examples]))
@@ -100,11 +89,9 @@ def test_a_liar_has_one_vote(claims, compose_config, federate):
     assert strategy.values["accuracy"] == pytest.approx(scores[best])
 
 
-def test_one_client_of_three_does_not_choose(compose_config, federate):
+def test_one_client_of_three_does_not_choose(search):
     """Two agree, although one has harder records; the third claims 1 for what is worst for both."""
     claims = {0: [0.9, 0.95, 0.6], 1: [0.0, 0.0, 1.0], 2: [0.4, 0.45, 0.3]}
-    config = compose_config("algorithm=random_search", "clients=3", "partition=iid")
-    federation = federate(config)
     claimed = {client: iter(own) for client, own in claims.items()}
 
     def claiming(exchange, client, reply):
@@ -112,9 +99,9 @@ def test_one_client_of_three_does_not_choose(compose_config, federate):
             return reply
         return replace(reply, metrics={"accuracy": next(claimed[client])})
 
-    spied(federation, claiming)
-    federation.strategy.start(federation.grid, num_rounds=3)
-    second = make_generator(config.seed, "random_search", 2)
+    own = ("algorithm=random_search", "clients=3", "partition=iid")
+    federation = search(*own, rounds=3, change=claiming)
+    second = make_generator(federation.config.seed, "random_search", 2)
     assert federation.strategy.derive() == federation.strategy.space.random_genotype(second)
     assert np.mean(list(claims.values()), axis=0).argmax() == 2  # the mean would have the third
 
@@ -127,11 +114,9 @@ RANGES = (
 )
 
 
-def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, federate):
-    config = compose_config("algorithm=random_search", *UNEQUAL, RANGES)
-    federation = federate(config)
-    asked = spied(federation)
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+def test_hyper_parameters_are_drawn_tried_and_retrained_with(search):
+    federation = search("algorithm=random_search", *UNEQUAL, RANGES, rounds=ROUNDS)
+    config, asked = federation.config, federation.asked
     trained = [e.settings.local for e, _ in asked if e.action == "train.weights"]
     drawn = []
     for number in range(1, ROUNDS + 1):
@@ -146,13 +131,9 @@ def test_hyper_parameters_are_drawn_tried_and_retrained_with(compose_config, fed
     strategy, _ = make_retraining(
         config, trained[0].network, federation.cohort, None, configuration=found
     )
-    assert strategy.weights == replace(
-        config.retrain.weights,
-        lr=best.lr,
-        min_lr=min(best.lr, config.retrain.weights.min_lr),
-        momentum=best.momentum,
-        weight_decay=best.weight_decay,
-    )
+    rates = {"lr": best.lr, "min_lr": min(best.lr, config.retrain.weights.min_lr)}
+    constants = {"momentum": best.momentum, "weight_decay": best.weight_decay}
+    assert strategy.weights == replace(config.retrain.weights, **rates, **constants)
     assert strategy.drop_path_prob == best.dropout
 
 

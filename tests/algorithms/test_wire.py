@@ -13,9 +13,8 @@ def round_with(compose_config, federate, wire, *, sent=None):
 
     ``sent`` are weights to begin with in place of the initial ones.
     """
-    fed = federate(
-        compose_config("rounds=1", "clients=2", "search_space.channels=8", f"runtime.wire={wire}")
-    )
+    own = ("rounds=1", "clients=2", "search_space.channels=8", f"runtime.wire={wire}")
+    fed = federate(compose_config(*own))
     fed.cohort.wire = wire
     before = {n: p["float32"].clone() for n, p in fed.strategy.states.items()}
     if sent is not None:
@@ -29,9 +28,7 @@ def round_with(compose_config, federate, wire, *, sent=None):
 @pytest.mark.parametrize(
     ("wire", "bytes_share", "error"), [("float16", 0.52, 2e-3), ("int8", 0.28, 2e-2)]
 )
-def test_a_rounded_round_is_the_same_but_for_noise(
-    compose_config, federate, wire, bytes_share, error
-):
+def test_a_rounded_round_is_alike_but_for_noise(compose_config, federate, wire, bytes_share, error):
     """Clients train what rounding leaves; their updates are added to what it was before."""
     before, rounded, few = round_with(compose_config, federate, wire)
     packed = {"weights": {"float32": before["weights"]}}

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network, make_network, supernet_space
@@ -13,18 +12,15 @@ from fednas_flwr.search.data_free_scores import AZ_NAS, SYNFLOW, combine, measur
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import load_genotype, to_json
 
-from ..asked import spied
-
 SEARCH = ["algorithm=zero_cost", "algorithm.draws=4", "algorithm.scores=[synflow,parameters]"]
 ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
-def searched(compose_config, federate, tmp_path_factory):
+def searched(search, tmp_path_factory):
     folder = tmp_path_factory.mktemp("zero_cost")
-    federation = federate(compose_config(*SEARCH), checkpoints=folder)
-    federation.folder, federation.asked = folder, spied(federation)
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    federation = search(*SEARCH, rounds=ROUNDS, checkpoints=folder)
+    federation.folder = folder
     return federation
 
 
@@ -43,34 +39,30 @@ def test_the_best_ranked_of_all_drawn_architectures_is_derived(searched):
     combined = combine(scores)
     best = list(drawn.values())[max(range(len(combined)), key=combined.__getitem__)]
     assert searched.strategy.derive() == best
-    rounds = [event["metrics"] for event in searched.events if event["event"] == "round"]
+    rounds = [event["metrics"] for event in searched.named("round")]
     assert rounds[-1]["scored"] == len(drawn) > 4
 
 
 @pytest.mark.parametrize(
     ("space", "scores"), [("nasbench201", AZ_NAS), ("darts", SYNFLOW), ("mbconv", SYNFLOW)]
 )
-def test_scores_that_are_not_set_are_those_that_rank_the_space(
-    space, scores, compose_config, federate
-):
+def test_scores_that_are_not_set_are_those_that_rank_the_space(space, scores, search):
     settings = ["algorithm.scores=null", "algorithm.draws=2", f"search_space={space}_small"]
-    federation = federate(compose_config(*SEARCH, *settings))
-    federation.strategy.start(federation.grid, num_rounds=1)
+    federation = search(*SEARCH, *settings)
     assert [set(one.scores) for one in federation.strategy.pool()] == [set(scores)] * 2
 
 
 def test_no_client_is_asked_anything(searched):
     assert searched.asked == []
-    rounds = [event for event in searched.events if event["event"] == "round"]
+    rounds = searched.named("round")
     assert [event["exchanges"] for event in rounds] == [0] * ROUNDS
     assert {event["bytes_sent"] + event["bytes_received"] for event in rounds} == {0}
 
 
-def test_the_best_of_the_shortlist_is_derived(searched, compose_config, federate):
+def test_the_best_of_the_shortlist_is_derived(searched, search):
     """The first three of the same ranking, in the order of naswot."""
     shortlist = "algorithm.shortlist={keep: 3, scores: [naswot]}"
-    federation = federate(compose_config(*SEARCH, shortlist))
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
+    federation = search(*SEARCH, shortlist, rounds=ROUNDS)
     space, seed = federation.strategy.space, federation.config.seed
     plain = [one.genotype for one in searched.strategy.pool()]
     values = [measure(space, genotype, ["naswot"], seed=seed)["naswot"] for genotype in plain]
@@ -102,21 +94,20 @@ def test_a_private_run_books_retraining_only(run_inline, tmp_path):
         *("search_space.norm=batch", "privacy.retrain.local_steps=2", "stages=[search,retrain]"),
         f"privacy.sites={tmp_path}",
     )
-    (told,) = [event for event in run.events if event["event"] == "privacy"]
+    told = run.the("privacy")
     assert {planned["stage"] for planned in told["schedule"]} == {"retrain"}
     assert [client["search_epsilon"] for client in told["clients"]] == [0.0, 0.0]
     assert load_genotype(run.folder / "genotype.json")
 
 
-def test_limits_hold(searched, compose_config, federate):
+def test_limits_hold(searched, search):
     """Of a search alone they are for networks of its own size."""
     space = searched.strategy.space
     free = sorted(count_parameters(space.network(s.genotype)) for s in searched.strategy.pool())
     most = free[len(free) // 2]
     limits = f"parameters: {most}, multiply_adds: null, latency_ms: null, table: null"
-    alone = "stages=[search]"
-    federation = federate(compose_config(*SEARCH, alone, f"algorithm.limits={{{limits}}}"))
-    federation.strategy.start(federation.grid, num_rounds=2)
+    own = ("stages=[search]", f"algorithm.limits={{{limits}}}")
+    federation = search(*SEARCH, *own, rounds=2)
     found = [count_parameters(space.network(s.genotype)) for s in federation.strategy.pool()]
     assert max(found) <= most < max(free)
 
@@ -139,9 +130,7 @@ POOL = ["algorithm.pool.draws=6", "algorithm.pool.keep=2", "algorithm.pool.by=[p
     ],
     ids=["multiply-adds", "parameters", "pool"],
 )
-def test_limits_hold_for_the_network_that_is_retrained(
-    own, limits, cost, compose_config, finished_run
-):
+def test_limits_are_those_of_what_is_retrained(own, limits, cost, compose_config, finished_run):
     """Real runs, whose networks would all be within the limit at the size of the search."""
     own = [*own, *DIGITS, "clients=2", "retrain.rounds=1"]
     config = compose_config(*own)
@@ -160,18 +149,6 @@ def test_limits_hold_for_the_network_that_is_retrained(
     found = []
     for limit, stages in ((most, "search,retrain"), ("null", "search")):
         run = finished_run(*own, f"{limits}.{cost}={limit}", f"stages=[{stages}]")
-        (derived,) = [event for event in run.events if event["event"] == "derived"]
+        derived = run.the("derived")
         found.append(derived["num_parameters" if cost == "parameters" else cost])
     assert found[0] <= most < found[1]
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("algorithm.shortlist={keep: 5, scores: [zen]}", r"shortlist.keep=5 .* 2 to draws=4"),
-        ("algorithm.limits.latency_ms=3", "a limit of latency needs a table"),
-    ],
-)
-def test_mistakes_are_told(compose_config, override, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        compose_config(*SEARCH, override)

@@ -5,8 +5,6 @@ import shutil
 import pytest
 import torch
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining
-from fednas_flwr.models.networks import describe_network
 from fednas_flwr.protocol.states import MOMENTS
 
 UNEQUAL = ("clients=2", "partition=quantity", "partition.fractions=[0.65,0.35]")
@@ -17,6 +15,7 @@ TRAININGS = {
     "search, server": (*SEARCH, "training.momentum=server"),
     "averaged": (*GIVEN, "training.momentum=averaged"),
     "server": (*GIVEN, "training.momentum=server"),
+    "gradients": (*GIVEN, "retrain.exchange=gradients"),
     **{name: (*GIVEN, f"server_optimizer={name}") for name in ("adam", "yogi", "adagrad")},
     "fedex": ("algorithm=fedex", "algorithm.network=plain_cnn", "algorithm.num_configurations=5"),
 }
@@ -27,26 +26,15 @@ ROUNDS = 3
 def test_resume_after_round_1_gives_equal_tensors(training, compose_config, federate, tmp_path):
     config = compose_config(*TRAININGS[training], *UNEQUAL)
     stage = "search" if training.startswith("search") else "retrain"
-
-    def begun(folder):
-        federation = federate(compose_config(*SEARCH, *UNEQUAL), checkpoints=folder)
-        if stage == "search":
-            return federate(config, checkpoints=folder)
-        described = describe_network(config, federation.data[0], None)
-        federation.strategy, _ = make_retraining(
-            config, described, federation.cohort, federation.checkpoints
-        )
-        return federation
-
-    whole = begun(tmp_path / "whole")
+    whole = federate(config, checkpoints=tmp_path / "whole")
     whole.strategy.start(whole.grid, num_rounds=ROUNDS)
     shutil.copytree(tmp_path / "whole", tmp_path / "half")
     for number in (2, 3):
         for path in (tmp_path / "half").glob(f"{stage}-00000{number}.*"):
             path.unlink()
-    resumed = begun(tmp_path / "half")
+    resumed = federate(config, checkpoints=tmp_path / "half")
     resumed.strategy.start(resumed.grid, num_rounds=ROUNDS)
-    assert [e["round"] for e in resumed.events if e["event"] == "round"] == [2, 3]
+    assert [e["round"] for e in resumed.named("round")] == [2, 3]
     assert resumed.strategy.values == whole.strategy.values
     states = [f.strategy.states for f in (whole, resumed)]
     assert (MOMENTS in states[0]) == training.endswith("averaged")

@@ -96,19 +96,11 @@ def test_a_linear_skip_adds_a_linear_models_logits(space, engine):
         dataclasses.replace(space, skip="square")
 
 
-def test_one_example_with_group_norm(space):
-    space = dataclasses.replace(space, norm="group")
-    for network in (make_supernet(space), make_network(space)):
-        network.train()
-        logits = network(examples(space.input_shape, batch=1))
-        assert logits.shape == (1, CLASSES)
-        assert torch.isfinite(logits).all()
-
-
 def test_group_norm_keeps_examples_apart(space):
-    supernet = make_supernet(dataclasses.replace(space, norm="group")).double()
     x = examples(space.input_shape, dtype=torch.float64)
-    torch.testing.assert_close(supernet(x)[:1], supernet(x[:1]), rtol=1e-10, atol=1e-10)
+    space = dataclasses.replace(space, norm="group")
+    for network in (make_supernet(space).double(), make_network(space).double()):
+        torch.testing.assert_close(network(x)[:1], network(x[:1]), rtol=1e-10, atol=1e-10)
 
 
 def test_state_dict_is_alphas_and_body_in_a_stable_order(space):
@@ -160,20 +152,11 @@ def test_functional_call_replaces_weights_and_alphas(space):
         state[f"alphas.{kind}"] = alphas.requires_grad_()
     called = functional_call(supernet, state, (x,))
     assert not torch.allclose(called, supernet(x))
-    gradients = torch.autograd.grad(
-        called.sum(), [state[f"alphas.{kind}"] for kind in space.cell_kinds]
-    )
+    alphas = [state[f"alphas.{kind}"] for kind in space.cell_kinds]
+    gradients = torch.autograd.grad(called.sum(), alphas)
     assert all((gradient != 0).any() for gradient in gradients)
     supernet.load_state_dict(state)
     assert torch.equal(called, supernet(x))
-
-
-def test_op_weights_of_every_example_equal_shared_ones(space):
-    supernet = make_supernet(dataclasses.replace(space, norm="group")).double()
-    x = examples(space.input_shape, dtype=torch.float64)
-    shared = {kind: a.double().softmax(-1) for kind, a in random_alphas(space).items()}
-    repeated = {kind: weights.expand(3, -1, -1) for kind, weights in shared.items()}
-    torch.testing.assert_close(supernet(x, shared), supernet(x, repeated), rtol=0, atol=1e-12)
 
 
 def test_gradient_of_the_per_example_leaf_equals_a_loop_over_examples(space):
@@ -182,16 +165,17 @@ def test_gradient_of_the_per_example_leaf_equals_a_loop_over_examples(space):
     y = torch.tensor([0, 2, 4])
     weights = {kind: a.double().softmax(-1) for kind, a in random_alphas(space).items()}
     leaf = {kind: w.expand(3, -1, -1).clone().requires_grad_() for kind, w in weights.items()}
-    F.cross_entropy(supernet(x, leaf), y, reduction="sum").backward()
+    logits = supernet(x, leaf)
+    torch.testing.assert_close(logits, supernet(x, weights), rtol=0, atol=1e-12)
+    F.cross_entropy(logits, y, reduction="sum").backward()
     for example in range(3):
         single = {kind: w.clone().requires_grad_() for kind, w in weights.items()}
         loss = F.cross_entropy(supernet(x[example : example + 1], single), y[example : example + 1])
         loss.backward()
         for kind in weights:
             assert leaf[kind].grad[example].abs().max() > 0
-            torch.testing.assert_close(
-                leaf[kind].grad[example], single[kind].grad, rtol=1e-10, atol=1e-10
-            )
+            found = leaf[kind].grad[example]
+            torch.testing.assert_close(found, single[kind].grad, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind_of_network", ["supernet", "network"])
@@ -239,14 +223,8 @@ def test_derive_is_deterministic_and_ties_go_to_the_lowest_index(space):
     flat = {kind: torch.zeros(edges, len(space.ops)) for kind, edges in space.cell_kinds.items()}
     genotype = space.derive(flat)
     assert genotype == space.derive(flat)
-    lowest = {
-        "darts": "max_pool_3x3",
-        "nasbench201": "none",
-        "mlp": "skip_connect",
-        "mbconv": "mbconv2_3x3",
-        "dp_cells": "none",
-        "dp_cells_darts": "none",
-    }[space.name]
+    own = {"darts": "max_pool_3x3", "mlp": "skip_connect", "mbconv": "mbconv2_3x3"}
+    lowest = own.get(space.name, "none")
     ops = [edge.op for edges in genotype.cells.values() for edge in edges]
     # Where all of the lowest were degenerate, one edge has the lowest op with weights.
     repaired = 0 if space.name == "mbconv" else 1
@@ -366,21 +344,15 @@ def test_drop_path_acts_in_train_mode_only(space):
         assert torch.equal(network(x), first)
 
 
-@pytest.mark.parametrize("name", IMAGE_SPACES)
+@pytest.mark.parametrize("name", [*IMAGE_SPACES, *NORMED_NETWORKS])  # others have none of 1x1
 def test_no_network_has_a_strided_pointwise_convolution(name):
     """Torch's own can write beyond its buffers, see ``operations.every_second``."""
-    space, generator = SPACES[name], make_generator(0, "genotypes")
-    networks = [space.supernet(), *(space.network(space.random_genotype(generator)) for _ in "123")]
-    for network in networks:
-        assert_no_strided_pointwise(network)
-
-
-@pytest.mark.parametrize("name", NORMED_NETWORKS)  # the others have none of 1x1
-def test_no_fixed_network_has_a_strided_pointwise_convolution(name):
-    assert_no_strided_pointwise(FIXED_NETWORKS[name]((3, 32, 32), CLASSES, norm="group"))
-
-
-def assert_no_strided_pointwise(network):
-    for module in network.modules():
+    if name in NORMED_NETWORKS:
+        networks = [FIXED_NETWORKS[name]((3, 32, 32), CLASSES, norm="group")]
+    else:
+        space, generator = SPACES[name], make_generator(0, "genotypes")
+        drawn = [space.random_genotype(generator) for _ in range(3)]
+        networks = [space.supernet(), *map(space.network, drawn)]
+    for module in (module for network in networks for module in network.modules()):
         if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
             assert module.stride == (1, 1), module

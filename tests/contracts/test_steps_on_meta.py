@@ -73,16 +73,9 @@ def test_plain_steps_of_a_supernet(space):
 def test_private_steps_of_a_supernet(space):
     supernet = on_meta(space.supernet)
     x, y = records(space)
-    given = clipped_gradient_sum(
-        supernet, x, y, loss=losses, parameters=supernet.weights(), max_norm=1.0
-    )
-    step_weights(supernet.weights(), given)
-    step_alphas(
-        supernet,
-        clipped_alpha_gradient_sum(
-            supernet, x, y, loss=losses, alphas=supernet.alphas(), max_norm=1.0
-        ),
-    )
+    check_private(supernet, x, y, supernet.weights())
+    alphas, terms = supernet.alphas(), {"loss": losses, "max_norm": 1.0}
+    step_alphas(supernet, clipped_alpha_gradient_sum(supernet, x, y, alphas=alphas, **terms))
 
 
 def test_plain_and_private_steps_of_a_derived_network(space):
@@ -107,11 +100,15 @@ def test_plain_and_private_steps_of_a_given_network(name):
     check_network(network, x, torch.empty(4, dtype=torch.long, device="meta"))
 
 
+def check_private(network, x, y, weights):
+    given = clipped_gradient_sum(network, x, y, loss=losses, parameters=weights, max_norm=1.0)
+    step_weights(weights, given)
+
+
 def check_network(network, x, y):
     weights = dict(network.named_parameters())
     step_weights(weights, BatchGradients().weight_gradient(network, (x, y)))
-    given = clipped_gradient_sum(network, x, y, loss=losses, parameters=weights, max_norm=1.0)
-    step_weights(weights, given)
+    check_private(network, x, y, weights)
 
 
 def test_steps_of_a_candidate_that_shares_weights():
@@ -121,10 +118,7 @@ def test_steps_of_a_candidate_that_shares_weights():
     candidate = Candidate(supernet, path)
     x, y = records(space)
     step_weights(candidate.weights(), BatchGradients().weight_gradient(candidate, (x, y)))
-    given = clipped_gradient_sum(
-        candidate, x, y, loss=losses, parameters=candidate.weights(), max_norm=1.0
-    )
-    step_weights(candidate.weights(), given)
+    check_private(candidate, x, y, candidate.weights())
 
 
 def test_the_meta_device_refuses_what_would_wait():

@@ -82,18 +82,17 @@ def undisturbed(request, compose_config, federate, tmp_path_factory):
 
 
 def test_rounds_are_finite_and_told(undisturbed):
-    rounds = [event for event in undisturbed.events if event["event"] == "round"]
+    rounds = undisturbed.named("round")
     assert [event["round"] for event in rounds] == [1, 2]
-    assert not [e for e in undisturbed.events if e["event"] in ("client_failed", "warning")]
+    assert not undisturbed.named("client_failed", "warning")
     for event in rounds:
         assert math.isfinite(event["metrics"]["train_loss"])
         assert math.isfinite(event["metrics"]["validation_loss"])
         assert event["bytes_sent"] > 0 < event["bytes_received"]
         assert set(event["clients"]) == {str(c) for c in range(undisturbed.config.clients)}
     metrics = undisturbed.result.train_metrics_clientapp
-    assert [metrics[r]["train_loss"] for r in (1, 2)] == [
-        event["metrics"]["train_loss"] for event in rounds
-    ]
+    losses = [event["metrics"]["train_loss"] for event in rounds]
+    assert [metrics[number]["train_loss"] for number in (1, 2)] == losses
 
 
 def test_it_is_a_flower_strategy_that_learns_and_derives(undisturbed):
@@ -116,7 +115,7 @@ def test_resume_after_round_1_gives_equal_tensors(undisturbed, compose_config, f
         path.unlink()
     resumed = federate(config, checkpoints=tmp_path)
     resumed.strategy.start(resumed.grid, num_rounds=ROUNDS)
-    assert [e["round"] for e in resumed.events if e["event"] == "round"] == [2]
+    assert [e["round"] for e in resumed.named("round")] == [2]
     assert_equal(snapshot(resumed.strategy), snapshot(undisturbed.strategy))
 
 
@@ -149,7 +148,7 @@ def test_the_precision_arrives_at_every_gradient(algorithm, compose_config, fede
 
 @pytest.mark.run
 def test_the_seed_decides(undisturbed, compose_config, federate):
-    first_loss = next(e for e in undisturbed.events if e["event"] == "round")["metrics"]
+    first_loss = undisturbed.named("round")[0]["metrics"]
     saved = undisturbed.checkpoints._load("search-000001")  # the second round is resumed above
     for seed in (1, 7):
         config = compose(compose_config, undisturbed.algorithm, f"seed={seed}")
@@ -157,7 +156,7 @@ def test_the_seed_decides(undisturbed, compose_config, federate):
         schedule = again.strategy.run_round
         again.strategy.run_round = lambda number, _, schedule=schedule: schedule(number, ROUNDS)
         again.strategy.start(again.grid, num_rounds=1)
-        (event,) = [event for event in again.events if event["event"] == "round"]
+        event = again.the("round")
         same = seed == undisturbed.config.seed
         assert (event["metrics"]["train_loss"] == first_loss["train_loss"]) == same
         assert (again.strategy.values == saved.values) or not same

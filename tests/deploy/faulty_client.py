@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from fednas_flwr.client.release_guard import ReleaseGuard
@@ -153,15 +154,11 @@ def broken(fault, key, *, seed=0):
         is_fault = is_now and fault in MASKS and probability < 1
         return change(drawn, probability, now) if is_fault else drawn(probability)
 
-    ReleaseGuard._booked_sum = booked  # type: ignore[method-assign]
-    SecureGenerator.discrete_gaussian = noise  # type: ignore[method-assign]
-    SecureGenerator.poisson_mask = mask  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReleaseGuard, "_booked_sum", booked)
+        patch.setattr(SecureGenerator, "discrete_gaussian", noise)
+        patch.setattr(SecureGenerator, "poisson_mask", mask)
         yield
-    finally:
-        ReleaseGuard._booked_sum = booked_sum  # type: ignore[method-assign]
-        SecureGenerator.discrete_gaussian = discrete_gaussian  # type: ignore[method-assign]
-        SecureGenerator.poisson_mask = poisson_mask  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -173,8 +170,6 @@ def audited_only(key):
         if key in {own.key for own in exchange.planned.values()}:
             yield from whole(exchange, miss)
 
-    audit_run._findings = findings
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit_run, "_findings", findings)
         yield
-    finally:
-        audit_run._findings = whole

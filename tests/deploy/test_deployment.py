@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -173,18 +174,14 @@ def test_events_of_another_machine_are_seen_once_each_and_kept_here(fake_flwr, d
     assert [command.split()[0] for command in commands[1:]] == ["log", "ls", "log", "ls", "ls"]
 
 
-def test_a_model_on_another_machine_has_no_baselines_here_and_that_is_told(
-    fake_flwr, tmp_path, compose_config, capsys
-):
+def test_a_model_elsewhere_has_no_baselines_here(fake_flwr, tmp_path, compose_config, capsys):
     folder = tmp_path / "run"
     config = compose_config(*DEPLOYMENT, "evaluation.baselines=2", f"run_dir={folder}")
     fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
     execute(create_run_folder(config), resumed=False)
-    told = [
-        line for line in capsys.readouterr().out.splitlines() if "evaluation.baselines=2" in line
-    ]
-    assert len(told) == 1
-    assert f"fednas run resume={folder}" in told[0]
+    lines = capsys.readouterr().out.splitlines()
+    (told,) = (line for line in lines if "evaluation.baselines=2" in line)
+    assert f"fednas run resume={folder}" in told
     assert not (folder / "baselines").exists()
 
 
@@ -197,32 +194,21 @@ def test_events_of_this_machine_are_not_written_twice(fake_flwr, deployed_config
     assert file.read_text() == text
 
 
+LOST = "ServerApp failed with exception: No module named 'fednas_flwr'"
+
+
 @pytest.mark.parametrize(
-    ("events", "details", "kind", "message"),
+    ("reason", "details", "kind", "message"),
     [
-        (
-            [STARTED, FINISHED | {"status": "failed", "reason": "QuorumError: client 1: no data"}],
-            "ServerApp failed with exception: long",
-            QuorumError,
-            "client 1: no data",
-        ),
-        (
-            [STARTED, FINISHED | {"status": "failed", "reason": "ConfigError: a is b."}],
-            "N/A",
-            ConfigError,
-            "a is b.",
-        ),
-        (
-            [],
-            "ServerApp failed with exception: No module named 'fednas_flwr'",
-            RuntimeError,
-            "ServerApp failed with exception: No module named 'fednas_flwr' (finished:failed)",
-        ),
+        ("QuorumError: client 1: no data", "ServerApp failed", QuorumError, "client 1: no data"),
+        ("ConfigError: a is b.", "N/A", ConfigError, "a is b."),
+        ("", LOST, RuntimeError, f"{LOST} (finished:failed)"),
     ],
 )
 def test_failed_run_says_the_first_error_and_keeps_the_log_for_debugging(
-    fake_flwr, deployed_config, events, details, kind, message
+    fake_flwr, deployed_config, reason, details, kind, message
 ):
+    events = [STARTED, FINISHED | {"status": "failed", "reason": reason}] if reason else []
     fake_flwr(events, "finished:failed", details)
     with pytest.raises(kind) as caught:
         deploy(deployed_config, listeners=[], resumed=False)
@@ -294,20 +280,14 @@ def sites(tmp_path, made_data):
     folder.mkdir()
     with np.load(made_data) as arrays:
         for name, rows in {"a": slice(0, 50), "b": slice(30, 65), "c": slice(45, 80)}.items():
-            np.savez(
-                folder / f"{name}.npz",
-                x_train=arrays["x_train"][rows],
-                y_train=arrays["y_train"][rows],
-            )
+            own = {key: arrays[key][rows] for key in ("x_train", "y_train")}
+            np.savez(folder / f"{name}.npz", **own)
     return folder
 
 
-def site_grid(config, sites):
-    """Return a grid whose nodes have the configuration of real sites."""
-    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-    for context, name in zip(grid._contexts.values(), "abc", strict=True):
-        context.node_config |= {"data-path": str(sites / f"{name}.npz"), "tag": f"site {name}"}
-    return grid
+@pytest.fixture
+def files(sites):
+    return [sites / f"{name}.npz" for name in "abc"]
 
 
 def describe(config, node_config):
@@ -325,16 +305,8 @@ def describe(config, node_config):
 
 def test_nodes_own_data_are_all_the_clients(tmp_path, sites, compose_config):
     config = compose_config(*REAL_SITES, "dataset.root=/nowhere", "runtime.device=cuda")
-    properties = describe(
-        config,
-        {
-            "partition-id": 2,
-            "data-path": str(sites / "a.npz"),
-            "tag": "north",
-            "device": "cpu",
-            "cache": str(tmp_path / "own cache"),
-        },
-    )
+    own = {"data-path": str(sites / "a.npz"), "cache": str(tmp_path / "own cache")}
+    properties = describe(config, {"partition-id": 2, "tag": "north", "device": "cpu", **own})
     assert sum(properties["splits"].values()) == 50
     assert (properties["client"], properties["tag"]) == (2, "north")
     assert properties["hardware"].startswith("cpu ")
@@ -367,132 +339,93 @@ FEATURES = ("dataset.scattering={scales: 1, angles: 2}",)
     "features",
     [pytest.param((), id="images"), pytest.param(FEATURES, id="features", marks=pytest.mark.run)],
 )
-def test_real_sites_give_the_same_bits_as_simulated_ones(tmp_path, sites, compose_config, features):
+def test_real_sites_give_the_same_bits_as_simulated_ones(sites, files, quick_run, features):
     common = ("partition=sites", "dataset.server_test=false", *features)
-    simulated = create_run_folder(
-        compose_config(*common, f"dataset.root={sites}", f"run_dir={tmp_path / 'inline'}")
-    )
-    own = ("dataset.root=null", f"run_dir={tmp_path / 'deployed'}", *features)
-    real = create_run_folder(compose_config(*REAL_SITES, *own))
-    inline_grid = InProcessGrid(make_client_app(dump_config(simulated)), simulated.clients)
-    server_app.serve(simulated, inline_grid, listeners=[], resumed=False)
-    server_app.serve(real, site_grid(real, sites), listeners=[], resumed=False)
+    inline = quick_run(*common, f"dataset.root={sites}")
+    deployed = quick_run(*REAL_SITES, "dataset.root=null", *features, sites=files)
     for name in ("genotype.json", "model.safetensors", "checkpoints/search-000002.safetensors"):
-        one, other = ((tmp_path / kind / name).read_bytes() for kind in ("inline", "deployed"))
+        one, other = ((run.folder / name).read_bytes() for run in (inline, deployed))
         assert one == other, name
-    counts = [
-        next(e["counts"] for e in read_events(tmp_path / k / "events.jsonl") if "counts" in e)
-        for k in ("inline", "deployed")
-    ]
-    assert counts[0] == counts[1]
+    assert inline.the("partition")["counts"] == deployed.the("partition")["counts"]
 
 
-def test_server_of_real_sites_may_hold_a_public_test_set(
-    tmp_path, sites, made_data, compose_config
-):
-    overrides = (*DEPLOYMENT, "partition=sites", "rounds=1", "retrain.rounds=1")
-    config = create_run_folder(compose_config(*overrides, f"run_dir={tmp_path / 'run'}"))
-    server_app.serve(config, site_grid(config, sites), listeners=[], resumed=False)
-    events = read_events(tmp_path / "run" / "events.jsonl")
-    (evaluated,) = (event for event in events if event["event"] == "evaluated")
+def test_server_of_real_sites_may_hold_a_public_test_set(files, quick_run):
+    brief = ("partition=sites", "rounds=1", "retrain.rounds=1")
+    evaluated = quick_run(*DEPLOYMENT, *brief, sites=files).the("evaluated")
     assert evaluated["central"]["num_examples"] == 80
     assert len(evaluated["clients"]) == 3
 
 
 def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(compose_config):
     config = compose_config(*REAL_SITES)
-    properties = {
-        "input_shape": [3, 8, 8],
-        "image_shape": [],
-        "transform": [],
-        "schema": [],
-        "mean": [0.5, 0.5, 0.5],
-        "std": [0.5, 0.5, 0.5],
-        "class_names": ["0", "1", "2"],
-        "multi_label": False,
-        "target": [],
-    }
+    empty = dict.fromkeys(("image_shape", "transform", "schema", "target"), [])
+    properties = empty | {"input_shape": [3, 8, 8], "mean": [0.5] * 3, "std": [0.5] * 3}
+    properties |= {"class_names": ["0", "1", "2"], "multi_label": False}
     assert make_server_data(config, properties).num_classes == 3
     public = replace(config.dataset, server_test=True)
+    other = properties | {"class_names": ["0", "1", "2", "3"]}
     with pytest.raises(ConfigError, match="the server's test set"):
-        make_server_data(
-            replace(config, dataset=public), properties | {"class_names": ["0", "1", "2", "3"]}
-        )
+        make_server_data(replace(config, dataset=public), other)
 
 
 @pytest.mark.parametrize(
-    ("run", "own"),
-    [(FEATURES, None), (FEATURES, [2, 2]), (FEATURES, [1, 4])],
-    ids=["sites lack it", "other scales", "other angles"],
+    "own", [None, [2, 2], [1, 4]], ids=["sites lack it", "other scales", "other angles"]
 )
-def test_a_transform_that_the_run_names_and_sites_do_not_share_is_refused(
-    tmp_path, sites, compose_config, run, own
-):
+def test_features_that_sites_do_not_share_are_refused(tmp_path, files, quick_run, own):
     """The sites' dataset.yaml decides what they do; the run's setting would do nothing."""
-    folder = tmp_path / "run"
-    config = create_run_folder(compose_config(*REAL_SITES, *run, f"run_dir={folder}"))
     dataset: dict[str, object] = {"name": "npz", "class_names": ["0", "1", "2"]}
     if own is not None:
-        scales, angles = own
-        dataset |= {"scattering": {"scales": scales, "angles": angles}}
+        dataset["scattering"] = dict(zip(("scales", "angles"), own, strict=True))
     (tmp_path / "dataset.yaml").write_text(yaml.safe_dump(dataset))
-    grid = site_grid(config, sites)
-    for context in grid._contexts.values():
-        cache = str(tmp_path / "cache")
-        context.node_config |= {"dataset": str(tmp_path / "dataset.yaml"), "cache": cache}
-    with pytest.raises(
-        ConfigError, match=r"^the run has the features .*scattering.*, but its sites "
-    ):
-        server_app.serve(config, grid, listeners=[], resumed=False)
-    assert "round" not in {event["event"] for event in read_events(folder / "events.jsonl")}
+    more = {"dataset": str(tmp_path / "dataset.yaml"), "cache": str(tmp_path / "cache")}
+    nodes = [{"data-path": str(file), **more} for file in files]
+    run = quick_run(*REAL_SITES, *FEATURES, sites=nodes, fails=True)
+    assert isinstance(run.error, ConfigError)
+    assert re.match(r"the run has the features .*scattering.*, but its sites ", str(run.error))
+    assert not run.named("round")
 
 
-def test_first_error_of_a_site_is_in_the_runs_error(tmp_path, sites, compose_config):
-    config = create_run_folder(compose_config(*REAL_SITES, f"run_dir={tmp_path / 'run'}"))
-    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-    for context in grid._contexts.values():
-        context.node_config["data-path"] = str(sites / "missing.npz")
-    with pytest.raises(QuorumError, match=r"ConfigError: dataset\.root=.*missing\.npz is not a fi"):
-        server_app.serve(config, grid, listeners=[], resumed=False)
+def test_first_error_of_a_site_is_in_the_runs_error(sites, quick_run):
+    run = quick_run(*REAL_SITES, sites=[sites / "missing.npz"] * 3, fails=True)
+    assert isinstance(run.error, QuorumError)
+    said = r"ConfigError: dataset\.root=.*missing\.npz is not a fi"
+    assert re.search(said, str(run.error))
 
 
 # --- the model returns
 
 
-def run_where_sites_keep_models(config, sites, folder, *, keeping):
-    """Run; return its events, and where each site that keeps models has them."""
-    config = create_run_folder(replace(config, run_dir=str(folder / "run")))
-    grid, places = site_grid(config, sites), {}
-    for context, name in zip(grid._contexts.values(), "abc", strict=True):
-        if name in keeping:
-            places[name] = folder / name / "models"
-            signer = str(folder / "signing.pub")
-            context.node_config |= {"models": str(places[name]), "signer": signer}
-    server_app.serve(config, grid, listeners=[], resumed=False)
-    return read_events(folder / "run" / "events.jsonl"), places
+@pytest.fixture
+def kept_run(tmp_path, files, quick_run):
+    """``kept_run(names)``: a run of which these sites keep the model, and where each has it."""
+
+    def run(keeping):
+        make_signing_key(tmp_path / "signing.key")
+        signer = str(tmp_path / "signing.pub")
+        places = {name: tmp_path / name / "models" for name in keeping}
+        nodes = [{"data-path": str(file)} for file in files]
+        for name, place in places.items():
+            nodes["abc".index(name)] |= {"models": str(place), "signer": signer}
+        brief = ("rounds=1", "retrain.rounds=1")
+        return quick_run(*REAL_SITES, *brief, sites=nodes), places
+
+    return run
 
 
-ONE_ROUND = (*REAL_SITES, "rounds=1", "retrain.rounds=1")
-
-
-def test_every_site_that_keeps_models_has_the_runs(
-    tmp_path, sites, compose_config, monkeypatch, capsys
-):
-    make_signing_key(tmp_path / "signing.key")
+def test_every_site_that_keeps_models_has_the_runs(tmp_path, sites, kept_run, monkeypatch, capsys):
     monkeypatch.setenv(SIGNING_KEY, str(tmp_path / "signing.key"))
-    config = compose_config(*ONE_ROUND)
-    events, places = run_where_sites_keep_models(config, sites, tmp_path, keeping="ac")
-    (handed,) = (event for event in events if event["event"] == "handed_over")
+    run, places = kept_run("ac")
+    handed = run.the("handed_over")
     assert (handed["clients"], handed["asked"]) == ([0, 2], [0, 2])
-    assert not [event for event in events if event["event"] in ("client_failed", "warning")]
-    (evaluated,) = (event for event in events if event["event"] == "evaluated")
-    file = (tmp_path / "run" / "model.safetensors").read_bytes()
+    assert not run.named("client_failed", "warning")
+    file = (run.folder / "model.safetensors").read_bytes()
     for name, place in places.items():
         (folder,) = place.iterdir()
         assert (folder / "model.safetensors").read_bytes() == file
         assert "unfinished" not in (folder / "MODEL_CARD.md").read_text()
         tested = json.loads((folder / "test.json").read_text())
-        own = next(c for c in evaluated["clients"] if c["client"] == "abc".index(name))
+        clients = run.the("evaluated")["clients"]
+        own = next(c for c in clients if c["client"] == "abc".index(name))
         assert tested["num_examples"] == own["num_examples"]
         assert tested["accuracy"] == pytest.approx(own["accuracy"])
     output = tmp_path / "predictions.csv"
@@ -501,17 +434,13 @@ def test_every_site_that_keeps_models_has_the_runs(
     assert len(output.read_text().splitlines()) == 51
 
 
-def test_a_server_without_a_key_warns_and_its_run_has_its_model(
-    tmp_path, sites, compose_config, monkeypatch
-):
-    make_signing_key(tmp_path / "signing.key")
+def test_a_server_without_a_key_warns_and_its_run_has_its_model(kept_run, monkeypatch):
     monkeypatch.delenv(SIGNING_KEY, raising=False)
-    config = compose_config(*ONE_ROUND)
-    events, places = run_where_sites_keep_models(config, sites, tmp_path, keeping="a")
-    (warning,) = (event["message"] for event in events if event["event"] == "warning")
+    run, places = kept_run("a")
+    warning = run.the("warning")["message"]
     assert f"the model does not return to the sites: {SIGNING_KEY} is not set" in warning
     assert not places["a"].exists()
-    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert (run.folder / "model.safetensors").is_file()
 
 
 def test_a_site_that_does_not_say_whose_models_it_keeps_is_refused(sites, compose_config):

@@ -52,15 +52,13 @@ def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run
             assert ratio == pytest.approx(1, rel=0.3)
         assert stage.seconds > 0
     assert [stage.name for stage in told.stages] == ["search", "retrain"]
-    promised = [event for event in done.events if event["event"] == "privacy"]
+    promised = done.named("privacy")
     assert told.privacy == (sentence("overall_text", promised[-1]) if promised else "")
     assert told.memory_bytes > 50e6
 
 
 @pytest.mark.parametrize(("overrides", "cores"), [((), 1), (LOCAL, 1), (LOCAL, 2)])
-def test_seconds_are_those_of_all_steps_of_all_clients(
-    overrides, cores, compose_config, monkeypatch
-):
+def test_seconds_are_those_of_all_clients_steps(overrides, cores, compose_config, monkeypatch):
     """With a clock by which a message takes 2 s and each of its steps half a second."""
     monkeypatch.delenv(ALONE, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))

@@ -173,9 +173,7 @@ def wait_for(happened):
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_flwr_run_gives_the_bits_of_fednas_run_and_ends_with_the_report(
-    flwr, tiny_overrides, tmp_path
-):
+def test_flwr_run_gives_the_bits_of_fednas_run_and_its_report(flwr, tiny_overrides, tmp_path):
     overrides = [*tiny_overrides, "rounds=1", "retrain.rounds=1"]
     output = flwr.run([*overrides, f"run_dir={tmp_path / 'flwr'}"], "--stream")
     assert flwr.status() == "finished:completed", output

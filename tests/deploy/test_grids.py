@@ -115,9 +115,8 @@ def test_several_short_messages_are_taken_at_once_and_lost_together(make, monkey
 
     grid = make(1, act)
     told(grid, asked(grid, [0]))  # so it knows how long one takes
-    lost = [
-        i for i, reply in enumerate(told(grid, asked(grid, list(range(CLIENTS))))) if reply == DIED
-    ]
+    replies = told(grid, asked(grid, list(range(CLIENTS))))
+    lost = [index for index, reply in enumerate(replies) if reply == DIED]
     assert lost == list(range(2 * AHEAD, 3 * AHEAD))
 
 

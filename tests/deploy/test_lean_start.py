@@ -47,12 +47,9 @@ class Recorded(Exception):
     [(), ("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=1000", "search_space.norm=group")],
     ids=["exact", "private"],
 )
-def test_a_process_that_searches_on_prepared_data_imports_little(
-    compose_config, tmp_path, overrides
-):
-    config = create_run_folder(
-        compose_config(*overrides, "stages=[search]", f"run_dir={tmp_path / 'run'}")
-    )
+def test_a_process_that_only_searches_imports_little(compose_config, tmp_path, overrides):
+    own = ("stages=[search]", f"run_dir={tmp_path / 'run'}")
+    config = create_run_folder(compose_config(*overrides, *own))
     grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
     push, file, actions = grid.push_messages, tmp_path / "request", []
 

@@ -81,9 +81,7 @@ def two_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
 
 
-def test_a_run_whose_processes_cannot_be_started_goes_on_in_its_own(
-    compose_config, tmp_path, two_cores, monkeypatch
-):
+def test_a_run_without_processes_goes_on_alone(compose_config, tmp_path, two_cores, monkeypatch):
     def fails(forks):
         raise LostError
 
@@ -113,9 +111,7 @@ def test_workers_give_the_bits_of_one_process(compose_config, tmp_path, two_core
 
 
 @pytest.mark.run
-def test_a_worker_that_dies_costs_its_reply_and_another_takes_its_place(
-    compose_config, tmp_path, two_cores
-):
+def test_a_worker_that_dies_costs_its_reply_and_is_replaced(compose_config, tmp_path, two_cores):
     killed: list[int] = []
     config = compose_config("rounds=20", "stages=[search]", "runtime.device=cpu")
 

@@ -5,20 +5,12 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import ServerApp
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining
-from fednas_flwr.models.networks import describe_network
-
 
 @pytest.mark.parametrize("algorithm", ["fed_darts", "fnas", "random_search", "fedavg"])
 def test_a_strategy_runs_in_a_server_app(algorithm, compose_config, federate):
-    federation = federate(
-        compose_config("algorithm=fed_darts" if algorithm == "fedavg" else f"algorithm={algorithm}")
-    )
+    given = ["algorithm.network=plain_cnn"] if algorithm == "fedavg" else []
+    federation = federate(compose_config(f"algorithm={algorithm}", *given))
     strategy = federation.strategy
-    if algorithm == "fedavg":
-        given = compose_config("algorithm=fedavg", "algorithm.network=plain_cnn")
-        described = describe_network(given, federation.data[0], None)
-        strategy, _ = make_retraining(given, described, federation.cohort, None)
     app, seen = ServerApp(), {}
 
     def global_evaluate(server_round, arrays):
@@ -40,12 +32,15 @@ def test_a_strategy_runs_in_a_server_app(algorithm, compose_config, federate):
         )
         seen["result"] = result.arrays.to_torch_state_dict()
         seen["rounds"] = list(result.train_metrics_clientapp)
+        seen["told"] = result.evaluate_metrics_serverapp[0]["weights"]
+        seen["central"] = result.train_metrics_clientapp[2]["central_weights"]
         seen["initial"] = initial
 
     context = Context(1, 1, {}, RecordDict(), {"num-server-rounds": 2})
     app(federation.grid, context)
     assert seen["rounds"] == [1, 2]
-    assert not [event for event in federation.events if event["event"] == "client_failed"]
+    assert seen["told"] == seen["central"] == len(seen[0])
+    assert not federation.failed
     assert all(torch.equal(seen[0][name], tensor) for name, tensor in seen["initial"].items())
     assert seen["result"].keys() == seen[0].keys()
     assert all(torch.equal(tensor, seen[2][name]) for name, tensor in seen["result"].items())

@@ -63,9 +63,8 @@ def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
         (tmp_path / "config.toml").write_text(text)
     api.check(compose_config("runtime=deployment", f"runtime.superlink={good}"))
     for wrong in ("nothing", "default"):
-        config = compose_config(
-            "runtime=deployment", f"runtime.superlink={wrong}", f"run_dir={tmp_path / 'run'}"
-        )
+        own = (f"runtime.superlink={wrong}", f"run_dir={tmp_path / 'run'}")
+        config = compose_config("runtime=deployment", *own)
         with pytest.raises(ConfigError) as told:
             api.run(config)
         assert str(told.value) == (

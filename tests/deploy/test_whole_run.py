@@ -36,9 +36,7 @@ def folders(compose_config, tmp_path):
 
 @pytest.mark.run
 @pytest.mark.parametrize("cores", [1, 2])
-def test_networks_are_the_same_however_many_are_trained_at_once(
-    cores, folders, compose_config, monkeypatch
-):
+def test_however_many_are_trained_at_once_are_the_same(cores, folders, compose_config, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     config = compose_config(*LINEAR)
     first = folders("a", "b", "c", "d", "e")  # more than are trained at once

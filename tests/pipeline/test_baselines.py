@@ -21,6 +21,10 @@ from ..booked import booked
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
 
+PRIVATE = (
+    "algorithm=dp_fnas privacy=dp privacy.epsilon=50 clients=2 "
+    "search_space.norm=group retrain.norm=group"
+)
 RANGES = {
     **dict.fromkeys(("lr", "momentum", "alpha_lr", "dropout"), (0.02, 0.03)),
     **dict.fromkeys(("weight_decay", "alpha_weight_decay"), (1e-4, 2e-4)),
@@ -54,9 +58,8 @@ def test_private_real_sites_train_no_baselines():
     with pytest.raises(NoEffectError, match=r"evaluation.baselines=2 .* would pay for more"):
         compose(*private, "evaluation.baselines=2")
     assert compose(*private).evaluation.baselines is None
-    assert (
-        compose(*REAL_SITES, "evaluation.baselines=2").evaluation.baselines == 2
-    )  # they cost time alone
+    exact = compose(*REAL_SITES, "evaluation.baselines=2")  # they cost time alone
+    assert exact.evaluation.baselines == 2
 
 
 @pytest.mark.run
@@ -105,9 +108,8 @@ def test_baselines_are_trained_as_the_found_network(compose_config, tmp_path):
     (missing.folder / "events.jsonl").unlink()
     run(result.folder)
     again = {b.folder.name: b for b in read_run(folder).baselines()}
-    assert {n for n, b in again.items() if b.events[-1]["time"] == times[n]} == {*configs} - {
-        "random_2"
-    }
+    same = {n for n, b in again.items() if b.events[-1]["time"] == times[n]}
+    assert same == {*configs} - {"random_2"}
     assert again["random_2"].accuracy() == accuracy
     assert read_run(folder).events == own.events
 
@@ -116,10 +118,9 @@ def test_baselines_are_trained_as_the_found_network(compose_config, tmp_path):
 @pytest.mark.usefixtures("few_draws")
 def test_private_baselines_have_a_ledger_of_their_own(compose_config, tmp_path):
     folder = tmp_path / "run"
-    overrides = ["algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=50", "clients=2"]
-    overrides += ["search_space.norm=group", "retrain.norm=group", "evaluation.baselines=1"]
     sites = tmp_path / "sites"  # whose budgets the run spends, and no baseline
-    run(compose_config(*overrides, f"privacy.sites={sites}", f"run_dir={folder}"))
+    own = ("evaluation.baselines=1", f"privacy.sites={sites}", f"run_dir={folder}")
+    run(compose_config(PRIVATE, *own))
     own = read_run(folder)
     assert not (folder / "sites").exists()
     assert (sites / "client-0" / "ledger").is_dir()
@@ -136,10 +137,8 @@ def test_private_baselines_have_a_ledger_of_their_own(compose_config, tmp_path):
 @pytest.mark.run
 def test_a_completed_run_that_is_resumed_releases_nothing_more(compose_config, tmp_path):
     folder = tmp_path / "run"
-    overrides = ["algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=50", "clients=2"]
-    overrides += ["search_space.norm=group", "retrain.norm=group", "rounds=1"]
-    run(compose_config(*overrides, "privacy.metrics_noise_multiplier=5", f"run_dir={folder}"))
-
+    own = ("rounds=1", "privacy.metrics_noise_multiplier=5", f"run_dir={folder}")
+    run(compose_config(PRIVATE, *own))
     before = booked(folder / "sites")
     assert before[-1].action == "evaluate.model:metrics"
     run(folder)
@@ -150,17 +149,14 @@ def test_a_completed_run_that_is_resumed_releases_nothing_more(compose_config, t
     ("search", "retrain", "evaluate", "number"),
     [(200.0, 10.0, 1.0, 2), (40.0, 1.0, 0.0, 0), (200.0, 30.0, 0.0, 0), (200.0, 10.0, 20.0, 0)],
 )
-def test_baselines_are_made_by_default_where_they_add_little(
-    tmp_path, search, retrain, evaluate, number
-):
+def test_baselines_are_made_where_they_add_little(tmp_path, search, retrain, evaluate, number):
     """The run takes over a minute, and five times all but its search is less than half of it."""
     stages = {"search": search, "retrain": retrain, "evaluate": evaluate}
     lines = [{"event": "run_started"}]
     for name, seconds in stages.items():
-        lines += [
-            {"event": "stage_started", "stage": name, "elapsed": 0.0},
-            {"event": "stage_finished", "stage": name, "seconds": seconds, "elapsed": seconds},
-        ]
+        lines.append({"event": "stage_started", "stage": name, "elapsed": 0.0})
+        ended = {"stage": name, "seconds": seconds, "elapsed": seconds}
+        lines.append({"event": "stage_finished", **ended})
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert baselines.affordable(tmp_path) == number
     (tmp_path / "baselines").mkdir()
@@ -197,11 +193,8 @@ def test_found_hyper_parameters_are_taken_over(compose_config, tmp_path, low, hi
         f"{name}: {{low: {least}, high: {most}, log: false}}"
         for name, (least, most) in (RANGES | {"lr": (low, high)}).items()
     )
-    config = compose_config(
-        *("algorithm=random_search", "rounds=1"),
-        f"algorithm.ranges={{{ranges}}}",
-        f"run_dir={folder}",
-    )
+    own = ("algorithm=random_search", "rounds=1", f"run_dir={folder}")
+    config = compose_config(*own, f"algorithm.ranges={{{ranges}}}")
     run(config)
     derived = read_run(folder).last("derived")
     found = derived["configuration"]

@@ -89,9 +89,7 @@ def test_a_run_names_its_sites_everywhere(folder, tmp_path, capsys):
 
 @pytest.mark.run
 @pytest.mark.parametrize(("declared", "names"), [(False, None), (True, list(SITES))])
-def test_values_of_a_private_column_are_told_only_where_declared(
-    one_table, run_inline, declared, names
-):
+def test_values_of_a_private_column_are_told_if_declared(one_table, run_inline, declared, names):
     wards = f"dataset.categories={{ward: [{', '.join(SITES)}]}}"
     ran = run_inline(
         *overrides(one_table, "partition=column", "partition.column=ward"),
@@ -100,5 +98,5 @@ def test_values_of_a_private_column_are_told_only_where_declared(
         *([wards] if declared else []),
         *("clients=3", "retrain.channels=null", "retrain.rounds=1"),
     )
-    (partition,) = (event for event in ran.events if event["event"] == "partition")
+    partition = ran.the("partition")
     assert partition.get("names") == names

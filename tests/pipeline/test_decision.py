@@ -42,7 +42,7 @@ def data(tmp_path_factory):
 def test_every_route_gives_the_same_labels(finished_run, data, private, tmp_path, capsys):
     run = finished_run(*LINEAR, f"dataset.root={data}", *private)
     file, table = data / "test.csv", pd.read_csv(data / "test.csv")
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    evaluated = run.the("evaluated")
     central, threshold = evaluated["central"], evaluated["threshold"]
     shares = load(run.folder).predict(file).probabilities[:, 1]
     labels = np.where(shares >= np.float32(threshold), "yes", "no")
@@ -96,7 +96,7 @@ def test_the_estimator_decides_by_the_threshold(tmp_path):
 
 def test_compared_by_accuracy_the_most_probable_class_is_the_label(finished_run, data):
     run = finished_run(*LINEAR, f"dataset.root={data}", "evaluation.metric=accuracy")
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
+    evaluated = run.the("evaluated")
     assert evaluated["threshold"] is None
     found = load(run.folder).predict(data / "test.csv")
     assert found.accuracy == evaluated["central"]["accuracy"]
@@ -110,10 +110,7 @@ def test_pooled_models_are_scored_by_their_own_most_probable_class(finished_run,
     simpler = (*LINEAR, f"dataset.root={data}", "dataset.linear_baseline=true")
     at_threshold = finished_run(*simpler, "evaluation.metric=auroc")
     most_probable = finished_run(*simpler, "evaluation.metric=accuracy")
-    first, second = (
-        next(e for e in run.events if e["event"] == "evaluated")
-        for run in (at_threshold, most_probable)
-    )
+    first, second = (run.named("evaluated")[0] for run in (at_threshold, most_probable))
     assert first["threshold"] is not None
     assert first["central"]["accuracy"] != second["central"]["accuracy"]
     assert (first["linear"], first["trees"]) == (second["linear"], second["trees"])

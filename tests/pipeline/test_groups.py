@@ -23,7 +23,7 @@ from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 
 from ..booked import booked
-from ..finished_runs import copy_without
+from ..finished_runs import copy_without, named
 
 COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
 CFDNAS = [
@@ -43,22 +43,16 @@ def run(run_inline):
     return lambda *overrides, **how: run_inline(*CFDNAS, *(overrides or [HARDWARE]), **how)
 
 
-def named(events, name):
-    return [event for event in events if event["event"] == name]
-
-
 @pytest.fixture(scope="module")
 def whole(run):
     return run()
 
 
 def test_each_group_gets_its_network_report_and_results(whole):
-    assert json.loads((whole.folder / "groups.json").read_text()) == {"a": [1, 3], "b": [0, 2, 4]}
-    finished = {event["group"]: event for event in named(whole.events, "group_finished")}
-    assert {name: event["clients"] for name, event in finished.items()} == {
-        "a": [1, 3],
-        "b": [0, 2, 4],
-    }
+    groups = json.loads((whole.folder / "groups.json").read_text())
+    assert groups == {"a": [1, 3], "b": [0, 2, 4]}
+    finished = {event["group"]: event for event in whole.named("group_finished")}
+    assert {name: event["clients"] for name, event in finished.items()} == groups
     for name, event in finished.items():
         assert event["status"] == "completed"
         folder = whole.folder / event["folder"]
@@ -70,30 +64,27 @@ def test_each_group_gets_its_network_report_and_results(whole):
         parameters = sum(p.numel() for p in network.parameters())
         assert event["results"]["num_parameters"] == parameters
         rounds = named(read_events(folder / "events.jsonl"), "round")
-        assert [(e["stage"], e["round"]) for e in rounds] == [
-            *(("search", 1), ("search", 2), ("retrain", 1))
-        ]
+        told = [(e["stage"], e["round"]) for e in rounds]
+        assert told == [("search", 1), ("search", 2), ("retrain", 1)]
         assert all(set(e["clients"]) == set(map(str, event["clients"])) for e in rounds)
     report = (whole.folder / "report.html").read_text()
     assert 'href="./groups/a/report.html"' in report
 
 
 def test_only_the_group_with_a_hardware_loss_becomes_cheaper(whole):
-    costs = {
-        event["group"]: event["results"]["multiply_adds"]
-        for event in named(whole.events, "group_finished")
-    }
+    finished = whole.named("group_finished")
+    costs = {event["group"]: event["results"]["multiply_adds"] for event in finished}
     assert costs["a"] < costs["b"]
 
 
 def test_groups_go_on_from_the_supernet_of_all_clients(whole, run):
-    rounds = [e["round"] for e in named(whole.events, "round")]
+    rounds = [e["round"] for e in whole.named("round")]
     assert rounds == [1, 2]
     shared = load_file(whole.folder / "checkpoints" / "search-000002.safetensors")
     first = "groups/b/checkpoints/search-000001.safetensors"
     of_group = load_file(whole.folder / first)
     naive = run("algorithm.inherit=false")
-    assert not named(naive.events, "round")
+    assert not naive.named("round")
     from_scratch = load_file(naive.folder / first)
     batches = [int(s["buffers.int64"][0]) for s in (shared, of_group, from_scratch)]
     assert batches[1] == batches[0] + batches[2] > batches[2] > 0  # seen by the stem's batch norm
@@ -124,11 +115,11 @@ def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(r
 
     monkeypatch.setitem(ANSWERS, "train.search", failing)
     broken = run(HARDWARE, "runtime.quorum=1.0")
-    finished = {event["group"]: event for event in named(broken.events, "group_finished")}
+    finished = {event["group"]: event for event in broken.named("group_finished")}
     assert finished["b"]["status"] == "completed"
     assert finished["a"]["status"] == "failed"
     assert "the disk is full" in finished["a"]["reason"]
-    failures = [e for e in named(broken.events, "client_failed") if e["stage"] == "search"]
+    failures = [e for e in broken.named("client_failed") if e["stage"] == "search"]
     assert {(failure["group"], failure["client"]) for failure in failures} == {("a", 3)}
     assert "the disk is full" in (broken.folder / "groups" / "a" / "report.html").read_text()
 
@@ -140,7 +131,7 @@ def test_a_group_whose_clients_cannot_reach_its_target_ends_alone(run):
         *(f"algorithm.group_hardware={{a: {unreachable}}}", "algorithm.inherit=false"),
         *("stages=[search]", "algorithm.group_rounds=1"),
     )
-    finished = {event["group"]: event for event in named(found.events, "group_finished")}
+    finished = {event["group"]: event for event in found.named("group_finished")}
     assert "target=1e+06 ms cannot be reached" in finished["a"]["reason"]
     assert finished["b"]["status"] == "completed"
 
@@ -232,28 +223,27 @@ def test_groups_that_cannot_be_are_refused_before_the_search(run, overrides, sen
     failed = run(*overrides, fails=True)
     with pytest.raises(ConfigError, match=sentence):
         raise failed.error
-    assert not named(failed.events, "round")
+    assert not failed.named("round")
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("algorithm.client_tags=[a]", "algorithm.client_tags=.* give one for each client, or none"),
-        ("algorithm.group_by=alphas", "num_groups=null: a number is needed"),
-        (
-            "algorithm.num_groups=2",
-            "group_by=tag with algorithm.num_groups=2: a number is for groups",
-        ),
-        (HARDWARE.replace("7e4", "7e9"), r"target=7e\+09 multiply_adds cannot be reached"),
-        (
-            HARDWARE.replace("multiply_adds", "ms").replace("additive", "additiv"),
-            r"hardware\.loss=additiv is unknown.*nearest: additive",
-        ),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(compose_config, override, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        check_buildable(compose_config(*CFDNAS, override))
+MISSPELT = HARDWARE.replace("multiply_adds", "ms").replace("additive", "additiv")
+BY_NUMBER = "algorithm.group_by=alphas algorithm.num_groups=2"
+RESTING = "algorithm.group_hardware={} algorithm.search.warm_up_rounds=2"
+REFUSED = {
+    "algorithm.client_tags=[a]": "algorithm.client_tags=.* give one for each client, or none",
+    "algorithm.group_by=alphas": "num_groups=null: a number is needed",
+    "algorithm.num_groups=2": "group_by=tag with algorithm.num_groups=2: a number is for groups",
+    HARDWARE.replace("7e4", "7e9"): r"target=7e\+09 multiply_adds cannot be reached",
+    MISSPELT: r"hardware\.loss=additiv is unknown.*nearest: additive",
+    f"{BY_NUMBER} {HARDWARE}": "group_hardware=a is unknown: choose one of 1, 2",
+    f"{BY_NUMBER} {RESTING}": "rounds=2: alphas rest .* raise rounds to 3 or more",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_settings_that_do_not_fit_are_refused(compose_config, overrides):
+    with pytest.raises(ConfigError, match=REFUSED[overrides]):
+        check_buildable(compose_config(*CFDNAS, overrides))
 
 
 PRIVATE = (
@@ -265,10 +255,10 @@ PRIVATE = (
 def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
     """Before the first release, under one promise; groups are of tags, which are public."""
     whole = run(*PRIVATE)
-    (promised,) = named(whole.events, "privacy")
+    promised = whole.the("privacy")
     steps = {(p["stage"], p["kind"]): p["steps"] for p in promised["schedule"]}
     assert steps == {("search", "weights"): 6, ("search", "alphas"): 6, ("retrain", "weights"): 3}
-    first = next(event for event in whole.events if event["event"] == "round")
+    first = whole.named("round")[0]
     assert whole.events.index(promised) < whole.events.index(first)
     for client in range(5):
         entries = booked(whole.folder / "sites", client)
@@ -277,9 +267,8 @@ def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
         assert {entry.run for entry in entries} == {entries[0].run}
     for name, clients in (("a", [1, 3]), ("b", [0, 2, 4])):
         events = read_events(whole.folder / "groups" / name / "events.jsonl")
-        (own,) = named(events, "privacy")
+        own, spent = named(events, "privacy", "privacy_spent")
         assert [told["client"] for told in own["clients"]] == clients
-        (spent,) = named(events, "privacy_spent")
         assert all(told["spent"] > 0 for told in spent["clients"])
         budget = max(told["epsilon"]["prv"]["train"] for told in own["clients"])
         assert read_run(whole.folder / "groups" / name).numbers()["epsilon"] >= budget
@@ -302,7 +291,7 @@ def test_a_private_run_repeats_no_more_than_the_round_that_was_lost(run):
 def test_private_groups_of_similar_updates_cost_no_release_more(run):
     """They come from what the search has released; a resumed run keeps them."""
     whole = run(*PRIVATE, *BY_ALPHAS, "algorithm.group_rounds=2")
-    (promised,) = named(whole.events, "privacy")
+    promised = whole.the("privacy")
     steps = {(p["stage"], p["kind"]): p["steps"] for p in promised["schedule"]}
     assert steps == {("search", "weights"): 6, ("search", "alphas"): 6, ("retrain", "weights"): 3}
     for client in range(5):
@@ -347,11 +336,5 @@ def test_a_client_that_is_no_longer_asked_is_in_no_group_of_alphas(run, monkeypa
 
 
 def test_groups_of_alphas_have_numbers(compose_config):
-    by_alphas = [*CFDNAS, "algorithm.group_by=alphas", "algorithm.num_groups=2"]
-    with pytest.raises(ConfigError, match="group_hardware=a is unknown: choose one of 1, 2"):
-        compose_config(*by_alphas, HARDWARE)
-    resting = ("algorithm.group_hardware={}", "algorithm.search.warm_up_rounds=2")
-    with pytest.raises(ConfigError, match="rounds=2: alphas rest .* raise rounds to 3 or more"):
-        compose_config(*by_alphas, *resting)
-    config = compose_config(*by_alphas, HARDWARE.replace("{a:", "{2:"))
+    config = compose_config(*CFDNAS, BY_NUMBER, HARDWARE.replace("{a:", "{2:"))
     assert list(config.algorithm.group_hardware) == ["2"]

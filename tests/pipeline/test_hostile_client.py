@@ -64,14 +64,14 @@ def filled(value):
 
 def failures(run):
     """Return who failed and why, but for client 2 that has no test records."""
-    failed = [e for e in run.events if e["event"] in ("client_failed", "client_left")]
+    failed = run.failed
     return [(e["client"], e["reason"]) for e in failed if "split is empty" not in e["reason"]]
 
 
 def assert_sound(run):
     network = load(run.folder).network
     assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
-    (exported,) = (e for e in run.events if e["event"] == "exported")
+    exported = run.the("exported")
     assert exported["onnx_max_difference"] < 1e-3
 
 
@@ -98,9 +98,8 @@ def test_values_that_no_client_can_have_spoil_nothing(action, value, overrides, 
 
 def test_a_negative_variance_spoils_nothing(lying, run_inline):
     def change(reply):
-        return replace(
-            reply, states={**reply.states, "buffers": filled(-1.0)(reply).states["buffers"]}
-        )
+        buffers = filled(-1.0)(reply).states["buffers"]
+        return replace(reply, states={**reply.states, "buffers": buffers})
 
     lying("train.weights", change)
     run = run_inline(*EXACT)
@@ -109,28 +108,11 @@ def test_a_negative_variance_spoils_nothing(lying, run_inline):
     assert_sound(run)
 
 
-def test_no_metric_of_a_client_stands_in_place_of_the_servers(lying, run_inline):
-    for action, name in (("train.weights", "central_accuracy"), ("evaluate.model", "client")):
-        lying(
-            action, lambda reply, name=name: replace(reply, metrics={**reply.metrics, name: 0.125})
-        )
-    run = run_inline(*EXACT)
-    told = failures(run)
-    assert {client for client, _ in told} == {BAD}
-    assert all("none of the metrics asked for" in reason for _, reason in told)
-    assert told[0][1].startswith("central_accuracy")
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
-    assert [measured["client"] for measured in evaluated["clients"]] == [0]
-    rounds = [e["metrics"] for e in run.events if e["event"] == "round"]
-    assert len(rounds) == 2
-    assert not any("central_accuracy" in metrics for metrics in rounds)
-
-
 # --- what is declared
 
 
 def schedule_of(run):
-    (event,) = (e for e in run.events if e["event"] == "privacy")
+    event = run.the("privacy")
     return event["schedule"], [told["client"] for told in event["clients"]]
 
 
@@ -166,7 +148,7 @@ def test_a_client_that_declares_many_records_has_half_of_an_average(lying, run_i
     lying("train.weights", lambda reply: replace(reply, num_examples=2000))
     run = run_inline(*EXACT, "stages=[retrain]")
     assert failures(run) == []
-    (warning,) = (e["message"] for e in run.events if e["event"] == "warning")
+    (warning,) = (e["message"] for e in run.named("warning"))
     assert f"client {BAD} may weigh 2000 of" in warning
     assert "runtime.largest_share" in warning
 
@@ -180,9 +162,7 @@ def test_a_client_that_declares_many_records_has_half_of_an_average(lying, run_i
 )
 def test_a_tag_that_names_no_group_leaves_a_client_out(properties, lying, run_inline):
     lying("query.describe", telling(**properties))
-    run = run_inline(
-        *CFDNAS, "algorithm.inherit=false", "stages=[search]", "algorithm.group_rounds=1"
-    )
+    run = run_inline(*CFDNAS, "algorithm.inherit=false stages=[search] algorithm.group_rounds=1")
     (failure,) = failures(run)
     assert failure[0] == BAD
     groups = json.loads((run.folder / "groups.json").read_text())

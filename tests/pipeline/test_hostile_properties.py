@@ -160,9 +160,8 @@ def test_every_property_is_tried(honest):
         for reply in replies[BAD].values()
         for name in reply.properties
     }
-    assert set(FORMS) == told | set(SAID) | SUMS | {"latency", "sums"}, (
-        "a run that has the new property, please"
-    )
+    known = told | set(SAID) | SUMS | {"latency", "sums"}
+    assert set(FORMS) == known, "a run that has the new property, please"
     for name, honest_value in SAID.items():
         assert passes(name, honest_value)
         others = (value for value in variants(honest_value) if value is not honest_value)
@@ -211,10 +210,6 @@ def hostile_numbers(value, number):
     return number if type(value) in (int, float) else value
 
 
-def within(number, low, high):
-    return low <= number <= high
-
-
 BOUNDED = {"moments", "class_counts", "scores", "histogram"}  # who says so stays in the run
 
 
@@ -229,17 +224,18 @@ def test_no_number_of_a_client_spoils_a_whole_run(number, honest, table, run_inl
             if client.index != BAD:
                 return reply
             told = {
-                n: hostile_numbers(v, number) for n, v in reply.properties.items() if n in BOUNDED
+                n: hostile_numbers(reply.properties[n], number)
+                for n in BOUNDED & reply.properties.keys()
             }
             kept = {name: value for name, value in told.items() if passes(name, value)}
-            metrics = {
-                name: number
-                for name in reply.metrics
-                if isinstance(number, float) and within(number, *NO_LIMITS.metric_range(name))
+            ranges = {name: NO_LIMITS.metric_range(name) for name in reply.metrics}
+            false = {
+                n: number
+                for n, (low, high) in ranges.items()
+                if isinstance(number, float) and low <= number <= high
             }
-            return replace(
-                reply, properties={**reply.properties, **kept}, metrics={**reply.metrics, **metrics}
-            )
+            said, measured = {**reply.properties, **kept}, {**reply.metrics, **false}
+            return replace(reply, properties=said, metrics=measured)
 
         return answer
 
@@ -251,12 +247,9 @@ def test_no_number_of_a_client_spoils_a_whole_run(number, honest, table, run_inl
     write_model_card(run.folder)
     network = load(run.folder).network
     assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
-    found, own = (
-        next(event["central"]["accuracy"] for event in of.events if event["event"] == "evaluated")
-        for of in (run, usual)
-    )
+    found, own = (of.named("evaluated")[0]["central"]["accuracy"] for of in (run, usual))
     assert found > own - 0.1
-    rounds = [event["metrics"]["train_loss"] for event in run.events if event["event"] == "round"]
+    rounds = [event["metrics"]["train_loss"] for event in run.named("round")]
     assert max(rounds) <= FARTHEST
 
 
@@ -268,21 +261,17 @@ def test_moments_that_are_far_are_named_and_make_nobodys_features_equal(
 
     def answer(client, request, asked):
         reply = answers["query.describe"](client, request, asked)
+        if client.index != BAD:
+            return reply
         far = [{**of, kind: 1e6} for of in reply.properties["moments"]]
-        return (
-            reply
-            if client.index != BAD
-            else replace(reply, properties={**reply.properties, "moments": far})
-        )
+        return replace(reply, properties={**reply.properties, "moments": far})
 
     monkeypatch.setitem(entrance.ANSWERS, "query.describe", answer)
     run = run_inline(*table, sites=site_files[:3])
-    (warning,) = (event["message"] for event in run.events if event["event"] == "warning")
+    (warning,) = (event["message"] for event in run.named("warning"))
     assert f"client {BAD} says that " in warning
     assert "declare dataset.statistics" in warning
-    told, honest_told = (
-        next(event for event in of.events if event["event"] == "statistics") for of in (run, usual)
-    )
+    told, honest_told = (of.named("statistics")[0] for of in (run, usual))
     for column in range(3):
         assert told["std"][column] < 5 * honest_told["std"][column]
         moved = abs(told["mean"][column] - honest_told["mean"][column])

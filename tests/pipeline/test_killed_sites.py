@@ -7,6 +7,8 @@ total of those whose answers are in it, or it fails with a reason and goes on wi
 import importlib
 import multiprocessing
 import signal
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,11 @@ from flwr.app import Error, Message
 from fednas_flwr.cli import main
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.deploy.server_app import serve
-from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import dump_config
 
-from .test_secure_sum import SUMS, lost_at, run, weights
+from ..finished_runs import whole_run
+from .test_secure_sum import SUMS, LossyGrid, lost_at, never, weights
 
 VICTIM = 2
 BASE = (
@@ -33,14 +34,13 @@ MOMENTS = ("asked", "recorded", "answered", "sent")
 
 
 @pytest.fixture(scope="module")
-def totals(compose_config, tmp_path_factory):
+def totals(quick_run):
     """The weights that runs without secure sums end in, of all clients and without the victim."""
     found = {}
-    for name, lost in (("all", lambda *_: False), ("others", lost_at(ASKED, {VICTIM}))):
-        folder = tmp_path_factory.mktemp(name) / "run"
-        own = ("clients=4", "runtime.largest_share=1", "runtime.quorum=0.5", f"run_dir={folder}")
-        run(compose_config(*BASE, *own), lost=lost)
-        found[name] = weights(folder)
+    for name, lost in (("all", never), ("others", lost_at(ASKED, {VICTIM}))):
+        own = ("clients=4", "runtime.largest_share=1", "runtime.quorum=0.5")
+        ran = quick_run(*BASE, *own, grid=partial(LossyGrid, lost=lost))
+        found[name] = weights(ran.folder)
     assert not torch.allclose(*(next(iter(w.values())) for w in found.values()), atol=1e-3)
     return found
 
@@ -124,23 +124,17 @@ def test_a_killed_site_leaves_the_total_of_the_others_or_a_clear_failure(
     folder = tmp_path / "run"
     own = ("runtime.quorum=0.5", f"run_dir={folder}")
     config = create_run_folder(compose_config(*BASE, *SUMS, *own))
-    grid, error = KillingGrid(config, action, moment, returns=returns), None
-    try:
-        serve(config, grid, listeners=[], resumed=False)
-    except Exception as caught:
-        error = caught
-    finally:
-        grid.close()
+    with closing(KillingGrid(config, action, moment, returns=returns)) as grid:
+        ran = whole_run(config, grid=lambda *_: grid)
     assert grid.deaths == 1
     if total is None:
-        assert "the list of survivors (client 2), so that no mask" in str(error)
+        assert "the list of survivors (client 2), so that no mask" in str(ran.error)
         assert not list((folder / "checkpoints").glob("retrain-*"))
         assert main(["run", f"resume={folder}"]) == 0
         total = "all"
     else:
-        assert error is None
-        failed = {e["client"] for e in read_events(folder / "events.jsonl")
-                  if e["event"] == "client_failed"}  # fmt: skip
+        assert ran.error is None
+        failed = {e["client"] for e in ran.named("client_failed")}
         assert failed == (set() if moment == "sent" and (returns or action == OPEN) else {VICTIM})
     for name, tensor in weights(folder).items():
         torch.testing.assert_close(tensor, totals[total][name], rtol=1e-4, atol=1e-6)

@@ -18,7 +18,7 @@ from fednas_flwr.runs.numbers import BASELINES_FOLDER, FINALISTS_FOLDER, read_ru
 SPREAD = (0.0, 0.01, -0.01)  # of a candidate's own resamples
 
 
-def add(folder, name, score, *, parameters, noise, metric="auroc"):
+def add(folder, name, score, *, parameters=1, noise=0.0, metric="auroc"):
     """Write the run of a candidate; ``noise`` is what it alone loses in each second resample."""
     values = [score + shift - noise * (i % 2) for i, shift in enumerate(SPREAD * 4)]
     evaluated = {"event": "evaluated", "metric": metric, "validation": values, "central": {}}
@@ -36,9 +36,7 @@ def add(folder, name, score, *, parameters, noise, metric="auroc"):
         (0.899, 0.89, "linear"),
     ],
 )
-def test_the_simplest_finalist_within_a_standard_error_of_the_best_is_delivered(
-    tmp_path, linear, small, expected
-):
+def test_the_simplest_within_a_standard_error_of_the_best_wins(tmp_path, linear, small, expected):
     scores = {"large": 0.9, "small": small, "linear": linear}
     sizes = {"large": 900, "small": 90, "linear": 1000}
     for place, add_to in ((BASELINES_FOLDER, -0.1), (FINALISTS_FOLDER, 0.0)):
@@ -46,7 +44,7 @@ def test_the_simplest_finalist_within_a_standard_error_of_the_best_is_delivered(
             noise = 0.0 if name == "large" else 0.003
             add(tmp_path / place, name, score + add_to, parameters=sizes[name], noise=noise)
         if place == BASELINES_FOLDER:
-            add(tmp_path / place, "random_1", 0.6, parameters=5, noise=0.0)
+            add(tmp_path / place, "random_1", 0.6, parameters=5)
     assert set(finalists(tmp_path)) == {"large", "small", "linear"}
     choice = chosen(tmp_path)
     assert choice is not None
@@ -56,17 +54,10 @@ def test_the_simplest_finalist_within_a_standard_error_of_the_best_is_delivered(
 
 def test_fronts_are_trained_to_the_end_and_limits_bound_what_is_delivered(tmp_path):
     sizes = {"large": 900, "small": 90, "linear": 10, "front_1": 20, "front_2": 500, "found": 70}
-    scores = {
-        "large": 0.9,
-        "small": 0.8,
-        "linear": 0.5,
-        "front_1": 0.6,
-        "front_2": 0.7,
-        "found": 0.4,
-    }
+    scores = dict(zip(sizes, (0.9, 0.8, 0.5, 0.6, 0.7, 0.4), strict=True))
     for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
         for name, score in scores.items():
-            add(tmp_path / place, name, score, parameters=sizes[name], noise=0.0)
+            add(tmp_path / place, name, score, parameters=sizes[name])
     assert set(finalists(tmp_path)) == set(scores)
     assert chosen(tmp_path).name == "large"
     limits = {"parameters": 100, "multiply_adds": None, "latency_ms": None, "table": None}
@@ -78,7 +69,7 @@ def test_fronts_are_trained_to_the_end_and_limits_bound_what_is_delivered(tmp_pa
 def test_a_smaller_log_loss_is_better(tmp_path):
     for name, score in {"a": 0.4, "b": 0.6}.items():
         for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
-            add(tmp_path / place, name, score, parameters=1, noise=0.0, metric="log_loss")
+            add(tmp_path / place, name, score, metric="log_loss")
     choice = chosen(tmp_path)
     assert choice is not None
     assert (choice.name, choice.row()["validation"]) == ("a", 0.4)
@@ -86,25 +77,18 @@ def test_a_smaller_log_loss_is_better(tmp_path):
 
 def test_a_folder_without_candidates_delivers_none(tmp_path):
     assert chosen(tmp_path) is None
-    add(tmp_path / BASELINES_FOLDER, "linear", 0.5, parameters=1, noise=0.0)  # no choice, either
+    add(tmp_path / BASELINES_FOLDER, "linear", 0.5)  # no choice, either
     assert chosen(tmp_path) is None
 
 
 @pytest.fixture
 def recommended(compose_config, tmp_path):
-    config = compose_config(
-        *(
-            "experiment=search/recommended",
-            "dataset=digits",
-            "clients=2",
-            "retrain.rounds=3",
-            "rounds=1",
-        ),
-        *("search_space.channels=4", "retrain.channels=4", "algorithm.local_epochs=1"),
-        *("algorithm.pool.draws=4", "algorithm.pool.keep=2", "dataset.limit_train=120"),
-        *("evaluation.baselines=1", f"run_dir={tmp_path / 'run'}"),
+    return compose_config(
+        "experiment=search/recommended dataset=digits clients=2 retrain.rounds=3 rounds=1",
+        "search_space.channels=4 retrain.channels=4 algorithm.local_epochs=1",
+        "algorithm.pool.draws=4 algorithm.pool.keep=2 dataset.limit_train=120",
+        f"evaluation.baselines=1 run_dir={tmp_path / 'run'}",
     )
-    return config
 
 
 @pytest.mark.slow
@@ -215,8 +199,8 @@ def test_no_candidate_has_trained_on_what_chooses_it(recommended, monkeypatch):
 
 
 def test_a_run_without_a_choice_shows_its_baselines_by_test_scores(tmp_path):
-    add(tmp_path, "own", 0.9, parameters=3, noise=0.0)
-    add(tmp_path / "own" / BASELINES_FOLDER, "linear", 0.8, parameters=1, noise=0.0)
+    add(tmp_path, "own", 0.9, parameters=3)
+    add(tmp_path / "own" / BASELINES_FOLDER, "linear", 0.8)
     file = tmp_path / "own" / BASELINES_FOLDER / "linear" / "events.jsonl"
     file.write_text(file.read_text().replace('"validation": [', '"past": ['))
     rows = compared(read_run(tmp_path / "own"))

@@ -1,25 +1,20 @@
 """What a private run takes from its records, budget and noise arrives where it acts."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.dry_run import private_terms
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline.later_settings import with_learning_rate
-from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.protocol.messages import decode_request
 from fednas_flwr.protocol.requests import Train
 from fednas_flwr.protocol.states import MOMENTS
-from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import read_run
-from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.server.limits import distance
-from fednas_flwr.settings import dump_config
+
+from ..finished_runs import Told
 
 LINEAR = (
     *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "stages=[retrain]"),
@@ -30,8 +25,8 @@ LINEAR = (
 class Listening(InProcessGrid):
     """Keeps the learning rates that clients train with, and the norms of moments they are sent."""
 
-    def __init__(self, config):
-        super().__init__(make_client_app(dump_config(config)), config.clients)
+    def __init__(self, app, clients):
+        super().__init__(app, clients)
         self.trained: list[tuple[float, float]] = []
 
     def answer(self, message):
@@ -45,25 +40,21 @@ class Listening(InProcessGrid):
 
 
 @pytest.fixture(scope="module")
-def trained(compose_config, tmp_path_factory):
+def trained(quick_run):
     """A private training of a linear model: its configuration, events and requests."""
-    folder = tmp_path_factory.mktemp("recipe") / "run"
-    config = create_run_folder(compose_config(*LINEAR, f"run_dir={folder}"))
-    grid = Listening(config)
-    with EventLog(folder / "events.jsonl") as log:
-        run_stages(config, grid, log, resumed=False)
-    events = read_events(folder / "events.jsonl")
-    return SimpleNamespace(config=config, folder=folder, events=events, trained=grid.trained)
+    grids = []
 
+    def grid(app, clients):
+        grids.append(Listening(app, clients))
+        return grids[0]
 
-def named(events, name):
-    return [event for event in events if event["event"] == name]
+    return Told(**vars(quick_run(*LINEAR, grid=grid)), trained=grids[0].trained)
 
 
 def test_clients_train_at_the_rate_that_noise_and_records_give(trained):
     """By hand: walk (1 - m) / (sigma R sqrt(K) / sum B  sqrt(T)), which falls to a tenth."""
-    (told,) = named(trained.events, "learning_rate")
-    (promised,) = named(trained.events, "privacy")
+    told = trained.the("learning_rate")
+    promised = trained.the("privacy")
     (planned,) = promised["schedule"]
     records = [c["records"]["train"] + c["records"]["validation"] for c in promised["clients"]]
     noise = planned["noise_multiplier"] * 0.1 * math.sqrt(2) / sum(n / 8 for n in records)
@@ -75,7 +66,7 @@ def test_clients_train_at_the_rate_that_noise_and_records_give(trained):
 
 
 def test_report_and_card_tell_the_rates_that_were_taken(trained):
-    (told,) = named(trained.events, "learning_rate")
+    told = trained.the("learning_rate")
     shown = read_run(trained.folder).settings["retrain"]
     assert shown["weights"]["lr"] == told["lr"] != trained.config.retrain.weights.lr
     assert shown["weights"]["min_lr"] == told["min_lr"] == pytest.approx(0.1 * told["lr"])
@@ -83,20 +74,17 @@ def test_report_and_card_tell_the_rates_that_were_taken(trained):
     assert "batch_size" not in shown
 
 
-def test_momentum_goes_on_from_round_to_round(trained):
+def test_momentum_goes_on_from_round_to_round_and_steps_draw_a_share_of_records(trained):
     moments = [of_moments for _, of_moments in trained.trained]
     assert moments[:2] == [0.0, 0.0]
     assert moments[2] == moments[3] > 0
-
-
-def test_every_step_draws_a_share_of_each_clients_records(trained):
-    (promised,) = named(trained.events, "privacy")
-    assert {rate for client in promised["clients"] for rate in client["rates"]} == {0.125}
+    clients = trained.the("privacy")["clients"]
+    assert {rate for client in clients for rate in client["rates"]} == {0.125}
 
 
 def test_a_resumed_run_keeps_its_learning_rate(trained):
     """Although all of its clients are gone."""
-    (told,) = named(trained.events, "learning_rate")
+    told = trained.the("learning_rate")
     cohort = SimpleNamespace(properties={})
     gone = SimpleNamespace(config=trained.config, folder=trained.folder, schedule=[], cohort=cohort)
     again = with_learning_rate(gone).retrain.weights
@@ -104,8 +92,8 @@ def test_a_resumed_run_keeps_its_learning_rate(trained):
 
 
 def test_calibrate_tells_what_the_run_takes(trained, compose_config):
-    (told,) = named(trained.events, "learning_rate")
-    (planned,) = named(trained.events, "privacy")[0]["schedule"]
+    told = trained.the("learning_rate")
+    (planned,) = trained.the("privacy")["schedule"]
     lines = private_terms(compose_config(*LINEAR))
     text = "\n".join(lines)
     assert f"learning rate from {told['lr']:.4g} to {0.1 * told['lr']:.4g}" in text
@@ -115,9 +103,3 @@ def test_calibrate_tells_what_the_run_takes(trained, compose_config):
     assert "retrain.batch_size, since privacy.retrain.rate is null" in own
     assert lines[-2].startswith("(epsilon, delta) at most (")
     assert lines[-1].startswith("Why ")
-
-
-def test_calibrate_refuses_what_has_no_noise(compose_config):
-    with pytest.raises(ConfigError, match="privacy=none: nothing is to be calibrated"):
-        private_terms(compose_config())
-    assert not list(Path().glob("fednas-calibrate-*"))

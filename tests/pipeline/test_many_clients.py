@@ -11,61 +11,64 @@ from safetensors.torch import load_file
 from fednas_flwr.client.making import make_client, simulated_properties
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy import client_app
-from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.report import plots, score_tables
 from fednas_flwr.report.templates import sentence
-from fednas_flwr.runs.events import EventLog, read_events, records_of
+from fednas_flwr.runs.events import records_of
 from fednas_flwr.runs.numbers import read_run
-from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
-from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.names import QUANTILES
 
-from ..finished_runs import copy_without
+from ..finished_runs import Told, copy_without
 
 CLIENTS = 300
-MANY = [
-    *("algorithm=fedavg", "algorithm.network=linear", f"clients={CLIENTS}", "sampling.per_round=4"),
-    *("dataset=digits", "dataset.server_test=false", "retrain.rounds=6", "retrain.batch_size=8"),
-    *(
-        "dataset.fractions={train:0.5,validation:0.25,test:0.25}",
-        "stages=[retrain,evaluate,export]",
-    ),
-    *("partition=iid", "runtime.quorum=0.5"),
-]
+MANY = (
+    f"algorithm=fedavg algorithm.network=linear clients={CLIENTS} sampling.per_round=4 "
+    "dataset=digits dataset.server_test=false retrain.rounds=6 retrain.batch_size=8 "
+    "dataset.fractions={train:0.5,validation:0.25,test:0.25} stages=[retrain,evaluate,export] "
+    "partition=iid runtime.quorum=0.5"
+)
+
+
+class Noting(InProcessGrid):
+    """Keeps the actions that clients are asked for, and which clients."""
+
+    def __init__(self, app, clients):
+        super().__init__(app, clients)
+        self.asked: list[tuple[str, int]] = []
+
+    def answer(self, message):
+        client = message.metadata.dst_node_id - 2
+        self.asked.append((message.metadata.message_type, client))
+        return super().answer(message)
 
 
 @pytest.fixture(scope="module")
-def many(compose_config, tmp_path_factory):
-    """A run of many clients, every message that its clients got, and how many were alive."""
-    folder = tmp_path_factory.mktemp("many") / "run"
-    config = create_run_folder(compose_config(*MANY, f"run_dir={folder}"))
-    asked: list[tuple[str, int]] = []
-    client_app._client.cache_clear()
-    run(config, folder, asked, resumed=False)
-    alive = client_app._client.cache_info().currsize
-    events = read_events(folder / "events.jsonl")
-    return SimpleNamespace(folder=folder, config=config, events=events, asked=asked, alive=alive)
+def run(quick_run):
+    """``run(...)``: a whole run, every message that its clients got, and how many were alive."""
+
+    def ran(*overrides, **how):
+        grids = []
+
+        def grid(app, clients):
+            grids.append(Noting(app, clients))
+            return grids[0]
+
+        client_app._client.cache_clear()
+        done = quick_run(*overrides, grid=grid, **how)
+        alive = client_app._client.cache_info().currsize
+        return Told(**vars(done), asked=grids[0].asked, alive=alive)
+
+    return ran
 
 
-def run(config, folder, asked, *, resumed):
-    def noted(message, context, call_next):
-        asked.append((message.metadata.message_type, int(context.node_config["partition-id"])))
-        return call_next(message, context)
-
-    grid = InProcessGrid(make_client_app(dump_config(config), mods=[noted]), CLIENTS)
-    with EventLog(folder / "events.jsonl") as log:
-        run_stages(config, grid, log, resumed=resumed)
-
-
-def named(run, name):
-    return [event for event in run.events if event["event"] == name]
+@pytest.fixture(scope="module")
+def many(run):
+    return run(MANY)
 
 
 @pytest.mark.run
 def test_only_clients_whose_turn_it_is_are_made_and_asked(many):
-    rounds = named(many, "round")
+    rounds = many.named("round")
     turns = [("train.weights", client) for event in rounds for client in event["asked"]]
     assert [message for message in many.asked if message[0] != "evaluate.model"] == turns
     assert len(turns) == 6 * 4
@@ -78,7 +81,7 @@ def test_only_clients_whose_turn_it_is_are_made_and_asked(many):
 def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
     lengths = [len(json.dumps(event)) for event in many.events]
     assert max(lengths) < 5_000
-    (told,) = named(many, "partition")
+    told = many.the("partition")
     assert told["summary"]["clients"] == CLIENTS
     assert sum(told["summary"]["records"].values()) == 1797
     assert "splits" not in told
@@ -87,20 +90,18 @@ def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
     assert "300 clients hold 1,797 records; the smallest has 5, the largest 6." in (
         sentence("clients_hold", told, False)
     )
-    seen = {client for event in named(many, "round") for client in event["asked"]}
+    seen = {client for event in many.named("round") for client in event["asked"]}
     assert shown.settings["clients"] == f"{len(seen)} of {CLIENTS}"
 
 
 @pytest.mark.run
-def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, tmp_path):
+def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, run, tmp_path):
     folder = copy_without(many, tmp_path / "run", "retrain-000006.*")
     for path in folder.glob("model.*"):
         path.unlink()
-    asked: list[tuple[str, int]] = []
-    run(open_run_folder(str(folder)), folder, asked, resumed=True)
-    assert [m for m in asked if m[0] == "train.weights"] == [
-        m for m in many.asked if m[0] == "train.weights"
-    ][5 * 4 :]
+    told = run(resume=folder).asked, many.asked
+    trained, before = ([m for m in of if m[0] == "train.weights"] for of in told)
+    assert trained == before[5 * 4 :]
     left, right = (load_file(f / "model.safetensors") for f in (folder, many.folder))
     assert all(torch.equal(left[name], right[name]) for name in right)
 
@@ -118,9 +119,7 @@ def test_the_server_knows_of_simulated_clients_what_they_would_say(many):
         assert properties[index]["class_counts"] == torch.bincount(labels, minlength=10).tolist()
 
 
-def test_of_records_with_several_labels_the_server_knows_how_many_have_each(
-    compose_config, tmp_path
-):
+def test_of_several_labels_the_server_knows_how_many_have_each(compose_config, tmp_path):
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, (40, 3))
     images = rng.integers(0, 255, (40, 3, 8, 8)).astype(np.uint8)

@@ -42,10 +42,6 @@ def run(run_inline):
         yield ran
 
 
-def named(run, name):
-    return [event for event in run.events if event["event"] == name]
-
-
 @pytest.fixture(scope="module")
 def searched(run):
     return run(*FEATHERS)
@@ -56,7 +52,7 @@ def check_books(run, **of_rounds):
 
     ``of_rounds`` is the number of rounds of each stage, all of which the budget covers.
     """
-    (promise,), (spent,) = named(run, "privacy"), named(run, "privacy_spent")
+    promise, spent = run.the("privacy"), run.the("privacy_spent")
     promised = {
         (i["stage"], f"{i['action']}:{i['kind']}", tuple(i["splits"])): i["steps"]
         for i in promise["schedule"]
@@ -77,8 +73,8 @@ def check_books(run, **of_rounds):
         covers = [{"stage": stage, "rounds": n, "of": n} for stage, n in of_rounds.items()]
         assert told["covers"] == covers
     assert all(0 < client["spent"] <= budget for client in spent["clients"])
-    assert not named(run, "client_left") + named(run, "client_failed")
-    for event in named(run, "round"):
+    assert not run.failed
+    for event in run.named("round"):
         assert all(metrics == {} for metrics in event["clients"].values())
         assert not any("loss" in name for name in event["metrics"])
     return promised, booked_steps
@@ -86,10 +82,9 @@ def check_books(run, **of_rounds):
 
 @pytest.mark.run
 def test_every_step_of_every_trial_is_booked_and_none_beyond_the_schedule(searched):
-    phases = named(searched, "explored")
-    assert [(e["stage"], e["round"]) for e in phases] == [
-        *(("search", 1), ("search", 3), ("retrain", 1), ("retrain", 3))
-    ]
+    phases = searched.named("explored")
+    places = [(e["stage"], e["round"]) for e in phases]
+    assert places == [("search", 1), ("search", 3), ("retrain", 1), ("retrain", 3)]
     tried = Counter()
     for event in phases:
         tried[event["stage"]] += event["kappa"]
@@ -111,15 +106,15 @@ def test_every_step_of_every_trial_is_booked_and_none_beyond_the_schedule(search
 
 @pytest.mark.run
 def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_records(searched):
-    (promise,) = named(searched, "privacy")
+    promise = searched.the("privacy")
     (sigma,) = {i["noise_multiplier"] for i in promise["schedule"] if i["kind"] == "rewards"}
     declared = [client["records"]["validation"] for client in promise["clients"]]
-    for event in named(searched, "explored"):
+    for event in searched.named("explored"):
         bound, noise = event["loss_bound"], event["noise"]
         assert 0 < bound <= searched.config.algorithm.loss_bound
         assert noise == pytest.approx(bound * sigma * math.sqrt(2) / sum(declared))
         assert all(abs(reward) <= bound for reward in event["rewards"].values())
-    first, later = (e for e in named(searched, "explored") if e["stage"] == "search")
+    first, later = (e for e in searched.named("explored") if e["stage"] == "search")
     largest = searched.config.algorithm.loss_bound
     scale = math.sqrt(fmean(reward**2 for reward in first["rewards"].values()))
     assert first["loss_bound"] == largest
@@ -195,7 +190,7 @@ def test_all_steps_of_the_schedule_are_booked(run, algorithm):
     for rows in done.booked:
         for action, numbers in of_rounds.items():
             assert {row.round for row in rows if row.action == action} == numbers
-    (promise,), rewarded = named(done, "privacy"), named(done, "rewarded")
+    promise, rewarded = done.the("privacy"), done.named("rewarded")
     if algorithm == "successive_halving":
         assert [len(event["rewards"]) for event in rewarded] == [4, 2]
         assert all(event["noise"] > 0 for event in rewarded)
@@ -225,8 +220,8 @@ def test_a_resumed_private_dpnas_goes_on_with_its_controller_and_books_the_round
         path.unlink()
     before = checkpoints.latest("search").tensors["server.policy.lstm.weight_ih"]
     again = run(resume=first.folder)
-    assert not named(again, "client_left") + named(again, "client_failed")
-    assert [e["round"] for e in named(again, "round")] == [1, 2, 3, 3]
+    assert not again.failed
+    assert [e["round"] for e in again.named("round")] == [1, 2, 3, 3]
     for rows in again.booked:
         assert Counter(row.action for row in rows) == {
             "train.candidate:weights": (3 + 1) * 3 * 2,
@@ -235,7 +230,7 @@ def test_a_resumed_private_dpnas_goes_on_with_its_controller_and_books_the_round
         for split in ("train", "validation"):
             releases = [row.release for row in rows if split in row.splits]
             assert filter_epsilon(releases, 1e-5) <= 30
-    promise = named(again, "privacy")[-1]
+    promise = again.named("privacy")[-1]
     assert [item["steps"] for item in promise["schedule"]] == [6, 2]
     after = checkpoints.latest("search").tensors["server.policy.lstm.weight_ih"]
     moved = (after - before).abs().max()

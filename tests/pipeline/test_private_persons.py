@@ -78,9 +78,7 @@ def test_the_policy_and_the_data_must_name_the_same_unit(overrides, tmp_path):
 
 
 @pytest.mark.run
-def test_another_unit_keeps_the_budget_and_a_new_budget_says_what_it_leaves_out(
-    overrides, tmp_path, capsys
-):
+def test_another_unit_keeps_the_budget_and_a_new_one_says_its_gap(overrides, tmp_path, capsys):
     """Releases per record promise nothing to persons, whatever the policy says afterwards."""
     sites = tmp_path / "sites"
     by_person = [*overrides, f"privacy.sites={sites}"]

@@ -1,7 +1,9 @@
 """Whole private runs: what is booked and told, who leaves, and what hostile servers get."""
 
 import json
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,6 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
 from torch.nn import functional
 
 from fednas_flwr import load
@@ -49,6 +50,8 @@ from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
 from ..booked import booked
+from ..conftest import sound
+from ..finished_runs import Told, named
 
 
 def make_schedule(*args, **settings):
@@ -68,16 +71,8 @@ SEARCH = [*DP, "stages=[search]"]
 
 
 def steps_by_split(entries):
-    counts: dict[str, int] = {}
-    for entry in entries:
-        assert entry.release.steps == 1
-        for split in entry.splits:
-            counts[split] = counts.get(split, 0) + 1
-    return counts
-
-
-def named(events, name):
-    return [event for event in events if event["event"] == name]
+    assert {entry.release.steps for entry in entries} == {1}
+    return Counter(split for entry in entries for split in entry.splits)
 
 
 @pytest.fixture
@@ -100,20 +95,18 @@ def start(compose_config, tmp_path, monkeypatch):
                 run_stages(config, grid, log, resumed=resume is not None)
             except (QuorumError, ConfigError, KeyboardInterrupt) as raised:
                 error = raised
-        if error is not None and not fails:
-            raise error
         events = read_events(folder / "events.jsonl")
         sites = Path(getattr(config.privacy, "sites", None) or folder / "sites")
-        return SimpleNamespace(
-            folder=folder, sites=sites, events=events, error=error, config=config
-        )
+        ran = Told(folder=folder, sites=sites, events=events, error=error, config=config)
+        return sound(ran, fails)
 
     return started
 
 
-def states(run, stage="search", server_round=1):
-    path = run.folder / "checkpoints" / f"{stage}-{server_round:06d}.safetensors"
-    return load_file(path)
+def reopened():
+    """Let sites open what is theirs anew, as new processes do."""
+    for kept in (client_app._guard, client_app._client, client_app._data):
+        kept.cache_clear()
 
 
 def write_policy(sites, client, **changes):
@@ -152,9 +145,8 @@ def whole(tiny_overrides, tmp_path_factory):
     overrides += ["dataset.fractions={train: 0.4, validation: 0.4, test: 0.2}"]
     assert main(["run", *overrides, f"run_dir={folder / 'run'}"]) == 0
     events = read_events(folder / "run" / "events.jsonl")
-    return SimpleNamespace(
-        folder=folder / "run", sites=folder / "run" / "sites", events=events, overrides=overrides
-    )
+    folder = folder / "run"
+    return Told(folder=folder, sites=folder / "sites", events=events, overrides=overrides)
 
 
 def test_a_whole_run_books_every_step_of_its_schedule_and_no_other(whole):
@@ -165,22 +157,18 @@ def test_a_whole_run_books_every_step_of_its_schedule_and_no_other(whole):
             "validation": 2 + 2 + 2 * 3,  # alphas, metrics of every round, retraining
             "test": 1,
         }
-        (event,) = named(whole.events, "privacy")
         promised = {
             (i["stage"], f"{i['action']}:{i['kind']}", tuple(i["splits"])): i["steps"]
-            for i in event["schedule"]
+            for i in whole.the("privacy")["schedule"]
         }
-        counts: dict = {}
-        for row in rows:
-            key = (row.stage, row.action, row.splits)
-            counts[key] = counts.get(key, 0) + 1
-            assert row.committed_steps == promised[key]
-        assert counts == promised  # retraining has reached its last step
-    assert not named(whole.events, "client_left") + named(whole.events, "client_failed")
+        keys = [(row.stage, row.action, row.splits) for row in rows]
+        assert [row.committed_steps for row in rows] == [promised[key] for key in keys]
+        assert Counter(keys) == promised  # retraining has reached its last step
+    assert not whole.failed
 
 
 def test_the_epsilon_that_is_told_is_that_of_the_schedule_and_within_the_target(whole):
-    (event,) = named(whole.events, "privacy")
+    event = whole.the("privacy")
     for client in event["clients"]:
         records = client["records"]
         by_split: dict[str, list] = {}
@@ -188,35 +176,29 @@ def test_the_epsilon_that_is_told_is_that_of_the_schedule_and_within_the_target(
             total = sum(records[split] for split in item["splits"])
             rate = 1.0 if item["batch_size"] is None else item["batch_size"] / total
             assert told == pytest.approx(rate)
-            sigma = item["noise_multiplier"]
             for split in item["splits"]:
-                by_split.setdefault(split, []).append(
-                    Release(noise_multiplier=sigma, sample_rate=rate, steps=item["steps"])
-                )
+                release = Release(item["noise_multiplier"], rate, item["steps"])
+                by_split.setdefault(split, []).append(release)
         assert set(by_split) == {"train", "validation", "test"}
         for name, accountant in (("prv", prv_epsilon), ("rdp", rdp_epsilon), ("gdp", gdp_epsilon)):
             by_hand = {split: accountant(rs, 1e-5) for split, rs in by_split.items()}
             assert client["epsilon"][name] == pytest.approx(by_hand, rel=1e-6)
         assert max(client["epsilon"]["prv"].values()) <= 30
         assert client["secure_noise"] is True
-    (spent,) = named(whole.events, "privacy_spent")
-    assert max(client["spent"] for client in spent["clients"]) <= 30
-    assert max(client["spent"] for client in spent["clients"]) > 24  # and most of it is used
+    spent = whole.the("privacy_spent")
+    assert 24 < max(client["spent"] for client in spent["clients"]) <= 30  # most of it is used
 
 
 def test_only_released_metrics_are_in_the_record_of_a_run(whole):
-    rounds = named(whole.events, "round")
+    rounds = whole.named("round")
     assert {e["stage"] for e in rounds} == {"search", "retrain"}
     for event in rounds:
         measured = {"loss", "accuracy"} if event["stage"] == "search" else set()
         assert {name for m in event["clients"].values() for name in m} == measured
-    (partition,) = named(whole.events, "partition")
-    assert partition["counts"] is None
-    (evaluated,) = named(whole.events, "evaluated")
-    assert evaluated["linear"] is None
-    assert {c["num_examples"] for c in evaluated["clients"]} == {
-        split["test"] for split in partition["splits"]
-    }
+    partition, evaluated = whole.the("partition"), whole.the("evaluated")
+    assert partition["counts"] is evaluated["linear"] is None
+    tested = {client["num_examples"] for client in evaluated["clients"]}
+    assert tested == {split["test"] for split in partition["splits"]}
 
 
 def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, start):
@@ -225,11 +207,10 @@ def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, sta
     given += ["privacy.epsilon=500", "privacy.weights.noise_multiplier=0.3", "stages=[search]"]
     before = booked(whole.sites, 0)
     run = start(*given, f"privacy.sites={whole.sites}", fails=True)
-    assert "search takes 2 rounds, more than what is left of budgets covers (client 0: " in str(
-        run.error
-    )
+    words = "search takes 2 rounds, more than what is left of budgets covers (client 0: "
+    assert words in str(run.error)
     assert booked(whole.sites, 0) == before
-    (event,) = named(run.events, "privacy")
+    event = run.the("privacy")
     for client in event["clients"]:
         assert client["covers"] == [{"stage": "search", "rounds": 0, "of": 2}]
     assert run.events[-1]["status"] == "failed"
@@ -249,7 +230,7 @@ def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fus
         f"algorithm.fused={str(fused).lower()}",
         f"clients={clients}",
     )
-    (event,) = named(run.events, "privacy")
+    event = run.the("privacy")
     whole_search = [{"stage": "search", "rounds": 2, "of": 2}]
     assert [client["covers"] for client in event["clients"]] == [whole_search] * clients
     for client in range(clients):
@@ -258,29 +239,7 @@ def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fus
         declared = event["clients"][client]["records"]
         for row in rows:
             assert row.release.sample_rate == min(1.0, 8 / declared[row.splits[0]])
-    assert len(named(run.events, "round")) == 2
-
-
-def test_two_runs_with_the_same_seed_draw_anew_and_add_up(start, tmp_path):
-    runs = [start(*SEARCH, "rounds=1", f"privacy.sites={tmp_path / 'sites'}") for _ in range(2)]
-    moved = [states(run)["weights.float32"] for run in runs]
-    assert (moved[0] == moved[1]).float().mean() < 0.01
-    for client in (0, 1):
-        rows = booked(tmp_path / "sites", client)
-        assert steps_by_split(rows) == {"train": 2, "validation": 2}
-        assert len({row.run for row in rows}) == 2
-    first, second = (named(run.events, "privacy")[0]["clients"][0]["epsilon"] for run in runs)
-    for split in ("train", "validation"):
-        release_ = [row.release for row in booked(tmp_path / "sites", 0) if split in row.splits]
-        assert second["rdp"][split] == pytest.approx(rdp_epsilon(release_, 1e-5))
-        assert second["rdp"][split] > first["rdp"][split]
-
-
-def test_noise_of_a_test_seed_is_repeated_and_marked(start):
-    runs = [start(*SEARCH, "clients=1", "privacy.test_seed=3", "rounds=1") for _ in range(2)]
-    assert torch.equal(*(states(run)["weights.float32"] for run in runs))
-    for run in runs:
-        assert named(run.events, "privacy")[0]["clients"][0]["secure_noise"] is False
+    assert len(run.named("round")) == 2
 
 
 def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retraining(start):
@@ -292,14 +251,14 @@ def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retrai
     killed = start(*DP, *given, "clients=1", listener=stop, fails=True)
     assert isinstance(killed.error, KeyboardInterrupt)
     before = booked(killed.sites, 0)
-    client_app._client.cache_clear()  # a new process
+    reopened()
     resumed = start(resume=killed.folder)
     after = booked(killed.sites, 0)
     assert after[: len(before)] == before
     assert steps_by_split(before) == {"train": 2 + 3, "validation": 2 + 3}
     assert steps_by_split(after[len(before) :]) == {"train": 2 * 3, "validation": 2 * 3}
     assert len({row.run for row in before}) == len({row.run for row in after}) - 1 == 1
-    events = named(resumed.events, "privacy")
+    events = resumed.named("privacy")
     noise = [event["schedule"][-1]["noise_multiplier"] for event in events]
     assert noise[0] == noise[1]
     assert [item["steps"] for item in events[1]["schedule"]] == [6]  # the search is done
@@ -327,9 +286,9 @@ def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tm
     before = len(booked(tmp_path, 0))
     if not done:
         write_policy(tmp_path, 0, epsilon=budget / 2)
-    client_app._client.cache_clear()
+    reopened()
     resumed = start(resume=killed.folder, fails=True)
-    _, event = named(resumed.events, "privacy")
+    _, event = resumed.named("privacy")
     assert [item["steps"] for item in event["schedule"]] == [6 - done] * 2
     (covers,) = event["clients"][0]["covers"]
     assert covers["rounds"] < covers["of"] == 6 - done
@@ -415,13 +374,13 @@ def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, 
         "runtime.quorum=0.5",
         f"privacy.sites={tmp_path}",
     )
-    (left,) = named(run.events, "client_left")
+    left = run.the("client_left")
     assert left["client"] == 0
     assert "the budget is 10" in left["reason"]
-    assert not named(run.events, "client_failed")  # it was not asked again
-    assert len(named(run.events, "round")) == 3
+    assert not run.named("client_failed")  # it was not asked again
+    assert len(run.named("round")) == 3
     assert len(booked(tmp_path, 1)) == 6
-    (event,) = named(run.events, "privacy")
+    event = run.the("privacy")
     told = [client["covers"][0]["rounds"] for client in event["clients"]]
     assert told == [left["round"] - 1, 3]  # as it was said before the first release
     assert 0 < told[0] * 2 <= len(booked(tmp_path, 0)) < told[0] * 2 + 2
@@ -429,22 +388,20 @@ def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, 
 
 
 @pytest.mark.parametrize("quorum", [0.5, 1.0])
-def test_what_a_policy_refuses_is_told_and_the_run_goes_on_if_a_quorum_remains(
-    start, tmp_path, quorum
-):
+def test_what_a_policy_refuses_is_told_and_a_quorum_goes_on(start, tmp_path, quorum):
     write_policy(tmp_path, 1, least_noise_multiplier=1.5)
     words = "rule least_noise_multiplier: noise_multiplier=1.0"
     own = ("rounds=2", f"runtime.quorum={quorum}", f"privacy.sites={tmp_path}")
     run = start(*SEARCH, *own, fails=quorum == 1.0)
-    reasons = {event["reason"] for event in named(run.events, "client_failed")}
+    reasons = {event["reason"] for event in run.named("client_failed")}
     assert any(words in reason for reason in reasons)
-    assert {event["client"] for event in named(run.events, "client_failed")} == {1}
+    assert {event["client"] for event in run.named("client_failed")} == {1}
     assert [entry for entry in booked(tmp_path, 1) if "alpha" in entry.action] == []
     if quorum == 1.0:
         assert words in str(run.error)
         assert run.events[-1]["status"] == "failed"
     else:
-        assert len(named(run.events, "round")) == 2
+        assert len(run.named("round")) == 2
 
 
 EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "gdp")}
@@ -465,7 +422,7 @@ EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "g
         ),
     ],
 )
-def test_a_client_that_answers_the_schedule_with_nonsense_leaves(
+def test_a_client_that_answers_nonsense_leaves(
     compose_config, tmp_path, monkeypatch, name, malformed
 ):
     def told(guard, _):
@@ -501,32 +458,29 @@ def test_noise_is_not_calibrated_below_what_most_sites_accept(others, quorum, st
         *(*SEARCH, *null, f"clients={others + 1}", "rounds=1", f"runtime.quorum={quorum}"),
         f"privacy.sites={tmp_path}",
     )
-    (event,) = named(run.events, "privacy")
+    event = run.the("privacy")
     assert {planned["noise_multiplier"] for planned in event["schedule"]} == {1.5}
-    reasons = [(event["client"], event["reason"]) for event in named(run.events, "client_failed")]
+    reasons = [(event["client"], event["reason"]) for event in run.named("client_failed")]
     assert {client for client, _ in reasons} == {others}
     assert all("least_noise_multiplier" in reason for _, reason in reasons)
 
 
 @pytest.mark.parametrize("fact", ["splits", "budget", "secure_noise", "unit", "spent"])
-def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
-    start, tmp_path, monkeypatch, fact
-):
+def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, monkeypatch, fact):
     def describe(client, request, asked):
         reply = told(client, request, asked)
         if client.index == 1:
-            reply = replace(
-                reply, properties={k: v for k, v in reply.properties.items() if k != fact}
-            )
+            kept = {name: of for name, of in reply.properties.items() if name != fact}
+            reply = replace(reply, properties=kept)
         return reply
 
     told = ANSWERS["query.describe"]
     monkeypatch.setitem(ANSWERS, "query.describe", describe)
     run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
-    (event,) = named(run.events, "privacy_spent")
+    event = run.the("privacy_spent")
     assert [client["client"] for client in event["clients"]] == [0]
     if fact != "spent":
-        (failed,) = named(run.events, "client_failed")
+        failed = run.the("client_failed")
         assert failed["client"] == 1
         assert f"does not say its {fact}" in failed["reason"]
         assert booked(tmp_path, 1) == []
@@ -535,7 +489,7 @@ def test_a_client_that_keeps_a_needed_fact_to_itself_does_not_stop_the_run(
 def test_an_infinite_epsilon_is_told_as_such(start, monkeypatch):
     monkeypatch.setitem(release_guard.ACCOUNTANTS, "gdp", lambda releases, delta: float("inf"))
     run = start(*SEARCH, "rounds=1")
-    (event,) = named(run.events, "privacy")
+    event = run.the("privacy")
     for client in event["clients"]:
         assert client["epsilon"]["gdp"] == {"train": None, "validation": None}
 
@@ -550,14 +504,19 @@ REAL_SITES = [
 
 
 @pytest.fixture
-def real_sites(tmp_path, made_data):
-    """``real_sites(config)``: a grid whose nodes have data, policy, ledger, keys of their own."""
+def site(compose_config, start, tmp_path, made_data):
+    """``site(*overrides)``: nodes with data, policy, ledger, keys of their own.
 
-    def equip(config, **changes):
+    ``policy`` are changes of their policies. ``connected`` gives a cohort, ``run`` makes a run.
+    """
+
+    def equip(*more, base=SEARCH, **policy):
+        overrides = [*base, *REAL_SITES, *more]
+        config = compose_config(*overrides)
         grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-        for node, context in grid._contexts.items():
-            folder = tmp_path / f"node-{node}"
-            write_policy(folder, 0, **changes)
+        for number, context in grid._contexts.items():
+            folder = tmp_path / f"node-{number}"
+            write_policy(folder, 0, **policy)
             dataset = {"name": "npz", "class_names": ["red", "green", "blue"]}
             (folder / "dataset.yaml").write_text(yaml.safe_dump(dataset))
             context.node_config |= {
@@ -570,14 +529,42 @@ def real_sites(tmp_path, made_data):
                 "cache": str(folder / "cache"),
                 "split-key": "ours",
             }
-        return grid
+
+        def connected():
+            cohort = make_cohort(config, run="run")
+            cohort.connect(grid)
+            return cohort
+
+        def run(**how):
+            return start(*([] if "resume" in how else overrides), grid=grid, **how)
+
+        nodes = [context.node_config for context in grid._contexts.values()]
+        made = SimpleNamespace(config=config, grid=grid, nodes=nodes, node=nodes[0])
+        return SimpleNamespace(**vars(made), connected=connected, run=run)
 
     return equip
+
+
+def assert_refused(cohort, words, action, settings, stage="search"):
+    """See that a request is refused in these words."""
+    with pytest.raises(QuorumError, match=words):
+        list(cohort.ask(Exchange(action, stage=stage, settings=settings)))
 
 
 def booked_at(node):
     with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as ledger:
         return [row.entry for row in ledger.entries()]
+
+
+SMALL = [
+    *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]"),
+    "privacy.epsilon=1000",
+]
+OF_TABLES = [
+    *("search_space=mlp_small", "dataset=csv"),
+    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES[:1]),
+    *(f"{part}.channels=8" for part in ("search_space", "retrain")),
+]
 
 
 def write_table(path, *, changed):
@@ -594,32 +581,22 @@ def write_table(path, *, changed):
 
 
 @pytest.mark.parametrize("id_column", ["patient", None])
-def test_a_new_export_of_the_same_records_is_charged_to_all_splits_unless_a_column_gives_ids(
-    compose_config, real_sites, start, tmp_path, id_column
-):
-    sizes = ["search_space=mlp_small", *(f"{p}.channels=8" for p in ("search_space", "retrain"))]
-    sizes += [f"{part}.norm=group" for part in ("search_space", "retrain")]
-    searched = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]"]
-    overrides = [*searched, "privacy.epsilon=1000", *REAL_SITES, *sizes, "dataset=csv"]
+def test_a_new_export_is_charged_to_all_splits_unless_a_column_gives_ids(site, tmp_path, id_column):
     dataset = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": [*"abcd"]}
     dataset |= {"statistics": {name: [0, 1] for name in "abcd"}, "id_column": id_column}
     for changed in (False, True):
-        for kept in (client_app._guard, client_app._client, client_app._data):
-            kept.cache_clear()
-        unit = "person" if id_column else "record"
-        grid = real_sites(compose_config(*overrides), unit=unit)
-        (node,) = (context.node_config for context in grid._contexts.values())
-        Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
-        node["data-path"] = str(tmp_path / "patients.csv")
-        write_table(Path(node["data-path"]), changed=changed)
-        start(*overrides, grid=grid)
-    splits = [row.splits for row in booked_at(node)]
+        reopened()
+        own = site(*OF_TABLES, base=SMALL, unit="person" if id_column else "record")
+        Path(own.node["dataset"]).write_text(yaml.safe_dump(dataset))
+        own.node["data-path"] = str(tmp_path / "patients.csv")
+        write_table(Path(own.node["data-path"]), changed=changed)
+        own.run()
+    splits = [row.splits for row in booked_at(own.node)]
     first, second = splits[:4], splits[4:]
     assert first == [("train",), ("validation",)] * 2
     assert second == (first if id_column else [("train", "validation", "test")] * 4)
 
 
-SMALL = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]", "rounds=1"]
 WRONG_ROWS = [
     *(",1,1,2020-01-01,n,,0", "q1,old,1,2020-01-01,n,,0", "q2,1,1e39,2020-01-01,n,,0"),
     *("q3,1,-inf,,n,,1", "q4,1,1,2020-02-30,n,,1", "q5,1,1,2020-01-01,east,,1"),
@@ -669,37 +646,27 @@ def write_site(folder, kind, wrong, alone):
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("kind", ["csv", "persons", "npz", "image_folder"])
-def test_records_that_cannot_be_read_change_no_answer(
-    compose_config, real_sites, start, tmp_path, monkeypatch, capsys, kind, alone
-):
+def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys, kind, alone):
     """Nor do they where no other is left (``alone``); the site's log tells how many they are."""
-    table = kind in ("csv", "persons")
-    sizes = ["search_space=mlp_small", *(f"{p}.channels=8" for p in ("search_space", "retrain"))]
-    sizes += [f"{part}.norm=group" for part in ("search_space", "retrain")]
-    sizes = sizes if table else [f"search_space.{size}" for size in SIZES]
-    overrides = [*SMALL, "privacy.epsilon=1000", *REAL_SITES, *sizes]
-    overrides += ["dataset=csv"] if table else []
+    sizes = [f"search_space.{size}" for size in SIZES]
+    own = OF_TABLES if kind in ("csv", "persons") else sizes
     clients, properties, told = [], [], []
-    monkeypatch.setattr(
-        client_app,
-        "make_client",
-        lambda *a, **k: clients.append(make_client(*a, **k)) or clients[-1],
-    )
+
+    def kept(*given, **named):
+        clients.append(make_client(*given, **named))
+        return clients[-1]
+
+    monkeypatch.setattr(client_app, "make_client", kept)
     for wrong in (False, True):
-        for kept in (client_app._guard, client_app._client, client_app._data):
-            kept.cache_clear()
-        config = compose_config(*overrides)
-        grid = real_sites(config, unit="person" if kind == "persons" else "record")
-        (node,) = (context.node_config for context in grid._contexts.values())
+        reopened()
+        unit = "person" if kind == "persons" else "record"
+        made = site(*own, "rounds=1", base=SMALL, unit=unit)
         path, dataset = write_site(tmp_path, kind, wrong, alone)
-        Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
-        node["data-path"] = str(path)
-        cohort = make_cohort(config, run="other")
-        cohort.connect(grid)
-        properties.append(
-            {name: of for name, of in cohort.properties[0].items() if name != "spent"}
-        )
-        start(*overrides, grid=grid)
+        Path(made.node["dataset"]).write_text(yaml.safe_dump(dataset))
+        made.node["data-path"] = str(path)
+        said = made.connected().properties[0]
+        properties.append({name: of for name, of in said.items() if name != "spent"})
+        made.run()
         told.append("left out" in capsys.readouterr().err)
     assert told == [False, True]
     assert properties[0] == properties[1]
@@ -710,22 +677,16 @@ def test_records_that_cannot_be_read_change_no_answer(
         assert bool(len(a)) != alone
         assert torch.equal(a.labels[a.rows], b.labels[b.rows])
         assert a.features[a.rows].numpy().tobytes() == b.features[b.rows].numpy().tobytes()
-    charged = [row.splits for row in booked_at(node)]
+    charged = [row.splits for row in booked_at(made.node)]
     assert charged == [("train",), ("validation",)] * 2  # all three, were it other data
 
 
-def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(
-    compose_config, real_sites, start
-):
+def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(site):
     """Whatever the run says; the exported model takes the images, and makes the features itself."""
-    overrides = [*DP, *REAL_SITES, "rounds=1", "retrain.rounds=1", "search_space.skip=linear"]
-    grid = real_sites(compose_config(*overrides))
-    (node,) = (context.node_config for context in grid._contexts.values())
-    dataset = yaml.safe_load(Path(node["dataset"]).read_text())
-    dataset |= {"scattering": {"scales": 1, "angles": 2}}
-    Path(node["dataset"]).write_text(yaml.safe_dump(dataset))
-    run = start(*overrides, grid=grid)
-    model = load(run.folder)
+    own = site("rounds=1", "retrain.rounds=1", "search_space.skip=linear", base=DP)
+    dataset = Path(own.node["dataset"])
+    dataset.write_text(dataset.read_text() + "scattering: {scales: 1, angles: 2}\n")
+    model = load(own.run().folder)
     assert model.inputs.shape == (3, 8, 8)
     assert model.inputs.transform == ("scattering", "1", "2")
     assert model.input_shape == (9, 4, 4)
@@ -736,69 +697,35 @@ def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(
 ASKED_WITHOUT_PRIVACY = smallest()
 
 
-def test_a_site_with_a_policy_refuses_a_run_without_privacy(start, compose_config, real_sites):
+def test_a_site_with_a_policy_refuses_a_run_without_privacy(site):
     sizes = [f"search_space.{size}" for size in SIZES]
-    overrides = ["algorithm=fnas", "stages=[search]", *sizes, *REAL_SITES]
-    config = compose_config(*overrides)
-    grid = real_sites(config)
-    run = start(*overrides, grid=grid, fails=True)
+    own = site(base=["algorithm=fnas", "stages=[search]", *sizes])
+    run = own.run(fails=True)
     assert "refused by the policy, rule data_sets" in str(run.error)
     assert run.events[-1]["status"] == "failed"
-    cohort = make_cohort(config, run="run")
-    cohort.connect(grid)
+    cohort = own.connected()
     assert "class_counts" not in cohort.properties[0]
-    last = ASKED_WITHOUT_PRIVACY["evaluate.personalised"]
-    public = ("query.describe", "query.commit", "evaluate.personalised")
-    for action, given in ASKED_WITHOUT_PRIVACY.items():
-        if action in public:
-            continue
-        sums = action in ("query.sign_survivors", "query.open_masks")
-        rule = "takes no part in secure sums" if sums else "rule data_sets: data set=null"
-        with pytest.raises(QuorumError, match=rule):
-            list(cohort.ask(Exchange(action, stage="search", settings=given)))
-    with pytest.raises(QuorumError, match="private action=evaluate.personalised is unknown"):
-        list(cohort.ask(Exchange("evaluate.personalised", stage="search", settings=last)))
-    with pytest.raises(QuorumError, match="rule committed values: release=search/train.weight_gra"):
-        list(cohort.ask(Exchange("train.weight_gradient", stage="search", settings=ASKED)))
+    told = dict.fromkeys(ASKED_WITHOUT_PRIVACY, "rule data_sets: data set=null")
+    told |= dict.fromkeys(("query.sign_survivors", "query.open_masks"), "no part in secure sums")
+    told["evaluate.personalised"] = "private action=evaluate.personalised is unknown"
+    for action in told.keys() - {"query.describe", "query.commit"}:
+        assert_refused(cohort, told[action], action, ASKED_WITHOUT_PRIVACY[action])
+    words = "rule committed values: release=search/train.weight_gra"
+    assert_refused(cohort, words, "train.weight_gradient", ASKED)
 
 
-def test_an_error_that_is_no_refusal_keeps_its_text_at_the_site(
-    start, compose_config, real_sites, monkeypatch, tmp_path, capsys
-):
+def test_errors_keep_their_text_at_the_site(start, site, monkeypatch, tmp_path, capsys):
     def batch(*_):
         raise ValueError("patient 4711 has no label")
 
     monkeypatch.setattr(Split, "batch", batch)
-    simulated = [*SEARCH, "clients=1", f"privacy.sites={tmp_path}"]
-    real = [*SEARCH, *REAL_SITES]
-    app = make_client_app(dump_config(compose_config(*simulated)))
-    for overrides, grid in (
-        (simulated, InProcessGrid(app, 1)),
-        (real, real_sites(compose_config(*real))),
-    ):
-        run = start(*overrides, grid=grid, fails=True)
+    simulated = partial(start, *SEARCH, "clients=1", f"privacy.sites={tmp_path}")
+    for begin in (simulated, site().run):
+        run = begin(fails=True)
         text = (run.folder / "events.jsonl").read_text() + str(run.error)
         assert "an error at the site" in text
         assert "patient 4711" not in text
         assert "patient 4711" in capsys.readouterr().err
-
-
-def test_errors_while_a_real_site_opens_its_data_keep_their_text_there(
-    compose_config, real_sites, monkeypatch, capsys
-):
-    config = compose_config(*SEARCH, *REAL_SITES)
-
-    def make_data(_):
-        raise ConfigError("row 4711 has no label")
-
-    monkeypatch.setattr(client_app, "make_site_data", make_data)
-    client_app._client.cache_clear(), client_app._data.cache_clear()
-    grid = real_sites(config)
-    with pytest.raises(QuorumError) as error:
-        make_cohort(config, run="run").connect(grid)
-    assert "an error at the site" in str(error.value)
-    assert "4711" not in str(error.value)
-    assert "4711" in capsys.readouterr().err
 
 
 DATA_SET = "records"
@@ -838,140 +765,102 @@ WITHOUT_DATA = [  # one of each kind: all are in tests/client/test_private_actio
 BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]
 
 
-def test_a_hostile_request_is_refused_before_a_site_opens_its_data(
-    compose_config, real_sites, monkeypatch, capsys
-):
+def test_a_hostile_request_is_refused_before_data_opens(site, compose_config, monkeypatch, capsys):
     """The site keeps a schedule, restarts, and cannot read its records any more."""
-    config = compose_config(*SEARCH, *REAL_SITES)
     actions = ["query.describe", "query.commit", "train.weight_gradient"]
-    grid = real_sites(config, actions=[*actions, "train.weights", "evaluate.model"])
-    cohort = make_cohort(config, run="run")
-    cohort.connect(grid)
+    own = site(actions=[*actions, "train.weights", "evaluate.model"])
+    cohort = own.connected()
     list(cohort.ask(Exchange("query.commit", stage="commit", settings=committed())))
 
     opened = []
 
     def make_data(_):
         opened.append(1)
-        raise OSError("the disk of ward 4711 is gone")
+        raise ConfigError("the disk of ward 4711 is gone")
 
     monkeypatch.setattr(client_app, "make_site_data", make_data)
-    for kept in (client_app._guard, client_app._client, client_app._data):
-        kept.cache_clear()
+    reopened()
     for action, asked, words in WITHOUT_DATA:
-        with pytest.raises(QuorumError, match=words):
-            list(cohort.ask(Exchange(action, stage="search", settings=asked)))
+        assert_refused(cohort, words, action, asked)
     normalising = make_client_app(dump_config(compose_config(*BATCH_NORM, *REAL_SITES)))
     theirs = InProcessGrid(normalising, 1)
-    for node, context in grid._contexts.items():
-        theirs._contexts[node].node_config |= context.node_config
+    for context in theirs._contexts.values():
+        context.node_config |= own.node
     cohort._grid, about = theirs, Evaluate(network=SUPERNET, split="train", data_set=DATA_SET)
     for action, asked in (("train.weight_gradient", ASKED), ("evaluate.model", about)):
-        with pytest.raises(QuorumError, match="rule no batch_norm"):
-            list(cohort.ask(Exchange(action, stage="search", settings=asked)))
-    cohort._grid = grid
+        assert_refused(cohort, "rule no batch_norm", action, asked)
+    cohort._grid = own.grid
     assert opened == []
-    with pytest.raises(QuorumError, match="an error at the site"):  # what is allowed needs them
-        list(cohort.ask(Exchange("train.weight_gradient", stage="search", settings=ASKED)))
+    words = "^((?!4711).)*an error at the site((?!4711).)*$"  # what is allowed needs them
+    assert_refused(cohort, words, "train.weight_gradient", ASKED)
     assert opened == [1]
     assert "4711" in capsys.readouterr().err
 
 
-def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(
-    compose_config, real_sites, start
-):
+def test_the_server_has_no_say_in_how_a_private_site_reads_its_data(site):
     """Two runs that would read other records see the same site, and a whole run goes through."""
     wishes = ["dataset.class_names=[a,b]", "dataset.limit_train=3", "dataset.mean=[.1,.2,.3]"]
     wishes += ["dataset.crop_padding=1000000", "dataset.cutout=3"]  # whose cost would tell a lot
     properties = []
     for given in ([], wishes):
-        client_app._client.cache_clear()
-        config = compose_config(*SEARCH, *REAL_SITES, *given)
-        cohort = make_cohort(config, run="run")
-        cohort.connect(real_sites(config))
-        properties.append(cohort.properties[0])
-        client = client_app._client.__wrapped__(*client_app_arguments(config, real_sites(config)))
+        reopened()
+        own = site(*given)
+        properties.append(own.connected().properties[0])
+        named = {key: str(own.node[key]) for key in client_app.SITE_KEYS if key in own.node}
+        made = dump_config(own.config), 0, tuple(sorted(named.items())), None
+        client = client_app._client.__wrapped__(*made)
         assert client.data.train.mean == (0.5, 0.5, 0.5)
         assert client.augmentation == {"crop_padding": 0, "flip": False, "cutout": 0}
         assert sum(len(s) for s in vars(client.data).values()) == 80
     assert properties[0] == properties[1]
     assert properties[0]["class_names"] == ["red", "green", "blue"]
-    run = start(*SEARCH, *REAL_SITES, grid=real_sites(config))
-    assert [event["round"] for event in named(run.events, "round")] == [1, 2]
-
-
-def client_app_arguments(config, grid):
-    """What a node's client is made from."""
-    node = next(iter(grid._contexts.values())).node_config
-    site = {key: str(node[key]) for key in client_app.SITE_KEYS if key in node}
-    return dump_config(config), 0, tuple(sorted(site.items())), None
+    assert [event["round"] for event in site().run().named("round")] == [1, 2]
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_running_site_keeps_to_what_its_policy_says_now(
-    compose_config, real_sites, tmp_path, broken, capsys
-):
-    config = compose_config(*SEARCH, *REAL_SITES)
-    grid = real_sites(config)
-    cohort = make_cohort(config, run="run")
-    cohort.connect(grid)
-    (node,) = (context.node_config for context in grid._contexts.values())
-    path = Path(node["policy"])
+def test_a_running_site_keeps_to_what_its_policy_says_now(site, broken, capsys):
+    own = site()
+    cohort, path = own.connected(), Path(own.node["policy"])
     if broken:
         path.unlink()
     else:
         write_policy(path.parent.parent, 0, actions=["query.commit"])
     words = "an error at the site" if broken else "rule actions: action=query.describe"
-    with pytest.raises(QuorumError, match=words):
-        list(cohort.ask(Exchange("query.describe", stage="search", settings=Describe())))
+    assert_refused(cohort, words, "query.describe", Describe())
     assert not broken or "cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", PRIVATE_SITE_KEYS[1:])
-def test_a_private_node_must_name_everything_of_its_own(compose_config, real_sites, capsys, key):
-    config = compose_config(*SEARCH, *REAL_SITES)
-    grid = real_sites(config)
-    for context in grid._contexts.values():
-        del context.node_config[key]
+def test_a_private_node_must_name_everything_of_its_own(site, capsys, key):
+    own = site()
+    del own.node[key]
     with pytest.raises(QuorumError) as error:
-        make_cohort(config, run="run").connect(grid)
+        own.connected()
     if key == "policy":
         assert "privacy=dp on a node without a policy: start it with" in str(error.value)
     else:
         assert f"the node has a policy but lacks {key}" in capsys.readouterr().err
 
 
-UNKNOWN_IMAGES = [
-    *("dataset.class_names=[a,b]", "dataset.image_size=null", "dataset.channels=null")
-]
+UNKNOWN = "dataset.class_names=[a,b] dataset.image_size=null dataset.channels=null"
+UNDECLARED = {
+    "dataset.class_names=[]": "must give dataset.class_names,",
+    f"dataset=image_folder {UNKNOWN}": "image_size, dataset.channels",
+    "dataset=npz dataset.root={images} dataset.class_names=[a,b]": "image_size, dataset.channels",
+    "dataset=csv dataset.class_names=[a,b]": "numeric or categorical",
+    "dataset=csv dataset.class_names=[a,b] dataset.categorical=[sex]": "dataset.categories",
+}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["dataset.class_names=[]"], "must give dataset.class_names,"),
-        (["dataset=image_folder", *UNKNOWN_IMAGES], "image_size, dataset.channels"),
-        (
-            ["dataset=npz", "dataset.root={images}", "dataset.class_names=[a,b]"],
-            "image_size, dataset.channels",
-        ),
-        (["dataset=csv", "dataset.class_names=[a,b]"], "numeric or categorical"),
-        (
-            ["dataset=csv", "dataset.class_names=[a,b]", "dataset.categorical=[sex]"],
-            "dataset.categories",
-        ),
-    ],
-)
-def test_a_real_site_must_declare_what_its_records_would_tell(
-    compose_config, tmp_path, overrides, words
-):
+@pytest.mark.parametrize("overrides", UNDECLARED)
+def test_a_real_site_declares_what_records_would_tell(compose_config, tmp_path, overrides):
     """One image in colour, for example, would make all others of a site colour images."""
     images = tmp_path / "images.npz"
     np.savez(images, train_bytes=np.zeros(9, dtype=np.uint8), train_off=[0, 9], y_train=[0])
-    overrides = [override.format(images=images) for override in overrides]
-    config = compose_config(*SEARCH, *REAL_SITES, *overrides)
+    given = overrides.replace("{images}", str(images))
+    config = compose_config(*SEARCH, *REAL_SITES, given)
     prepared = SimpleNamespace(uses_own_statistics=False)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=UNDECLARED[overrides]):
         check_public(config, prepared)
 
 
@@ -982,15 +871,12 @@ def approval(node, awaited=None):
     return ["approve", *([awaited] if awaited else []), *options]
 
 
-def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
-    compose_config, real_sites, start, capsys
-):
+def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(site, compose_config, capsys):
     """Not approved in time it ends with a sentence; approved, it goes on under the same name."""
-    overrides = [*SEARCH, *REAL_SITES, "runtime.approval_s=0", "privacy.weights.noise_multiplier=2"]
-    grid = real_sites(compose_config(*overrides), approve="manual")
-    (node,) = (context.node_config for context in grid._contexts.values())
-    run = start(*overrides, grid=grid, fails=True)
-    (event,) = named(run.events, "approval_awaited")
+    waiting = ("runtime.approval_s=0", "privacy.weights.noise_multiplier=2")
+    own = site(*waiting, approve="manual")
+    node, run = own.node, own.run(fails=True)
+    event = run.the("approval_awaited")
     ((client, awaited),) = [(one["client"], one["schedule"]) for one in event["clients"]]
     assert client == 0
     assert str(run.error).startswith(
@@ -998,21 +884,16 @@ def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
         f"{awaited}` typed at that site, then resume this run (0 of 1 clients have agreed"
     )
     assert str(run.error).endswith("Nothing was released.")
-    assert not named(run.events, "privacy")
+    assert not run.named("privacy")
     assert f"fednas approve {awaited}: run '{event['run']}' waits" in capsys.readouterr().err
 
-    again = start(resume=run.folder, grid=grid, fails=True)  # too early
+    again = own.run(resume=run.folder, fails=True)  # too early
     assert str(again.error) == str(run.error)
     capsys.readouterr()
     assert main(approval(node)) == 0
     shown = capsys.readouterr().out
-    for part in (
-        awaited,
-        event["run"],
-        "budget records: epsilon 1000 at delta 1e-05 for one record",
-        "0 is spent",
-    ):
-        assert part in shown
+    budget = "budget records: epsilon 1000 at delta 1e-05 for one record"
+    assert all(part in shown for part in (awaited, event["run"], budget, "0 is spent"))
     rows = [line.split("│")[1:-1] for line in shown.splitlines() if "│ search" in line]
     assert {tuple(cell.strip() for cell in row) for row in rows} == {
         ("search", "train.alpha_gradient", "alphas", "validation", "2", "1", "1", "8", "0.5"),
@@ -1028,23 +909,19 @@ def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
 
     assert main(approval(node, awaited)) == 0
     assert f"approved {awaited}." in capsys.readouterr().out
-    start(resume=run.folder, grid=grid)
+    own.run(resume=run.folder)
     assert {row.run for row in booked_at(node)} == {event["run"]}
     assert main(approval(node)) == 0
     assert capsys.readouterr().out.endswith("nothing waits for approval.\n")
-    other = real_sites(compose_config(*overrides), approve="manual")
-    new = start(*overrides, grid=other, fails=True)
+    new = site(*waiting, approve="manual").run(fails=True)
     assert awaited not in str(new.error)  # the next run is another one
     assert "waits for a person's approval" in str(new.error)
 
 
-def test_a_run_goes_on_once_a_person_has_approved_it_and_without_a_site_where_nobody_does(
-    compose_config, real_sites, start, monkeypatch
-):
+def test_a_run_goes_on_once_approved_and_without_a_site_where_nobody_does(site, monkeypatch):
     monkeypatch.setattr(beginning, "APPROVAL_POLL_S", 0.01)
-    overrides = [*SEARCH, *REAL_SITES, "clients=3", "runtime.approval_s=3"]
-    grid = real_sites(compose_config(*overrides), approve="manual")
-    nodes = {c.node_config["partition-id"]: c.node_config for c in grid._contexts.values()}
+    own = site("clients=3", "runtime.approval_s=3", approve="manual")
+    nodes = {node["partition-id"]: node for node in own.nodes}
     write_policy(Path(nodes[2]["policy"]).parent.parent, 0)  # this site needs no person
     asked = []
 
@@ -1055,12 +932,12 @@ def test_a_run_goes_on_once_a_person_has_approved_it_and_without_a_site_where_no
             if 0 in asked[-1]:
                 assert main(approval(nodes[0], asked[-1][0])) == 0
 
-    run = start(*overrides, grid=grid, listener=person)
+    run = own.run(listener=person)
     assert [sorted(waiting) for waiting in asked] == [[0, 1], [1]]
-    (left,) = named(run.events, "client_left")
+    left = run.the("client_left")
     assert left["client"] == 1
     assert "have `fednas approve" in left["reason"]
-    (event,) = named(run.events, "privacy")
+    event = run.the("privacy")
     assert [client["client"] for client in event["clients"]] == [0, 2]
     for index, node in nodes.items():
         assert len(booked_at(node)) == (0 if index == 1 else 4)
@@ -1082,17 +959,13 @@ def books_of(folder):
     return {path: path.stat().st_size for path in files}
 
 
-def test_a_flood_of_requests_fills_no_disk_and_an_honest_run_goes_on_the_next_day(
-    compose_config, real_sites, start
-):
+def test_a_flood_of_requests_fills_no_disk_and_an_honest_run_goes_on_the_next_day(site):
     """Refusals, malformed messages, commitments, what raises at the site: all of one allowance."""
-    overrides = [*SEARCH, *REAL_SITES]
-    config = compose_config(*overrides)
-    grid = real_sites(config)
-    (node,) = (context.node_config for context in grid._contexts.values())
+    own = site()
+    grid, node = own.grid, own.node
     counter = counter_of(Path(node["ledger-key"]))
     folder = counter.parent
-    start(*overrides, grid=grid)  # what is made once is there
+    own.run()  # what is made once is there
     day, taken, refused = map(int, counter.read_text().split())
     (trail,) = folder.rglob("audit.jsonl")
     requests = trail.read_text().count('"event": "asked"')
@@ -1129,12 +1002,10 @@ def test_a_flood_of_requests_fills_no_disk_and_an_honest_run_goes_on_the_next_da
     day, _, refused = counter.read_text().split()
     assert int(refused) > 200
     counter.write_text(f"{int(day) - 1:>12} {MOST_BYTES:>20} {0:>20}\n")
-    start(*overrides, grid=grid)
+    own.run()
 
 
-def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
-    compose_config, real_sites, start, tmp_path
-):
+def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(site, tmp_path):
     """A refusal and a run, at two sites whose records and numbers of them differ."""
     rng = np.random.default_rng(1)
     np.savez(
@@ -1142,32 +1013,26 @@ def test_a_sites_audit_trail_tells_all_but_nothing_of_its_records(
         x_train=rng.integers(0, 255, (70, 3, 8, 8), dtype=np.uint8),
         y_train=rng.integers(0, 3, 70),
     )
-    config, trails, taken = compose_config(*SEARCH, *REAL_SITES), [], []
+    trails, taken = [], []
     for name in ("made", "other"):
-        client_app._client.cache_clear()
-        grid = real_sites(config)
-        (node,) = (context.node_config for context in grid._contexts.values())
-        node |= {"ledger": f"{tmp_path}/{name}/ledger/rows", "ledger-key": f"{tmp_path}/{name}/key"}
+        reopened()
+        own, books = site(), f"{tmp_path}/{name}"
+        own.node |= {"ledger": f"{books}/ledger/rows", "ledger-key": f"{books}/key"}
         if name == "other":
-            node["data-path"] = str(tmp_path / "other.npz")
-        cohort = make_cohort(config, run="run")
-        cohort.connect(grid)
+            own.node["data-path"] = str(tmp_path / "other.npz")
         commit = Commit(data_set="other", releases=())
-        with pytest.raises(QuorumError, match="rule data_sets"):
-            list(cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
-        start(*SEARCH, *REAL_SITES, grid=grid)
+        assert_refused(own.connected(), "rule data_sets", "query.commit", commit, stage="commit")
+        own.run()
         path = tmp_path / name / "ledger" / "audit.jsonl"
         assert verify_trail(path, tmp_path / name / "key") == len(trail_of(path))
         trails.append(trail_of(path))
         taken.append(int(counter_of(tmp_path / name / "key").read_text().split()[1]))
     assert trails[0] == trails[1]
     assert taken[0] == taken[1]  # nor does the daily allowance depend on them
-    (refused,) = (line for line in trails[0] if line["event"] == "refused")
+    (refused,) = named(trails[0], "refused")
     assert refused["action"] == "query.commit"
     assert "rule data_sets" in refused["reason"]
-    asked, released = (
-        [line for line in trails[0] if line["event"] == e] for e in ("asked", "released")
-    )
+    asked, released = (named(trails[0], kind) for kind in ("asked", "released"))
     assert len(asked) == len(released) + 1
     gradients = [line for line in released if line["action"] == "train.weight_gradient"]
     assert [line["round"] for line in gradients] == [1, 2]

@@ -1,5 +1,6 @@
 """Raw data, fed to the model of a run through each of its doors, has the reported accuracy."""
 
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,13 +9,12 @@ import onnxruntime
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
 
 from fednas_flwr import load
 from fednas_flwr.cli import main
 from fednas_flwr.models.export import onnx_inputs
 
-from ..data_sets import read
+from ..data_sets import colour_digits, digit_files, read
 from ..finished_runs import looked_at
 from ..patients import patients
 
@@ -35,9 +35,7 @@ def digits(folder):
 
 def npz(folder):
     """Digits in colours [N, H, W, C], with classes that have names."""
-    records, _ = read("digits", Path())
-    x = records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3)
-    y = records.labels.numpy()
+    x, y = colour_digits()
     path = folder / "digits.npz"
     np.savez(path, x_train=x[:900], y_train=y[:900], x_test=x[900:], y_test=y[900:])
     names = "dataset.class_names=[zero,one,two,three,four,five,six,seven,eight,nine]"
@@ -58,14 +56,11 @@ def numbers(folder):
 
 def image_folder(folder):
     """Digits as png files of two sizes, some in colours."""
-    records, _ = read("digits", Path())
     root = folder / "images"
-    for i in range(1000):
-        part, label = "train" if i < 700 else "test", int(records.labels[i])
-        image = Image.fromarray(records.features[i, 0].numpy())
-        image = image.resize((12, 10)) if i % 2 else image.convert("RGB")
-        (root / part / f"digit{label}").mkdir(parents=True, exist_ok=True)
-        image.save(root / part / f"digit{label}" / f"{i}.png")
+    for i, (image, label) in enumerate(islice(digit_files(), 1000)):
+        place = root / ("train" if i < 700 else "test") / f"digit{label}"
+        place.mkdir(parents=True, exist_ok=True)
+        image.save(place / f"{i}.png")
     sizes = ("dataset.image_size=8", "dataset.channels=1")
     sizes += ("dataset.crop_padding=0", "dataset.flip=false", "dataset.cutout=0")
     overrides = ("dataset=image_folder", f"dataset.root={root}", *sizes, *FIXED)
@@ -136,12 +131,8 @@ def test_the_command_takes_raw_data(finished, tmp_path, capsys):
     assert main(command) == 0  # by the threshold of the report, where it has one
     printed = " ".join(capsys.readouterr().out.split())
     central = finished.central
-    for name in (
-        "f1",
-        "auroc",
-        "average_precision",
-        *(["sensitivity", "specificity"] * bool(half)),
-    ):
+    of_two = ("sensitivity", "specificity") if half else ()
+    for name in ("f1", "auroc", "average_precision", *of_two):
         assert f"{central[name]:.3f}" in printed
     if half:
         labels = pd.read_csv(output)["label"]
@@ -208,9 +199,9 @@ def test_the_model_of_real_sites_takes_raw_data(run_inline, tmp_path):
         f"dataset.cache={tmp_path / 'cache'}",
         sites=files,
     )
-    (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
+    evaluated = ran.the("evaluated")
     found = load(ran.folder).predict(test)
     assert found.accuracy == evaluated["central"]["accuracy"] > 0.6
-    (statistics,) = (e for e in ran.events if e["event"] == "statistics")
+    statistics = ran.the("statistics")
     assert statistics["mean"][0] == pytest.approx(60, abs=3)  # each site alone: 46, 60, 73
     assert {"sensitivity", "auroc"} <= evaluated["clients"][0].keys()

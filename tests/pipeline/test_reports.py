@@ -109,7 +109,7 @@ def test_hyper_parameters_that_were_chosen_are_not_those_of_the_settings(finishe
         "alpha_lr:{low:1e-4,high:1e-3,log:true},alpha_weight_decay:{low:1e-5,high:1e-4,log:true},"
         "dropout:{low:0.0,high:0.1,log:false}}",
     )
-    (derived,) = (e for e in found.events if e["event"] == "derived")
+    derived = found.the("derived")
     assert f"| retrain.weights.lr | {derived['configuration']['lr']} |" in card(found)
     assert f"| retrain.drop_path_prob | {derived['configuration']['dropout']} |" in card(found)
 
@@ -119,6 +119,6 @@ def test_the_time_of_each_client_is_told_unless_it_is_private(finished_run, priv
     linear = ("algorithm=fedavg", "algorithm.network=linear", "clients=2", "retrain.rounds=2")
     terms = ("privacy=dp", "privacy.epsilon=30") if private else ()
     run = finished_run(*linear, "stages=[retrain]", *terms)
-    seconds = [event["client_seconds"] for event in run.events if event["event"] == "round"]
+    seconds = [event["client_seconds"] for event in run.named("round")]
     assert [{*of} for of in seconds] == [set() if private else {"0", "1"}] * 2
     assert all(used > 0 for of in seconds for used in of.values())

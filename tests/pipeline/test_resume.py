@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from fednas_flwr.cli import main
 from fednas_flwr.runs.events import EventLog, latest_rounds, read_events
 
+from ..finished_runs import named
+
 ROUNDS = 4
 KILLED_AFTER = 2  # rounds of the search; the kill falls into the next one
 TIMEOUT_S = 600
@@ -48,6 +50,8 @@ def folders(fednas, tiny_overrides, tmp_path_factory):
     newest = max((root / "truncated" / "checkpoints").glob("search-*.safetensors"))
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     before = {name: read_events(root / name / "events.jsonl") for name in ("killed", "truncated")}
+    assert KILLED_AFTER <= len(latest_rounds(before["killed"], "search")) < ROUNDS
+    assert not named(before["killed"], "run_finished")  # the kill fell into a round
     with fednas("run", f"resume={root / 'killed'}") as resumed:
         try:
             assert main(["run", *overrides, f"run_dir={root / 'whole'}"]) == 0
@@ -60,11 +64,8 @@ def folders(fednas, tiny_overrides, tmp_path_factory):
 
 
 def assert_same_results(folder, whole):
-    assert (folder / "genotype.json").read_bytes() == (whole / "genotype.json").read_bytes()
-    left, right = (load_file(f / "model.safetensors") for f in (folder, whole))
-    assert set(left) == set(right)
-    assert all(torch.equal(tensor, right[name]) for name, tensor in left.items())
-    assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    for name in ("genotype.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
     newest = f"search-{ROUNDS:06d}.safetensors"
     left, right = (load_file(f / "checkpoints" / newest) for f in (folder, whole))
     assert {"weights.float32", "alphas.float32", "server.weights.momentum_buffer"} <= set(left)
@@ -73,18 +74,7 @@ def assert_same_results(folder, whole):
 
 
 def metrics_by_round(folder, stage):
-    return [
-        event["metrics"] for event in latest_rounds(read_events(folder / "events.jsonl"), stage)
-    ]
-
-
-@pytest.mark.run
-def test_the_kill_fell_into_a_round(folders):
-    _, before = folders
-    for events in before.values():
-        done = latest_rounds(events, "search")
-        assert KILLED_AFTER <= len(done) < ROUNDS
-        assert events[-1]["event"] != "run_finished"
+    return [e["metrics"] for e in latest_rounds(read_events(folder / "events.jsonl"), stage)]
 
 
 @pytest.mark.run
@@ -93,12 +83,11 @@ def test_a_killed_run_goes_on_bit_by_bit(folders):
     assert_same_results(root / "killed", root / "whole")
     events = read_events(root / "killed" / "events.jsonl")
     assert events[: len(before["killed"])] == before["killed"]
-    starts = [event["resumed"] for event in events if event["event"] == "run_started"]
-    assert starts == [False, True]
+    assert [event["resumed"] for event in named(events, "run_started")] == [False, True]
     resumed = [e["round"] for e in events[len(before["killed"]) :] if e["event"] == "round"]
     done = len(latest_rounds(before["killed"], "search"))
     assert resumed[0] in (done, done + 1)  # done: killed between the event and the checkpoint
-    assert not [event for event in events if event["event"] == "warning"]
+    assert not named(events, "warning")
     for stage in ("search", "retrain"):
         left, right = (metrics_by_round(root / name, stage) for name in ("killed", "whole"))
         assert left == right
@@ -109,7 +98,7 @@ def test_a_truncated_checkpoint_costs_a_round_and_a_warning(folders):
     root, before = folders
     assert_same_results(root / "truncated", root / "whole")
     events = read_events(root / "truncated" / "events.jsonl")
-    (warning,) = [event for event in events if event["event"] == "warning"]
+    (warning,) = named(events, "warning")
     assert "is damaged" in warning["message"]
     assert "the one before it is used" in warning["message"]
     damaged = int(warning["message"].split("search-")[1][:6])
@@ -121,11 +110,11 @@ def test_a_truncated_checkpoint_costs_a_round_and_a_warning(folders):
 def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
     overrides = ("clients=3", "runtime.quorum=0.6", "rounds=1", "retrain.rounds=1")
     first = run_inline(*overrides)
-    (evaluated,) = (e for e in first.events if e["event"] == "evaluated")
+    evaluated = first.the("evaluated")
     assert 1 in [result["client"] for result in evaluated["clients"]]
     with EventLog(first.folder / "events.jsonl") as log:
         place = {"stage": "retrain", "round": 1, "action": "train.weights"}
         log.emit("client_left", **place, client=1, reason="nonsense", expelled=True)
     again = run_inline(resume=first.folder)
-    evaluated = [e for e in again.events if e["event"] == "evaluated"][-1]
+    evaluated = again.named("evaluated")[-1]
     assert 1 not in [result["client"] for result in evaluated["clients"]]

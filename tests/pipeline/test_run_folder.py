@@ -31,9 +31,7 @@ def begun(config, name, *statuses, age_s):
     return run
 
 
-def test_the_newest_unfinished_run_of_the_same_configuration_is_continued(
-    compose_config, tmp_path, monkeypatch
-):
+def test_the_newest_unfinished_run_of_its_kind_goes_on(compose_config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config, other = compose_config(), compose_config("seed=2")
     assert find_unfinished(config) is None

@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fednas_flwr.algorithms.stage_strategies import make_retraining, make_sampling
+from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import release_guard
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.models.networks import describe_network
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.report.templates import sentence
@@ -36,17 +35,13 @@ DP = [
 ]
 
 
-def named(run, name):
-    return [event for event in run.events if event["event"] == name]
-
-
 def drawn(run):
     """The clients of each round by stage and round, as the seed has them."""
-    told = named(run, "partition")[0]
+    told = run.named("partition")[0]
     sampling = make_sampling(run.config, told["splits"])
     return {
         (e["stage"], e["round"]): list(sampling.participants(e["stage"], e["round"]).clients)
-        for e in named(run, "round")
+        for e in run.named("round")
     }
 
 
@@ -56,23 +51,23 @@ def whole(finished_run):
 
 
 def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whole):
-    asked = {(e["stage"], e["round"]): e["asked"] for e in named(whole, "round")}
+    asked = {(e["stage"], e["round"]): e["asked"] for e in whole.named("round")}
     assert asked == drawn(whole)
     assert len(asked) == 7
     assert len({tuple(clients) for clients in asked.values()}) > 3
-    for event in named(whole, "round"):
+    for event in whole.named("round"):
         assert sorted(map(int, event["clients"])) == event["asked"]
         assert event["exchanges"] == (2 if event["stage"] == "search" else 1) + (
             event["stage"] == "search" and event["round"] == 4  # the supernet is evaluated
         )
-    (tested,) = named(whole, "evaluated")
+    tested = whole.the("evaluated")
     assert len(tested["clients"]) <= 2
 
 
 def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline, tmp_path):
     folder = copy_without(whole, tmp_path / "run", "search-00000[34].*", "retrain-*")
     resumed = run_inline(resume=folder)
-    before = {(e["stage"], e["round"]): e["asked"] for e in named(whole, "round")}
+    before = {(e["stage"], e["round"]): e["asked"] for e in whole.named("round")}
     again = resumed.events[len(whole.events) :]
     rounds = [event for event in again if event["event"] == "round"]
     assert [(e["stage"], e["round"]) for e in rounds] == list(before)[2:]
@@ -84,15 +79,12 @@ def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline,
 @pytest.mark.usefixtures("one_cell")
 @pytest.mark.parametrize("algorithm", sorted({*SETTINGS} - {"vanilla_nas"}))
 def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, federate):
-    config = compose_config(
-        *(f"algorithm={algorithm}", "clients=4", "sampling.per_round=2"), *SETTINGS[algorithm]
-    )
+    own = (f"algorithm={algorithm}", "clients=4", "sampling.per_round=2")
+    config = compose_config(*own, *SETTINGS[algorithm])
     fed = federate(config)
-    fed.cohort.connect(fed.grid)
-    splits = [fed.cohort.properties[client]["splits"] for client in range(4)]
-    fed.cohort.sampling = make_sampling(config, splits)
+    sampled(fed)
     fed.strategy.start(fed.grid, num_rounds=1)
-    (told,) = [event for event in fed.events if event["event"] == "round"]
+    told = fed.the("round")
     assert told["asked"] == list(fed.cohort.sampling.participants("search", 1).clients)
     assert sorted(map(int, told["clients"])) == told["asked"]
     assert told["exchanges"] >= 1
@@ -103,67 +95,54 @@ def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(finished_run):
         *("algorithm=fedex", "algorithm.network=linear", "algorithm.num_configurations=3"),
         *("clients=4", "sampling.per_round=2", "retrain.rounds=2", "stages=[retrain]"),
     )
-    assert [len(event["asked"]) for event in named(run, "round")] == [2, 2]
+    assert [len(event["asked"]) for event in run.named("round")] == [2, 2]
+
+
+def sampled(federation):
+    """Connect a federation, and let rounds ask some of its clients; returns all their splits."""
+    config, cohort = federation.config, federation.cohort
+    cohort.connect(federation.grid)
+    splits = [cohort.properties[client]["splits"] for client in range(config.clients)]
+    cohort.sampling = make_sampling(config, splits)
+    return splits
 
 
 def retraining(compose_config, federate, *overrides):
     """A federation with FedAvg of a linear model and its sampling."""
-    config = compose_config(
-        "algorithm=fedavg", "algorithm.network=linear", "clients=4", "partition=quantity",
-        "partition.fractions=[0.4,0.3,0.2,0.1]", *overrides,
-    )  # fmt: skip
-    fed = SimpleNamespace(**vars(federate(compose_config("clients=4"))))
-    fed.grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-    fed.events.clear()
-    fed.cohort.connect(fed.grid)
-    splits = [fed.cohort.properties[client]["splits"] for client in range(4)]
-    fed.cohort.sampling = make_sampling(config, splits)
-    description = describe_network(config, fed.data[0], None)
-    fed.strategy, _ = make_retraining(config, description, fed.cohort, None)
-    return fed, splits
+    sizes = ("clients=4", "partition=quantity", "partition.fractions=[0.4,0.3,0.2,0.1]")
+    config = compose_config("algorithm=fedavg", "algorithm.network=linear", *sizes, *overrides)
+    fed = federate(config)
+    return fed, sampled(fed)
+
+
+FEDAVG = "algorithm=fedavg algorithm.network=linear"
+DP_FNAS = "algorithm=dp_fnas privacy=dp"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "splits", "most"),
+    ("overrides", "stage", "sizes"),
     [
-        (["algorithm=fedavg"], ("train", "validation"), 99),
-        (["algorithm=fedavg", "retrain.evaluate_every=1"], ("train",), 99),
+        (FEDAVG, "retrain", [13, 26, 39, 52]),
+        (f"{FEDAVG} retrain.evaluate_every=1", "retrain", [10, 20, 30, 40]),
         (
-            ["algorithm=fedavg", "retrain.exchange=gradients", "retrain.batch_size=20"],
-            ("train", "validation"),
-            20,
+            f"{FEDAVG} retrain.exchange=gradients retrain.batch_size=20",
+            "retrain",
+            [13, 20, 20, 20],  # what a batch can hold
         ),
-        (["algorithm=fedex"], ("train",), 99),
+        ("algorithm=fedex algorithm.network=linear", "retrain", [10, 20, 30, 40]),
+        (f"{DP_FNAS} algorithm.batch_size=15", "search", [10, 15, 15, 15]),
+        (f"{DP_FNAS} privacy.rate=0.5", "search", [10, 20, 30, 40]),  # a share of all
+        (f"{DP_FNAS} privacy.rate=1", "search", [10, 20, 30, 40]),
     ],
 )
-def test_a_clients_size_is_the_weight_of_its_reply(overrides, splits, most, compose_config):
+def test_a_clients_size_is_the_weight_of_its_reply(overrides, stage, sizes, compose_config):
     records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
-    config = compose_config(
-        *overrides, "algorithm.network=linear", "clients=4", "sampling.per_round=2"
-    )
-    sizes = make_sampling(config, records).sizes["retrain"].tolist()
-    assert sizes == [min(most, sum(own[split] for split in splits)) for own in records]
-
-
-@pytest.mark.parametrize(
-    ("override", "sizes"),
-    [
-        ("algorithm.batch_size=15", [10, 15, 15, 15]),  # what a batch can hold
-        ("privacy.rate=0.5", [10, 20, 30, 40]),  # a share of all
-        ("privacy.rate=1", [10, 20, 30, 40]),
-    ],
-)
-def test_a_private_searchs_clients_weigh_what_their_batches_do(override, sizes, compose_config):
-    records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
-    private = ("algorithm=dp_fnas", "privacy=dp", "clients=4", "sampling.per_round=2")
-    config = compose_config(*private, override)
-    assert make_sampling(config, records).sizes["search"].tolist() == sizes
+    config = compose_config(overrides, "clients=4", "sampling.per_round=2")
+    assert make_sampling(config, records).sizes[stage].tolist() == sizes
 
 
 @pytest.mark.parametrize("by", SAMPLINGS)
-def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
-    by, compose_config, federate
-):
+def test_a_round_is_the_average_with_the_weights_of_its_draw(by, compose_config, federate):
     fed, splits = retraining(
         compose_config, federate, "sampling.per_round=3", f"sampling.by={by}", "retrain.rounds=1"
     )
@@ -171,9 +150,8 @@ def test_a_round_is_the_average_of_its_clients_with_the_weights_of_its_draw(
     alone = {}
     for client in participants.clients:
         single, _ = retraining(compose_config, federate, "retrain.rounds=1")
-        single.cohort.sampling = SimpleNamespace(
-            participants=lambda *_, c=client: Participants((c,))
-        )
+        asked = Participants((client,))
+        single.cohort.sampling = SimpleNamespace(participants=lambda *_, asked=asked: asked)
         single.strategy.start(single.grid, num_rounds=1)
         (alone[client],) = single.strategy.states["weights"].values()
     fed.strategy.start(fed.grid, num_rounds=1)
@@ -196,28 +174,21 @@ def failing_app(config, failing):
     return make_client_app(dump_config(config), mods=[fail])
 
 
-def test_the_place_of_a_client_that_fails_is_taken_for_the_rest_of_the_round(
-    compose_config, federate
-):
-    config = compose_config(
-        *FNAS, "sampling.per_round=3", "sampling.spare=.5", "runtime.quorum=1", "stages=[search]"
-    )
+def test_the_place_of_a_client_that_fails_is_taken_for_the_round(compose_config, federate):
+    own = ("sampling.per_round=3", "sampling.spare=.5", "runtime.quorum=1", "stages=[search]")
+    config = compose_config(*FNAS, *own)
     fed = federate(config)
     failing = set()
     fed.grid = InProcessGrid(failing_app(config, failing), config.clients)
-    fed.cohort.connect(fed.grid)
-    splits = [fed.cohort.properties[client]["splits"] for client in range(6)]
-    sampling = fed.cohort.sampling = make_sampling(config, splits)
-    participants = sampling.participants("search", 1)
+    sampled(fed)
+    participants = fed.cohort.sampling.participants("search", 1)
     assert (len(participants.clients), len(participants.backups)) == (3, 2)
     failing.update([participants.clients[0], participants.backups[0]])
     fed.strategy.start(fed.grid, num_rounds=1)
-    failures = [(e["client"], e["action"]) for e in fed.events if e["event"] == "client_failed"]
-    assert failures == [
-        (participants.clients[0], "train.weight_gradient"),
-        (participants.backups[0], "train.weight_gradient"),
-    ]
-    (told,) = [event for event in fed.events if event["event"] == "round"]
+    failures = [(e["client"], e["action"]) for e in fed.named("client_failed")]
+    left_out = (participants.clients[0], participants.backups[0])
+    assert failures == [(client, "train.weight_gradient") for client in left_out]
+    told = fed.the("round")
     assert set(map(int, told["clients"])) == {*participants.clients[1:], participants.backups[1]}
     assert set(told["asked"]) == {*participants.clients, participants.backups[1]}
 
@@ -238,9 +209,9 @@ def books(run, client):
 
 
 def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
-    (told,) = named(private, "privacy")
+    told = private.the("privacy")
     sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
-    asked = {(e["stage"], e["round"]): e["asked"] for e in named(private, "round")}
+    asked = {(e["stage"], e["round"]): e["asked"] for e in private.named("round")}
     assert {len(clients) for clients in asked.values()} == {2}
     assert [client["client"] for client in told["clients"]] == list(range(6))
     for client in told["clients"]:
@@ -266,31 +237,32 @@ def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
         assert taken["retrain", "train.weights:weights"] == 3 * turns["retrain"]
 
 
-def test_a_resumed_private_run_commits_to_the_turns_that_are_left(
-    private, run_inline, tmp_path, monkeypatch
-):
+def test_a_resumed_run_commits_to_the_turns_left(private, run_inline, tmp_path, monkeypatch):
     monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
     resumed = run_inline(resume=copy_without(private, tmp_path / "run", "retrain-000003.*"))
     again = resumed.events[len(private.events) :]
     (told,) = [event for event in again if event["event"] == "privacy"]
     (last,) = [event for event in again if event["event"] == "round"]
     assert (last["stage"], last["round"]) == ("retrain", 3)
-    assert last["asked"] == named(private, "round")[-1]["asked"]
+    assert last["asked"] == private.named("round")[-1]["asked"]
     sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
     for client in told["clients"]:
         number = client["client"]
-        left = {stage for stage, r in (("retrain", 3), ("evaluate", 1))
-                if number in sampling.participants(stage, r).candidates}  # fmt: skip
+        left = {
+            stage
+            for stage, r in (("retrain", 3), ("evaluate", 1))
+            if number in sampling.participants(stage, r).candidates
+        }
         assert {stage for stage, turns in client["turns"].items() if turns} == left
     before, after = (
         {(p["stage"], p["kind"]): p["noise_multiplier"] for p in event["schedule"]}
-        for event in (named(private, "privacy")[0], told)
+        for event in (private.named("privacy")[0], told)
     )
     assert after.items() <= before.items()
 
 
 def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
-    (told,) = named(private, "privacy")
+    told = private.the("privacy")
     noise = {(p["stage"], p["kind"]): p["noise_multiplier"] for p in told["schedule"]}
     epsilons = {}
     for client in told["clients"]:
@@ -313,36 +285,25 @@ def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
     assert "No amplification by this draw is claimed" in text
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["sampling.per_round=2.5"], "sampling.per_round=2.5 with clients=6: expected a whole"),
-        (["sampling.per_round=7"], "sampling.per_round=7 with clients=6: expected a whole"),
-        (["sampling.per_round=2", "secure_sum=true"], "with secure_sum=true: every sum is over"),
-        (
-            ["sampling.per_round=2", "algorithm=fnas", "algorithm.reduce=sum"],
-            "a sum over some clients is no estimate",
-        ),
-        (
-            ["sampling.per_round=2", "aggregate=median"],
-            "aggregate=median with a round of 2 clients",
-        ),
-        (
-            [
-                *("sampling.per_round=2", "algorithm=cfdnas", "search_space=mbconv_small"),
-                *("retrain=mbconv", "algorithm.num_groups=2"),
-            ],
-            "with algorithm=cfdnas: it divides all clients",
-        ),
-    ],
-)
-def test_what_needs_all_clients_is_refused_in_a_sentence(overrides, sentence, compose_config):
-    with pytest.raises(ConfigError, match=re.escape(sentence)):
-        compose_config("clients=6", *overrides)
+TWO = "sampling.per_round=2"
+CFDNAS = "algorithm=cfdnas search_space=mbconv_small retrain=mbconv algorithm.num_groups=2"
+REFUSED = {
+    "sampling.per_round=2.5": "sampling.per_round=2.5 with clients=6: expected a whole",
+    "sampling.per_round=7": "sampling.per_round=7 with clients=6: expected a whole",
+    f"{TWO} secure_sum=true": "with secure_sum=true: every sum is over",
+    f"{TWO} algorithm=fnas algorithm.reduce=sum": "a sum over some clients is no estimate",
+    f"{TWO} aggregate=median": "aggregate=median with a round of 2 clients",
+    f"{TWO} {CFDNAS}": "with algorithm=cfdnas: it divides all clients",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_needs_all_clients_is_refused_in_a_sentence(overrides, compose_config):
+    with pytest.raises(ConfigError, match=re.escape(REFUSED[overrides])):
+        compose_config("clients=6", overrides)
 
 
 def test_a_share_of_the_clients_is_rounded_up(compose_config):
-    asked = {share: compose_config("clients=6", f"sampling.per_round={share}").asked for share in
-             (".01", ".5", ".51", "1", "6")}  # fmt: skip
-    assert asked == {".01": 1, ".5": 3, ".51": 4, "1": 1, "6": 6}
+    for share, asked in {".01": 1, ".5": 3, ".51": 4, "1": 1, "6": 6}.items():
+        assert compose_config("clients=6", f"sampling.per_round={share}").asked == asked
     assert compose_config("clients=6", "sampling=null").asked == 6

@@ -11,8 +11,7 @@ from fednas_flwr.algorithms.base import local_steps as steps_of
 from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.pipeline.schedule import for_classes, make_schedules
-from fednas_flwr.privacy.books.renyi_filter import RenyiFilter, filter_epsilon
-from fednas_flwr.privacy.mechanism.renyi import Release, poisson_rate
+from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.search.bandit import Bandit
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
@@ -37,26 +36,37 @@ DP_FNAS = [
 GIVEN = "privacy.retrain.noise_multiplier=3.5"  # calibrating takes a second
 
 
-def steps_by_kind(config, done=None):
-    return {
-        (item.stage, item.action, item.kind): item.steps
-        for item in make_schedule(config, RECORDS, done=done or {})
-    }
+def cost(schedule, split):
+    """Return the largest cost of a split over the clients, as enforcement counts it."""
+    items = [item for item in schedule if split in item.splits]
+    by_client = ([item.release(declared) for item in items] for declared in RECORDS)
+    return max(filter_epsilon(releases, 1e-5) for releases in by_client)
+
+
+def steps_of_releases(config, done):
+    """Steps by release; ``done`` is None in calibration, which spares an interrupted round."""
+    schedule = make_schedule(config, RECORDS, done=done or {}, spare=done is None)
+    return {(i.stage, i.action, i.kind, *i.splits): i.steps for i in schedule}
 
 
 SEARCH = {
-    ("search", "train.weight_gradient", "weights"): 6,
-    ("search", "train.alpha_gradient", "alphas"): 6,
+    ("search", "train.weight_gradient", "weights", "train"): 6,
+    ("search", "train.alpha_gradient", "alphas", "validation"): 6,
 }
-FUSED = {("search", "train.gradients", kind): 18 for kind in ("weights", "alphas")}
-RETRAIN = {("retrain", "train.weights", "weights"): 20}
-MEASURED = ("search", "evaluate.model", "metrics")
+FUSED = {
+    ("search", "train.gradients", "weights", "train"): 18,
+    ("search", "train.gradients", "alphas", "validation"): 18,
+}
+RETRAINED = ("retrain", "train.weights", "weights", "train", "validation")
+RETRAIN = {RETRAINED: 20}
+MEASURED = ("search", "evaluate.model", "metrics", "validation")
+METRICS = "privacy.metrics_noise_multiplier=20"
 WARM = [
     *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "stages=[search]"),
     *("privacy.local_steps=1", "algorithm.warm_up_rounds=7"),
 ]
-WARMED = {("search", "train.search", kind): n for kind, n in {"weights": 6, "alphas": 2}.items()}
-TESTED = {("evaluate", "evaluate.model", "metrics"): 1}
+ON_PATHS = ("search", "train.search", "weights", "train")
+TESTED = {("evaluate", "evaluate.model", "metrics", "test"): 1}
 
 
 @pytest.mark.parametrize(
@@ -64,29 +74,26 @@ TESTED = {("evaluate", "evaluate.model", "metrics"): 1}
     [
         ([], {}, SEARCH | RETRAIN),
         (["algorithm.fused=true", "algorithm.local_steps=3"], {}, FUSED | RETRAIN),
-        (["privacy.metrics_noise_multiplier=20"], {}, SEARCH | {MEASURED: 1} | RETRAIN | TESTED),
+        ([METRICS], {}, SEARCH | {MEASURED: 1} | RETRAIN | TESTED),
+        ([METRICS, "algorithm.evaluate_every=4"], {}, SEARCH | {MEASURED: 2} | RETRAIN | TESTED),
         (
-            ["privacy.metrics_noise_multiplier=20", "algorithm.evaluate_every=4"],
-            {},
-            SEARCH | {MEASURED: 2} | RETRAIN | TESTED,
-        ),
-        (
-            [
-                *("privacy.metrics_noise_multiplier=20", "stages=[search,retrain]"),
-                "algorithm.evaluate_every=2",
-            ],
+            [METRICS, "stages=[search,retrain]", "algorithm.evaluate_every=2"],
             {"search": 4},
-            {kind: 2 for kind in SEARCH} | {MEASURED: 1} | RETRAIN,
+            dict.fromkeys(SEARCH, 2) | {MEASURED: 1} | RETRAIN,
         ),
-        ([], {"search": 6, "retrain": 3}, {("retrain", "train.weights", "weights"): 8}),
+        ([], {"search": 6, "retrain": 3}, {RETRAINED: 8}),
         (["stages=[search]"], {}, SEARCH),
         (["algorithm=fedavg", "algorithm.network=plain_cnn"], {}, RETRAIN),
-        (WARM, {}, {("search", "train.search", "weights"): 6}),
-        ([*WARM, "algorithm.warm_up_rounds=4"], {}, WARMED),
+        (WARM, {}, {ON_PATHS: 6}),
+        (
+            [*WARM, "algorithm.warm_up_rounds=4"],
+            {},
+            {ON_PATHS: 6, ("search", "train.search", "alphas", "validation"): 2},
+        ),
     ],
 )
 def test_as_many_steps_as_the_rounds_still_to_do_take(compose_config, overrides, done, expected):
-    steps = steps_by_kind(compose_config(*DP_FNAS, GIVEN, *overrides), done)
+    steps = steps_of_releases(compose_config(*DP_FNAS, GIVEN, *overrides), done)
     assert steps == expected
     stages = list(dict.fromkeys(stage for stage, *_ in steps))  # covered steps count in this order
     assert stages == [s for s in ("search", "retrain", "evaluate") if s in stages]
@@ -108,20 +115,10 @@ def test_a_searchs_batch_is_a_share_of_the_records_or_a_number(compose_config, o
     assert weights.rate(RECORDS[0]) == batch / 4000
 
 
-def test_every_release_names_splits_and_terms_and_each_stage_is_told_its_own(
-    compose_config, federate, tmp_path
-):
+def test_each_stage_is_told_the_terms_of_its_own_releases(compose_config, federate, tmp_path):
     sites = f"privacy.sites={tmp_path}"
     config = compose_config(*DP_FNAS, GIVEN, "privacy.metrics_noise_multiplier=20", sites)
     schedule = make_schedule(config, RECORDS, done={})
-    splits = {(i.stage, i.kind): i.splits for i in schedule}
-    assert splits == {
-        ("search", "weights"): ("train",),
-        ("search", "alphas"): ("validation",),
-        ("search", "metrics"): ("validation",),
-        ("retrain", "weights"): ("train", "validation"),
-        ("evaluate", "metrics"): ("test",),
-    }
     assert data_set_of(config) == "records"
     assert data_set_of(compose_config("algorithm=fnas")) is None
     federation = federate(config)
@@ -134,35 +131,9 @@ def test_every_release_names_splits_and_terms_and_each_stage_is_told_its_own(
 
 def test_retraining_gets_the_least_noise_with_which_every_split_keeps_the_target(compose_config):
     """For the client and split that have least left, with a round of each stage to spare."""
-    target = 5.0
-    given = [f"privacy.epsilon={target}", "privacy.metrics_noise_multiplier=20"]
-    config = compose_config(*DP_FNAS, *given)
-    schedule = make_schedule(config, RECORDS, done={}, spare=True)
-    spent = []
-    for declared in RECORDS:
-        for split in ("train", "validation"):
-            releases = []
-            for item in schedule:
-                if split in item.splits:
-                    size, records = item.batch_size, sum(declared[s] for s in item.splits)
-                    rate = 1.0 if size is None else size / records
-                    sigma = item.noise_multiplier
-                    releases.append(
-                        Release(noise_multiplier=sigma, sample_rate=rate, steps=item.steps)
-                    )
-            budget = RenyiFilter(epsilon=target, delta=1e-5)
-            for release in releases:  # step by step, as the ledger books them
-                for _ in range(release.steps):
-                    budget.spend(
-                        Release(
-                            noise_multiplier=release.noise_multiplier,
-                            sample_rate=release.sample_rate,
-                            steps=1,
-                        )
-                    )
-            spent.append(budget.spent())
-
-    assert 0.98 * target < max(spent) <= target
+    given = ["privacy.epsilon=5", "privacy.metrics_noise_multiplier=20"]
+    schedule = make_schedule(compose_config(*DP_FNAS, *given), RECORDS, done={}, spare=True)
+    assert 0.98 * 5 < max(cost(schedule, split) for split in ("train", "validation")) <= 5
 
 
 def test_a_resumed_run_retrains_with_the_noise_that_it_began_with(compose_config):
@@ -177,19 +148,6 @@ def test_a_resumed_run_retrains_with_the_noise_that_it_began_with(compose_config
 
 
 NULL = [f"privacy.{state}.noise_multiplier=null" for state in ("weights", "alphas")]
-
-
-def cost(schedule, split):
-    """Return the largest cost of a split over the clients, as enforcement counts it."""
-    costs = []
-    for declared in RECORDS:
-        releases = []
-        for item in schedule:
-            if split in item.splits:
-                rate = poisson_rate(item.batch_size, sum(declared[s] for s in item.splits))
-                releases.append(Release(item.noise_multiplier, rate, item.steps))
-        costs.append(filter_epsilon(releases, 1e-5))
-    return max(costs)
 
 
 @pytest.mark.parametrize("metrics", ["null", "20"])
@@ -259,13 +217,10 @@ TRIALS = 3  # round(1.5 ln 8)
         (None, (6, 5), (4, 3)),  # calibration: an interrupted one to spare
     ],
 )
-def test_every_step_of_every_trial_of_feathers_is_committed_to(
-    compose_config, done, rounds, phases
-):
+def test_every_step_of_trials_of_feathers_is_committed_to(compose_config, done, rounds, phases):
     noises = [f"privacy.{k}.noise_multiplier=2" for k in ("weights", "alphas", "rewards")]
     config = compose_config(*FEATHERS, *noises, GIVEN)
-    schedule = make_schedule(config, RECORDS, done=done or {}, spare=done is None)
-    found = {(i.stage, i.action, i.kind, *i.splits): i.steps for i in schedule}
+    found = steps_of_releases(config, done)
     search, retrain = (TRIALS * number for number in phases)
     expected = {
         ("search", "train.search", "weights", "train"): 3 * rounds[0],
@@ -369,8 +324,7 @@ def test_every_step_on_a_candidate_and_every_vector_of_rewards_is_committed_to(
     compose_config, done, steps, measured, retrained
 ):
     config = compose_config(*DPNAS, GIVEN, "privacy.rewards.noise_multiplier=20")
-    schedule = make_schedule(config, RECORDS, done=done or {}, spare=done is None)
-    found = {(i.stage, i.action, i.kind, *i.splits): i.steps for i in schedule}
+    found = steps_of_releases(config, done)
     expected = {
         ("search", "train.candidate", "weights", "train"): steps,
         ("search", "evaluate.candidates", "rewards", "validation"): measured,
@@ -398,16 +352,13 @@ COUNTED = (*DP_FNAS[:3], "retrain.rounds=1", "privacy.scores_error=0.01", GIVEN)
 
 def counts_of(config, records):
     """The release of counts of scores in the schedule of the first client, None without one."""
-    found = [
-        release for release in make_schedule(config, records, done={}) if release.kind == "scores"
-    ]
+    schedule = make_schedule(config, records, done={})
+    found = [release for release in schedule if release.kind == "scores"]
     return found[0] if found else None
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_noise_of_counts_follows_from_the_error_that_all_clients_make_together(
-    compose_config, summed
-):
+def test_noise_of_counts_follows_from_the_error_of_all_clients(compose_config, summed):
     """By hand: 4 x 50,000 records, 10 % of the rarer class, sqrt(12 / 16) of .01."""
     records = [{"train": 40_000, "validation": 10_000, "test": 0}] * 4
     more = ["secure_sum=true"] if summed else []

@@ -1,7 +1,7 @@
 """Whole runs by secure sums: equal to plain ones, with dropouts, refusals, and shared noise."""
 
 import json
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,13 +13,9 @@ from scipy.stats import chisquare
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client.making import make_sum_site
-from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.protocol.messages import decode_reply, decode_request
 from fednas_flwr.runs.events import latest_rounds, read_events
-from fednas_flwr.runs.run_folder import create_run_folder
-from fednas_flwr.settings import dump_config
 
 from ..booked import booked, decoded_totals
 
@@ -57,24 +53,19 @@ class LossyGrid(InProcessGrid):
         return reply
 
 
-def run(config, **how):
-    """Run a configuration to its end, by which it has no error; return its events."""
-    events, error = tried(config, **how)
-    assert error is None
-    return events
+def never(action, client, number):
+    return False
 
 
-def tried(config, *, lost=lambda *_: False, records=None, grid=LossyGrid):
-    """Run a configuration to its end; return its events and the error that ended it."""
-    config = create_run_folder(config)
-    app = make_client_app(dump_config(config))
-    error = None
-    try:
-        own = grid(app, config.clients, lost, records=records)
-        serve(config, own, listeners=[], resumed=False)
-    except Exception as caught:
-        error = caught
-    return read_events(Path(config.run_dir) / "events.jsonl"), error
+@pytest.fixture
+def run(quick_run):
+    """``run(*overrides)``: a whole run; what ``lost`` says is lost, replies go to ``records``."""
+
+    def ran(*overrides, lost=never, records=None, grid=LossyGrid, fails=False):
+        own = partial(grid, lost=lost, records=records)
+        return quick_run(*overrides, grid=own, fails=fails)
+
+    return ran
 
 
 def weights(folder):
@@ -93,35 +84,26 @@ def weights(folder):
     ],
     ids=lambda overrides: overrides[0],
 )
-def test_runs_by_secure_sums_are_those_without(overrides, compose_config, tmp_path):
+def test_runs_by_secure_sums_are_those_without(overrides, run):
     plain = (*SHORT, "clients=4", "partition=quantity", "runtime.largest_share=1", *overrides)
-    names = {name.partition("=")[0] for name in SUMS}
-    summed = [o for o in plain if o.partition("=")[0] not in names] + list(SUMS)
-    folders = tmp_path / "plain", tmp_path / "summed"
-    told = []
-    for folder, chosen in zip(folders, (plain, summed), strict=True):
-        events = run(compose_config(*chosen, f"run_dir={folder}"))
-        told.append([e["metrics"] for s in ("search", "retrain") for e in latest_rounds(events, s)])
-    assert (folders[0] / "genotype.json").read_bytes() == (
-        folders[1] / "genotype.json"
-    ).read_bytes()
-    left, right = map(weights, folders)
+    runs = run(*plain), run(*(o for o in plain if o != "clients=4"), *SUMS)
+    genotypes = [(ran.folder / "genotype.json").read_bytes() for ran in runs]
+    assert genotypes[0] == genotypes[1]
+    left, right = (weights(ran.folder) for ran in runs)
     for name, tensor in left.items():
         torch.testing.assert_close(tensor, right[name], rtol=1e-3, atol=1e-4)
-    for one, other in zip(*told, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert other[name] == pytest.approx(one[name], rel=1e-2, abs=1e-3)
-    assert (folders[1] / "report.html").exists()
-    evaluated = [e for e in events if e["event"] == "evaluated"]
-    assert evaluated[0]["clients"] == []
-    assert evaluated[0]["total"]["sites"] == 4
+    for one, other in zip(*(ran.named("round") for ran in runs), strict=True):
+        assert one["metrics"].keys() == other["metrics"].keys()
+        for name, value in one["metrics"].items():
+            assert other["metrics"][name] == pytest.approx(value, rel=1e-2, abs=1e-3)
+    assert (runs[1].folder / "report.html").exists()
+    evaluated = runs[1].the("evaluated")
+    assert (evaluated["clients"], evaluated["total"]["sites"]) == ([], 4)
 
 
-def test_the_server_holds_nothing_of_a_single_client(compose_config, tmp_path):
+def test_the_server_holds_nothing_of_a_single_client(run):
     records = []
-    config = compose_config(*SHORT, *SUMS, "algorithm=fed_darts", f"run_dir={tmp_path / 'run'}")
-    run(config, records=records)
+    run(*SHORT, *SUMS, "algorithm=fed_darts", records=records)
     masked = [(v, c, r) for v, c, r in records if not v.startswith("query.")]
     assert {v for v, _, _ in masked} == {"train.search", "train.weights", "evaluate.model"}
     for _, client, reply in masked:
@@ -151,17 +133,15 @@ def least_p_value(masked):
 
 @pytest.mark.run
 @pytest.mark.parametrize("masks", [True, False])
-def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(
-    masks, compose_config, tmp_path, monkeypatch
-):
+def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(masks, run, monkeypatch):
     """Real messages of an exchange with shared noise; noise alone does not make them uniform."""
     if not masks:
         for module in ("protocol.secure_sum.masks", "server.secure_sums"):
             where = f"fednas_flwr.{module}.add_mask"
             monkeypatch.setattr(where, lambda *_, **__: None)
     records = []
-    own = ("rounds=1", "stages=[search]", "search_space.channels=8", f"run_dir={tmp_path / 'run'}")
-    run(compose_config(*DP, *SUMS, *own), records=records)
+    own = ("rounds=1", "stages=[search]", "search_space.channels=8")
+    run(*DP, *SUMS, *own, records=records)
     sent = [record for record in records if record[0] == "train.weight_gradient"]
     assert len(sent) == 4
     for one in sent:  # all that there is of one site
@@ -169,7 +149,7 @@ def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(
 
 
 @pytest.mark.parametrize("summed", [True, False])
-def test_clients_with_secure_sums_are_asked_for_no_scores(summed, compose_config, tmp_path):
+def test_clients_with_secure_sums_are_asked_for_no_scores(summed, run):
     """Scores and histograms are not sums, so that no client makes or tells them."""
     asked = []
 
@@ -180,9 +160,7 @@ def test_clients_with_secure_sums_are_asked_for_no_scores(summed, compose_config
             return super().answer(message)
 
     sums = SUMS if summed else ("clients=4",)
-    config = compose_config(*SHORT, *sums, "evaluation.positive=2", f"run_dir={tmp_path / 'run'}")
-    events = run(config, grid=Listening)
-    assert "client_failed" not in {event["event"] for event in events}
+    assert not run(*SHORT, *sums, "evaluation.positive=2", grid=Listening).failed
     found = [(settings.split, settings.with_scores) for settings in asked]
     scores = [("validation", True)] * 4 + [("test", True)] * 4
     assert found == ([("test", False)] * 4 if summed else scores)
@@ -206,26 +184,21 @@ def lost_from(action, client):
 
 @pytest.mark.run
 @pytest.mark.parametrize("action", ["train.search", "train.weights", "query.open_masks"])
-def test_a_client_lost_before_its_answer_or_after_its_signature(action, compose_config, tmp_path):
-    config = compose_config(*SHORT, *SUMS, "algorithm=fed_darts", f"run_dir={tmp_path / 'run'}")
-    events = run(config, lost=lost_from(action, 1))
-    failed = {e["client"] for e in events if e["event"] == "client_failed"}
-    assert failed == {1}
-    assert [e["total"]["sites"] for e in events if e["event"] == "evaluated"] == [3]
+def test_a_client_lost_before_its_answer_or_after_its_signature(action, run):
+    ran = run(*SHORT, *SUMS, "algorithm=fed_darts", lost=lost_from(action, 1))
+    assert {e["client"] for e in ran.failed} == {1}
+    assert ran.the("evaluated")["total"]["sites"] == 3
 
 
 @pytest.mark.run
-def test_the_total_of_survivors_is_theirs_alone(compose_config, tmp_path):
-    folders = {name: tmp_path / name for name in ("plain", "summed")}
+def test_the_total_of_survivors_is_theirs_alone(run):
     lost = lost_at("train.search", {2})
-    base = (*SHORT, "algorithm=fed_darts", "stages=[search]", "clients=4")
-    for name, folder in folders.items():
-        sums = SUMS if name == "summed" else ("runtime.largest_share=1",)
-        chosen = [o for o in base if not (name == "summed" and o == "clients=4")]
-        run(compose_config(*chosen, *sums, f"run_dir={folder}"), lost=lost)
-    plain, summed = (
-        load_file(f / "checkpoints" / "search-000001.safetensors") for f in folders.values()
-    )
+    runs = [
+        run(*SHORT, "algorithm=fed_darts", "stages=[search]", *own, lost=lost)
+        for own in (("clients=4", "runtime.largest_share=1"), SUMS)
+    ]
+    name = "checkpoints/search-000001.safetensors"
+    plain, summed = (load_file(ran.folder / name) for ran in runs)
     for name, tensor in plain.items():
         torch.testing.assert_close(tensor, summed[name], rtol=1e-4, atol=1e-6)
 
@@ -244,14 +217,10 @@ def test_the_total_of_survivors_is_theirs_alone(compose_config, tmp_path):
         ),
     ],
 )
-def test_sums_that_fail_say_so_and_leave_no_trace(lost, said, compose_config, tmp_path):
-    config = compose_config(
-        *SHORT, *SUMS, "algorithm=fed_darts", "stages=[search]", f"run_dir={tmp_path / 'run'}"
-    )
-    events, error = tried(config, lost=lost)
-    text = str(error) + " ".join(e["reason"] for e in events if e["event"] == "client_failed")
-    assert said in text
-    assert not list((tmp_path / "run" / "checkpoints").glob("search-*"))
+def test_sums_that_fail_say_so_and_leave_no_trace(lost, said, run):
+    ran = run(*SHORT, *SUMS, "algorithm=fed_darts", "stages=[search]", lost=lost, fails=True)
+    assert said in str(ran.error) + " ".join(e["reason"] for e in ran.failed)
+    assert not list((ran.folder / "checkpoints").glob("search-*"))
 
 
 def damaged(change):
@@ -273,13 +242,11 @@ def damaged(change):
 def other_masks(content, kept):
     """Masked vectors of a peer whose masks are not those agreed on."""
     rng = np.random.default_rng(0)
-    vectors = {d: Array(rng.integers(-(2**62), 2**62, array_length(a)).astype(d))
-               for d, a in content["state.masked"].items()}  # fmt: skip
+    vectors = {
+        dtype: Array(rng.integers(-(2**62), 2**62, array.numpy().size).astype(dtype))
+        for dtype, array in content["state.masked"].items()
+    }
     return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
-
-
-def array_length(array):
-    return array.numpy().size
 
 
 def shorter(content, kept):
@@ -304,38 +271,25 @@ def of_another_request(content, kept):
     ],
     ids=["other masks", "shorter", "another request", "replayed"],
 )
-def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, compose_config, tmp_path):
-    folder = tmp_path / "run"
-    rounds = "rounds=2" if said is None else "rounds=1"
-    config = compose_config(
-        *SHORT, *SUMS, "algorithm=fed_darts", "stages=[search]", f"run_dir={folder}", rounds
-    )
-    events, error = tried(config, grid=damaged(change))
-    reasons = [e["reason"] for e in events if e["event"] == "client_failed"]
-    done = {e["round"] for e in latest_rounds(events, "search")}
-    if change is other_masks:
-        assert said in str(error)
-        assert done == set()
-    elif said is not None:
-        assert said in reasons[0]
-        assert (error, done) == (None, {1})
-    else:  # the second round gets the first one's reply once more
-        assert "reply to another request" in reasons[0]
-        assert (error, done) == (None, {1, 2})
+def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, run):
+    rounds, fails = 1 if said else 2, change is other_masks
+    own = ("algorithm=fed_darts", "stages=[search]", f"rounds={rounds}")
+    ran = run(*SHORT, *SUMS, *own, grid=damaged(change), fails=fails)
+    reason = str(ran.error) if fails else ran.failed[0]["reason"]
+    # the second round gets the first one's reply once more
+    assert (said or "reply to another request") in reason
+    assert len(ran.named("round")) == (0 if fails else rounds)
 
 
 @pytest.mark.run
-def test_a_run_that_was_killed_goes_on_with_new_masks(compose_config, tmp_path):
-    folder = tmp_path / "run"
-    config = compose_config(
-        *SHORT, *SUMS, "algorithm=fed_darts", "rounds=2", "stages=[search]", f"run_dir={folder}"
-    )
-    records = []
-    _, error = tried(config, lost=lost_at("query.sign_survivors", {3}, number=2), records=records)
-    assert "not signed" in str(error)
+def test_a_run_that_was_killed_goes_on_with_new_masks(run):
+    own, records = (*SHORT, *SUMS, "algorithm=fed_darts", "rounds=2", "stages=[search]"), []
+    lost = lost_at("query.sign_survivors", {3}, number=2)
+    ran = run(*own, lost=lost, records=records, fails=True)
+    assert "not signed" in str(ran.error)
     before = records[-1 - [v for v, _, _ in reversed(records)].index("train.search")][2]
-    assert main(["run", f"resume={folder}"]) == 0
-    rounds = latest_rounds(read_events(folder / "events.jsonl"), "search")
+    assert main(["run", f"resume={ran.folder}"]) == 0
+    rounds = latest_rounds(read_events(ran.folder / "events.jsonl"), "search")
     assert [e["round"] for e in rounds] == [1, 2]
     assert before.properties["context"] not in {
         r.properties["context"] for v, _, r in records[:-8] if v == "train.search"
@@ -374,17 +328,14 @@ def test_what_has_no_sum_is_refused_at_composition(settings, said, compose_confi
 
 @pytest.mark.run
 @pytest.mark.parametrize("steps", [1, 2])
-def test_noise_is_shared_in_single_steps_alone(steps, compose_config, tmp_path):
-    folder = tmp_path / "run"
-    own = (f"algorithm.local_steps={steps}", "rounds=1", "stages=[search]", f"run_dir={folder}")
-    config = compose_config(*DP, *SUMS, *own)
-    records = []
-    events = run(config, records=records)
-    (schedule,) = [e["schedule"] for e in events if e["event"] == "privacy"]
+def test_noise_is_shared_in_single_steps_alone(steps, run):
+    own, records = (f"algorithm.local_steps={steps}", "rounds=1", "stages=[search]"), []
+    ran = run(*DP, *SUMS, *own, records=records)
+    schedule = ran.the("privacy")["schedule"]
     shared = {planned["action"] for planned in schedule if planned["shared"]}
     gradients = {"train.weight_gradient", "train.alpha_gradient"}
     assert shared == (gradients if steps == 1 else set())
-    actions = {row.action for row in booked(folder / "sites")}
+    actions = {row.action for row in booked(ran.folder / "sites")}
     assert ("train.weight_gradient:weights (noise of 2 sites)" in actions) == (steps == 1)
     for action, _, reply in records:
         if action in gradients:
@@ -401,20 +352,18 @@ LINEAR = [
 
 @pytest.mark.run
 @pytest.mark.parametrize("exchange", ["null", "models"])
-def test_retraining_shares_noise_unless_clients_send_models(exchange, compose_config, tmp_path):
-    folder = tmp_path / "run"
-    own = (f"retrain.exchange={exchange}", f"run_dir={folder}")
-    events = run(compose_config(*LINEAR, *SUMS, *own), records=(records := []))
-    ((planned,),) = [e["schedule"] for e in events if e["event"] == "privacy"]
+def test_retraining_shares_noise_unless_clients_send_models(exchange, run):
+    records = []
+    ran = run(*LINEAR, *SUMS, f"retrain.exchange={exchange}", records=records)
+    (planned,), told = (ran.the("privacy")[name] for name in ("schedule", "clients"))
     action = {"null": "train.network_gradient", "models": "train.weights"}[exchange]
     shares = exchange == "null"
     assert (planned["action"], planned["shared"], planned["steps"]) == (action, shares, 4)
-    (told,) = [e["clients"] for e in events if e["event"] == "privacy"]
     assert all(("alone_epsilon" in client) == shares for client in told)
     if shares:
         assert all(client["alone_epsilon"] > client["search_epsilon"] for client in told)
     for client in range(4):
-        rows = booked(folder / "sites", client)
+        rows = booked(ran.folder / "sites", client)
         name = f"{action}:weights (noise of 2 sites)" if shares else f"{action}:weights"
         assert {row.action for row in rows} == {name}
         assert {row.release.noise_multiplier for row in rows} == {planned["noise_multiplier"]}
@@ -426,23 +375,17 @@ def test_retraining_shares_noise_unless_clients_send_models(exchange, compose_co
 
 
 @pytest.mark.run
-def test_the_total_carries_the_noise_that_is_booked(compose_config, tmp_path):
+def test_the_total_carries_the_noise_that_is_booked(run):
     """Of gradients that are 0, exchanges give the noise alone: its std is what the total has."""
-    sigma = 3.0
-    config = compose_config(
-        *DP, *SUMS, "stages=[search]", "rounds=8", f"run_dir={tmp_path / 'run'}",
-        f"privacy.weights.noise_multiplier={sigma}", "training.class_factors={}",
-        "algorithm.weights.momentum=0", "algorithm.weights.weight_decay=0",
-        "algorithm.weights.lr=1.0", "algorithm.weights.min_lr=1.0",
-        "algorithm.weights.clip_norm=null", "privacy.weights.max_grad_norm=1e-3",
-        "algorithm.alphas.lr=1e-9",
-    )  # fmt: skip
+    weights = "algorithm.weights={lr: 1, min_lr: 1, momentum: 0, weight_decay: 0, clip_norm: null}"
+    noise = ("privacy.weights.noise_multiplier=3", "privacy.weights.max_grad_norm=1e-3")
+    own = ("stages=[search]", "rounds=8", "training.class_factors={}", "algorithm.alphas.lr=1e-9")
     with decoded_totals() as totals:
-        run(config)
+        run(*DP, *SUMS, *own, weights, *noise)
     assert len(totals) == 8
     found = np.concatenate(totals).std()
     # 4 sites took part; each adds 1 / 2 of the variance, as only 2 honest ones are relied on.
-    assert found == pytest.approx(sigma * 1e-3 * np.sqrt(4 / 2), rel=0.05)
+    assert found == pytest.approx(3 * 1e-3 * np.sqrt(4 / 2), rel=0.05)
 
 
 def test_sites_without_a_run_folder_have_no_keys(compose_config):

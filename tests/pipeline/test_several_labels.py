@@ -57,23 +57,24 @@ def images(folder):
     return ("dataset=npz", f"dataset.root={folder / 'raw.npz'}", names, "clients=2", *searched)
 
 
+def written(own, folder):
+    """Overrides by which the last half of a table is the server's test set."""
+    own[:900].to_csv(folder / "train.csv", index=False)
+    own[900:].to_csv(folder / "test.csv", index=False)
+    return ("dataset=csv", f"dataset.root={folder}", *LINEAR)
+
+
 def columns(folder):
     """A table with a column per label, also as yes and no."""
     own = table(*digits())
     own["large"] = np.where(own["large"] == 1, "Yes", "no")
-    own[:900].to_csv(folder / "train.csv", index=False)
-    own[900:].to_csv(folder / "test.csv", index=False)
-    labels = "dataset.labels=[even,large,prime]"
-    return ("dataset=csv", f"dataset.root={folder}", labels, *LINEAR)
+    return (*written(own, folder), "dataset.labels=[even,large,prime]")
 
 
 def lists(folder):
     """A table with a column of lists; ``prime`` is the positive label."""
-    own = as_lists(table(*digits()), "; ")
-    own[:900].to_csv(folder / "train.csv", index=False)
-    own[900:].to_csv(folder / "test.csv", index=False)
-    separator = ("dataset.label_separator=';'", "evaluation.positive=prime")
-    return ("dataset=csv", f"dataset.root={folder}", *separator, *LINEAR)
+    own = written(as_lists(table(*digits()), "; "), folder)
+    return (*own, "dataset.label_separator=';'", "evaluation.positive=prime")
 
 
 KINDS = {made.__name__: made for made in (images, columns, lists)}
@@ -105,8 +106,7 @@ def test_python_says_what_is_reported(finished):
     assert [{*names} for names in found.truth or ()] == [
         {n for n, has in zip(NAMES, row, strict=True) if has} for row in y
     ]
-    of = slice(None) if finished.kind != "lists" else 2
-    kinds = {"average": "macro"} if finished.kind != "lists" else {}
+    of, kinds = (2, {}) if finished.kind == "lists" else (slice(None), {"average": "macro"})
     expected = {
         "f1": f1_score(y[:, of], shares[:, of] >= 0.5, **kinds),
         "auroc": roc_auc_score(y[:, of], shares[:, of], **kinds),
@@ -124,9 +124,8 @@ def test_the_command_writes_labels_and_a_probability_each(finished, tmp_path, ca
     output = tmp_path / "found.csv"
     assert main(["predict", str(finished.folder), str(finished.raw), "--output", str(output)]) == 0
     accuracy = finished.central["accuracy"]
-    assert f"accuracy by the labels in {finished.raw}: {100 * accuracy:.1f} %" in (
-        capsys.readouterr().out
-    )
+    told = f"accuracy by the labels in {finished.raw}: {100 * accuracy:.1f} %"
+    assert told in capsys.readouterr().out
     written = pd.read_csv(output, keep_default_na=False)
     shares = written[[f"probability of {name}" for name in NAMES]].to_numpy()
     told = [[n for n, p in zip(NAMES, row, strict=True) if p >= 0.5] for row in shares]
@@ -141,9 +140,8 @@ def test_onnxruntime_gives_labels_and_probabilities(finished):
     fed = onnx_inputs(finished.test.features, load(finished.folder).inputs)
     labels, shares = session.run(["labels", "probabilities"], fed)
     assert labels.dtype == np.int64
-    assert (labels == finished.test.labels.numpy()).mean() == pytest.approx(
-        finished.central["accuracy"]
-    )
+    accuracy = (labels == finished.test.labels.numpy()).mean()
+    assert accuracy == pytest.approx(finished.central["accuracy"])
     own = load(finished.folder).predict(finished.raw).probabilities
     np.testing.assert_allclose(shares, own, atol=1e-4)
     meta = session.get_modelmeta().custom_metadata_map
@@ -174,8 +172,8 @@ def test_private_clients_search_and_train_on_several_labels(finished_run, tmp_pa
         *("dataset=npz", f"dataset.root={tmp_path / 'raw.npz'}", "retrain.rounds=1"),
         "dataset.class_names=[even,large,prime]",
     )
-    (evaluated,) = (e for e in run.events if e["event"] == "evaluated")
-    assert not [e for e in run.events if e["event"] == "client_failed"]
+    evaluated = run.the("evaluated")
+    assert not run.failed
     assert 0 < evaluated["central"]["accuracy"] < 1
 
 
@@ -194,48 +192,36 @@ def test_real_sites_say_that_records_can_have_several_labels(run_inline, tmp_pat
     )
     found = load(ran.folder).predict(tmp_path / "new.csv")
     assert found.multi_label
-    (evaluated,) = (e for e in ran.events if e["event"] == "evaluated")
+    evaluated = ran.the("evaluated")
     assert found.accuracy == pytest.approx(evaluated["central"]["accuracy"])
     assert evaluated["central"]["accuracy"] > 0.6
     assert all(client["auroc"] > 0.6 for client in evaluated["clients"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("partition=dirichlet",), "partition=dirichlet divides records by the class of each"),
-        (("partition=label_groups",), "partition=label_groups divides records by the class"),
-        (
-            ("training.oversample=true",),
-            "training.oversample=true is for records of one class each",
-        ),
-        (
-            ("training.class_factors={even: .5}",),
-            "training.class_factors=.*is for records of one class each",
-        ),
-        (("evaluation.positive=odd",), "evaluation.positive=odd is unknown"),
-        (("dataset.class_names=[even,odd]",), "has 3 labels, but dataset.class_names names 2"),
-        (("dataset.labels=[a,b]",), "dataset.labels is a setting of dataset=csv"),
-    ],
-)
-def test_what_is_for_one_class_is_refused(overrides, message, compose_config, tmp_path):
-    changed = {override.split("=")[0] for override in overrides}
-    given = [o for o in images(tmp_path) if o.split("=")[0] not in changed]
-    with pytest.raises(ConfigError, match=message):
-        check_buildable(compose_config(*given, *overrides))
+REFUSED = {
+    "partition=dirichlet": "partition=dirichlet divides records by the class of each",
+    "partition=label_groups": "partition=label_groups divides records by the class",
+    "training.oversample=true": "training.oversample=true is for records of one class each",
+    "training.class_factors={even: .5}": "training.class_factors=.*is for records of one class",
+    "evaluation.positive=odd": "evaluation.positive=odd is unknown",
+    "dataset.class_names=[even,odd]": "has 3 labels, but dataset.class_names names 2",
+    "dataset.labels=[a,b]": "dataset.labels is a setting of dataset=csv",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_is_for_one_class_is_refused(override, compose_config, tmp_path):
+    given = [o for o in images(tmp_path) if o.split("=")[0] != override.split("=")[0]]
+    with pytest.raises(ConfigError, match=REFUSED[override]):
+        check_buildable(compose_config(*given, override))
 
 
 @pytest.mark.run
 def test_several_labels_are_audited(tmp_path, capsys):
     images(tmp_path)
-    status = main(
-        [
-            *("audit", "algorithm=dp_fnas", "privacy=dp", "dataset=npz"),
-            *(f"dataset.root={tmp_path / 'raw.npz'}", "privacy.weights.noise_multiplier=1"),
-            "dataset.class_names=[even,large,prime]",
-        ]
-    )
-    assert status == 0
+    own = ("algorithm=dp_fnas", "privacy=dp", "privacy.weights.noise_multiplier=1", "dataset=npz")
+    data = (f"dataset.root={tmp_path / 'raw.npz'}", "dataset.class_names=[even,large,prime]")
+    assert main(["audit", *own, *data]) == 0
     assert "The audit does not refute" in capsys.readouterr().out
 
 

@@ -14,16 +14,12 @@ from fednas_flwr.pipeline import stages
 from fednas_flwr.settings.registry import TABLES
 
 
-def last(events, name):
-    return [event for event in events if event["event"] == name][-1]
-
-
 def test_a_network_is_exported_although_its_test_fails(run_inline, monkeypatch):
     monkeypatch.setitem(TABLES["metric"], "mine", lambda probabilities, labels: math.nan)
     done = run_inline(fails=True)
     assert "the metric mine of your own fails" in str(done.error)
-    assert last(done.events, "run_finished")["status"] == "failed"
-    assert last(done.events, "exported")["files"] == ["model.safetensors", "model.onnx"]
+    assert done.named("run_finished")[-1]["status"] == "failed"
+    assert done.named("exported")[-1]["files"] == ["model.safetensors", "model.onnx"]
     assert load_file(done.folder / "model.safetensors")
     assert "evaluated" not in [event["event"] for event in done.events]
 
@@ -39,7 +35,7 @@ def test_a_training_loss_that_is_not_finite_ends_the_run(run_inline, tmp_path):
         fails=True,
     )
     assert "train_loss=nan is not finite: lower the learning rate" in str(done.error)
-    assert last(done.events, "run_finished")["status"] == "failed"
+    assert done.named("run_finished")[-1]["status"] == "failed"
     assert not (done.folder / "genotype.json").exists()
 
 
@@ -51,18 +47,12 @@ def test_clients_without_test_records_are_not_asked_to_test(finished_run, compos
     without = np.flatnonzero(splits != 2)[:30]
     others = np.setdiff1d(np.arange(len(splits)), without)
     save_partition(tmp_path / "parts.json", [without, others[::2], others[1::2]])
-    own = (
-        "partition=saved",
-        f"partition.file={tmp_path / 'parts.json'}",
-        "rounds=1",
-        "retrain.rounds=1",
-    )
-    done = finished_run(*own, "evaluation.personalised=true", "runtime.quorum=1")
-    assert [
-        tuple(r["client"] for r in last(done.events, "evaluated")[kind])
-        for kind in ("clients", "personalised")
-    ] == [(1, 2), (1, 2)]
-    assert not [e for e in done.events if e["event"] in ("client_failed", "warning")]
+    own = ("partition=saved", f"partition.file={tmp_path / 'parts.json'}", "rounds=1")
+    more = ("retrain.rounds=1", "evaluation.personalised=true", "runtime.quorum=1")
+    done = finished_run(*own, *more)
+    for kind in ("clients", "personalised"):
+        assert [own["client"] for own in done.the("evaluated")[kind]] == [1, 2]
+    assert not done.named("client_failed", "warning")
 
 
 @pytest.mark.parametrize("fraction", ["0", ".0001"])
@@ -70,8 +60,8 @@ def test_a_run_without_test_records_completes(finished_run, fraction):
     train = 0.6 if fraction == "0" else 0.5999
     fractions = json.dumps({"train": train, "validation": 0.4, "test": float(fraction)})
     done = finished_run(f"dataset.fractions={fractions}".replace('"', ""), "rounds=1")
-    assert last(done.events, "evaluated")["clients"] == []
-    assert not [e for e in done.events if e["event"] in ("client_failed", "warning")]
+    assert done.named("evaluated")[-1]["clients"] == []
+    assert not done.named("client_failed", "warning")
 
 
 def test_clients_find_the_statistics_of_a_table_together(finished_run, run_inline, tmp_path):
@@ -87,10 +77,10 @@ def test_clients_find_the_statistics_of_a_table_together(finished_run, run_inlin
     key = settings.split_key.encode()
     splits = assign_splits(prepared.train.ids, key=key, fractions=settings.fractions)
     ages = prepared.train.features[splits == 0, 0].double().numpy()
-    found = last(done.events, "statistics")
+    found = done.named("statistics")[-1]
     assert found["mean"] == pytest.approx([ages.mean()])
     assert found["std"] == pytest.approx([ages.std()])
-    assert last(done.events, "exported")["inputs"]["mean"] == found["mean"]
+    assert done.named("exported")[-1]["inputs"]["mean"] == found["mean"]
     # a run that goes on keeps those that it began with, whatever the clients tell now
     events = done.folder / "events.jsonl"
     lines = events.read_text().splitlines()
@@ -98,7 +88,7 @@ def test_clients_find_the_statistics_of_a_table_together(finished_run, run_inlin
     changed = [line.replace(str(found["mean"][0]), "55.5") for line in kept]
     events.write_text("\n".join(changed) + "\n")
     again = run_inline(resume=done.folder)
-    assert last(again.events, "exported")["inputs"]["mean"] == [55.5]
+    assert again.named("exported")[-1]["inputs"]["mean"] == [55.5]
 
 
 def test_a_run_where_there_is_no_git_has_no_commit(run_inline, monkeypatch, tmp_path):
@@ -115,6 +105,6 @@ def test_clients_that_cannot_test_the_network_do_not_end_the_run(run_inline, mon
     monkeypatch.setitem(ANSWERS, "evaluate.model", failing)
     own = ("algorithm=fedavg", "algorithm.network=linear", "retrain.rounds=1")
     done = run_inline(*own, "stages=[retrain,evaluate,export]")
-    assert last(done.events, "evaluated")["clients"] == []
-    assert "the disk is full" in last(done.events, "warning")["message"]
-    assert last(done.events, "run_finished")["status"] == "completed"
+    assert done.named("evaluated")[-1]["clients"] == []
+    assert "the disk is full" in done.named("warning")[-1]["message"]
+    assert done.named("run_finished")[-1]["status"] == "completed"

@@ -112,9 +112,7 @@ def descendants(pid):
 @pytest.mark.ray
 @pytest.mark.parametrize("victim", ["ray::Worker", "raylet/raylet", "gcs/gcs_server"])
 @pytest.mark.parametrize("stage", ["search", "retrain"])
-def test_a_run_goes_on_after_processes_of_ray_were_killed(
-    fednas, overrides, whole, tmp_path, stage, victim
-):
+def test_a_run_outlives_processes_of_ray(fednas, overrides, whole, tmp_path, stage, victim):
     folder = tmp_path / "run"
     own = ("runtime=ray", "runtime.client_cpus=0.5", "runtime.quorum=1", f"run_dir={folder}")
 
@@ -153,9 +151,7 @@ def test_a_run_goes_on_after_processes_of_ray_were_killed(
         pytest.param(50_000, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_on_a_full_disk_goes_on_when_there_is_room(
-    fednas, overrides, whole, tmp_path, largest_file
-):
+def test_a_run_on_a_full_disk_goes_on_later(fednas, overrides, whole, tmp_path, largest_file):
     own = (*overrides, f"run_dir={tmp_path / 'run'}")
     with fednas("run", *own, largest_file=largest_file) as process:
         _, errors = process.communicate(timeout=TIMEOUT_S)

@@ -1,10 +1,9 @@
 """A federation of small real ClientApps whose clients, and whose grid, misbehave on demand."""
 
-from types import SimpleNamespace
-
+import numpy as np
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Array, Message
 from flwr.clientapp import ClientApp
 
 from fednas_flwr.deploy.grids import InProcessGrid
@@ -16,6 +15,8 @@ from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings.optimizers import SGD, Adam
 
+from ..finished_runs import Told
+
 DECLARED = 100
 SEARCH = Search(
     local=LocalSearch(
@@ -25,6 +26,39 @@ SEARCH = Search(
         alternating=Alternating("first_order"),
     )
 )
+
+
+def damaging(change):
+    """Turn ``change(content, ...)`` into a function of the rest that returns what damages so."""
+
+    def of(*values, **named):
+        def damage(content):
+            change(content, *values, **named)
+            return content
+
+        return damage
+
+    return of
+
+
+@damaging
+def set_json(content, value):
+    content.config_records["header"]["json"] = value
+
+
+@damaging
+def set_metric(content, name, value):
+    content.metric_records["metrics"][name] = value
+
+
+@damaging
+def set_vector(content, state, values, dtype="float32"):
+    content.array_records[f"state.{state}"][dtype] = Array(np.asarray(values))
+
+
+def npy(header):
+    body = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body
 
 
 def client_tensors(client):
@@ -75,7 +109,8 @@ def federation():
     """``federation(clients, ...)``: a cohort, its grid, its events, and ``ask``.
 
     ``damage`` changes the content of a client's replies; ``claims`` is who a node says it is,
-    ``properties`` what it says besides.
+    ``properties`` what it says besides; ``needed`` and ``alike`` are what connecting asks for.
+    ``answering(round)`` are the clients that answer.
     """
 
     def make(
@@ -86,6 +121,9 @@ def federation():
         claims=None,
         properties=None,
         grid=InProcessGrid,
+        connected=True,
+        needed=("client",),
+        alike=(),
         **settings,
     ):
         events: list[dict] = []
@@ -110,12 +148,12 @@ def federation():
                 )
             )
 
-        return SimpleNamespace(
-            cohort=cohort,
-            grid=grid(app, num_clients if nodes is None else nodes),
-            events=events,
-            ask=ask,
-            reply_of=client_reply,
-        )
+        def answering(*numbers, **terms):
+            return [client for client, _ in ask(*numbers, **terms)]
+
+        own = grid(app, num_clients if nodes is None else nodes)
+        if connected:
+            cohort.connect(own, needed=needed, alike=alike)
+        return Told(cohort=cohort, grid=own, events=events, ask=ask, answering=answering)
 
     return make

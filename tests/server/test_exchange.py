@@ -71,9 +71,8 @@ def test_who_is_asked_depends_on_seed_stage_and_round_alone(by):
         assert not set(participants.clients) & set(participants.backups)
         assert len(participants.backups) == 3
         assert len(participants.clients) == 5
-    others = [
-        sampling(by, backups=3, sizes=sizes, seed=2).participants("search", n) for n in range(1, 31)
-    ]
+    other = sampling(by, backups=3, sizes=sizes, seed=2)
+    others = [other.participants("search", number) for number in range(1, 31)]
     assert others != rounds
     assert [own.participants("retrain", number).clients for number in range(1, 31)] != [
         participants.clients for participants in rounds

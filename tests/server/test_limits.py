@@ -176,9 +176,8 @@ def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
     private = limits("train.weights", training(None, steps), sizes=sizes, sent=sent, planned=noised)
     mean = largest_sum(noised[0], RECORDS, num_values=100) / 32
     sgd = SGD(0.1, 0.0, 0.9, 0.0, None)
-    assert private.norms["weights"] == pytest.approx(
-        1.25 * largest_move(22, sgd, mean, 5.0, 0.0), rel=1e-3
-    )
+    moved = 1.25 * largest_move(22, sgd, mean, 5.0, 0.0)
+    assert private.norms["weights"] == pytest.approx(moved, rel=1e-3)
     both = limits("train.weights", training(0.01, steps), sizes=sizes, sent=sent, planned=noised)
     assert both.norms["weights"] < private.norms["weights"] / 10
     assert both.norms["buffers"] == 1e12 * math.sqrt(3)
@@ -221,9 +220,8 @@ def test_of_a_pool_every_member_moves_as_far_as_it_may_alone():
 
 
 def test_a_search_moves_the_alphas_by_its_steps_of_adam():
-    search = LocalSearch(
-        Amount(None, 4, None), STEP, ALPHA_STEP, alternating=Alternating("first_order")
-    )
+    rule = Alternating("first_order")
+    search = LocalSearch(Amount(None, 4, None), STEP, ALPHA_STEP, alternating=rule)
     sizes = {"weights": 100, "alphas": 16}
     found = limits("train.search", Search(local=search), sizes=sizes)
     assert found.norms["alphas"] == pytest.approx(4 * ADAM * 0.01 * 4)
@@ -240,16 +238,14 @@ def test_a_probe_and_an_evaluation_have_no_norm_that_noise_could_break():
         loss_bound=1.0,
     )
     rewards = plan("rewards", "train.probe", batch=None, sigma=1e6, splits=("validation",))
-    assert limits("train.probe", probe, sizes={"rewards": 1}, planned=[rewards]).norms == {
-        "rewards": math.inf
-    }
-    exact = limits("evaluate.model", Evaluate(network={}, split="test"), sizes={})
+    found = limits("train.probe", probe, sizes={"rewards": 1}, planned=[rewards])
+    assert found.norms == {"rewards": math.inf}
+    tested = Evaluate(network={}, split="test")
+    exact = limits("evaluate.model", tested, sizes={})
     assert exact.metric_range("accuracy") == (0, 1)
     assert exact.metric_range("loss") == (0, LARGEST_LOSS)
     metrics = plan("metrics", "evaluate.model", batch=None, sigma=4.0, splits=("test",))
-    noised = limits(
-        "evaluate.model", Evaluate(network={}, split="test"), sizes={}, planned=[metrics]
-    )
+    noised = limits("evaluate.model", tested, sizes={}, planned=[metrics])
     noise = 4 * math.sqrt(2) / 50 * math.sqrt(2 * TAIL)
     assert noised.noise == pytest.approx(noise)
     assert noised.metric_range("accuracy") == pytest.approx((-noise, 2 + noise))

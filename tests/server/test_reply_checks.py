@@ -23,7 +23,7 @@ from fednas_flwr.server.reply_checks import MAX_EXAMPLES, outliers
 from fednas_flwr.settings.names import ACCOUNTANTS, MOST_SITES
 
 from ..asked import decoded
-from .conftest import SEARCH
+from .conftest import SEARCH, client_reply, damaging, npy, set_json, set_metric, set_vector
 
 BAD = 1
 
@@ -34,95 +34,46 @@ def averaged(replies, average):
     return average.result()
 
 
-def edit_json(**changes):
-    def damage(content):
-        record = content.config_records["header"]
-        text = json.loads(record["json"])
-        for key, value in changes.items():
-            group, _, name = key.partition("__")
-            if name:
-                text[group][name] = value
-            else:
-                text[group] = value
-        record["json"] = json.dumps(text)
-        return content
-
-    return damage
+@damaging
+def edit_json(content, **changes):
+    record = content.config_records["header"]
+    text = json.loads(record["json"])
+    for key, value in changes.items():
+        *groups, name = key.split("__")
+        (text[groups[0]] if groups else text)[name] = value
+    record["json"] = json.dumps(text)
 
 
-def set_json(value):
-    def damage(content):
-        content.config_records["header"]["json"] = value
-        return content
-
-    return damage
+@damaging
+def without(content, name):
+    del content[name]
 
 
-def without(name):
-    def damage(content):
-        del content[name]
-        return content
-
-    return damage
-
-
-def set_metric(name, value):
-    def damage(content):
-        content.metric_records["metrics"][name] = value
-        return content
-
-    return damage
+@damaging
+def poison(content, state, index, value):
+    record = content.array_records[f"state.{state}"]
+    vector = record["float32"].numpy().copy()
+    vector[index] = value
+    record["float32"] = Array(vector)
 
 
-def set_vector(state, values, dtype="float32"):
-    def damage(content):
-        content.array_records[f"state.{state}"][dtype] = Array(np.asarray(values))
-        return content
-
-    return damage
+@damaging
+def set_data(content, edit, stype="numpy.ndarray"):
+    record = content.array_records["state.weights"]
+    record["float32"] = Array("float32", (10,), stype, edit(record["float32"].data))
 
 
-def poison(state, index, value):
-    def damage(content):
-        vector = content.array_records[f"state.{state}"]["float32"].numpy().copy()
-        vector[index] = value
-        content.array_records[f"state.{state}"]["float32"] = Array(vector)
-        return content
-
-    return damage
+@damaging
+def set_record(content, name, **arrays):
+    content[name] = ArrayRecord({dtype: Array(values) for dtype, values in arrays.items()})
 
 
-def set_data(edit, stype="numpy.ndarray"):
-    def damage(content):
-        record = content.array_records["state.weights"]
-        array = record["float32"]
-        record["float32"] = Array("float32", (10,), stype, edit(array.data))
-        return content
-
-    return damage
-
-
-def npy(header):
-    body = header.encode() + b"\n"
-    return b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body
-
-
-def add_state(name, values):
-    def damage(content):
-        content[name] = ArrayRecord({"float32": Array(values)})
-        return content
-
-    return damage
-
-
-def no_dtype(content):
-    content["state.weights"] = ArrayRecord({})
-    return content
-
-
+@damaging
 def many_metrics(content):
     content.metric_records["metrics"].update({str(i): 0.0 for i in range(1000)})
-    return content
+
+
+TO_DO = "if training has diverged, lower its learning rate or its weight decay"
 
 
 def median():
@@ -170,29 +121,26 @@ DAMAGES = {
     "num-examples tiny": (set_metric("num-examples", 1e-300), "num-examples"),
     "num-examples above what it has": (set_metric("num-examples", 101.0), "num-examples"),
     "num-examples a list": (set_metric("num-examples", [1.0]), "malformed"),
-    "many metrics": (many_metrics, "malformed"),
+    "many metrics": (many_metrics(), "malformed"),
     "a metric with a long name": (set_metric("x" * 100, 1.0), "malformed"),
     "num-examples a huge integer": (set_metric("num-examples", 10**400), "malformed"),
     # states
     "missing state": (without("state.alphas"), "were asked for"),
-    "further state": (add_state("state.buffers", np.zeros(1, np.float32)), "were asked for"),
+    "further state": (
+        set_record("state.buffers", float32=np.zeros(1, np.float32)),
+        "were asked for",
+    ),
     "other names or shapes": (edit_json(digests__weights="0" * 16), "other names, shapes"),
     "no digest": (edit_json(digests={}), "other names, shapes"),
     "one element more": (set_vector("weights", np.zeros(11, np.float32)), "sizes"),
     "one element less": (set_vector("alphas", np.zeros(3, np.float32)), "sizes"),
-    "no vector": (no_dtype, "sizes"),
+    "no vector": (set_record("state.weights"), "sizes"),
     "a vector more": (set_vector("weights", np.zeros(10), "float64"), "sizes"),
     "doubles named float32": (set_vector("weights", np.zeros(10)), "malformed"),
     "matrix": (set_vector("weights", np.zeros((2, 5), np.float32)), "malformed"),
     "big-endian": (set_vector("weights", np.zeros(10, ">f4")), "malformed"),
     # bytes
     "torn vector": (set_data(lambda data: data[:-4]), "malformed"),
-    "a gigabyte announced": (
-        set_data(
-            lambda data: npy("{'descr': '<f4', 'fortran_order': False, 'shape': (250000000,), }")
-        ),
-        "malformed",
-    ),
     "torn within an element": (set_data(lambda data: data[:-3]), "malformed"),
     "longer vector": (set_data(lambda data: data + b"\0\0\0\0"), "malformed"),
     "no bytes": (set_data(lambda data: b""), "malformed"),
@@ -227,7 +175,6 @@ def test_a_bad_reply_leaves_no_trace(name, federation):
     bad, absent = (federation(damage={BAD: d}) for d in (damage, refuse))
     results = []
     for setting in (bad, absent):
-        setting.cohort.connect(setting.grid)
         replies = list(setting.ask())
         assert [client for client, _ in replies] == [0, 2]
         results.append([averaged(replies, make()) for make in (WeightedAverage, median)])
@@ -235,34 +182,21 @@ def test_a_bad_reply_leaves_no_trace(name, federation):
         for state, packed in expected.items():
             assert torch.equal(states[state]["float32"], packed["float32"])
     (event,) = bad.events
-    assert event.pop("reason").find(reason) >= 0, bad.events
-    assert event == {
-        "event": "client_failed",
-        "stage": "search",
-        "round": 1,
-        "action": "train.search",
-        "client": BAD,
-    }
-
-
-@pytest.mark.parametrize("value", [np.nan, 3e38, 1e16], ids=str)
-def test_weights_of_a_diverged_training_are_refused_with_what_to_do(value, federation):
-    refusing = federation(damage={BAD: poison("weights", slice(None), value)})
-    refusing.cohort.connect(refusing.grid)
-    assert len(list(refusing.ask())) == 2
-    (event,) = refusing.events
-    hint = "; if training has diverged, lower its learning rate or its weight decay"
-    assert event["reason"].endswith(hint)
+    told = event.pop("reason")
+    assert reason in told
+    if reason.startswith(("weights ", "alphas ")):
+        assert told.endswith(f"; {TO_DO}")
+    place = {"stage": "search", "round": 1, "action": "train.search", "client": BAD}
+    assert event == {"event": "client_failed", **place}
 
 
 def test_what_the_tests_above_damage_is_accepted_when_whole(federation):
     whole = federation()
-    whole.cohort.connect(whole.grid)
     replies = dict(whole.ask())
     assert list(replies) == [0, 1, 2]
     assert whole.events == []
     for client, reply in replies.items():
-        sent = whole.reply_of(client)
+        sent = client_reply(client)
         assert reply.num_examples == sent.num_examples
         assert torch.equal(reply.states["weights"]["float32"], sent.states["weights"]["float32"])
 
@@ -275,16 +209,14 @@ def test_an_old_reply_is_not_taken_twice(federation):
         return kept[0]
 
     replaying = federation(damage={BAD: replay})
-    replaying.cohort.connect(replaying.grid)
-    assert [client for client, _ in replaying.ask(1)] == [0, 1, 2]
-    assert [client for client, _ in replaying.ask(1)] == [0, 2]  # the same round, asked again
-    assert [client for client, _ in replaying.ask(2)] == [0, 2]
+    assert replaying.answering(1) == [0, 1, 2]
+    assert replaying.answering(1) == [0, 2]  # the same round, asked again
+    assert replaying.answering(2) == [0, 2]
     assert ["another request" in event["reason"] for event in replaying.events] == [True, True]
 
 
 def test_whatever_is_accepted_has_a_finite_average(federation):
     large = federation(damage={BAD: set_vector("weights", np.full(10, 9e5, np.float32))})
-    large.cohort.connect(large.grid)
     replies = list(large.ask())
     assert [client for client, _ in replies] == [0, 1, 2]
     means = averaged([(c, replace(r, num_examples=1e9)) for c, r in replies], WeightedAverage())
@@ -321,8 +253,7 @@ def test_json_as_deep_as_can_be_read_is_refused_by_a_sentence(federation):
             return content
 
         setting = federation(damage={BAD: damage})
-        setting.cohort.connect(setting.grid)
-        assert [client for client, _ in setting.ask()] == [0, 2]
+        assert setting.answering() == [0, 2]
 
 
 ONES = [1] * BINS
@@ -332,7 +263,7 @@ SPLIT = {"train": 7, "validation": 0, "test": 0}
 MOMENTS = {"count": 3, "mean": 0.5, "std": 0}
 PROPERTIES = {  # by name: right ones and wrong ones
     "client": ([0, 3], [None, True, 1.0, "0"]),
-    "tag": (["", "ward 3", "é", "x" * 200], [7, "x" * 201, "a\nb", None]),
+    "tag": (["", "ward 3", "é", "x" * 200], [7, "x" * 201, "a\nb", "\x1b[2J", None]),
     "input_shape": (
         [[], [3], [3, 224, 224]],
         [[2**29], [2**20, 2**20], [1, 1, 1, 1], [10**400], [-1], 3],
@@ -420,9 +351,8 @@ def test_properties_have_the_form_of_their_name(name):
     for value in right:
         assert decoded(name, value) == value or name == "moments"
     for value in wrong:
-        with pytest.raises(
-            ReplyError, match=rf"(?s)says .*{name}\b.*({MALFORMED})|say its {name}\b"
-        ):
+        words = rf"(?s)says .*{name}\b.*({MALFORMED})|say its {name}\b"
+        with pytest.raises(ReplyError, match=words):
             decoded(name, value)
 
 
@@ -445,7 +375,6 @@ def test_no_client_of_three_or_more_has_more_than_the_largest_share():
 @pytest.mark.parametrize(("largest", "weight"), [(1.0, 17.0), (0.5, 17.0 * 200 / 900)])
 def test_a_heavy_client_is_held_to_the_largest_share_and_named_once(largest, weight, federation):
     heavy = federation(largest_share=largest)
-    heavy.cohort.connect(heavy.grid)
     heavy.cohort._max_examples[BAD] = 900
     for _ in range(2):
         replies = dict(heavy.ask())
@@ -464,8 +393,7 @@ def test_a_client_cannot_name_so_many_classes_that_it_may_step_farther(federatio
             properties={BAD: {"class_names": told}, 0: {"class_names": ["a"]}},
             damage={BAD: poison("alphas", 0, 5e3)},
         )
-        many.cohort.connect(many.grid)
-        assert [client for client, _ in many.ask()] == [0, 2]
+        assert many.answering() == [0, 2]
         limits.append(many.events[-1]["reason"])
     assert limits[0] == limits[1]
     assert limits[0].startswith("alphas has a norm of 5e+03, where an honest client's is at most")
@@ -483,23 +411,20 @@ def test_a_reply_of_another_run_or_site_is_refused(federation):
     """Client 1 answers with what an honest client of another run, and client 0, has sent."""
     stolen = []
     other = federation(damage={BAD: lambda content: stolen.append(content) or content})
-    other.cohort.connect(other.grid)
     list(other.ask())
 
     def from_site_0(content):
         stolen.append(content)
         return content
 
-    foreign = federation(
-        damage={0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}, quorum_share=0.3
-    )
-    foreign.cohort.connect(foreign.grid)
-    assert [client for client, _ in foreign.ask()] == [0, 2]  # site 0's reply to this exchange
+    damage = {0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}
+    foreign = federation(damage=damage, quorum_share=0.3)
+    assert foreign.answering() == [0, 2]  # site 0's reply to this exchange
     stolen[:] = stolen[:1]
     foreign.grid._client_app = federation(
         damage={BAD: lambda _: copy.deepcopy(stolen[0])}
     ).grid._client_app
-    assert [client for client, _ in foreign.ask()] == [0, 2]  # client 1's of the other run
+    assert foreign.answering() == [0, 2]  # client 1's of the other run
     assert ["another request" in event["reason"] for event in foreign.events] == [True, True]
 
 
@@ -511,9 +436,8 @@ def test_three_strikes_and_a_client_is_asked_no_more(federation):
         return set_json("[")(content)
 
     bad = federation(damage={BAD: hostile})
-    bad.cohort.connect(bad.grid)
     for server_round in range(1, 6):
-        assert [client for client, _ in bad.ask(server_round)] == [0, 2]
+        assert bad.answering(server_round) == [0, 2]
     assert len(asked) == 3
     assert bad.cohort.clients == [0, 2]
     assert [event["event"] for event in bad.events] == ["client_failed"] * 2 + ["client_left"]
@@ -529,9 +453,8 @@ def test_three_strikes_and_a_client_is_asked_no_more(federation):
 
 def test_a_client_that_errs_is_asked_again(federation):
     failing = federation(damage={BAD: refuse})
-    failing.cohort.connect(failing.grid)
     for server_round in range(1, 6):
-        assert [client for client, _ in failing.ask(server_round)] == [0, 2]
+        assert failing.answering(server_round) == [0, 2]
     assert failing.cohort.clients == [0, 1, 2]
     assert len(failing.events) == 5
 
@@ -539,7 +462,6 @@ def test_a_client_that_errs_is_asked_again(federation):
 def test_a_client_that_answers_again_is_back(federation):
     rounds = iter([True, True, False, False, True, False])
     lame = federation(damage={BAD: lambda content: refuse(0) if next(rounds) else content})
-    lame.cohort.connect(lame.grid)
     for server_round in range(1, 7):
         list(lame.ask(server_round))
     told = [(event["event"], event["round"]) for event in lame.events]
@@ -549,7 +471,6 @@ def test_a_client_that_answers_again_is_back(federation):
 
 def test_what_a_client_says_in_an_error_is_cut_short_and_commands_no_terminal(federation):
     loud = federation(damage={BAD: lambda _: Error(2, "\x1b[2J\n" + "x" * 10**6)})
-    loud.cohort.connect(loud.grid)
     list(loud.ask())
     (event,) = loud.events
     assert event["reason"] == "\\x1b[2J " + "x" * 495

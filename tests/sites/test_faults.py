@@ -24,13 +24,8 @@ pytestmark = pytest.mark.slow
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=server")
 RUN = (
     *("partition=sites", "dataset=npz", "dataset.server_test=false", "clients=3", "rounds=2"),
-    *(
-        "stages=[search]",
-        "search_space.channels=2",
-        "search_space.num_cells=1",
-        "runtime.device=cpu",
-    ),
-    "trackers=[]",
+    *("stages=[search]", "search_space.channels=2", "search_space.num_cells=1", "trackers=[]"),
+    "runtime.device=cpu",
 )
 SLOW = (*RUN, "algorithm.local_epochs=60")  # so that signals come in the middle of the work
 PRIVATE = (
@@ -104,9 +99,7 @@ def send(processes, number):
         os.kill(process, number)
 
 
-def test_a_site_that_is_missing_at_the_start_is_waited_for_no_longer_than_was_set(
-    cluster, start, tmp_path
-):
+def test_a_missing_site_is_waited_for_no_longer_than_was_set(cluster, start, tmp_path):
     cluster.end(["east-supernode"])
     all_sites, two = ("runtime.connect_s=1", "runtime.quorum=1"), ("runtime.quorum=0.6",)
     code, finished = start(tmp_path / "all", *RUN, *all_sites).end()
@@ -119,9 +112,7 @@ def test_a_site_that_is_missing_at_the_start_is_waited_for_no_longer_than_was_se
     cluster.wait_online("east")
 
 
-def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not(
-    cluster, start, inline, tmp_path
-):
+def test_whatever_is_killed_the_run_ends_in_the_same_bits(cluster, start, inline, tmp_path):
     run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
     work, killed = "train.search: begun", {"north": signal.SIGKILL, "east": signal.SIGTERM}
     before = {site: cluster.read(f"{site}-clientapp").count(work) for site in killed}
@@ -152,9 +143,7 @@ def test_whatever_is_killed_the_run_is_continued_to_the_bits_of_one_that_was_not
     assert_same(run, inline)
 
 
-def test_a_kill_while_a_reply_is_sent_or_a_checkpoint_is_written_changes_nothing(
-    cluster, start, inline, tmp_path
-):
+def test_a_kill_within_a_reply_or_a_checkpoint_changes_nothing(cluster, start, inline, tmp_path):
     """What receives is stopped first, so that what sends is in the middle of it when it dies."""
     run, overrides = tmp_path / "run", (*SLOW, "runtime.quorum=1", "runtime.connect_s=600")
 
@@ -231,9 +220,8 @@ def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(cluster, st
     cluster.kill("north-clientapp", signal.SIGCONT)
     code, finished = run.end()
     assert (code, finished["status"]) == (0, "completed")
-    failed = [
-        (e["round"], e["action"], e["client"], e["reason"]) for e in run.events("client_failed")
-    ]
+    told = ("round", "action", "client", "reason")
+    failed = [tuple(event[key] for key in told) for event in run.events("client_failed")]
     assert (1, "train.weight_gradient", 0, "no reply within 45 s") in failed
     assert (1, "train.weight_gradient", 1) in [event[:3] for event in failed]
     assert (2, 0) not in [(event[0], event[2]) for event in failed]  # it has come back
@@ -247,8 +235,7 @@ def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(cluster, st
         trail = state / "ledger" / "audit.jsonl"
         verify_trail(trail, state / "ledger.key")
         lines = [json.loads(line) for line in trail.read_text().splitlines()]
-        sent = Counter(
-            line["event"] for line in lines if line.get("action", "").startswith("train")
-        )
+        trained = (line for line in lines if line.get("action", "").startswith("train"))
+        sent = Counter(line["event"] for line in trained)
         least = site != "south"  # which was killed at its first work, and may be back too late
         assert least <= sent["released"] <= booked <= sent["asked"], site

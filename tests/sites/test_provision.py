@@ -28,6 +28,7 @@ from fednas_flwr.deploy.sites.provision import (
     issue_certificate,
     load_sites,
     make_node_key,
+    make_sum_key,
     provision,
 )
 
@@ -56,9 +57,7 @@ def test_modes_are_set_whatever_the_umask(tmp_path, mask):
     for _ in range(2):
         subprocess.run([*command, "--output", "out"], cwd=tmp_path, umask=mask, check=True)
         folder = tmp_path / "out"
-        modes = {
-            str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in folder.rglob("*")
-        }
+        modes = {str(p.relative_to(folder)): p.stat().st_mode & 0o777 for p in folder.rglob("*")}
         for name in ("ca", "server/state", "north/state", "south/state"):
             assert modes[name] == 0o700, name
         for path in (*folder.glob("*/policy.yaml"), *folder.glob("*/ca.crt")):
@@ -84,10 +83,9 @@ def test_the_public_half_of_a_key_cannot_be_written_by_others(tmp_path, mask):
 
 
 def test_no_folder_holds_a_secret_of_another(tmp_path):
-    list_of_sites = tmp_path / "sites.yaml"
-    list_of_sites.write_text(SITES)
-    assert main(["provision", str(list_of_sites), "--output", str(tmp_path / "out")]) == 0
+    (tmp_path / "sites.yaml").write_text(SITES)
     output = tmp_path / "out"
+    assert main(["provision", str(tmp_path / "sites.yaml"), "--output", str(output)]) == 0
     assert (output / "server" / "server.key").stat().st_mode & 0o777 == 0o600
     secrets = {
         path.relative_to(output).as_posix(): path.read_bytes().splitlines()[1]
@@ -107,14 +105,9 @@ def test_no_folder_holds_a_secret_of_another(tmp_path):
 
 
 def test_provisioning_again_renews_the_certificate_and_keeps_authority_state_and_settings(folder):
-    kept = [
-        folder / "ca" / "ca.key",
-        folder / "north" / "ca.crt",
-        folder / "server" / "signing.key",
-        folder / "server" / "state" / "x",
-        folder / "server" / "server.env",
-        *(folder / "north" / name for name in ("site.env", "policy.yaml", "dataset.yaml")),
-    ]
+    names = "ca/ca.key north/ca.crt server/signing.key server/state/x server/server.env "
+    names += "north/site.env north/policy.yaml north/dataset.yaml"
+    kept = [folder / name for name in names.split()]
     for edited in kept[3:]:
         edited.write_text("by the site's engineer")
     before = [path.read_bytes() for path in kept]
@@ -260,9 +253,8 @@ def test_doctor_names_what_is_wrong_with_a_server(folder, capsys):
     assert broken(server).keys() == {"secrets", "certificate", "port"}
     assert "server.key does not belong to server.crt" in capsys.readouterr().out
     shutil.copy(folder / "south" / "server.key", server)
-    assert (
-        "expired 3 days ago: make a new one by `fednas provision`" in broken(server)["certificate"]
-    )
+    words = "expired 3 days ago: make a new one by `fednas provision`"
+    assert words in broken(server)["certificate"]
     provision(Deployment("other", Server(("x",), 1), ("north",)), folder / "else")
     shutil.copy(folder / "else" / "ca" / "ca.crt", server)
     assert "is not of the authority ca.crt" in broken(server)["certificate"]
@@ -397,15 +389,24 @@ def test_doctor_compares_clocks_with_flowers_limits(folder, server_is_ahead_s, s
     assert re.search(said or "", found.get("clock", ""))
 
 
-def test_a_nodes_key_is_made_once(tmp_path, capsys):
-    key = tmp_path / "node.key"
-    assert main(["key", str(key)]) == 0
-    assert f"Send {key}.pub to the server's operator" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("kind", "make", "sent", "known"),
+    [
+        ([], make_node_key, "own.key.pub to the server's operator", "the server"),
+        (["--sum"], make_sum_key, "own.pub to whoever provisions", "other sites"),
+    ],
+)
+def test_a_sites_keys_are_made_once(tmp_path, capsys, kind, make, sent, known):
+    key = tmp_path / "own.key"
+    assert main(["key", *kind, str(key)]) == 0
+    assert sent in capsys.readouterr().out
     content = key.read_bytes()
-    assert main(["key", str(key)]) == 2
-    assert "exists: the server may know the site by it" in capsys.readouterr().err
+    (public,) = tmp_path.glob("*.pub")
+    assert content.splitlines()[len(content.splitlines()) // 2][:64] not in public.read_bytes()
+    assert main(["key", *kind, str(key)]) == 2
+    assert f"exists: {known} may know the site by it" in capsys.readouterr().err
     assert (key.read_bytes(), key.stat().st_mode & 0o777) == (content, 0o600)
     with pytest.raises(FileExistsError):
-        make_node_key(key)
+        make(key)
     with pytest.raises(ConfigError, match="give a folder of `fednas provision`"):
         examine(tmp_path)

@@ -2,13 +2,11 @@
 
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
 from fednas_flwr import load
 from fednas_flwr.cli import main
@@ -16,7 +14,8 @@ from fednas_flwr.deploy.sites.provision import Deployment, Server
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 
-from ..data_sets import read
+from ..data_sets import colour_digits, digit_files
+from ..finished_runs import Told
 from ..patients import patients
 
 pytestmark = pytest.mark.slow
@@ -32,12 +31,10 @@ NAMES = [f"digit{digit}" for digit in range(10)]
 
 def npz(folder):
     """Digits in colours, and the numbers by which they are normalised."""
-    records, _ = read("digits", Path())
-    x = records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3)
-    files = {}
-    for place, owner in enumerate(OWNERS):
-        files[owner] = folder / f"{owner}.npz"
-        np.savez(files[owner], x_train=x[place::4], y_train=records.labels.numpy()[place::4])
+    x, y = colour_digits()
+    files = {owner: folder / f"{owner}.npz" for owner in OWNERS}
+    for place, file in enumerate(files.values()):
+        np.savez(file, x_train=x[place::4], y_train=y[place::4])
     own = {"class_names": NAMES, "mean": [0.3, 0.2, 0.1], "std": [0.3, 0.3, 0.4]}
     return SimpleNamespace(files=files, dataset={"name": "npz", **own}, overrides=NETWORK)
 
@@ -53,39 +50,29 @@ def private_features(folder):
 
 def image_folder(folder):
     """Digits as files of two sizes, some in colours."""
-    records, _ = read("digits", Path())
     files = {owner: folder / owner for owner in OWNERS}
-    for i in range(len(records)):
-        image = Image.fromarray(records.features[i, 0].numpy())
-        image = image.resize((12, 10)) if i % 2 else image.convert("RGB")
-        place = files[OWNERS[i // 2 % 4]] / NAMES[int(records.labels[i])]
+    for i, (image, label) in enumerate(digit_files()):
+        place = files[OWNERS[i // 2 % 4]] / NAMES[label]
         place.mkdir(parents=True, exist_ok=True)
         image.save(place / f"{i}.png")
     own = {"class_names": NAMES, "image_size": 8, "channels": 1}
-    return SimpleNamespace(
-        files=files,
-        dataset={"name": "image_folder", **own},
-        overrides=(*NETWORK, "dataset.crop_padding=0", "dataset.flip=false", "dataset.cutout=0"),
-    )
+    plain = ("dataset.crop_padding=0", "dataset.flip=false", "dataset.cutout=0")
+    dataset = {"name": "image_folder", **own}
+    return SimpleNamespace(files=files, dataset=dataset, overrides=(*NETWORK, *plain))
 
 
 def csv(folder):
     """A table with decimal commas, missing cells, texts and dates, and its public numbers."""
-    table = patients()
-    files = {}
-    for place, owner in enumerate(OWNERS):
-        files[owner] = folder / f"{owner}.csv"
-        table[place::4].to_csv(files[owner], sep=";", index=False)
+    table, files = patients(), {owner: folder / f"{owner}.csv" for owner in OWNERS}
+    for place, file in enumerate(files.values()):
+        table[place::4].to_csv(file, sep=";", index=False)
     own = {"label": "outcome", "id_column": None, "class_names": ["died", "left"]}
     own |= {"numeric": ["age"], "dates": ["seen"], "categorical": ["ward"], "decimal": "comma"}
     own |= {"categories": {"ward": ["north", "south", "west"]}, "missing": "indicator"}
     own |= {"statistics": {"age": [60, 12], "seen": [19300, 200]}}  # days since 1970
     size = ("search_space=mlp_small", "search_space.channels=16", "retrain.channels=16")
-    return SimpleNamespace(
-        files=files,
-        dataset={"name": "csv", **own},
-        overrides=("algorithm=fed_darts", *size, "rounds=1", "retrain.rounds=4"),
-    )
+    overrides = ("algorithm=fed_darts", *size, "rounds=1", "retrain.rounds=4")
+    return SimpleNamespace(files=files, dataset={"name": "csv", **own}, overrides=overrides)
 
 
 def private_csv(folder):
@@ -140,13 +127,13 @@ def finished(request, loopback, tmp_path_factory):
         left = machines.stop()
     assert left == []
     events = read_events(folder / "events.jsonl")
-    return SimpleNamespace(
+    return Told(
         kind=request.param, folder=folder, events=events, machines=machines, files=kind.files
     )
 
 
 def test_raw_data_has_the_reported_accuracy(finished, tmp_path, capsys):
-    (evaluated,) = (e for e in finished.events if e["event"] == "evaluated")
+    evaluated = finished.the("evaluated")
     reported = evaluated["central"]["accuracy"]
     assert load(finished.folder).predict(finished.files["test"]).accuracy == reported
     assert reported > 0.5 or finished.kind == "private_csv"  # which hardly learns
@@ -157,7 +144,7 @@ def test_raw_data_has_the_reported_accuracy(finished, tmp_path, capsys):
 
 
 def test_every_site_has_the_model_and_its_own_test_is_what_was_reported(finished):
-    (evaluated,) = (e for e in finished.events if e["event"] == "evaluated")
+    evaluated = finished.the("evaluated")
     assert (not evaluated["clients"]) == finished.kind.startswith("private")
     told = {client["client"]: client["accuracy"] for client in evaluated["clients"]}
     for index, site in enumerate(SITES):
@@ -170,7 +157,7 @@ def test_every_site_has_the_model_and_its_own_test_is_what_was_reported(finished
 
 
 def test_private_sites_release_by_what_all_standardise(finished):
-    found = [event for event in finished.events if event["event"] == "statistics"]
+    found = finished.named("statistics")
     assert len(found) == (finished.kind == "private_csv")
     if not found:
         return

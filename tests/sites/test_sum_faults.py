@@ -85,9 +85,8 @@ def test_a_site_killed_at_every_message(cluster, loopback, tmp_path):
         with Ledger(state / "ledger" / "ledger.sqlite", state / "ledger.key") as ledger:
             booked = ledger.verify()
         verify_trail(state / "ledger" / "audit.jsonl", state / "ledger.key")
-        sent = Counter(
-            line["action"] for line in trail(cluster, name) if line["event"] == "released"
-        )
+        released = (line for line in trail(cluster, name) if line["event"] == "released")
+        sent = Counter(line["action"] for line in released)
         assert sum(sent[action] for action in sent if action.startswith("train")) <= booked
         (journal,) = state.rglob("sums.sqlite")
         with closing(sqlite3.connect(journal)) as books:

@@ -10,7 +10,6 @@ from fednas_flwr.cli import main
 from fednas_flwr.client.audit_trail import verify_trail
 from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.sites.provision import make_sum_key
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.privacy.policy import load_policy, template
 from fednas_flwr.protocol.keys import Roster, SiteKeys, survivors_message
@@ -42,18 +41,6 @@ def deployment(tmp_path):
 def provisioned(folder):
     options = ["--output", str(folder / "out"), "--sum-keys", str(folder / "keys")]
     return main(["provision", str(folder / "sites.yaml"), *options])
-
-
-def test_keys_are_made_once_and_their_public_halves_hold_no_secret(tmp_path, capsys):
-    path = tmp_path / "sum.key"
-    assert main(["key", "--sum", str(path)]) == 0
-    assert "sum.pub to whoever provisions" in capsys.readouterr().out
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.read_text()[:64] not in (tmp_path / "sum.pub").read_text()
-    assert main(["key", "--sum", str(path)]) == 2
-    assert "exists: other sites may know the site by it" in capsys.readouterr().err
-    with pytest.raises(FileExistsError):
-        make_sum_key(path)
 
 
 def test_provision_gives_every_site_one_roster(deployment, capsys):

@@ -1,0 +1,43 @@
+"""Training as one would write it in a notebook, which strategies are held against."""
+
+import math
+
+import numpy as np
+import torch
+
+PLAIN_CNN = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
+
+
+def make_sgd(parameters, settings, lr=None, **options):
+    """SGD of torch's with the constants of settings, and another learning rate if one is given."""
+    constants = {"momentum": settings.momentum, "weight_decay": settings.weight_decay}
+    return torch.optim.SGD(parameters, settings.lr if lr is None else lr, **constants, **options)
+
+
+def rate_of_round(settings, number, rounds):
+    """The learning rate of a round, from 1 on, along a cosine."""
+    cosine = (1 + math.cos(math.pi * (number - 1) / rounds)) / 2
+    return settings.min_lr + (settings.lr - settings.min_lr) * cosine
+
+
+def step(optimizer, loss, clip_norm=None):
+    """Take a step down a loss, its gradient clipped to a norm if one is given."""
+    optimizer.zero_grad()
+    loss.backward()
+    if clip_norm is not None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    optimizer.step()
+
+
+def copied(named):
+    """Named tensors in double precision, as they are now."""
+    return {name: tensor.detach().clone().double() for name, tensor in named.items()}
+
+
+def average(states, weights):
+    """The weighted average of named tensors, in double precision."""
+    return {
+        name: torch.as_tensor(np.average([s[name] for s in states], axis=0, weights=weights))
+        for name in states[0]
+    }
