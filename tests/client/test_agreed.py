@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.answer import agreed, begin_sum
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client
@@ -35,6 +34,7 @@ from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.settings import dump_config
 
 from ..asked import smallest
+from ..refusals import refuses
 
 SETTINGS = smallest("records")["train.weight_gradient"]
 PLANNED = PlannedRelease(
@@ -337,8 +337,7 @@ def test_records_are_in_no_context(client, context):
 
 @pytest.mark.parametrize("ranges", [{}, {"alphas": 8.0}, {"weights": 8.0, "alphas": 8.0}])
 def test_ranges_are_of_states_whose_noise_is_shared(ranges, context):
-    with pytest.raises(ConfigError, match="rule secure_sum: ranges="):
-        context(request=replace(REQUEST, **of_sum(ranges=ranges)))
+    refuses("rule secure_sum: ranges=", context, request=replace(REQUEST, **of_sum(ranges=ranges)))
 
 
 def test_contexts_are_of_plain_values(client):

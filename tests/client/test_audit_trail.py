@@ -19,6 +19,8 @@ from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import RewardCandidates
 
+from ..refusals import refuses
+
 ASKED = RewardCandidates(candidates=[[123, 4711]], data_set="ward")
 REQUEST = Request("evaluate.candidates", Header("run", "search", 1, 1, 0, "n"), ASKED)
 
@@ -117,8 +119,7 @@ def test_any_change_of_any_line_is_found_and_nothing_leaves_any_more(data, whole
             [*lines, added],
         ):
             whole.write_bytes(b"".join(changed))
-            with pytest.raises(DamagedError, match="not the one|were cut off"):
-                verified(whole)
+            refuses("not the one|were cut off", verified, whole, error=DamagedError)
             assert main(["ledger", "trail", str(whole), "--key", str(key_of(whole))]) == 1
             if changed[-1:] != lines[-1:]:  # the end is looked at whenever a line is written
                 with pytest.raises(DamagedError, match="were cut off"):
@@ -137,15 +138,13 @@ def test_a_whole_trail_of_another_key_and_one_without_its_mark_are_found(tmp_pat
         verify_trail(a, key_of(b))
     told = mark.read_bytes()
     mark.write_bytes(key_of(b).with_name("b.key.audit.jsonl.mark").read_bytes())
-    with pytest.raises(DamagedError, match="mark .* was edited"):
-        verified(a)
+    refuses("mark .* was edited", verified, a, error=DamagedError)
     mark.unlink()
     for look in (
         lambda: verified(a),
         lambda: trail_at(a).refused("train.search", None, ConfigError("x"), **TOLD),
     ):
-        with pytest.raises(DamagedError, match="mark was removed or rolled back"):
-            look()
+        refuses("mark was removed or rolled back", look, error=DamagedError)
     mark.write_bytes(told)
     a.unlink()
     with pytest.raises(DamagedError, match="ends at line 0 and its mark names line 5"):
@@ -174,16 +173,14 @@ def test_a_crash_before_the_mark_is_moved_loses_nothing(tmp_path):
     trail_at(path).refused("train.search", None, ConfigError("y"), **TOLD)
     assert verified(path) == 7
     mark.write_bytes(before)  # two lines behind is no crash's work
-    with pytest.raises(DamagedError, match="rolled back"):
-        verified(path)
+    refuses("rolled back", verified, path, error=DamagedError)
 
 
 def test_a_line_that_a_crash_has_torn_is_replaced_and_the_chain_goes_on(tmp_path):
     path = tmp_path / "site" / "audit.jsonl"
     whole = written(path)
     path.write_bytes(b"".join(whole) + b'{"number": 6, "ti')
-    with pytest.raises(DamagedError, match="line 6"):
-        verified(path)
+    refuses("line 6", verified, path, error=DamagedError)
     trail_at(path).refused("train.search", None, ConfigError("x"), **TOLD)
     assert path.read_bytes().startswith(b"".join(whole))
     assert verified(path) == 6

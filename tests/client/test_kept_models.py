@@ -24,6 +24,7 @@ from fednas_flwr.protocol.keys import is_signed, make_signing_key, sign_model
 from fednas_flwr.protocol.messages import Header
 from fednas_flwr.search.objective import Objective
 
+from ..refusals import refuses
 from .conftest import received
 
 CARD = "# A model\n\nOf digits."
@@ -145,8 +146,7 @@ def test_what_is_not_signed_by_the_operator_leaves_no_file(site, file, no_record
         {"card": CARD + "!"},
         {"run": "another"},
     ):
-        with pytest.raises(ConfigError, match=r"refused: the model is not signed by the owner of"):
-            site.keep(file, **changes)
+        refuses(r"refused: the model is not signed by the owner of", site.keep, file, **changes)
     assert not site.folder.exists()
 
 
@@ -168,8 +168,7 @@ class Boom:
     ],
 )
 def test_a_file_that_is_no_model_is_refused_and_removed(content, site, no_record):
-    with pytest.raises(ConfigError, match="refused: the model cannot be read"):
-        site.keep(content)
+    refuses("refused: the model cannot be read", site.keep, content)
     assert list(site.folder.iterdir()) == []
 
 
@@ -191,45 +190,36 @@ def test_states_of_another_form_are_refused(site, file, monkeypatch, no_record):
         {"model": {"float32": vector.float()}},
         {"model": {"uint8": vector}, "weights": {"float32": vector.float()}},
     ):
-        with pytest.raises(ConfigError, match="a model travels as one vector of uint8, and alone"):
-            site.keep(file, states=states)
-    with pytest.raises(ConfigError, match="a model of 0 bytes"):
-        site.keep(file, states={"model": {"uint8": vector[:0]}})
+        refuses("a model travels as one vector of uint8, and alone", site.keep, file, states=states)
+    refuses("a model of 0 bytes", site.keep, file, states={"model": {"uint8": vector[:0]}})
     monkeypatch.setattr("fednas_flwr.client.kept_models.LARGEST_MODEL", len(file) - 1)
     assert requests.LARGEST_MODEL == 2**27
-    with pytest.raises(ConfigError, match=f"a model of {len(file):,} bytes"):
-        site.keep(file)
+    refuses(f"a model of {len(file):,} bytes", site.keep, file)
 
 
 def test_a_server_cannot_fill_the_disk(site, file):
     site.folder.mkdir()
     for number in range(MOST_MODELS):
         (site.folder / f"{number:016x}").mkdir()
-    with pytest.raises(ConfigError, match=f"this site has {MOST_MODELS} models, and keeps no more"):
-        site.keep(file)
+    refuses(f"this site has {MOST_MODELS} models, and keeps no more", site.keep, file)
 
 
 def test_a_site_that_keeps_none_or_whose_policy_refuses_gets_none(site, make_site, file):
     site.keep.client = replace(site.client, kept_models=None)
-    with pytest.raises(ConfigError, match="refused: this site keeps no models"):
-        site.keep(file)
+    refuses("refused: this site keeps no models", site.keep, file)
     site.keep.client = site.client
-    with pytest.raises(ConfigError, match="rule data_sets"):
-        site.keep(file, data_set="other")
+    refuses("rule data_sets", site.keep, file, data_set="other")
     others = make_site(policy={"actions": ["query.describe", "query.commit"]})
     site.keep.client = replace(others.client, kept_models=site.client.kept_models)
-    with pytest.raises(ConfigError, match=r"rule actions: action=query\.keep_model"):
-        site.keep(file)
+    refuses(r"rule actions: action=query\.keep_model", site.keep, file)
     assert not site.folder.exists()
 
 
 def test_keys_that_are_none_are_one_sentence(tmp_path, keys):
     none = tmp_path / "none.pem"
     none.write_text("no key")
-    with pytest.raises(ConfigError, match="the key .* cannot be used"):
-        sign_model(none, run="run", model=b"m", card="c")
+    refuses("the key .* cannot be used", sign_model, none, run="run", model=b"m", card="c")
     with pytest.raises(ConfigError, match="the key .* cannot be used"):
         is_signed(none, "ab" * 64, run="run", model=b"m", card="c")
     assert not is_signed(keys["signing"][1], "zz" * 64, run="run", model=b"m", card="c")
-    with pytest.raises(FileExistsError):
-        make_signing_key(keys["signing"][0])
+    refuses("", make_signing_key, keys["signing"][0], error=FileExistsError)

@@ -17,6 +17,7 @@ from fednas_flwr.privacy.policy import parse_policy, template
 from fednas_flwr.protocol.requests import Amount
 from fednas_flwr.settings.names import SPLITS
 
+from ..refusals import refuses
 from .conftest import LOSS_BOUND, POLICY, TERMS, schedule
 
 LEAST = 0.01  # noise multiplier
@@ -154,18 +155,14 @@ def test_rewards_are_noised_one_by_one(make_client_site):
 def test_a_whole_client_answers_nothing_that_is_no_update(make_client_site, no_record):
     site = make_client_site()
     for action in ("train.weight_gradient", "train.network_gradient", "evaluate.model"):
-        with pytest.raises(ConfigError, match=f"rule unit: action={action}, not train.search"):
-            site.ask(action)
-    with pytest.raises(ConfigError, match="rule unit: moments=sent"):
-        site.answer(asked(site, "train.search", moments=True))
-    with pytest.raises(ConfigError, match="validates=True"):
-        site.answer(asked(site, "train.weights", validates=True))
+        refuses(f"rule unit: action={action}, not train.search", site.ask, action)
+    refuses("rule unit: moments=sent", site.answer, asked(site, "train.search", moments=True))
+    refuses("validates=True", site.answer, asked(site, "train.weights", validates=True))
     assert site.rows() == []
 
 
 def test_site_and_run_must_name_the_same_unit(make_site):
-    with pytest.raises(ConfigError, match="rule unit: of_client=false, not True"):
-        make_site(policy=POLICY_CLIENT)
+    refuses("rule unit: of_client=false, not True", make_site, policy=POLICY_CLIENT)
     with pytest.raises(ConfigError, match="rule unit: of_client=true, not False"):
         make_site(policy={"least_noise_multiplier": LEAST}, committed=committed())
     (plan, *_) = committed()
@@ -176,8 +173,7 @@ def test_site_and_run_must_name_the_same_unit(make_site):
 def test_a_policy_declares_one_client():
     text = template().replace("unit: record", "unit: client")
     assert text != template()
-    with pytest.raises(ConfigError, match="records=5000 is out of range: expected 1 with unit"):
-        parse_policy(text)
+    refuses("records=5000 is out of range: expected 1 with unit", parse_policy, text)
     own = parse_policy(text.replace("records: 5000", "records: 1")).data_sets["my-data"]
     assert own.by_split == dict.fromkeys(SPLITS, 1)
     assert POLICY["unit"] != own.unit

@@ -3,17 +3,17 @@
 import json
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import rehearsal
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.rehearsal import SELF_TESTS, machine, shown_size, structure
 from fednas_flwr.privacy.mechanism import micro_batches
 from fednas_flwr.settings import with_runtime
+
+from ..refusals import refuses
 
 CPU = torch.device("cpu")
 
@@ -108,5 +108,4 @@ def test_a_simulation_whose_threads_are_not_those_of_its_policies_is_refused(
 
     assert client(1).threads == 1
     assert client(1).guard.allowed.micro_batch_size == privacy.micro_batch_size
-    with pytest.raises(ConfigError, match="runtime.threads=2, but the simulated sites' policies"):
-        client(2)
+    refuses("runtime.threads=2, but the simulated sites' policies", client, 2)

@@ -23,6 +23,7 @@ from fednas_flwr.protocol.messages import Header
 from fednas_flwr.protocol.states import network_states
 from fednas_flwr.settings.names import SPLITS
 
+from ..refusals import refuses
 from .conftest import ASKED, RECORDS, TERMS, schedule
 
 STD = TERMS["noise_multiplier"] * TERMS["max_grad_norm"]
@@ -118,8 +119,7 @@ def test_a_test_seed_repeats_the_draws_is_marked_and_needs_a_policy_that_allows_
     assert [site.guard.is_secure for site in sites] == [False, False]
     strict = make_site()
     strict.guard._generator = SecureGenerator(b"1")
-    with pytest.raises(ConfigError, match="rule secure_noise"):
-        admit(strict)
+    refuses("rule secure_noise", admit, strict)
 
 
 def test_rows_name_what_was_read_and_both_splits_pay_for_a_release_that_reads_both(make_site):
@@ -170,8 +170,7 @@ def test_noise_that_could_not_be_added_is_refused_before_anything_is_booked(
     """The networks have about a thousand weights."""
     policy = {"largest_noise_multiplier": 1e6}
     site = make_site(policy=policy, committed=schedule(noise_multiplier=9e5))
-    with pytest.raises(ConfigError, match="rule noise grid: noise_multiplier=900000.0, not"):
-        site.ask(action)
+    refuses("rule noise grid: noise_multiplier=900000.0, not", site.ask, action)
     assert site.rows() == []
 
 
@@ -215,8 +214,7 @@ def test_a_run_is_refused_once_records_have_changed_sides(make_site, no_record):
     fractions = {"train": 0.4, "validation": 0.4, "test": 0.2}
     for change in ({"records": np.arange(79)}, {"policy": {"fractions": fractions}}):
         changed = make_site(folder=site.folder, committed=[], **change)
-        with pytest.raises(ConfigError, match="their splits have changed: start a new run"):
-            changed.ask("train.gradients")
+        refuses("their splits have changed: start a new run", changed.ask, "train.gradients")
     assert len(site.rows()) == 1
 
 
@@ -227,18 +225,15 @@ def test_a_person_approves_a_schedule_before_anything_is_released(make_site):
     assert set(waits[0]) == {"awaits"}
     awaited = waits[0]["awaits"]
     for action in ASKED:
-        with pytest.raises(ConfigError, match=f"rule approve: schedule={awaited}, not approved by"):
-            site.ask(action)
+        refuses(f"rule approve: schedule={awaited}, not approved by", site.ask, action)
     assert site.rows() == []
     again = make_site(folder=site.folder, policy={"approve": "manual"}, committed=[])
     again.guard._ledger.approve("run")
     assert set(site.commit().properties) == {"epsilon", "covered_steps"}
     for asked in (site, again):
         asked.ask("train.weight_gradient")
-    with pytest.raises(ConfigError, match="other terms"):  # it is approved as it was seen
-        site.commit(steps=51)
-    with pytest.raises(ConfigError, match="committed values: release="):
-        site.ask("train.weight_gradient", run="another")
+    refuses("other terms", site.commit, steps=51)
+    refuses("committed values: release=", site.ask, "train.weight_gradient", run="another")
 
 
 def test_a_model_larger_than_the_one_that_was_approved_is_refused(make_site, networks):
@@ -263,8 +258,7 @@ def test_a_gate_that_holds_no_records_commits_to_nothing(make_site):
     allowed = make_site().guard.allowed
     ledger = make_site(committed=[]).guard._ledger
     guard = ReleaseGuard(Policy({"a": allowed}), ledger, SecureGenerator(), data_set="a")
-    with pytest.raises(ValueError, match="call hold first"):
-        guard.commit("run", schedule())
+    refuses("call hold first", guard.commit, "run", schedule(), error=ValueError)
 
 
 def test_a_budget_ends_the_releases_and_is_never_overspent(make_site):
@@ -280,28 +274,23 @@ def test_a_budget_ends_the_releases_and_is_never_overspent(make_site):
 def test_a_run_keeps_to_its_first_schedule_and_to_its_steps(make_site):
     site = make_site(committed=schedule(steps=2))
     for other in (schedule(steps=3), schedule(steps=2, noise_multiplier=0.5), [], schedule()[:1]):
-        with pytest.raises(ConfigError, match="has committed to other terms"):
-            site.ask("query.commit", releases=other)
+        refuses("has committed to other terms", site.ask, "query.commit", releases=other)
     site.commit(steps=2)  # the same again, as a retried message brings it
     again = make_site(folder=site.folder, committed=[])
     for guard in (site.guard, again.guard):
         release(guard, admit(site), 30, zeros)
-    with pytest.raises(ConfigError, match="committed to 2 steps"):
-        release(site.guard, admit(site), 30, zeros)
-    with pytest.raises(ConfigError, match="rule committed values: steps=3"):
-        site.ask("train.gradients", local_steps=3)
-    with pytest.raises(ConfigError, match="rule committed values: steps=0, not 1 to at most the"):
-        admit(site, steps=0)
+    refuses("committed to 2 steps", release, site.guard, admit(site), 30, zeros)
+    refuses("rule committed values: steps=3", site.ask, "train.gradients", local_steps=3)
+    refuses("rule committed values: steps=0, not 1 to at most the", admit, site, steps=0)
     assert len(site.rows()) == 2
 
 
 def refused(site, *releases):
     """Return the sentence with which a site refuses to commit to a plan; it keeps nothing."""
-    with pytest.raises(ConfigError) as refusal:
-        site.ask("query.commit", releases=releases)
+    refusal = refuses("", site.ask, "query.commit", releases=releases)
     with pytest.raises(ConfigError, match="rule committed values: release=.*, not one in the run"):
         site.ask("train.weight_gradient")
-    return str(refusal.value)
+    return refusal
 
 
 @pytest.mark.parametrize(
@@ -405,10 +394,8 @@ def test_a_policy_that_was_tightened_since_refuses_what_a_run_has_committed_to(
     if rule == "secure_noise":
         tight.guard._generator = SecureGenerator(b"1")
     for action in ASKED:
-        with pytest.raises(ConfigError, match=f"rule {rule}"):
-            tight.ask(action)
-    with pytest.raises(ConfigError, match=f"rule {rule}"):
-        tight.commit()
+        refuses(f"rule {rule}", tight.ask, action)
+    refuses(f"rule {rule}", tight.commit)
     assert tight.rows() == []
 
 

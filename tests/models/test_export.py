@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fednas_flwr import load
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.records import Column, Inputs
 from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.networks import make_network, make_space
 from fednas_flwr.models.prediction import METADATA_KEY, Model
 from fednas_flwr.spaces.genotype import to_json
+
+from ..refusals import refuses
 
 SHAPE = (3, 10, 12)
 
@@ -101,11 +102,9 @@ def test_safetensors_gives_the_same_model_back(name, tmp_path):
 
 
 def test_loading_before_the_export_says_so(tmp_path):
-    with pytest.raises(ConfigError, match="has not reached its export"):
-        load(tmp_path)
+    refuses("has not reached its export", load, tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="lacks fednas_model"):
-        load(tmp_path)
+    refuses("lacks fednas_model", load, tmp_path)
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
@@ -203,8 +202,7 @@ def test_data_that_a_model_does_not_take(tmp_path):
         (patients, np.zeros((2, 4)), r"numbers \[N, 7\], whose columns are age, seen, age"),
         (patients, tmp_path / "empty", "is no table"),
     ]:
-        with pytest.raises(ConfigError, match=message):
-            model.predict(data)
+        refuses(message, model.predict, data)
 
 
 @pytest.mark.parametrize("name", ["label", "probabilities", "features", "encoded_1", "<column 1>"])

@@ -10,6 +10,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.models.prediction import Model
 
 from ..data_sets import prepared
+from ..refusals import refuses
 
 N = 60
 RNG = np.random.default_rng(1)
@@ -122,8 +123,7 @@ def test_two_columns_of_one_name_are_one_sentence(tmp_path):
     (tmp_path / "t.csv").write_text("age,y\n1,0\n2,1\n")
     model = model_of(tmp_path / "t.csv", tmp_path)
     frame = pd.DataFrame([[1, 2]], columns=["age", "age"])
-    with pytest.raises(ValueError, match="the DataFrame has 2 columns age"):
-        model.predict(frame)
+    refuses("the DataFrame has 2 columns age", model.predict, frame, error=ValueError)
 
 
 def test_predictions_keep_the_ids(tmp_path):

@@ -20,6 +20,8 @@ from fednas_flwr.privacy.mechanism.accounting import (
 )
 from fednas_flwr.privacy.mechanism.renyi import Release
 
+from ..refusals import refuses
+
 DELTA = 1e-5
 # Add/remove, Poisson, delta 1e-5: release, GDP formula, tight numerical value, range of RDP (which
 # depends on the orders), each to the digits shown; numerical accountants differ by .5 %.
@@ -167,8 +169,7 @@ def test_contracts_of_every_accountant(accountant):
     forward, backward = accountant([two, other], DELTA), accountant([other, two], DELTA)
     assert forward == pytest.approx(backward, rel=1e-6)
     for bad in (0.0, 1.0, -1e-5, math.nan):
-        with pytest.raises(ValueError, match="delta must lie"):
-            accountant([two], bad)
+        refuses("delta must lie", accountant, [two], bad, error=ValueError)
 
 
 def test_bounds_are_ordered():

@@ -25,6 +25,7 @@ from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 from ..reference_engine import by
+from ..refusals import refuses
 
 CLASSES = 5
 
@@ -327,8 +328,7 @@ def test_the_module_is_left_as_it_was():
     before = state()
     weight_sum(network, x, y, parameters=weights, micro_batch_size=2)
     assert state() == before
-    with pytest.raises(KeyError, match="labels"):
-        weight_sum(network, x, y, loss=broken, parameters=weights)
+    refuses("labels", weight_sum, network, x, y, error=KeyError, loss=broken, parameters=weights)
     assert state() == before
     assert network.skeleton.classifier.bias.grad is kept
     assert bool((kept == 1).all())
@@ -370,13 +370,11 @@ def test_an_unreached_parameter_has_zeros_and_a_missed_use_is_an_error(route):
     sums = run("never")
     assert not sums["layer.weight"].any()
     assert sums["head.weight"].any()
-    with pytest.raises(RuntimeError, match="of every use of layer.weight"):
-        run("weight without a call")
+    refuses("of every use of layer.weight", run, "weight without a call", error=RuntimeError)
     if route == "leaves":
         check_against_loop(Unreached("one of two calls").double(), x.double(), y)
     else:
-        with pytest.raises(RuntimeError, match="of every use of layer.weight"):
-            run("one of two calls")
+        refuses("of every use of layer.weight", run, "one of two calls", error=RuntimeError)
 
 
 def test_a_supernet_that_stacks_a_weight_twice_is_an_error():
@@ -405,8 +403,7 @@ def test_some_weights_of_a_fast_supernet():
     stem = {"stem": supernet.body.stem[0].weight}
     check_against_loop(supernet, x, y, stem)
     one_of_many = {"edge": supernet.weights()["body.cells.0.edges.0.ops.sep_conv_3x3.1.weight"]}
-    with pytest.raises(KeyError):  # what is computed together is differentiated by together
-        check_against_loop(supernet, x, y, one_of_many)
+    refuses("", check_against_loop, supernet, x, y, one_of_many, error=KeyError)
 
 
 def test_a_layer_with_a_forward_of_its_own_is_refused():
@@ -414,8 +411,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused():
     layer = network[0]
     layer.forward = forward = lambda x: 2 * nn.Linear.forward(layer, x)
     x, y = make_batch((4,), torch.float64)
-    with pytest.raises(ValueError, match="forward was replaced"):
-        check_against_loop(network, x, y)
+    refuses("forward was replaced", check_against_loop, network, x, y, error=ValueError)
     assert layer.forward is forward
 
 
@@ -515,8 +511,7 @@ class Direct(nn.Module):
 )
 def test_networks_without_per_sample_gradients_are_refused(network, message):
     x, y = make_batch((4,), torch.float32)
-    with pytest.raises(ValueError, match=message):
-        weight_sum(network, x, y)
+    refuses(message, weight_sum, network, x, y, error=ValueError)
 
 
 @pytest.mark.parametrize(
@@ -540,8 +535,7 @@ def test_values_out_of_range_are_refused(changed):
     with pytest.raises(ValueError, match=r"expected|must be|does not belong"):
         weight_sum(network, x, y, **changed)
     if "parameters" not in changed:
-        with pytest.raises(ValueError, match=r"expected|must be"):
-            alpha_sum(ToySupernet(), x, y, **changed)
+        refuses(r"expected|must be", alpha_sum, ToySupernet(), x, y, error=ValueError, **changed)
 
 
 # The guarantee

@@ -30,6 +30,8 @@ from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.mechanism.renyi import Release, booked_unit, counted, protects
 from fednas_flwr.settings.names import SPLITS
 
+from ..refusals import refuses
+
 BUDGET = {"epsilon": 4.0, "delta": 1e-5}
 UNIT = Release(noise_multiplier=3.0, sample_rate=1.0, steps=1)
 ENTRY = Entry("ward", "ward-a", "run", "search", 1, "train.search", ("train",), UNIT, 1000)
@@ -95,11 +97,9 @@ def sql(folder, statement, *values, file="ledger/site.sqlite"):
 
 
 def as_process(*arguments):
-    command = [sys.executable, __file__, *map(str, arguments)]
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, env=paths
-    )
+    command = [sys.executable, "-m", "tests.privacy.test_ledger", *map(str, arguments)]
+    root, limits = Path(__file__).parents[2], {"timeout": 600, "check": False}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, **limits)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -208,8 +208,7 @@ def test_the_clock_decides_nothing(folder):
         assert [row.time for row in ledger.entries()] == [2 * 10**9, 10**9, -5, 3 * 10**9]
         assert ledger.verify() == 4
     book(folder, UNITS - 4)
-    with pytest.raises(BudgetExceededError):
-        book(folder)
+    refuses("", book, folder, error=BudgetExceededError)
 
 
 @pytest.mark.parametrize(
@@ -297,8 +296,7 @@ def test_a_run_is_approved_for_the_terms_that_were_seen_by_whoever_has_the_key(f
         for run in ("b", "a"):
             ledger.commit(run, f"terms of {run}")
         assert list(ledger.commitments().items()) == [("b", "terms of b"), ("a", "terms of a")]
-        with pytest.raises(ConfigError, match="run c has committed to nothing that could be appro"):
-            ledger.approve("c")
+        refuses("run c has committed to nothing that could be appro", ledger.approve, "c")
         ledger.approve("b")
     with open_ledger(folder) as ledger:
         assert [ledger.is_approved(run) for run in "abc"] == [False, True, False]
@@ -473,8 +471,7 @@ def test_rows_and_commitments_take_from_one_daily_allowance(folder):
             lambda: ledger.reserve(ENTRY, **BUDGET, assignment="a"),
             lambda: ledger.commit("one more", "terms" * 1000),
         ):
-            with pytest.raises(DayFullError, match="^refused: requests have made this site write"):
-                ask()
+            refuses("^refused: requests have made this site write", ask, error=DayFullError)
         assert ledger.verify() == 1
         assert ledger.committed("one more") is None
         times[0] = 86_400.0
@@ -666,8 +663,7 @@ def test_a_commitment_is_not_read_from_an_edited_row(folder, column):
 def test_code_planted_in_the_file_gives_nothing_back(folder, trigger, match):
     book(folder)
     sql(folder, f"CREATE TRIGGER planted AFTER INSERT {trigger}; END")
-    with pytest.raises(RuntimeError, match=match):
-        book(folder, 2)
+    refuses(match, book, folder, 2, error=RuntimeError)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 100, 4096, 6000])
@@ -703,8 +699,7 @@ def test_totals_that_are_not_the_sum_are_found_by_verify(folder):
         ledger._state = lambda last, mac: {  # as after a mistake of ours: nobody else has the key
             "ward": {"orders": [2.0, 3.0], "totals": {"record": {"train": [0.0] * 4}}}
         }
-        with pytest.raises(RuntimeError, match="not the sum of its rows"):
-            ledger.verify()
+        refuses("not the sum of its rows", ledger.verify, error=RuntimeError)
 
 
 @pytest.mark.parametrize(
@@ -789,20 +784,17 @@ def test_the_key_must_lie_outside_and_be_private(folder):
     (folder / "ledger").mkdir()
     (folder / "link").symlink_to(folder / "ledger")
     for key in (path.parent / "key", path.parent / "deeper" / "key", folder / "link" / "key"):
-        with pytest.raises(ConfigError, match="lies in the folder of the ledger"):
-            Ledger(path, key)
+        refuses("lies in the folder of the ledger", Ledger, path, key)
     book(folder)
     key = folder / "key" / "site"
     assert key.stat().st_mode & 0o777 == 0o600
     for mode in (0o640, 0o604, 0o620, 0o601):
         key.chmod(mode)
-        with pytest.raises(ConfigError, match=f"has mode {mode:o}"):
-            open_ledger(folder)
+        refuses(f"has mode {mode:o}", open_ledger, folder)
     key.chmod(0o600)
     for text in ("", "abc", 64 * "x", 66 * "0"):
         key.write_text(text)
-        with pytest.raises(ConfigError, match="is no key"):
-            open_ledger(folder)
+        refuses("is no key", open_ledger, folder)
 
 
 @pytest.mark.parametrize("step", ["locked", "committed"])
@@ -826,8 +818,7 @@ def test_a_disk_that_takes_no_more_releases_nothing(folder, step):
         assert ledger.verify() == booked
         for _ in range(UNITS - booked):
             ledger.reserve(ENTRY, **BUDGET, assignment="a")
-        with pytest.raises(BudgetExceededError):
-            ledger.reserve(ENTRY, **BUDGET, assignment="a")
+        refuses("", ledger.reserve, ENTRY, error=BudgetExceededError, **BUDGET, assignment="a")
 
 
 def test_read_only_files_release_nothing(folder):

@@ -17,6 +17,7 @@ from scipy import stats
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream, add_noise, noise_grid
 from fednas_flwr.privacy.mechanism.shared_noise import noise_range
 
+from ..refusals import refuses
 from .divergences import KERNEL_STD
 
 SEEDED = b"only for tests"
@@ -125,8 +126,7 @@ def test_masks_at_their_ends():
 
 @pytest.mark.parametrize("std", [0.0, -1.0, math.nan, math.inf, 1e-101])
 def test_noise_that_would_be_none_is_refused(std):
-    with pytest.raises(ValueError, match="std must be"):
-        noised(torch.zeros(3), norm=std)
+    refuses("std must be", noised, torch.zeros(3), error=ValueError, norm=std)
 
 
 def test_shapes():
@@ -258,8 +258,7 @@ def test_worker_processes_draw_different_noise():
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_it_is_neither_copied_nor_pickled(duplicate):
     for generator in (SecureGenerator(), seeded()):
-        with pytest.raises(TypeError, match="cannot be copied or pickled"):
-            duplicate(generator)
+        refuses("cannot be copied or pickled", duplicate, generator, error=TypeError)
 
 
 def test_added_noise_is_the_rounded_total_plus_noise_of_the_booked_std():
@@ -328,10 +327,8 @@ def test_within_its_range_noise_can_always_be_added(num_values, num_records, nor
     largest[0] = 2 * num_records * norm
     for sigma in (max(low, 1e-3), low * 1.001 + 1e-3, high * 0.999, high):
         noised(largest, sigma=sigma, norm=norm)
-    with pytest.raises(ValueError, match="total must be finite"):
-        noised(largest, sigma=low / 4, norm=norm)
-    with pytest.raises(ValueError, match="must be above 0"):
-        noised(largest, sigma=4 * high, norm=norm)
+    refuses("total must be finite", noised, largest, error=ValueError, sigma=low / 4, norm=norm)
+    refuses("must be above 0", noised, largest, error=ValueError, sigma=4 * high, norm=norm)
 
 
 def test_an_empty_batch_is_pure_noise():
@@ -343,8 +340,7 @@ def test_an_empty_batch_is_pure_noise():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e18])
 def test_a_total_that_noise_cannot_hide_is_refused(value):
     total = torch.tensor([0.0, value])
-    with pytest.raises(ValueError, match="total must be finite"):
-        noised(total)
+    refuses("total must be finite", noised, total, error=ValueError)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import accept_reply
 
+from ..refusals import refuses
 from ..server.conftest import SEARCH
 
 HEADER = Header("run", "search", 3, 2, 1, "abc")
@@ -159,8 +160,7 @@ def test_only_native_vectors_of_the_named_dtype_are_read(values):
     content = encode_reply(HEADER, Reply(1, states={"weights": {"float32": torch.zeros(2)}}))
     array = Array("float32", (2,), "numpy.ndarray", stream.getvalue())
     content.array_records["state.weights"]["float32"] = array
-    with pytest.raises(ReplyError, match="malformed reply"):
-        decode_reply(content)
+    refuses("malformed reply", decode_reply, content, error=ReplyError)
 
 
 def test_payload_counts_every_vector():
@@ -360,5 +360,4 @@ def test_a_diverged_model_is_refused_as_it_would_be_unrounded():
         request = Request("train.weight_gradient", HEADER, SEARCH)
         for wire in ROUNDED:
             reply = round_reply(reply_of(tensors), request, wire=wire, generator=generator_of(1))
-            with pytest.raises(ReplyError, match="not finite"):
-                accepted(reply, wire, None)
+            refuses("not finite", accepted, reply, wire, None, error=ReplyError)

@@ -19,6 +19,8 @@ from fednas_flwr.protocol.states import (
 )
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
+from ..refusals import refuses
+
 DTYPES = [
     torch.float32,
     torch.float64,
@@ -80,8 +82,7 @@ def test_the_digest_tells_names_shapes_dtypes_and_order_apart():
 def test_unpack_refuses_other_sizes():
     layout = Layout.of({"a": torch.zeros(2)})
     for packed in ({"float32": torch.zeros(3)}, {"float64": torch.zeros(2)}, {}):
-        with pytest.raises(ValueError, match="do not fit a layout"):
-            unpack(packed, layout)
+        refuses("do not fit a layout", unpack, packed, layout, error=ValueError)
 
 
 @pytest.fixture
@@ -186,8 +187,7 @@ def test_load_states_copies_into_the_own_tensors(supernets):
     assert [p.data_ptr() for p in target.parameters()] == pointers
     own = source.state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in target.state_dict().items())
-    with pytest.raises(ValueError, match="has the states"):
-        load_states(target, {"moments": {}})
+    refuses("has the states", load_states, target, {"moments": {}}, error=ValueError)
 
 
 def test_a_part_holds_some_tensors_and_fills_in_to_the_whole():
