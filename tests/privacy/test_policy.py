@@ -19,7 +19,6 @@ from fednas_flwr.privacy.policy import (
     Policy,
     check_action,
     check_planned,
-    load_policy,
     parse_policy,
     template,
 )
@@ -105,8 +104,7 @@ NO_NUMBER = [math.nan, math.inf, -math.inf, "1", True, False, [1], {}, 10**400, 
 @pytest.mark.parametrize(("term", "value"), HOSTILE)
 def test_hostile_terms_are_refused_naming_rule_value_and_limit(term, value):
     rule, limit = LIMITS[term]
-    refusal = refuses("", plan, WARD_SET, **{term: value})
-    assert f"refused by the policy, rule {rule}" in refusal
+    refusal = refuses(f"refused by the policy, rule {rule}", plan, WARD_SET, **{term: value})
     assert limit in refusal
     assert len(refusal) < 250
 
@@ -120,10 +118,8 @@ def test_hostile_terms_are_refused_naming_rule_value_and_limit(term, value):
     ],
 )
 def test_what_is_no_number_is_refused_naming_the_term(term, value):
-    refusal = refuses("", plan, WARD_SET, **{term: value})
-    assert refusal.startswith(f"releases[0].{term}=")
-    assert "has the wrong type: expected a" in refusal
-    assert len(refusal) < 250
+    words = rf"^releases\[0\].{term}=.*has the wrong type: expected a"
+    assert len(refuses(words, plan, WARD_SET, **{term: value})) < 250
 
 
 @pytest.mark.parametrize("term", LIMITS)
@@ -318,7 +314,7 @@ def test_every_key_of_the_file_arrives():
 def test_the_template_is_a_policy_and_explains_every_key(tmp_path):
     path = tmp_path / "policy.yaml"
     path.write_text(template())
-    (section,) = load_policy(path).data_sets.values()
+    (section,) = policy.load_policy(path).data_sets.values()
     assert section.secure_noise
     assert not section.test_seed
     for key in asdict(section):
@@ -330,14 +326,10 @@ def test_the_template_is_a_policy_and_explains_every_key(tmp_path):
 def test_terms_of_secure_sums_are_read_and_checked():
     terms = {"roster": "ab" * 32, "least_sites": 7, "colluding": 1}
     assert parse(secure_sum=terms).data_sets["ward"].secure_sum == SumTerms("ab" * 32, 7, 1)
-    wrong = [
-        ({"roster": "ab"}, "roster"),
-        ({"colluding": 6}, "least_sites=7 with colluding=6"),
-        ({"least_sites": "7"}, "secure_sum.least_sites"),
-        ({"least": 7}, "secure_sum.least"),
-    ]
-    for change, said in wrong:
-        refuses(said, parse, secure_sum=terms | change)
+    refuses("roster", parse, secure_sum=terms | {"roster": "ab"})
+    refuses("least_sites=7 with colluding=6", parse, secure_sum=terms | {"colluding": 6})
+    refuses("secure_sum.least_sites", parse, secure_sum=terms | {"least_sites": "7"})
+    refuses("secure_sum.least", parse, secure_sum=terms | {"least": 7})
     refuses("colluding is missing", parse, secure_sum={"roster": "ab" * 32, "least_sites": 7})
 
 
@@ -380,43 +372,34 @@ def test_numbers_may_be_written_without_a_point():
     assert parse_policy(text) == POLICY
 
 
+SHARES = "shares of train, validation and test that sum to 1"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"epsilon": "3"}, "ward.epsilon=3 has the wrong type: expected a number, not text; if"),
-        ({"epsilon": 1e7}, "ward.epsilon=10000000.0 is out of range"),
+        ({"epsilon": "3"}, "epsilon=3 has the wrong type: expected a number, not text; if"),
+        ({"epsilon": 1e7}, "epsilon=10000000.0 is out of range"),
         ({"largest_noise_multiplier": 0.7}, "largest_noise_multiplier=0.7 .*the least, 0.8, or mo"),
-        ({"least_noise_multiplier": 1e-5}, "ward.least_noise_multiplier=1e-05 is out of range"),
-        ({"largest_steps": 1.5}, "ward.largest_steps=1.5 .* a whole number"),
-        (
-            {"actions": ["train.serach"]},
-            "ward.actions=train.serach is unknown.*nearest: train.search",
-        ),
-        ({"actions": ["evaluate.personalised"]}, "ward.actions=evaluate.personalised is unknown"),
-        ({"records": {"train": 1}}, "ward.records={train: 1} .* a whole number"),
-        (
-            {"fractions": {"train": 1}},
-            "fractions={train: 1.0} .* shares of train, validation and test that sum to 1",
-        ),
-        (
-            {"fractions": {"trian": 1}},
-            "fractions={trian: 1.0} .* shares of train, validation and test",
-        ),
-        ({"fractions": 0.5}, "ward.fractions=0.5 .* a mapping"),
+        ({"least_noise_multiplier": 1e-5}, "least_noise_multiplier=1e-05 is out of range"),
+        ({"largest_steps": 1.5}, "largest_steps=1.5 .* a whole number"),
+        ({"actions": ["train.serach"]}, "actions=train.serach is unknown.*nearest: train.search"),
+        ({"actions": ["evaluate.personalised"]}, "actions=evaluate.personalised is unknown"),
+        ({"records": {"train": 1}}, "records={train: 1} .* a whole number"),
+        ({"fractions": {"train": 1}}, f"fractions={{train: 1.0}} .* {SHARES}"),
+        ({"fractions": {"trian": 1}}, f"fractions={{trian: 1.0}} .* {SHARES}"),
+        ({"fractions": 0.5}, "fractions=0.5 .* a mapping"),
         ({"fractions": {"train": 1, "validation": 0.5, "test": -0.5}}, "fractions.test=-0.5"),
         ({"fractions": {"train": 1.5, "validation": -0.5, "test": 0}}, "fractions.train=1.5"),
-        (
-            {"records": 9, "fractions": dict.fromkeys(SPLITS, 0.5)},
-            "validation and test that sum to 1",
-        ),
-        ({"records": 9, "fractions": dict.fromkeys(SPLITS, "x")}, "ward.fractions.test=x"),
+        ({"records": 9, "fractions": dict.fromkeys(SPLITS, 0.5)}, SHARES),
+        ({"records": 9, "fractions": dict.fromkeys(SPLITS, "x")}, "fractions.test=x"),
         (
             {"records": 1, "fractions": {"train": 0, "validation": 1, "test": 0}},
             "records=1 .*train",
         ),
-        ({"approve": "manuel"}, "ward.approve=manuel is unknown: .* .nearest: manual"),
+        ({"approve": "manuel"}, "approve=manuel is unknown: .* .nearest: manual"),
         ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
-        ({"account": ""}, "ward.account= .* a name"),
+        ({"account": ""}, "account= .* a name"),
         (
             {"ledger": "ward"},
             "setting=data_sets.ward.ledger is unknown: choose one of data_sets.ward.account",
@@ -469,7 +452,7 @@ def test_a_file_of_another_form_is_one_sentence(text, words):
 def test_an_unreadable_file_is_one_sentence(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff")
     for name in ("missing", "bytes", "."):
-        refuses("cannot be read", load_policy, tmp_path / name)
+        refuses("cannot be read", policy.load_policy, tmp_path / name)
 
 
 def test_overlapping_data_sets_share_one_budget():
