@@ -17,7 +17,7 @@ from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client, make_site_guard
-from fednas_flwr.data.loaders import Split
+from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network, make_network, supernet_space
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
@@ -144,9 +144,17 @@ def flat(tensors):
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
-def packed(network):
-    """Return a network's states as they travel."""
-    return {name: pack(state) for name, state in network_states(network).items() if state}
+def packed(network, scale=1.0):
+    """Return a network's states as they travel, its weights so many times as large."""
+    states = {name: state for name, state in network_states(network).items() if state}
+    with torch.no_grad():
+        large = {name: tensor * scale for name, tensor in states["weights"].items()}
+    return {name: pack(state) for name, state in (states | {"weights": large}).items()}
+
+
+def of_splits(edit):
+    """Return an edit of a client's data that does the same to every split."""
+    return lambda data: ClientData(*map(edit, (data.train, data.validation, data.test)))
 
 
 def without_last(name):

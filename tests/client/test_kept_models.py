@@ -69,6 +69,12 @@ def site(make_site, keys, tmp_path):
     return SimpleNamespace(keep=keep, folder=kept.folder, rows=site.rows, client=client)
 
 
+def tested(site):
+    """Return the only folder that a site keeps, and what it has found there of its test data."""
+    (folder,) = site.folder.iterdir()
+    return folder, json.loads((folder / "test.json").read_text())
+
+
 def edited(model, tmp_path, **changes):
     """Return the bytes of a model whose inputs differ."""
     other = Model(model.network, replace(model.inputs, **changes), model.description)
@@ -91,17 +97,16 @@ def test_a_site_keeps_the_model_and_tests_it_and_tells_nothing(site, file, model
     assert dict(reply.properties) == {}
     assert (reply.num_examples, reply.states, reply.metrics) == (1, {}, {})
     assert site.rows() == []  # nothing was released
-    (folder,) = site.folder.iterdir()
+    folder, found = tested(site)
     assert folder.name == hashlib.sha256(file).hexdigest()[:16]
     assert (folder / MODEL_FILE).read_bytes() == file
     assert (folder / "MODEL_CARD.md").read_text() == CARD
     signed = json.loads((folder / "signature.json").read_text())
     pub = site.client.kept_models.signer
     assert is_signed(pub, signed["signature"], run=signed["run"], model=file, card=CARD)
-    tested = json.loads((folder / "test.json").read_text())
     own = evaluate(model.network, site.client.data.test, torch.device("cpu"))
-    assert (tested["num_examples"], tested["accuracy"]) == (own.num_examples, own.accuracy)
-    assert tested["num_examples"] == len(site.client.data.test) > 0
+    assert (found["num_examples"], found["accuracy"]) == (own.num_examples, own.accuracy)
+    assert found["num_examples"] == len(site.client.data.test) > 0
     x = torch.zeros(2, *model.inputs.shape, dtype=torch.uint8)
     torch.testing.assert_close(load(folder)(x), model(x))
 
@@ -109,11 +114,9 @@ def test_a_site_keeps_the_model_and_tests_it_and_tells_nothing(site, file, model
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
 def test_a_site_tests_the_model_at_its_threshold(site, model, tmp_path, threshold):
     site.keep(edited(model, tmp_path, positive=0, threshold=threshold))
-    (folder,) = site.folder.iterdir()
-    tested = json.loads((folder / "test.json").read_text())
     objective = Objective(positive=0, threshold=threshold)
     ours = evaluate(model.network, site.client.data.test, torch.device("cpu"), objective=objective)
-    assert tested["accuracy"] == ours.accuracy
+    assert tested(site)[1]["accuracy"] == ours.accuracy
 
 
 def test_the_same_model_again_has_one_folder(site, file):
@@ -133,19 +136,14 @@ def test_the_reply_does_not_depend_on_records(site, file):
     for split in broken.values():
         site.keep.client = replace(site.client, data=replace(data, test=split))
         assert site.keep(file) == usual
-    (folder,) = site.folder.iterdir()
-    assert "failed" in json.loads((folder / "test.json").read_text())
+    assert "failed" in tested(site)[1]
 
 
 def test_what_is_not_signed_by_the_operator_leaves_no_file(site, file, no_record):
     other = bytearray(file)
     other[-1] ^= 1
-    for changes in (
-        {"key": "stranger"},
-        {"shown": bytes(other)},
-        {"card": CARD + "!"},
-        {"run": "another"},
-    ):
+    other_files = {"shown": bytes(other)}
+    for changes in ({"key": "stranger"}, other_files, {"card": CARD + "!"}, {"run": "another"}):
         refuses(r"refused: the model is not signed by the owner of", site.keep, file, **changes)
     assert not site.folder.exists()
 
@@ -173,10 +171,8 @@ def test_a_file_that_is_no_model_is_refused_and_removed(content, site, no_record
 
 
 def test_a_model_of_other_data_is_refused(site, model, tmp_path, no_record):
-    for name, value in {
-        "class_names": tuple("abcdefghij"[: len(model.class_names)]),
-        "shape": (1, 9, 9),
-    }.items():
+    names = tuple("abcdefghij"[: len(model.class_names)])
+    for name, value in (("class_names", names), ("shape", (1, 9, 9))):
         with pytest.raises(ConfigError, match=f"the model's {name} is not that of this site's"):
             site.keep(edited(model, tmp_path, **{name: value}))
     assert list(site.folder.iterdir()) == []

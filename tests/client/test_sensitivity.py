@@ -10,7 +10,7 @@ import itertools
 import json
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer, asked_kinds
 from fednas_flwr.client.making import make_client, make_site_guard
-from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models import networks
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
@@ -34,7 +33,6 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.search.candidate import all_alike
 from fednas_flwr.search.local_search import Alternating
@@ -47,9 +45,10 @@ from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 from ..asked import SUPERNET, smallest
 from ..patients import patients
 from ..refusals import refuses
-from .conftest import POLICY
+from .conftest import POLICY, of_splits, packed
 
 DATA_SET = "ward"
+HEADER = Header("run", "search", 1, 1, 0, "nonce")
 NORM, SIGMA = 0.25, 1.5
 STEP = SGD(lr=0.5, min_lr=0.0, momentum=0.9, weight_decay=0.01, clip_norm=None)
 ALPHAS = Adam(lr=0.05, weight_decay=0.0)
@@ -73,8 +72,7 @@ OF_TABLES = ("mlp",)
 WITH_AUXILIARY_HEADS = ("darts",)
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """One request: its settings, and the states that it carries."""
 
     settings: Any
@@ -215,40 +213,28 @@ def descriptions(kit, *, pools):
             yield networks.describe_derived(genotypes[0], auxiliary=auxiliary, **settings)
 
 
-def packed(network, scale):
-    """States of a network whose weights are so many times as large."""
-    states = {name: state for name, state in network_states(network).items() if state}
-    with torch.no_grad():
-        large = {n: t * scale for n, t in states["weights"].items()}
-    return {name: pack(state) for name, state in {**states, "weights": large}.items()}
-
-
 def without(split_name):
     """Return an edit of a client's data that leaves one unit out of a split."""
 
     def edit(data):
         split = getattr(data, split_name)
-        gone = split.rows[-1:] if split.persons is None else split.persons[-1]
-        keep = torch.ones(len(split), dtype=torch.bool)
-        keep[-1:] = False
-        if split.persons is not None:
-            keep = split.persons != gone
-            return replace(
-                data,
-                **{split_name: replace(split, rows=split.rows[keep], persons=split.persons[keep])},
-            )
-        return replace(data, **{split_name: replace(split, rows=split.rows[keep])})
+        keep, persons = torch.arange(len(split)) < len(split) - 1, split.persons
+        if persons is not None:
+            keep = persons != persons[-1]
+            persons = persons[keep]
+        return replace(data, **{split_name: replace(split, rows=split.rows[keep], persons=persons)})
 
     return edit
 
 
-def of_persons(data):
-    """Give every two records to a person."""
+# every two records to a person
+of_persons = of_splits(lambda split: replace(split, persons=torch.arange(len(split)) // 2))
 
-    def held(split):
-        return replace(split, persons=torch.arange(len(split)) // 2)
 
-    return ClientData(held(data.train), held(data.validation), held(data.test))
+def sent_with(described, scale=1.0):
+    """States of a network that they describe."""
+    with seeded(2, "network"):
+        return packed(networks.make_network(described), scale)
 
 
 def without_dropout(network):
@@ -334,8 +320,7 @@ def ask(tmp_path, totals):
                 make(described)
             ),
         )
-        header = Header("run", "search", 1, 1, 0, "nonce")
-        request = Request(action, header, asked.settings, asked.states)
+        request = Request(action, HEADER, *asked)
         kinds = asked_kinds(request, of_client=unit == "client")
         plan = [
             PlannedRelease(
@@ -365,9 +350,7 @@ def check(ask, totals, kit, action, asked, **how):
     assert first, "nothing was released"
     totals.repeats = True
     largest = 0.0
-    request = Request(
-        action, Header("run", "search", 1, 1, 0, "nonce"), asked.settings, asked.states
-    )
+    request = Request(action, HEADER, *asked)
     for split in sorted({split for splits, _ in asked_kinds(request).values() for split in splits}):
         second = ask(kit, action, asked, hold=without(split), **how)
         assert len(second) == len(first)
@@ -409,8 +392,7 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
     if action == "evaluate.candidates" and not pools:
         pytest.skip("of pools alone")
     for described in descriptions(kit, pools=pools):
-        with seeded(2, "network"):
-            states = packed(networks.make_network(described), LARGE)
+        states = sent_with(described, LARGE)
         asked = Asked(of_network(action, described), states)
         if pools and action in ("train.probe", "evaluate.model"):
             refuses("refused, the settings do not fit", ask, kit, action, asked)
@@ -427,8 +409,7 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
 def test_fixed_networks(name, action, kits, ask, totals):
     kit = kits("nasbench201")
     described = {"name": name, **kit.shapes, "norm": "group"}
-    with seeded(2, "network"):
-        states = packed(networks.make_network(described), 1.0)
+    states = sent_with(described)
     asked = Asked(of_network(action, described), states)
     assert check(ask, totals, kit, action, asked) > 1e-6
 
@@ -437,7 +418,7 @@ def test_fixed_networks(name, action, kits, ask, totals):
 @pytest.mark.parametrize("action", SUPERNET_ACTIONS)
 def test_persons_with_several_records(action, kits, ask, totals):
     kit = kits("dp_cells" if "candidate" in action else "nasbench201")
-    states = packed(kit.supernet, 1.0)
+    states = packed(kit.supernet)
     for settings in of_supernet(action, kit):
         sent = {"weights": states["weights"]} if "candidate" in action else states
         asked = Asked(settings, sent)
@@ -452,10 +433,9 @@ def test_secure_sums_of_gradients(action, pool, kits, ask, totals):
     described = next(descriptions(kit, pools=pool))
     settings, states = replace(of_supernet("train.gradients", kit)[0], local_steps=1), None
     if action == "train.network_gradient":
-        with seeded(2, "network"):
-            states = packed(networks.make_network(described), 1.0)
+        states = sent_with(described)
         settings = of_network(action, described)
-    asked = Asked(settings, states or packed(kit.supernet, 1.0))
+    asked = Asked(settings, states or packed(kit.supernet))
     if pool and action == "train.network_gradient":
         refuses("rule secure_sum: norm of weights", ask, kit, action, asked, sums=True)
         return
@@ -467,12 +447,11 @@ def test_secure_sums_of_gradients(action, pool, kits, ask, totals):
 def test_whole_clients(action, sums, kits, ask, totals):
     """Their updates are replaced by zeros: every total is a contribution."""
     kit = kits("nasbench201")
-    states, local = packed(kit.supernet, 1.0), rq.Amount(epochs=2, steps=None, batch_size=4)
+    states, local = packed(kit.supernet), rq.Amount(epochs=2, steps=None, batch_size=4)
     settings = of_supernet("train.search" if action == "train.weights" else action, kit)[0]
     if action == "train.weights":
         described = next(descriptions(kit, pools=True))
-        with seeded(2, "network"):
-            states = packed(networks.make_network(described), 1.0)
+        states = sent_with(described)
         settings = rq.Train(local=replace(training(described), amount=local), data_set=DATA_SET)
     elif action == "train.search":
         settings = replace(settings, local=replace(settings.local, amount=local))

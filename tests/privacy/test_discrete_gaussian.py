@@ -189,13 +189,6 @@ def test_frequencies_are_the_discrete_gaussians(sigma):
     assert stats.chisquare([*inside, outside[0]], [*expected, outside[1]]).pvalue > 1e-3
 
 
-def test_a_stream_gives_the_same_samples_again_and_another_key_others():
-    first, again = (noise.sample_discrete_gaussian(keystream(), 100, sigma=2**24) for _ in range(2))
-    assert first.tolist() == again.tolist()
-    other = noise.sample_discrete_gaussian(keystream(bytes(32)), 100, sigma=2**24)
-    assert not set(first.tolist()) & set(other.tolist())
-
-
 def test_however_few_are_wanted_thousands_are_proposed():
     """The time taken tells nothing of one sample alone."""
     drawn: list[int] = []

@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.mechanism.renyi import Release, booked_unit, counted
 from fednas_flwr.settings.names import SPLITS
 
+from ..processes import told
 from ..refusals import refuses
 
 BUDGET = {"epsilon": 4.0, "delta": 1e-5}
@@ -102,11 +102,9 @@ def sql(folder, statement, *values, file="ledger/site.sqlite"):
 
 
 def as_process(*arguments):
-    command = [sys.executable, "-m", "tests.privacy.test_ledger", *map(str, arguments)]
-    root, limits = Path(__file__).parents[2], {"timeout": 600, "check": False}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, **limits)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """Return what this file's other process tells; see `main`."""
+    module = ("-m", "tests.privacy.test_ledger")
+    return json.loads(told(*module, *arguments, cwd=Path(__file__).parents[2], timeout=600))
 
 
 # --- what is booked
@@ -237,15 +235,12 @@ def test_the_sum_never_exceeds_the_budget(plan):
                 ledger = open_ledger(Path(name))
             new = {"run": f"run {i}", "data_set": f"ward-{i}"}
             entry = replace(ENTRY, **new, splits=splits, release=release)
-            fits = all(model[split].affords(release) for split in splits)
-            try:
+            if all(model[split].affords(release) for split in splits):
                 reserve(ledger, entry)
-                booked = True
-            except BudgetExceededError:
-                booked = False
-            assert booked == fits
-            for split in splits if fits else ():
-                model[split].spend(release)
+                for split in splits:
+                    model[split].spend(release)
+            else:
+                refuses("", reserve, ledger, entry, error=BudgetExceededError)
         rows = ledger.entries()
         assert ledger.verify() == len(rows)
         spent = ledger.spent("ward", "record", **BUDGET)
@@ -329,14 +324,13 @@ def test_no_unit_is_charged_less_than_its_rows_under_policies_that_change(plan, 
                 and RenyiFilter(**budget, orders=found.orders, totals=found.totals).affords(release)
                 for found in before
             )
-            try:
-                reserve(ledger, entry, epsilon=budget["epsilon"])
-            except BudgetExceededError as error:
-                assert not fits
-                assert ("which promise nothing for a " in str(error)) == (None in before)
-            else:
-                assert fits
+            how = {"entry": entry, "epsilon": budget["epsilon"]}
+            if fits:
+                reserve(ledger, **how)
                 rows.append((unit, release, splits))
+            else:
+                words = "which promise nothing for a " if None in before else ""
+                refuses(words, reserve, ledger, error=BudgetExceededError, **how)
         assert ledger.verify() == len(rows)
         for split, found in ledger.filters("ward", asked, **budget).items():
             model = charged(asked, split)
@@ -547,31 +541,14 @@ def is_refused(folder, match):
     assert str(damage.value).endswith("count its budgets as spent.")
 
 
-COLUMNS = {
-    "time": "0",
-    "account": "'x'",
-    "data_set": "'x'",
-    "run": "CAST(run AS BLOB)",
-    "stage": "NULL",
-    "round": "'1.5'",
-    "verb": "'x'",
-    "splits": "'test'",
-    "noise_multiplier": "100",
-    "sample_rate": "1e-6",
-    "steps": "0",
-    "run_steps": "0",
-    "committed_steps": "9",
-    "mac": "'" + 64 * "0" + "'",
-    "unit": "'client'",
-}
-
-
-@pytest.mark.parametrize("sequence", [1, 2, 3])
-@pytest.mark.parametrize("column", COLUMNS)
-def test_an_edited_cell_is_found(folder, column, sequence):
-    book(folder, 3)
-    sql(folder, f"UPDATE entries SET {column} = {COLUMNS[column]} WHERE sequence = {sequence}")
-    is_refused(folder, f"row {sequence} of .* (was edited|is not the one)")
+COLUMNS = dict(
+    edit.split("=")
+    for edit in (
+        *("time=0", "account='x'", "data_set='x'", "run=CAST(run AS BLOB)", "stage=NULL"),
+        *("round='1.5'", "verb='x'", "splits='test'", "noise_multiplier=100", "sample_rate=1e-6"),
+        *("steps=0", "run_steps=0", "committed_steps=9", f"mac='{64 * '0'}'", "unit='client'"),
+    )
+)
 
 
 @pytest.mark.parametrize(
@@ -587,9 +564,17 @@ def test_an_edited_cell_is_found(folder, column, sequence):
         ("UPDATE totals SET state = '{}'", "totals"),
         ("UPDATE totals SET mac = NULL", "totals"),
         ("DROP TABLE entries", "no such table"),
+        *(
+            (
+                f"UPDATE entries SET {edit} WHERE sequence = {n}",
+                f"row {n} of .* (was edited|is not)",
+            )
+            for edit in map("=".join, COLUMNS.items())
+            for n in (1, 2, 3)
+        ),
     ],
 )
-def test_removed_moved_and_added_rows_are_found(folder, statement, match):
+def test_edited_removed_moved_and_added_rows_are_found(folder, statement, match):
     book(folder, 3)
     sql(folder, statement)
     is_refused(folder, match)
@@ -601,8 +586,7 @@ def test_a_commitment_is_not_read_from_an_edited_row(folder, column):
     book(folder, 1, replace(ENTRY, run="another"))
     for sequence in (1, 2):
         sql(folder, f"UPDATE entries SET {column} = 0.5 WHERE sequence = {sequence}")
-    with open_ledger(folder) as ledger, pytest.raises(RuntimeError, match="row 2 .* was edited"):
-        reserve(ledger)
+    refuses("row 2 .* was edited", book, folder, error=RuntimeError)
 
 
 @pytest.mark.parametrize(
@@ -643,8 +627,7 @@ def test_old_totals_under_the_newest_rows_are_found(folder):
     (old,) = sql(folder, "SELECT state, mac FROM totals")
     book(folder)
     sql(folder, "UPDATE totals SET state = ?, mac = ?", *old)
-    with open_ledger(folder) as ledger, pytest.raises(RuntimeError, match="totals"):
-        reserve(ledger)
+    refuses("totals", book, folder, error=RuntimeError)
 
 
 def test_totals_that_are_not_the_sum_are_found_by_verify(folder):
