@@ -155,16 +155,16 @@ class Boom:
         return os._exit, (13,)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        pickle.dumps(Boom()),
-        b"\xff" * 64,
-        b"PK\x03\x04" + b"\0" * 64,
-        (2**60).to_bytes(8, "little") + b"{}",
-        len(b"[" * 9999).to_bytes(8, "little") + b"[" * 9999,
-    ],
-)
+NO_MODELS = [
+    pickle.dumps(Boom()),
+    b"\xff" * 64,
+    b"PK\x03\x04" + b"\0" * 64,
+    (2**60).to_bytes(8, "little") + b"{}",
+    len(b"[" * 9999).to_bytes(8, "little") + b"[" * 9999,
+]
+
+
+@pytest.mark.parametrize("content", NO_MODELS)
 def test_a_file_that_is_no_model_is_refused_and_removed(content, site, no_record):
     refuses("refused: the model cannot be read", site.keep, content)
     assert list(site.folder.iterdir()) == []

@@ -116,15 +116,15 @@ def searched(site, networks, *, mode, loss, warm_up, steps=2):
     return supernet
 
 
-@pytest.mark.parametrize(
-    ("mode", "form", "warm_up"),
-    [
-        ("two", None, False),
-        ("two", "additive", False),
-        ("full", "multiplicative", False),
-        ("two", None, True),
-    ],
-)
+SEARCHES = [
+    ("two", None, False),
+    ("two", "additive", False),
+    ("full", "multiplicative", False),
+    ("two", None, True),
+]
+
+
+@pytest.mark.parametrize(("mode", "form", "warm_up"), SEARCHES)
 def test_private_path_search_is_clipped_steps_of_one_network(
     mode, form, warm_up, ask, networks, totals
 ):
@@ -185,31 +185,31 @@ def costly(per_op, fixed=0.5, **terms):
     return {"hardware": {"terms": TERMS | terms, "fixed": fixed, "per_op": per_op}}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"gates": "three"},
-        {"gates": ["two"]},
-        costly([[0.0, 1.0]], target=1.0),
-        costly([], fixed=3.0, target=3.5, loss="multiplicative"),
-        costly([[1.0] * 7] * 6, target=3.0, scale="x"),
-        {"hardware": "x"},
-        costly([[1.0] * 7] * 6, target=3.0),
-        costly([[1.0] * 7, [1.0]], target=3.0),
-        costly([[0.1] * 7] * 6, loss="x"),
-        costly([["0.1"] * 7] * 6),
-        costly([[math.nan] * 7] * 6),
-        costly([[0.1] * 7] * 6, further=1),
-        {"alphas": {"lr": "x", "weight_decay": 0.0}},
-        {"warm_up": None},
-        {"warm_up": 1},
-        {"paths": None},
-        {"alternating": {"rule": "first_order", "validation_weight": 1.0}},
-        {"batch_size": 8},
-        {"steps": None, "epochs": 1},
-        {"micro_batch_size": 4},
-    ],
-)
+TRAPS = [
+    {"gates": "three"},
+    {"gates": ["two"]},
+    costly([[0.0, 1.0]], target=1.0),
+    costly([], fixed=3.0, target=3.5, loss="multiplicative"),
+    costly([[1.0] * 7] * 6, target=3.0, scale="x"),
+    {"hardware": "x"},
+    costly([[1.0] * 7] * 6, target=3.0),
+    costly([[1.0] * 7, [1.0]], target=3.0),
+    costly([[0.1] * 7] * 6, loss="x"),
+    costly([["0.1"] * 7] * 6),
+    costly([[math.nan] * 7] * 6),
+    costly([[0.1] * 7] * 6, further=1),
+    {"alphas": {"lr": "x", "weight_decay": 0.0}},
+    {"warm_up": None},
+    {"warm_up": 1},
+    {"paths": None},
+    {"alternating": {"rule": "first_order", "validation_weight": 1.0}},
+    {"batch_size": 8},
+    {"steps": None, "epochs": 1},
+    {"micro_batch_size": 4},
+]
+
+
+@pytest.mark.parametrize("change", TRAPS)
 def test_whether_a_request_fails_does_not_depend_on_the_records(change, differing):
     """And nothing is booked before."""
     sentences = []

@@ -120,16 +120,16 @@ class Evaluated:
     sparse: bool = False
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"norm": "batch"}, "batch_norm"),
-        ({"genotypes": []}, "genotypes=.* is out of range"),
-        ({"genotypes": 3}, "genotypes=3 is out of range"),
-        ({"genotypes": [{}]}, "refused|genotype"),
-        ({"name": "linear"}, "refused, the settings do not fit evaluate.candidates"),
-    ],
-)
+NO_POOLS = [
+    ({"norm": "batch"}, "batch_norm"),
+    ({"genotypes": []}, "genotypes=.* is out of range"),
+    ({"genotypes": 3}, "genotypes=3 is out of range"),
+    ({"genotypes": [{}]}, "refused|genotype"),
+    ({"name": "linear"}, "refused, the settings do not fit evaluate.candidates"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), NO_POOLS)
 def test_what_is_no_private_pool_is_refused_before_a_record_is_read(
     changes, sentence, make_site, pool, no_record
 ):

@@ -109,15 +109,15 @@ def test_no_private_action_may_return_what_is_neither_noised_nor_follows_from_wh
     assert not told & {"class_counts", "moments", "num_examples", "records", "labels", "scores"}
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        Reply(1, metrics={"train_loss": 0.1}),
-        Reply(1, states={"weights": {}, "buffers": {}}),
-        Reply(1, properties={"class_counts": [1]}),
-        Reply(1, states={"weights": {}}, digests={"weights": "", "rows": ""}),
-    ],
-)
+UNLISTED = [
+    Reply(1, metrics={"train_loss": 0.1}),
+    Reply(1, states={"weights": {}, "buffers": {}}),
+    Reply(1, properties={"class_counts": [1]}),
+    Reply(1, states={"weights": {}}, digests={"weights": "", "rows": ""}),
+]
+
+
+@pytest.mark.parametrize("reply", UNLISTED)
 def test_a_field_that_is_on_no_list_cannot_leave(reply):
     refuses("must not return", check_fields, "train.weights", reply, error=RuntimeError)
 
@@ -285,14 +285,14 @@ def test_gradients_of_other_labels_are_clipped_sums_of_records(loss, make_site, 
 OF_MEASURES = ("train.gradients", "train.weights", "evaluate.model")
 
 
-@pytest.mark.parametrize(
-    ("action", "of_form", "objective"),
-    [
-        *((action, lambda data: data, None) for action in RELEASING),
-        *((action, several, SEVERAL) for action in OF_MEASURES),
-        *((action, numbers, NUMBERS) for action in (*OF_MEASURES, "evaluate.candidates")),
-    ],
-)
+MOVED = [
+    *((action, lambda data: data, None) for action in RELEASING),
+    *((action, several, SEVERAL) for action in OF_MEASURES),
+    *((action, numbers, NUMBERS) for action in (*OF_MEASURES, "evaluate.candidates")),
+]
+
+
+@pytest.mark.parametrize(("action", "of_form", "objective"), MOVED)
 def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(
     action, of_form, objective, make_site
 ):
@@ -534,13 +534,13 @@ def losses_of_labels(logits, y):
     return losses, ((logits > 0) == (y == 1)).double().mean(1)  # also parts of a record
 
 
-@pytest.mark.parametrize(
-    ("hold", "objective", "bound", "measured_by"),
-    [
-        (None, Objective(), 2 * math.log(3), losses_of_classes),
-        (several, SEVERAL, 2 * math.log(2), losses_of_labels),
-    ],
-)
+MEASURED = [
+    (None, Objective(), 2 * math.log(3), losses_of_classes),
+    (several, SEVERAL, 2 * math.log(2), losses_of_labels),
+]
+
+
+@pytest.mark.parametrize(("hold", "objective", "bound", "measured_by"), MEASURED)
 def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
     hold, objective, bound, measured_by, make_site, networks, totals
 ):
@@ -651,41 +651,41 @@ def refusing(make_site):
     return make_site(committed=EVERYTHING)
 
 
-@pytest.mark.parametrize(
-    ("action", "change", "words"),
-    [
-        ("train.gradients", {"order": 2}, "rule first order only: order=2"),
-        ("train.search", {"rule": "second_order"}, "rule first order only: rule=second_order"),
-        ("train.search", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
-        ("train.probe", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
-        ("train.weights", {"raw_metrics": True}, "setting=raw_metrics is unknown"),
-        ("train.weights", {"validates": True}, "validates=True would tell a loss without noise"),
-        ("train.gradients", {"local_steps": 51}, "rule committed values: steps=51"),
-        ("train.gradients", {"local_steps": 0}, "local_steps=0 is out of range"),
-        ("train.weights", {"steps": 51}, "rule committed values: steps=51"),
-        ("train.weights", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
-        ("train.search", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
-        ("train.probe", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
-        ("train.weights", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
-        ("train.search", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
-        ("train.probe", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
-        ("train.gradients", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
-        ("train.candidate", {"batch_size": 8}, "dp_aware and batch_size must be null"),
-        ("train.candidate", {"dp_aware": DPAware(1.0, 1.0)}, "dp_aware and batch_size must be"),
-        ("train.weights", {"split": "test"}, "rule committed values: release=retrain/train.we"),
-        ("train.weights", {"split": "train"}, "rule committed values: release="),
-        ("train.weights", {"split": "validation+train"}, "rule committed values: release="),
-        ("evaluate.model", {"split": "train"}, "rule committed values: release="),
-        ("evaluate.model", {"split": "train+validation"}, "rule committed values: release="),
-        ("evaluate.model", {"network": {"name": "nothing"}}, "do not fit evaluate.model"),
-        ("train.probe", {"trials": 3 * [TRIAL], "steps": 17}, "committed values: steps=51"),
-        ("train.probe", {"trials": 51 * [TRIAL]}, "committed values: steps=51"),
-        ("train.search", {"local.alternating.temperature": 1.0}, "temperature=1.0: single pat"),
-        ("train.candidate", {"candidates": 51 * [[5] * 15]}, "committed values: steps=51"),
-        ("train.candidate", {"candidates": 3 * [[5] * 15], "local_steps": 17}, "steps=51"),
-        ("train.candidate", {"candidates": [[5] * 16]}, "a path must be 15 columns of ops"),
-    ],
-)
+OUTSIDE = [
+    ("train.gradients", {"order": 2}, "rule first order only: order=2"),
+    ("train.search", {"rule": "second_order"}, "rule first order only: rule=second_order"),
+    ("train.search", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
+    ("train.probe", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
+    ("train.weights", {"raw_metrics": True}, "setting=raw_metrics is unknown"),
+    ("train.weights", {"validates": True}, "validates=True would tell a loss without noise"),
+    ("train.gradients", {"local_steps": 51}, "rule committed values: steps=51"),
+    ("train.gradients", {"local_steps": 0}, "local_steps=0 is out of range"),
+    ("train.weights", {"steps": 51}, "rule committed values: steps=51"),
+    ("train.weights", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
+    ("train.search", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
+    ("train.probe", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
+    ("train.weights", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+    ("train.search", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+    ("train.probe", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+    ("train.gradients", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+    ("train.candidate", {"batch_size": 8}, "dp_aware and batch_size must be null"),
+    ("train.candidate", {"dp_aware": DPAware(1.0, 1.0)}, "dp_aware and batch_size must be"),
+    ("train.weights", {"split": "test"}, "rule committed values: release=retrain/train.we"),
+    ("train.weights", {"split": "train"}, "rule committed values: release="),
+    ("train.weights", {"split": "validation+train"}, "rule committed values: release="),
+    ("evaluate.model", {"split": "train"}, "rule committed values: release="),
+    ("evaluate.model", {"split": "train+validation"}, "rule committed values: release="),
+    ("evaluate.model", {"network": {"name": "nothing"}}, "do not fit evaluate.model"),
+    ("train.probe", {"trials": 3 * [TRIAL], "steps": 17}, "committed values: steps=51"),
+    ("train.probe", {"trials": 51 * [TRIAL]}, "committed values: steps=51"),
+    ("train.search", {"local.alternating.temperature": 1.0}, "temperature=1.0: single pat"),
+    ("train.candidate", {"candidates": 51 * [[5] * 15]}, "committed values: steps=51"),
+    ("train.candidate", {"candidates": 3 * [[5] * 15], "local_steps": 17}, "steps=51"),
+    ("train.candidate", {"candidates": [[5] * 16]}, "a path must be 15 columns of ops"),
+]
+
+
+@pytest.mark.parametrize(("action", "change", "words"), OUTSIDE)
 def test_requests_outside_the_rules_are_refused_before_data_is_read(
     action, change, words, refusing, no_record
 ):
@@ -869,13 +869,13 @@ MISFITS = misfits("weights") | {
 }
 
 
-@pytest.mark.parametrize(
-    ("action", "edit"),
-    [
-        *((action, edit) for action in RELEASING for edit in MISFITS),
-        *((action, edit) for action in MOVING for edit in misfits(MOMENTS)),
-    ],
-)
+UNFIT = [
+    *((action, edit) for action in RELEASING for edit in MISFITS),
+    *((action, edit) for action in MOVING for edit in misfits(MOMENTS)),
+]
+
+
+@pytest.mark.parametrize(("action", "edit"), UNFIT)
 def test_states_that_do_not_fit_are_refused_before_data_is_read(action, edit, refusing, no_record):
     site = refusing
     request = site.request(action, moments="moments" in edit)

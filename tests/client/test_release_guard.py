@@ -258,24 +258,24 @@ def refused(words, site, *releases):
     refuses(unkept, site.ask, "train.weight_gradient")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"noise_multiplier": 0}, "rule least_noise_multiplier: noise_multiplier=0.0, not 0.1"),
-        ({"noise_multiplier": None}, "rule least_noise_multiplier: noise_multiplier=null"),
-        ({"noise_multiplier": math.nan}, "noise_multiplier=.* has the wrong type: expected a"),
-        ({"max_grad_norm": 2.1}, "rule largest_grad_norm: max_grad_norm=2.1, not 1e-06 to 2.0"),
-        ({"max_grad_norm": None}, "max_grad_norm=null has the wrong type"),
-        ({"batch_size": 0}, "batch_size=0.0 is out of range: expected above 0, or null"),
-        ({"steps": 1001}, "rule largest_steps: steps=1001, not 1 to 1000"),
-        ({"steps": 1e3}, "steps=1000.0 has the wrong type: expected a whole number"),
-        ({"splits": []}, "splits=.. is out of range: expected 1 to 3 entries"),
-        ({"splits": ["train", "train"]}, "holds train more than once: expected different names"),
-        ({"splits": "train"}, "splits=train has the wrong type: expected a list"),
-        ({"splits": ["secret"]}, "splits=secret is unknown: choose one of test, train, val"),
-        ({"splits": [5]}, "splits.0.=5 has the wrong type: expected text"),
-    ],
-)
+OUTSIDE = [
+    ({"noise_multiplier": 0}, "rule least_noise_multiplier: noise_multiplier=0.0, not 0.1"),
+    ({"noise_multiplier": None}, "rule least_noise_multiplier: noise_multiplier=null"),
+    ({"noise_multiplier": math.nan}, "noise_multiplier=.* has the wrong type: expected a"),
+    ({"max_grad_norm": 2.1}, "rule largest_grad_norm: max_grad_norm=2.1, not 1e-06 to 2.0"),
+    ({"max_grad_norm": None}, "max_grad_norm=null has the wrong type"),
+    ({"batch_size": 0}, "batch_size=0.0 is out of range: expected above 0, or null"),
+    ({"steps": 1001}, "rule largest_steps: steps=1001, not 1 to 1000"),
+    ({"steps": 1e3}, "steps=1000.0 has the wrong type: expected a whole number"),
+    ({"splits": []}, "splits=.. is out of range: expected 1 to 3 entries"),
+    ({"splits": ["train", "train"]}, "holds train more than once: expected different names"),
+    ({"splits": "train"}, "splits=train has the wrong type: expected a list"),
+    ({"splits": ["secret"]}, "splits=secret is unknown: choose one of test, train, val"),
+    ({"splits": [5]}, "splits.0.=5 has the wrong type: expected text"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), OUTSIDE)
 def test_a_schedule_outside_the_policy_is_refused_and_nothing_is_kept(make_site, change, words):
     first, *others = map(asdict, schedule())
     refused(words, make_site(committed=[]), *others, first | change)
@@ -284,16 +284,16 @@ def test_a_schedule_outside_the_policy_is_refused_and_nothing_is_kept(make_site,
 LONG = "x" * 10**6
 
 
-@pytest.mark.parametrize(
-    ("releases", "words"),
-    [
-        ([{"stage": LONG}], "stage=x+ is unknown: choose one of evaluate, retrain, search"),
-        ([{"action": LONG}], "action=x+.* is unknown"),
-        ([{"kind": LONG}], "kind=x+.* is unknown"),
-        ([{"splits": ["train"] * 10**5}], "expected 1 to 3 entries"),
-        ([{}] * 33, "releases=.* expected 0 to 32 entries"),
-    ],
-)
+HUGE = [
+    ([{"stage": LONG}], "stage=x+ is unknown: choose one of evaluate, retrain, search"),
+    ([{"action": LONG}], "action=x+.* is unknown"),
+    ([{"kind": LONG}], "kind=x+.* is unknown"),
+    ([{"splits": ["train"] * 10**5}], "expected 1 to 3 entries"),
+    ([{}] * 33, "releases=.* expected 0 to 32 entries"),
+]
+
+
+@pytest.mark.parametrize(("releases", "words"), HUGE)
 def test_a_server_cannot_fill_a_sites_disk_by_what_it_commits_to(
     make_site, monkeypatch, releases, words
 ):
@@ -313,16 +313,16 @@ def test_a_schedule_that_reads_a_split_without_declared_records_is_refused(make_
         refused("rule records: validation has no declared record", site, planned)
 
 
-@pytest.mark.parametrize(
-    ("policy", "rule"),
-    [
-        ({"least_noise_multiplier": 4.5}, "least_noise_multiplier"),
-        ({"largest_grad_norm": 0.4}, "largest_grad_norm"),
-        ({"largest_steps": 49}, "largest_steps"),
-        ({"actions": ["query.describe"]}, "actions"),
-        ({"secure_noise": True, "test_seed": False}, "secure_noise"),
-    ],
-)
+TIGHTER = [
+    ({"least_noise_multiplier": 4.5}, "least_noise_multiplier"),
+    ({"largest_grad_norm": 0.4}, "largest_grad_norm"),
+    ({"largest_steps": 49}, "largest_steps"),
+    ({"actions": ["query.describe"]}, "actions"),
+    ({"secure_noise": True, "test_seed": False}, "secure_noise"),
+]
+
+
+@pytest.mark.parametrize(("policy", "rule"), TIGHTER)
 def test_a_policy_that_was_tightened_since_refuses_what_a_run_has_committed_to(
     make_site, no_record, policy, rule
 ):

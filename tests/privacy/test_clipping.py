@@ -472,34 +472,34 @@ DIRECT = Made(
 )
 
 
-@pytest.mark.parametrize(
-    ("network", "message"),
-    [
-        (nn.Linear(4, CLASSES).eval(), "training mode"),
-        (nn.LSTM(4, CLASSES), "no per-sample gradients"),
-        (DIRECT, "parameters of its own beside submodules"),
-    ],
-)
+UNFIT = [
+    (nn.Linear(4, CLASSES).eval(), "training mode"),
+    (nn.LSTM(4, CLASSES), "no per-sample gradients"),
+    (DIRECT, "parameters of its own beside submodules"),
+]
+
+
+@pytest.mark.parametrize(("network", "message"), UNFIT)
 def test_networks_without_per_sample_gradients_are_refused(network, message):
     x, y = make_batch((4,), torch.float32)
     refuses(message, weight_sum, network, x, y, error=ValueError)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"max_norm": 0.0},
-        {"max_norm": -1.0},
-        {"max_norm": math.inf},
-        {"max_norm": math.nan},
-        {"micro_batch_size": 0},
-        {"class_factors": torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])},
-        {"class_factors": torch.tensor([1.0, 1.5, 1.0, 1.0, 1.0])},
-        {"class_factors": torch.tensor([1.0, math.nan, 1.0, 1.0, 1.0])},
-        {"loss": F.cross_entropy},
-        {"parameters": {"weight": nn.Parameter(torch.zeros(1))}},
-    ],
-)
+OUT_OF_RANGE = [
+    {"max_norm": 0.0},
+    {"max_norm": -1.0},
+    {"max_norm": math.inf},
+    {"max_norm": math.nan},
+    {"micro_batch_size": 0},
+    {"class_factors": torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])},
+    {"class_factors": torch.tensor([1.0, 1.5, 1.0, 1.0, 1.0])},
+    {"class_factors": torch.tensor([1.0, math.nan, 1.0, 1.0, 1.0])},
+    {"loss": F.cross_entropy},
+    {"parameters": {"weight": nn.Parameter(torch.zeros(1))}},
+]
+
+
+@pytest.mark.parametrize("changed", OUT_OF_RANGE)
 def test_values_out_of_range_are_refused(changed):
     network = linear((4,), CLASSES)
     x, y = make_batch((4,), torch.float32)

@@ -156,15 +156,15 @@ def test_a_larger_budget_keeps_the_orders_that_were_fixed(folder):
     assert tuple(json.loads(text)["ward"]["orders"]) == RenyiFilter(**BUDGET).orders
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"release": Release(2.0, 1.0, 1)}, "committed to"),
-        ({"release": Release(3.0, 0.5, 1)}, "committed to"),
-        ({"committed_steps": 1001}, "committed to"),
-        ({"release": Release(3.0, 1.0, 1000)}, "has booked 1 and now asks for 1000 more"),
-    ],
-)
+OTHER_TERMS = [
+    ({"release": Release(2.0, 1.0, 1)}, "committed to"),
+    ({"release": Release(3.0, 0.5, 1)}, "committed to"),
+    ({"committed_steps": 1001}, "committed to"),
+    ({"release": Release(3.0, 1.0, 1000)}, "has booked 1 and now asks for 1000 more"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), OTHER_TERMS)
 def test_a_run_keeps_to_what_it_committed_even_after_a_restart(folder, change, message):
     book(folder)
     with open_ledger(folder) as ledger:
@@ -189,20 +189,20 @@ def test_the_clock_decides_nothing(folder):
     refuses("", book, folder, error=BudgetExceededError)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"run": 5},
-        {"round": "5"},
-        {"round": True},
-        {"committed_steps": 7.0},
-        {"splits": ()},
-        {"splits": ("train", "train")},
-        {"splits": ("trian",)},
-        {"round": 2**70},
-        {"action": "\ud800"},
-    ],
-)
+NOT_GIVEN_BACK = [
+    {"run": 5},
+    {"round": "5"},
+    {"round": True},
+    {"committed_steps": 7.0},
+    {"splits": ()},
+    {"splits": ("train", "train")},
+    {"splits": ("trian",)},
+    {"round": 2**70},
+    {"action": "\ud800"},
+]
+
+
+@pytest.mark.parametrize("change", NOT_GIVEN_BACK)
 def test_what_sqlite_would_not_give_back_is_refused(folder, change):
     with open_ledger(folder) as ledger:
         with pytest.raises((ValueError, OverflowError, RuntimeError)):
@@ -551,29 +551,26 @@ COLUMNS = dict(
 )
 
 
-@pytest.mark.parametrize(
-    ("statement", "match"),
-    [
-        ("DELETE FROM entries WHERE sequence = 1", "row 1 .* removed"),
-        ("DELETE FROM entries WHERE sequence = 2", "row 2 .* removed"),
-        ("DELETE FROM entries WHERE sequence = 3", "ends at row 2 although row 3 was booked"),
-        ("DELETE FROM entries", "ends at row 0 although row 3 was booked"),
-        ("UPDATE entries SET sequence = 7 WHERE sequence = 2", "mark ends at row 3 of 7"),
-        ("INSERT INTO entries SELECT 4, " + ", ".join(COLUMNS) + " FROM entries LIMIT 1", "row 4"),
-        ("DELETE FROM totals", "totals"),
-        ("UPDATE totals SET state = '{}'", "totals"),
-        ("UPDATE totals SET mac = NULL", "totals"),
-        ("DROP TABLE entries", "no such table"),
-        *(
-            (
-                f"UPDATE entries SET {edit} WHERE sequence = {n}",
-                f"row {n} of .* (was edited|is not)",
-            )
-            for edit in map("=".join, COLUMNS.items())
-            for n in (1, 2, 3)
-        ),
-    ],
-)
+DAMAGES = [
+    ("DELETE FROM entries WHERE sequence = 1", "row 1 .* removed"),
+    ("DELETE FROM entries WHERE sequence = 2", "row 2 .* removed"),
+    ("DELETE FROM entries WHERE sequence = 3", "ends at row 2 although row 3 was booked"),
+    ("DELETE FROM entries", "ends at row 0 although row 3 was booked"),
+    ("UPDATE entries SET sequence = 7 WHERE sequence = 2", "mark ends at row 3 of 7"),
+    ("INSERT INTO entries SELECT 4, " + ", ".join(COLUMNS) + " FROM entries LIMIT 1", "row 4"),
+    ("DELETE FROM totals", "totals"),
+    ("UPDATE totals SET state = '{}'", "totals"),
+    ("UPDATE totals SET mac = NULL", "totals"),
+    ("DROP TABLE entries", "no such table"),
+    *(
+        (f"UPDATE entries SET {edit} WHERE sequence = {n}", f"row {n} of .* (was edited|is not)")
+        for edit in map("=".join, COLUMNS.items())
+        for n in (1, 2, 3)
+    ),
+]
+
+
+@pytest.mark.parametrize(("statement", "match"), DAMAGES)
 def test_edited_removed_moved_and_added_rows_are_found(folder, statement, match):
     book(folder, 3)
     sql(folder, statement)
@@ -589,15 +586,15 @@ def test_a_commitment_is_not_read_from_an_edited_row(folder, column):
     refuses("row 2 .* was edited", book, folder, error=RuntimeError)
 
 
-@pytest.mark.parametrize(
-    ("trigger", "match"),
-    [
-        ("ON entries BEGIN UPDATE entries SET steps = 0", "changes what is written to it"),
-        ("ON entries BEGIN DELETE FROM entries WHERE sequence > 1", "changes what is written"),
-        ("ON totals BEGIN DELETE FROM entries WHERE sequence > 1", "ends at row 1 although row 2"),
-        ("ON totals BEGIN UPDATE totals SET state = '{}'", "totals"),
-    ],
-)
+TRIGGERS = [
+    ("ON entries BEGIN UPDATE entries SET steps = 0", "changes what is written to it"),
+    ("ON entries BEGIN DELETE FROM entries WHERE sequence > 1", "changes what is written"),
+    ("ON totals BEGIN DELETE FROM entries WHERE sequence > 1", "ends at row 1 although row 2"),
+    ("ON totals BEGIN UPDATE totals SET state = '{}'", "totals"),
+]
+
+
+@pytest.mark.parametrize(("trigger", "match"), TRIGGERS)
 def test_code_planted_in_the_file_gives_nothing_back(folder, trigger, match):
     book(folder)
     sql(folder, f"CREATE TRIGGER planted AFTER INSERT {trigger}; END")
@@ -639,17 +636,17 @@ def test_totals_that_are_not_the_sum_are_found_by_verify(folder):
         refuses("not the sum of its rows", ledger.verify, error=RuntimeError)
 
 
-@pytest.mark.parametrize(
-    ("rows", "files", "match"),
-    [
-        (1, ["ledger/site.sqlite"], "was deleted"),
-        (1, ["key/site.mark"], "the mark .* is missing"),
-        (1, ["key/site"], "the key .* is missing"),
-        (0, ["key/site"], "the key .* is missing"),  # an unused site is no new one
-        (1, ["key/site", "key/site.mark"], "the key .* is missing"),
-        (1, ["key/site.mark", "ledger/site.sqlite"], "the mark .* is missing"),
-    ],
-)
+DELETED = [
+    (1, ["ledger/site.sqlite"], "was deleted"),
+    (1, ["key/site.mark"], "the mark .* is missing"),
+    (1, ["key/site"], "the key .* is missing"),
+    (0, ["key/site"], "the key .* is missing"),  # an unused site is no new one
+    (1, ["key/site", "key/site.mark"], "the key .* is missing"),
+    (1, ["key/site.mark", "ledger/site.sqlite"], "the mark .* is missing"),
+]
+
+
+@pytest.mark.parametrize(("rows", "files", "match"), DELETED)
 def test_deleted_files_are_found_and_not_made_anew(folder, rows, files, match):
     book(folder, rows)
     for file in files:

@@ -109,14 +109,14 @@ def test_hostile_terms_are_refused_naming_rule_value_and_limit(term, value):
     assert len(refusal) < 250
 
 
-@pytest.mark.parametrize(
-    ("term", "value"),
-    [
-        *((term, value) for term in (*LIMITS, "batch_size") for value in NO_NUMBER),
-        *(("steps", value) for value in (1.0, 1e3, None, 2**63)),
-        ("max_grad_norm", None),
-    ],
-)
+NO_NUMBERS = [
+    *((term, value) for term in (*LIMITS, "batch_size") for value in NO_NUMBER),
+    *(("steps", value) for value in (1.0, 1e3, None, 2**63)),
+    ("max_grad_norm", None),
+]
+
+
+@pytest.mark.parametrize(("term", "value"), NO_NUMBERS)
 def test_what_is_no_number_is_refused_naming_the_term(term, value):
     words = rf"^releases\[0\].{term}=.*has the wrong type: expected a"
     assert len(refuses(words, plan, WARD_SET, **{term: value})) < 250
@@ -163,25 +163,22 @@ def test_noise_that_its_grid_cannot_hold_is_refused_naming_value_and_limit():
     assert plan(crowd, noise_multiplier=3.0)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"data_set": "ward-2"}, "rule data_sets: data set=ward-2"),
-        ({"data_set": "Ward"}, "rule data_sets"),
-        ({"data_set": ""}, "rule data_sets: data set=, not an id"),
-        ({"data_set": None}, "rule data_sets: data set=null"),
-        ({"action": "train.alpha_gradient"}, "rule actions: action=train.alpha_gradient"),
-        ({"action": "evaluate.personalised"}, "rule actions"),
-        ({"action": "eval"}, "rule actions"),
-        ({"action": 10 * "train.search "}, "rule actions"),
-        ({"action": None}, "rule actions"),
-        ({"is_secure": False}, "rule secure_noise: secure_noise=false"),
-        (
-            {"is_secure": False, "policy": parse(secure_noise=False)},
-            "rule test_seed: test_seed=true",
-        ),
-    ],
-)
+AGAINST_RULES = [
+    ({"data_set": "ward-2"}, "rule data_sets: data set=ward-2"),
+    ({"data_set": "Ward"}, "rule data_sets"),
+    ({"data_set": ""}, "rule data_sets: data set=, not an id"),
+    ({"data_set": None}, "rule data_sets: data set=null"),
+    ({"action": "train.alpha_gradient"}, "rule actions: action=train.alpha_gradient"),
+    ({"action": "evaluate.personalised"}, "rule actions"),
+    ({"action": "eval"}, "rule actions"),
+    ({"action": 10 * "train.search "}, "rule actions"),
+    ({"action": None}, "rule actions"),
+    ({"is_secure": False}, "rule secure_noise: secure_noise=false"),
+    ({"is_secure": False, "policy": parse(secure_noise=False)}, "rule test_seed: test_seed=true"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), AGAINST_RULES)
 def test_every_other_rule_is_named(change, words):
     refusal = refuses(words, check_asked, **{"policy": POLICY} | change)
     assert len(refusal) < 250
@@ -375,38 +372,35 @@ def test_numbers_may_be_written_without_a_point():
 SHARES = "shares of train, validation and test that sum to 1"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"epsilon": "3"}, "epsilon=3 has the wrong type: expected a number, not text; if"),
-        ({"epsilon": 1e7}, "epsilon=10000000.0 is out of range"),
-        ({"largest_noise_multiplier": 0.7}, "largest_noise_multiplier=0.7 .*the least, 0.8, or mo"),
-        ({"least_noise_multiplier": 1e-5}, "least_noise_multiplier=1e-05 is out of range"),
-        ({"largest_steps": 1.5}, "largest_steps=1.5 .* a whole number"),
-        ({"actions": ["train.serach"]}, "actions=train.serach is unknown.*nearest: train.search"),
-        ({"actions": ["evaluate.personalised"]}, "actions=evaluate.personalised is unknown"),
-        ({"records": {"train": 1}}, "records={train: 1} .* a whole number"),
-        ({"fractions": {"train": 1}}, f"fractions={{train: 1.0}} .* {SHARES}"),
-        ({"fractions": {"trian": 1}}, f"fractions={{trian: 1.0}} .* {SHARES}"),
-        ({"fractions": 0.5}, "fractions=0.5 .* a mapping"),
-        ({"fractions": {"train": 1, "validation": 0.5, "test": -0.5}}, "fractions.test=-0.5"),
-        ({"fractions": {"train": 1.5, "validation": -0.5, "test": 0}}, "fractions.train=1.5"),
-        ({"records": 9, "fractions": dict.fromkeys(SPLITS, 0.5)}, SHARES),
-        ({"records": 9, "fractions": dict.fromkeys(SPLITS, "x")}, "fractions.test=x"),
-        (
-            {"records": 1, "fractions": {"train": 0, "validation": 1, "test": 0}},
-            "records=1 .*train",
-        ),
-        ({"approve": "manuel"}, "approve=manuel is unknown: .* .nearest: manual"),
-        ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
-        ({"account": ""}, "account= .* a name"),
-        (
-            {"ledger": "ward"},
-            "setting=data_sets.ward.ledger is unknown: choose one of data_sets.ward.account",
-        ),
-        ({"epsilom": 3}, "setting=data_sets.ward.epsilom is unknown.*nearest: .*epsilon"),
-    ],
-)
+MISTAKES = [
+    ({"epsilon": "3"}, "epsilon=3 has the wrong type: expected a number, not text; if"),
+    ({"epsilon": 1e7}, "epsilon=10000000.0 is out of range"),
+    ({"largest_noise_multiplier": 0.7}, "largest_noise_multiplier=0.7 .*the least, 0.8, or mo"),
+    ({"least_noise_multiplier": 1e-5}, "least_noise_multiplier=1e-05 is out of range"),
+    ({"largest_steps": 1.5}, "largest_steps=1.5 .* a whole number"),
+    ({"actions": ["train.serach"]}, "actions=train.serach is unknown.*nearest: train.search"),
+    ({"actions": ["evaluate.personalised"]}, "actions=evaluate.personalised is unknown"),
+    ({"records": {"train": 1}}, "records={train: 1} .* a whole number"),
+    ({"fractions": {"train": 1}}, f"fractions={{train: 1.0}} .* {SHARES}"),
+    ({"fractions": {"trian": 1}}, f"fractions={{trian: 1.0}} .* {SHARES}"),
+    ({"fractions": 0.5}, "fractions=0.5 .* a mapping"),
+    ({"fractions": {"train": 1, "validation": 0.5, "test": -0.5}}, "fractions.test=-0.5"),
+    ({"fractions": {"train": 1.5, "validation": -0.5, "test": 0}}, "fractions.train=1.5"),
+    ({"records": 9, "fractions": dict.fromkeys(SPLITS, 0.5)}, SHARES),
+    ({"records": 9, "fractions": dict.fromkeys(SPLITS, "x")}, "fractions.test=x"),
+    ({"records": 1, "fractions": {"train": 0, "validation": 1, "test": 0}}, "records=1 .*train"),
+    ({"approve": "manuel"}, "approve=manuel is unknown: .* .nearest: manual"),
+    ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
+    ({"account": ""}, "account= .* a name"),
+    (
+        {"ledger": "ward"},
+        "setting=data_sets.ward.ledger is unknown: choose one of data_sets.ward.account",
+    ),
+    ({"epsilom": 3}, "setting=data_sets.ward.epsilom is unknown.*nearest: .*epsilon"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), MISTAKES)
 def test_each_mistake_is_one_sentence(change, words):
     mistake = refuses(f"^site.yaml: .*{words}", parse, **change)
     assert mistake.endswith(".")
@@ -427,23 +421,23 @@ def test_a_missing_key_is_named(key):
         parse_policy(yaml.safe_dump({"data_sets": {"ward": section}}))
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "policy: it=null must be a group of settings"),
-        ("data_sets:", "policy: data_sets=null has the wrong type: expected a mapping"),
-        ("data_sets: {}", "policy: data_sets={}"),
-        ("data_sets: {a: 5}", "data_sets.a=5 must be a group of settings"),
-        ("data_sets: {5: {}}", "data_sets.5.epsilon is missing"),
-        ("data_set: {}", "policy: setting=data_set is unknown.*nearest: data_sets"),
-        ("data_sets: [", "policy is not valid YAML"),
-        ("data_sets: {a: 1, a: 2}", "a is given twice"),
-        ("data_sets: {a: {5: 1}}", "setting=data_sets.a.5 is unknown"),
-        ("data_sets: !!python/object/apply:os.getcwd []", "policy is not valid YAML"),
-        ("{[a]: 1}", "policy is not valid YAML|unknown"),
-        ("\x00", "policy is not valid YAML"),
-    ],
-)
+NO_POLICIES = [
+    ("", "policy: it=null must be a group of settings"),
+    ("data_sets:", "policy: data_sets=null has the wrong type: expected a mapping"),
+    ("data_sets: {}", "policy: data_sets={}"),
+    ("data_sets: {a: 5}", "data_sets.a=5 must be a group of settings"),
+    ("data_sets: {5: {}}", "data_sets.5.epsilon is missing"),
+    ("data_set: {}", "policy: setting=data_set is unknown.*nearest: data_sets"),
+    ("data_sets: [", "policy is not valid YAML"),
+    ("data_sets: {a: 1, a: 2}", "a is given twice"),
+    ("data_sets: {a: {5: 1}}", "setting=data_sets.a.5 is unknown"),
+    ("data_sets: !!python/object/apply:os.getcwd []", "policy is not valid YAML"),
+    ("{[a]: 1}", "policy is not valid YAML|unknown"),
+    ("\x00", "policy is not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), NO_POLICIES)
 def test_a_file_of_another_form_is_one_sentence(text, words):
     mistake = refuses(words, parse_policy, text)
     assert "\n" not in mistake

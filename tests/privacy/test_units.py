@@ -36,15 +36,15 @@ def replaced(sigma, rate, order, shift):
     return math.log(total) / (order - 1)
 
 
-@pytest.mark.parametrize(
-    ("booked", "unit", "protected"),
-    [
-        *((unit, unit, True) for unit in (RECORD, BY_A, BY_B, CLIENT)),
-        *((RECORD, unit, False) for unit in (BY_A, BY_B, CLIENT)),
-        *((BY_A, RECORD, True), (BY_A, BY_B, False), (BY_B, BY_A, False), (BY_A, CLIENT, False)),
-        *((CLIENT, unit, True) for unit in (RECORD, BY_A, BY_B)),
-    ],
-)
+COUNTED = [
+    *((unit, unit, True) for unit in (RECORD, BY_A, BY_B, CLIENT)),
+    *((RECORD, unit, False) for unit in (BY_A, BY_B, CLIENT)),
+    *((BY_A, RECORD, True), (BY_A, BY_B, False), (BY_B, BY_A, False), (BY_A, CLIENT, False)),
+    *((CLIENT, unit, True) for unit in (RECORD, BY_A, BY_B)),
+]
+
+
+@pytest.mark.parametrize(("booked", "unit", "protected"), COUNTED)
 def test_a_finer_or_another_unit_costs_infinitely_much_and_a_coarser_one_no_less(
     booked, unit, protected
 ):

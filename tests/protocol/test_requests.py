@@ -284,14 +284,14 @@ def test_a_value_out_of_range_is_refused_by_name(action):
     assert rq.decode(action, values) == AT_LEAST[action]
 
 
-@pytest.mark.parametrize(
-    ("action", "name", "wrong"),
-    [
-        *(("query.keep_model", "card", text) for text in ("\x1b]0;clear\x07", "a\rb", "\u202e")),
-        *(("query.keep_model", "signature", text) for text in ("ab", "ab" * 65)),
-        ("train.gradients", "local_lrs", {"weights": -0.1}),
-    ],
-)
+UNSEEMLY = [
+    *(("query.keep_model", "card", text) for text in ("\x1b]0;clear\x07", "a\rb", "\u202e")),
+    *(("query.keep_model", "signature", text) for text in ("ab", "ab" * 65)),
+    ("train.gradients", "local_lrs", {"weights": -0.1}),
+]
+
+
+@pytest.mark.parametrize(("action", "name", "wrong"), UNSEEMLY)
 def test_what_is_too_long_or_of_other_signs_is_refused_by_name(action, name, wrong):
     check_refused(action, plain_of(AT_LEAST[action]) | {name: wrong}, name)
 
@@ -315,17 +315,17 @@ NO_AMOUNT = {"epochs": None, "steps": None, "batch_size": None}
 DRAWN = {"gates": "two", "warm_up": False, "hardware": None}
 
 
-@pytest.mark.parametrize(
-    ("action", "change", "choice"),
-    [
-        ("train.search", {"local": LOCAL | {"amount": NO_AMOUNT}}, "epochs or steps"),
-        ("train.search", {"local": LOCAL | {"amount": NO_AMOUNT | {"epochs": 1, "steps": 1}}}, ""),
-        ("train.search", {"local": LOCAL | {"alternating": None}}, "alternating or paths"),
-        ("train.search", {"local": LOCAL | {"paths": DRAWN}}, "alternating or paths"),
-        ("train.probe", {"training": None}, "search or training"),
-        ("train.probe", {"search": LOCAL}, "search or training"),
-    ],
-)
+ALTERNATIVES = [
+    ("train.search", {"local": LOCAL | {"amount": NO_AMOUNT}}, "epochs or steps"),
+    ("train.search", {"local": LOCAL | {"amount": NO_AMOUNT | {"epochs": 1, "steps": 1}}}, ""),
+    ("train.search", {"local": LOCAL | {"alternating": None}}, "alternating or paths"),
+    ("train.search", {"local": LOCAL | {"paths": DRAWN}}, "alternating or paths"),
+    ("train.probe", {"training": None}, "search or training"),
+    ("train.probe", {"search": LOCAL}, "search or training"),
+]
+
+
+@pytest.mark.parametrize(("action", "change", "choice"), ALTERNATIVES)
 def test_of_alternatives_exactly_one_is_given(action, change, choice):
     values = plain_of(AT_LEAST[action]) | change
     refuses(f"{choice} must be given, and only one", rq.decode, action, values)
@@ -359,16 +359,16 @@ VECTORS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        RecordDict(),
-        RecordDict({messages.HEADER: MetricRecord({messages.JSON: 1.0})}),
-        RecordDict({messages.HEADER: ConfigRecord({"text": TEXT})}),
-        *map(content, TEXTS),
-        *(content(TEXT, **{"state.weights": vector}) for vector in VECTORS),
-    ],
-)
+NO_REQUESTS = [
+    RecordDict(),
+    RecordDict({messages.HEADER: MetricRecord({messages.JSON: 1.0})}),
+    RecordDict({messages.HEADER: ConfigRecord({"text": TEXT})}),
+    *map(content, TEXTS),
+    *(content(TEXT, **{"state.weights": vector}) for vector in VECTORS),
+]
+
+
+@pytest.mark.parametrize("message", NO_REQUESTS)
 def test_a_message_that_is_no_request_is_refused_in_a_sentence(message):
     refusal = refuses("", messages.decode_request, "query.describe", message)
     assert len(refusal) < 400
