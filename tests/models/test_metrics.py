@@ -30,13 +30,9 @@ def make_split(rows, *, seed=0):
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 3, 600)
     images = rng.integers(0, 160, (600, 2, 4, 4)) + 40 * labels[:, None, None, None]
-    return Split(
-        features=torch.from_numpy(images.clip(0, 255).astype(np.uint8)),
-        labels=torch.from_numpy(labels),
-        rows=torch.tensor(rows),
-        mean=(0.4, 0.5),
-        std=(0.2, 0.3),
-    )
+    features = torch.from_numpy(images.clip(0, 255).astype(np.uint8))
+    rows, labels = torch.tensor(rows), torch.from_numpy(labels)
+    return Split(features, labels, rows, mean=(0.4, 0.5), std=(0.2, 0.3))
 
 
 @pytest.fixture
@@ -91,22 +87,22 @@ def test_evaluate_refuses_an_empty_split(network):
     refuses("the split is empty", metrics.evaluate, network, make_split([]), CPU, error=ValueError)
 
 
+def arrays(split):
+    """Features and labels of a split's records, as scikit-learn takes them."""
+    x, y = split.batch(torch.arange(len(split)), CPU)
+    return x.flatten(1).numpy(), y.numpy()
+
+
 def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records():
     clients = [make_split(list(range(0, 150))), make_split(list(range(150, 400)))]
     test = make_split(list(range(400, 600)))
 
-    def arrays(split):
-        x, y = split.batch(torch.arange(len(split)), CPU)
-        return x.flatten(1).numpy(), y.numpy()
-
-    x = np.concatenate([arrays(split)[0] for split in clients])
-    y = np.concatenate([arrays(split)[1] for split in clients])
+    x, y = (np.concatenate(part) for part in zip(*map(arrays, clients), strict=True))
+    x_test, y_test = arrays(test)
     model = LogisticRegression(max_iter=1000).fit(x, y)
     scores = metrics.pooled_baselines(clients, test, num_classes=3)["linear"]
-    assert scores["accuracy"] == pytest.approx(model.score(*arrays(test)))
-    predictions = torch.from_numpy(model.predict(arrays(test)[0]))
-    expected = f1_score(arrays(test)[1], predictions, average="macro")
-    assert scores["f1"] == pytest.approx(expected)
+    assert scores["accuracy"] == pytest.approx(model.score(x_test, y_test))
+    assert scores["f1"] == pytest.approx(f1_score(y_test, model.predict(x_test), average="macro"))
     assert scores["accuracy"] > 0.6
 
 
@@ -144,10 +140,9 @@ def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties():
     seen = made.rows[made.labels[made.rows] != 1]
     train = Split(made.features, made.labels, seen, made.mean, made.std)
     test = make_split(list(range(300, 600)))
-    x, y = (torch.cat(part) for part in zip(train.batch(torch.arange(len(seen)), CPU), strict=True))
-    model = LogisticRegression(max_iter=1000).fit(x.flatten(1).numpy(), y.numpy())
-    x_test, y_test = test.batch(torch.arange(300), CPU)
-    p = model.predict_proba(x_test.flatten(1).numpy())
+    model = LogisticRegression(max_iter=1000).fit(*arrays(train))
+    x_test, y_test = arrays(test)
+    p = model.predict_proba(x_test)
     scores = metrics.pooled_baselines([train], test, num_classes=3)["linear"]
     area = {
         c: pairs_ranked_right((y_test == c).tolist(), p[:, column].tolist())
@@ -155,9 +150,8 @@ def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties():
     }
     assert min(area.values()) > 0.6
     assert scores["auroc"] == pytest.approx((area[0] + 0.5 + area[2]) / 3, rel=1e-12)
-    predictions = torch.from_numpy(model.predict(x_test.flatten(1).numpy()))
-    assert scores["accuracy"] == int((predictions == y_test).sum()) / 300
-    assert scores["f1"] == pytest.approx(f1_score(y_test, predictions, average="macro"))
+    assert scores["accuracy"] == model.score(x_test, y_test)
+    assert scores["f1"] == pytest.approx(f1_score(y_test, model.predict(x_test), average="macro"))
 
 
 def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one():
@@ -286,6 +280,20 @@ def test_a_report_has_all_scores_as_json(num_classes):
         assert found["f1"] == pytest.approx(f1_score(labels, called))
 
 
+def score_of_parts(parts, metric, objective):
+    """Return the score of clients' added sums, as they travel, and their logits and labels."""
+    told = [
+        metrics.sums(logits, labels, metric=metric, objective=objective, seed=3)
+        for logits, labels in parts
+    ]
+    assert all(bool((of >= 0).all()) for of in told)  # as a reply's must be
+    assert metrics.summed(told[0].flatten().tolist()[:-1], metric, 1) is None
+    again = [metrics.summed(of.flatten().tolist(), metric, 1) for of in told]
+    score = metrics.score_of_sums(torch.stack(again).sum(0), metric)
+    assert len(score) == 1 + metrics.RESAMPLED
+    return score, *(torch.cat(side) for side in zip(*parts, strict=True))
+
+
 @settings(max_examples=30)
 @given(
     st.sampled_from(CLASS_METRICS),
@@ -305,21 +313,11 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, class
         logits[:, 2:] = -1e4  # so that log odds are differences of two logits
         parts.append((logits, torch.randint(2, (number,), generator=drawn)))
     objective = Objective(positive=1)
-    told = [
-        metrics.sums(logits, labels, metric=metric, objective=objective, seed=3)
-        for logits, labels in parts
-    ]
-    assert all(bool((of >= 0).all()) for of in told)
-    again = [metrics.summed(of.flatten().tolist(), metric, 1) for of in told]
-    assert metrics.summed(told[0].flatten().tolist()[:-1], metric, 1) is None
-    total = torch.stack([of for of in again if of is not None]).sum(0)
-    score = metrics.score_of_sums(total, metric)
-    logits, labels = (torch.cat(side) for side in zip(*parts, strict=True))
+    score, logits, labels = score_of_parts(parts, metric, objective)
     expected = objective.scores(logits, labels) | {
         "accuracy": float((logits.argmax(1) == labels).double().mean()),
         "log_loss": float(functional.cross_entropy(logits, labels)),
     }
-    assert len(score) == 1 + metrics.RESAMPLED
     if metric not in expected:  # of records of one kind
         assert math.isnan(score[0])
     else:
@@ -336,17 +334,8 @@ def test_added_sums_of_numbers_give_the_score_of_all_records(metric, clients, se
         for n in sizes
     ]
     objective = Regression(target=(50.0, 9.0))
-    told = [
-        metrics.sums(logits, labels, metric=metric, objective=objective, seed=3)
-        for logits, labels in parts
-    ]
-    assert all(bool((of >= 0).all()) for of in told)  # as a reply's must be
-    again = [metrics.summed(of.flatten().tolist(), metric, 1) for of in told]
-    total = torch.stack([of for of in again if of is not None]).sum(0)
-    logits, labels = (torch.cat(side) for side in zip(*parts, strict=True))
+    score, logits, labels = score_of_parts(parts, metric, objective)
     expected = objective.scores(logits, labels)[metric]
-    score = metrics.score_of_sums(total, metric)
-    assert len(score) == 1 + metrics.RESAMPLED
     assert float(score[0]) == pytest.approx(expected, rel=1e-6)
     assert score[1:].isfinite().any()
 

@@ -41,9 +41,8 @@ def number(kind, limit):
     if kind is int:
         return st.integers(int(limit.low), int(min(limit.high, 2**62)))
     low, high = (float(end) if math.isfinite(end) else None for end in (limit.low, limit.high))
-    return st.floats(
-        *(low, high), exclude_min=limit.above, exclude_max=limit.below, allow_infinity=False
-    )
+    ends = {"exclude_min": limit.above, "exclude_max": limit.below}
+    return st.floats(low, high, **ends, allow_nan=False, allow_infinity=False)
 
 
 def values(hint, limits=()):

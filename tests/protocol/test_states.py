@@ -21,15 +21,8 @@ from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 from ..refusals import refuses
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-]
+NAMES = ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")
+DTYPES = [getattr(torch, name) for name in NAMES]
 
 
 @st.composite
