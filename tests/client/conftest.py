@@ -237,6 +237,15 @@ def images(prepared):
     return split.batch(rows, "cpu")[0]
 
 
+def node_of(folder, config, policies):
+    """Return the node configuration of a site that has the data set ward, with its policy file."""
+    (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": policies}))
+    books = {"ledger": str(folder / "ledger" / "rows.sqlite"), "ledger-key": str(folder / "key")}
+    read = {"data-path": str(config.dataset.root), "cache": str(config.dataset.cache)}
+    read |= {"dataset": "read by client_app", "split-key": config.dataset.split_key}
+    return {"policy": str(folder / "policy.yaml"), "data-set": "ward"} | books | read
+
+
 @pytest.fixture(scope="module")
 def make_site(site_config, prepared, networks, cells_config, cells, tmp_path_factory):
     """``make_site(...)``: a site that has kept a schedule; ``site.ask(action, **changes)`` asks it.
@@ -258,16 +267,7 @@ def make_site(site_config, prepared, networks, cells_config, cells, tmp_path_fac
             allowed |= {"secure_noise": False, "test_seed": True}
         # "other" must never be told of
         sections = {"ward": allowed, "other": allowed | {"account": "other"}}
-        (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": sections}))
-        node = {"policy": str(folder / "policy.yaml"), "data-set": "ward"}
-        node |= {
-            "ledger": str(folder / "ledger" / "rows.sqlite"),
-            "ledger-key": str(folder / "key"),
-            "data-path": str(site_config.dataset.root),
-            "dataset": "read by client_app",
-            "cache": str(site_config.dataset.cache),
-            "split-key": site_config.dataset.split_key,
-        }
+        node = node_of(folder, site_config, sections)
         rows = np.arange(40) if records is None else records
         data, guard = (prepared, [rows]), make_site_guard(node)
         client, of_cells = (
@@ -286,13 +286,8 @@ def make_site(site_config, prepared, networks, cells_config, cells, tmp_path_fac
 
         def asked(action):
             """Return what an action is given unless a test changes it: one step of each release."""
-            every = smallest(
-                "ward",
-                network=networks.description,
-                split="train+validation",
-                weights=STEP,
-                loss_bound=LOSS_BOUND,
-            )
+            trained = {"network": networks.description, "split": "train+validation"}
+            every = smallest("ward", **trained, weights=STEP, loss_bound=LOSS_BOUND)
             given = every.get(action, every["train.gradients"])  # also of what is no action
             if isinstance(given, TrainCandidates | RewardCandidates):
                 return replace(given, candidates=CANDIDATES[action])

@@ -7,7 +7,6 @@ itself.
 """
 
 import itertools
-import json
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch import nn
 from torchvision.ops import StochasticDepth
 
@@ -45,7 +43,7 @@ from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 from ..asked import SUPERNET, smallest
 from ..patients import patients
 from ..refusals import refuses
-from .conftest import POLICY, of_splits, packed
+from .conftest import POLICY, node_of, of_splits, packed
 
 DATA_SET = "ward"
 HEADER = Header("run", "search", 1, 1, 0, "nonce")
@@ -291,42 +289,33 @@ def ask(tmp_path, totals):
         roster = Roster(tuple(own.public(f"site-{i}") for i, own in enumerate(keys)))
         terms = SumTerms(roster.fingerprint, 3, 0)
         policy |= {"secure_sum": asdict(terms)} if sums else {}
-        (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": {"ward": policy}}))
-        node = {"policy": str(folder / "policy.yaml"), "data-set": "ward"}
-        node |= {"ledger": str(folder / "l" / "rows.sqlite"), "ledger-key": str(folder / "key")}
-        node |= {"data-path": "x", "dataset": "x", "cache": str(kit.config.dataset.cache)}
-        guard = make_site_guard(node | {"split-key": kit.config.dataset.split_key})
+        node = node_of(folder, kit.config, {"ward": policy})
+        guard = make_site_guard(node)
         guard._generator = SecureGenerator(b"1")
         if sums:
-            (folder / "roster.json").write_text(json.dumps([asdict(s) for s in roster.sites]))
+            roster.write(folder / "roster.json")
             node |= {"roster": str(folder / "roster.json"), "sum-key": str(tmp_path / "0.keys")}
             node["sums"] = str(folder / "sums.sqlite")
         # the data does not say whose its records are; unit decides what a policy may say alone
         checked = replace(guard.allowed, unit="record") if unit == "person" else guard.allowed
         guard.allowed, allowed = checked, guard.allowed
-        client = make_client(
-            kit.config, 0, data=(kit.prepared, [np.arange(ROWS)]), networks=kit.networks,
-            site={k: v for k, v in node.items() if k != "policy"} if not sums else node,
-            guard=guard,
-        )  # fmt: skip
+        node = node if sums else {key: value for key, value in node.items() if key != "policy"}
+        own = {"networks": kit.networks, "site": node, "guard": guard}
+        client = make_client(kit.config, 0, data=(kit.prepared, [np.arange(ROWS)]), **own)
         guard.allowed = allowed
         if sums:
             client = replace(client, sums=SumSite(0, keys[0], roster, terms, folder / "j.sqlite"))
         data = of_persons(client.data) if persons else client.data
-        client = replace(
-            client,
-            data=data if hold is None else hold(data),
-            make_network=lambda described, make=client.make_network: without_dropout(
-                make(described)
-            ),
-        )
+        make, data = client.make_network, data if hold is None else hold(data)
+        alike = {"make_network": lambda described: without_dropout(make(described))}
+        client = replace(client, data=data, **alike)
         request = Request(action, HEADER, *asked)
         kinds = asked_kinds(request, of_client=unit == "client")
+        common = {"batch_size": None, "steps": 50, "max_grad_norm": NORM, "noise_multiplier": SIGMA}
+        common["of_client"] = unit == "client"
         plan = [
             PlannedRelease(
-                *("search", action, kind, splits, None, 50, NORM, SIGMA),
-                shared=sums and kind != "rewards",
-                of_client=unit == "client",
+                "search", action, kind, splits, shared=sums and kind != "rewards", **common
             )
             for kind, (splits, _) in kinds.items()
         ]

@@ -1,6 +1,6 @@
 """The one counter of what requests make a site write in a day."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -71,13 +71,6 @@ def test_no_sequence_takes_more_than_the_allowance(amounts, tmp_path_factory):
 
 
 def test_threads_share_a_counter(counter):
-    def some():
-        for _ in range(50):
-            take(counter, 3, now=0)
-
-    threads = [threading.Thread(target=some) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: take(counter, 3, now=0), range(8 * 50)))
     assert counter.read_text().split()[1] == str(8 * 50 * 3)

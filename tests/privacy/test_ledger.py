@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -481,25 +482,19 @@ def test_twenty_processes_race_for_the_last_unit_and_for_a_new_site(folder):
 
 
 def test_threads_share_a_ledger(folder):
-    outcomes = []
-
-    def reserve():
+    def outcome(_):
         try:
             reserve(ledger)
-            outcomes.append("booked")
         except BudgetExceededError:
-            outcomes.append("refused")
+            return "refused"
+        return "booked"
 
     # sleeping lets the other threads run in the middle of a reservation
-    with open_ledger(folder) as ledger:
+    with open_ledger(folder) as ledger, ThreadPoolExecutor(2 * UNITS) as threads:
         watch_steps(ledger, lambda step: time.sleep(0.001))
-        threads = [threading.Thread(target=reserve) for _ in range(2 * UNITS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        outcomes = sorted(threads.map(outcome, range(2 * UNITS)))
+        assert outcomes == ["booked"] * UNITS + ["refused"] * UNITS
         assert ledger.verify() == UNITS
-    assert sorted(outcomes) == ["booked"] * UNITS + ["refused"] * UNITS
 
 
 def test_a_ledger_is_not_used_over_a_fork(folder, monkeypatch):

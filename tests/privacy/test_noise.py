@@ -3,8 +3,8 @@ import math
 import os
 import pickle
 import select
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -132,18 +132,12 @@ def test_no_key_is_used_twice(monkeypatch):
 
 def test_threads_draw_different_noise():
     for generator in (SecureGenerator(), seeded()):
-        drawn: list[bytes] = []
 
-        def draw(source=generator, into=drawn):
-            for _ in range(50):
-                into.append(source.discrete_gaussian((4,), sigma=2**24).numpy().tobytes())
+        def draw(_, source=generator):
+            return source.discrete_gaussian((4,), sigma=2**24).numpy().tobytes()
 
-        threads = [threading.Thread(target=draw) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(set(drawn)) == 400
+        with ThreadPoolExecutor(8) as threads:
+            assert len(set(threads.map(draw, range(400)))) == 400
 
 
 def forked(draw):

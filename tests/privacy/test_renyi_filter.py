@@ -33,9 +33,8 @@ def state_of(site):
 
 
 def cost(release, order):
-    return release.steps * renyi_divergence(
-        noise_multiplier=release.noise_multiplier, sample_rate=release.sample_rate, order=order
-    )
+    terms = {"noise_multiplier": release.noise_multiplier, "sample_rate": release.sample_rate}
+    return release.steps * renyi_divergence(**terms, order=order)
 
 
 @settings(max_examples=25)
@@ -139,9 +138,8 @@ def test_a_mechanism_is_analysed_once():
 def test_default_orders_come_from_the_budget_and_suit_it(epsilon):
     orders = default_orders(epsilon=epsilon, delta=1e-5)
     assert RenyiFilter(epsilon=epsilon, delta=1e-5).orders == orders
-    sigma = calibrate_noise(
-        target_epsilon=epsilon, delta=1e-5, sample_rate=1.0, steps=10, accountant=rdp_epsilon
-    )
+    plan = {"target_epsilon": epsilon, "delta": 1e-5, "sample_rate": 1.0, "steps": 10}
+    sigma = calibrate_noise(**plan, accountant=rdp_epsilon)
     needed = filter_epsilon([Release(sigma, 1.0, 10)], 1e-5)
     assert epsilon * 0.99 < needed < epsilon * 1.15
 
