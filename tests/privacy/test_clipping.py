@@ -4,6 +4,7 @@ import copy
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -20,15 +21,11 @@ from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradie
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
 from fednas_flwr.search.batch_gradients import BatchGradients, trainable_weights
-from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.mlp import MLPSpace
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 from ..made_networks import Made
 from ..reference_engine import by
 from ..refusals import refuses
-
-CLASSES = 5
+from ..small_spaces import CLASSES, SPACES
 
 
 def cross_entropy(logits, y):
@@ -39,18 +36,17 @@ def with_auxiliary(output, y):
     return cross_entropy(output[0], y) + 0.4 * cross_entropy(output[1], y)
 
 
-def darts(shape):
-    sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 3, "skip": "linear"}
-    return DARTSSpace(input_shape=shape, **sizes, norm="group")
+def small(name, shape, *, skip="linear", **sizes):
+    return replace(SPACES[name], input_shape=shape, norm="group", skip=skip, **sizes)
 
 
-def nasbench201(shape):
-    sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 1, "skip": "linear"}
-    return NASBench201Space(input_shape=shape, **sizes, norm="group")
+darts, nasbench201 = partial(small, "darts"), partial(small, "nasbench201")
+# wide enough that the norms of the narrowest layers do not amplify rounding
+mlp = partial(small, "mlp", skip="none", channels=32)
 
 
-def mlp(shape):  # wide enough that the norms of the narrowest layers do not amplify rounding
-    return MLPSpace(input_shape=shape, num_classes=CLASSES, channels=32, num_cells=2, norm="group")
+def reference(space):
+    return by("reference", space.supernet())
 
 
 def mobilenet_v2(shape, *, norm):
@@ -69,12 +65,8 @@ def derived(space, *, auxiliary=False, **sizes):
 NETWORKS = {
     "darts supernet": (lambda s: darts(s).supernet(), (3, 9, 7), (1, 17, 14)),
     "nasbench201 supernet": (lambda s: nasbench201(s).supernet(), (1, 7, 9), (3, 15, 13)),
-    "darts reference": (lambda s: by("reference", darts(s).supernet()), (3, 9, 7), (1, 17, 14)),
-    "nasbench201 reference": (
-        lambda s: by("reference", nasbench201(s).supernet()),
-        (1, 7, 9),
-        (3, 15, 13),
-    ),
+    "darts reference": (lambda s: reference(darts(s)), (3, 9, 7), (1, 17, 14)),
+    "nasbench201 reference": (lambda s: reference(nasbench201(s)), (1, 7, 9), (3, 15, 13)),
     "darts": (lambda s: derived(darts(s), auxiliary=True), (1, 11, 9), (3, 17, 14)),
     "nasbench201": (lambda s: derived(nasbench201(s), num_cells=2), (3, 7, 9), (1, 15, 13)),
     "mlp supernet": (lambda s: mlp(s).supernet(), (6,), (30,)),
@@ -452,7 +444,7 @@ def test_calls_that_the_loss_does_not_reach_do_not_touch_the_next_micro_batch():
 def test_batch_norm_is_refused(frozen):
     networks = [
         mobilenet_v2((3, 8, 8), norm="batch"),
-        DARTSSpace(input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=3).supernet(),
+        SPACES["darts"].supernet(),
         nn.Sequential(nn.Linear(3, 3), nn.InstanceNorm1d(3, track_running_stats=True)),
         nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, track_running_stats=False)),
     ]

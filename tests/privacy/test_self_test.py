@@ -28,13 +28,10 @@ from fednas_flwr.search.candidate import Candidate, all_alike
 from fednas_flwr.search.objective import CLASSIFICATION, heads
 from fednas_flwr.search.optimizer_step import trainable_weights
 from fednas_flwr.search.proxyless import PathNetwork, active_gates, alpha_gradient, covering_paths
-from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.dp_cells import DARTSOpsSpace, DPCellSpace
-from fednas_flwr.spaces.mbconv import CELL, MBConvSpace, Skeleton
-from fednas_flwr.spaces.mlp import MLPSpace
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr.spaces.mbconv import CELL
 
 from ..made_networks import Made
+from ..small_spaces import PATH_SPACE, SPACES
 
 CLASSES, FEATURES, RECORDS = 3, 30, 44
 IMAGE = (3, 8, 8)
@@ -102,38 +99,19 @@ def test_weights_that_cancel_do_not_let_a_record_change_what_others_contribute(a
 # The self-test, of every space and layer
 
 
-def spaces():
-    cells = {**SIZES, "input_shape": IMAGE, "channels": 4}
-    return {
-        "darts": DARTSSpace(**cells, num_cells=3),
-        "nasbench201": NASBench201Space(**cells, num_cells=1),
-    }
-
-
 def derived(space, **changes):
     genotype = space.random_genotype(make_generator(3, "genotype"))
     return replace(space, **changes).network(genotype)
 
 
-MLP = MLPSpace(input_shape=(29,), **SIZES, channels=16, num_cells=2)
-MBCONV = MBConvSpace(
-    input_shape=IMAGE,
-    **SIZES,
-    skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
-    candidates=("mbconv2_3x3", "zero", "mbconv3_5x5", "mbconv3_3x3"),
-)
-DP_CELLS = DPCellSpace(input_shape=IMAGE, num_classes=CLASSES, widths=(4, 4, 8), head=8)
-SUPERNETS = {
-    **spaces(),
-    "mlp": MLP,
-    "nasbench201 with a skip": replace(spaces()["nasbench201"], skip="linear"),
-}
-NETWORKS = {
-    **{name: partial(derived, space) for name, space in spaces().items()},
-    "mlp": partial(derived, MLP),
-    "nasbench201 with a skip": partial(derived, spaces()["nasbench201"], skip="linear"),
-    "mbconv": partial(derived, MBCONV),
-    "dp_cells": partial(derived, DP_CELLS),
+SUPERNETS = {name: replace(SPACES[name], **SIZES) for name in ("darts", "nasbench201")}
+SUPERNETS["nasbench201 with a skip"] = replace(SUPERNETS["nasbench201"], skip="linear")
+SUPERNETS["mlp"] = replace(SPACES["mlp"], input_shape=(29,), channels=16, **SIZES)
+MBCONV = replace(PATH_SPACE, input_shape=IMAGE)
+CELLS = {"num_classes": CLASSES, "widths": (4, 4, 8), "head": 8}
+DP_CELLS, DARTS_CELLS = (replace(SPACES[name], **CELLS) for name in ("dp_cells", "dp_cells_darts"))
+SEARCHED = SUPERNETS | {"mbconv": MBCONV, "dp_cells": DP_CELLS}
+NETWORKS = {name: partial(derived, space) for name, space in SEARCHED.items()} | {
     "linear": lambda: linear(IMAGE, CLASSES),
     "linear of a table": lambda: linear((29,), CLASSES),
     "plain_cnn": lambda: plain_cnn(IMAGE, CLASSES),
@@ -227,10 +205,9 @@ def test_rows_of_drawn_paths_are_alike(device):
     )
     network = PathNetwork(supernet, paths_EK)
     assert passes(by_alphas(supernet, network, relaxation=gates), network, IMAGE, device)
-    for space in (DPCellSpace, DARTSOpsSpace):
+    for space in (DP_CELLS, DARTS_CELLS):
         with seeded(0, space.name):
-            cells = space(input_shape=IMAGE, num_classes=CLASSES, widths=(4, 4, 8), head=8)
-            supernet = cells.supernet().to(device).train()
+            supernet = space.supernet().to(device).train()
         for path in all_alike(supernet):
             network = Candidate(supernet, path)
             assert passes(by_weights(network), network, IMAGE, device)
