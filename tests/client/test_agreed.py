@@ -269,9 +269,7 @@ def test_what_settings_decide_is_shared_by_the_hash_of_all(name, config, context
     assert context(changed) != context()
 
 
-def test_sites_that_read_and_cache_elsewhere_agree_on_what_the_server_has_sent(
-    compose_config, tmp_path
-):
+def test_sites_that_cache_elsewhere_agree_on_what_was_sent(compose_config, tmp_path):
     """The settings are hashed as they came, before a node puts its own in their place."""
     config = compose_config("secure_sum=true", "clients=4", f"run_dir={tmp_path / 'run'}")
     text = dump_config(config)

@@ -125,9 +125,7 @@ SEARCHES = [
 
 
 @pytest.mark.parametrize(("mode", "form", "warm_up"), SEARCHES)
-def test_private_path_search_is_clipped_steps_of_one_network(
-    mode, form, warm_up, ask, networks, totals
-):
+def test_private_path_search_is_clipped_steps(mode, form, warm_up, ask, networks, totals):
     loss = None if form is None else hardware(networks, form)
     site, reply = ask(gates=mode, hardware=loss, warm_up=warm_up)
     state = {"float32": networks.states["supernet"]["alphas"]["float32"]}

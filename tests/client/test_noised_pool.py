@@ -130,9 +130,7 @@ NO_POOLS = [
 
 
 @pytest.mark.parametrize(("changes", "sentence"), NO_POOLS)
-def test_what_is_no_private_pool_is_refused_before_a_record_is_read(
-    changes, sentence, make_site, pool, no_record
-):
+def test_what_is_no_private_pool_is_refused_unread(changes, sentence, make_site, pool, no_record):
     site = make_site()
     settings = Evaluated(pool.described | changes)
     refuses(sentence, ask, site, "evaluate.candidates", "search", settings, pool.states)

@@ -242,9 +242,7 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
 
 @pytest.mark.run
 @pytest.mark.parametrize("told", [{"data_set": "mine"}, {}])
-def test_the_first_client_does_not_say_which_data_the_others_are_asked_for(
-    overrides, tmp_path, monkeypatch, told
-):
+def test_the_first_client_says_nothing_of_others_data(overrides, tmp_path, monkeypatch, told):
     describe = entrance.ANSWERS["query.describe"]
 
     def lie(client, request, asked):

@@ -29,9 +29,7 @@ STATES = {"train.search": ("weights", "alphas"), "train.weights": ("weights",)}
 
 
 def committed(sigma=LEAST):
-    return [
-        replace(planned, shared=False, noise_multiplier=sigma) for planned in of_clients(schedule())
-    ]
+    return [replace(p, shared=False, noise_multiplier=sigma) for p in of_clients(schedule())]
 
 
 @pytest.fixture
@@ -39,9 +37,8 @@ def make_client_site(make_site):
     """``make_client_site(...)``: a site that is protected as a whole; its noise tells nothing."""
 
     def make(*, sigma=LEAST, hold=None, seed=b"noise", **policy):
-        return make_site(
-            policy=POLICY_CLIENT | policy, committed=committed(sigma), hold=hold, test_seed=seed
-        )
+        how = {"policy": POLICY_CLIENT | policy, "committed": committed(sigma)}
+        return make_site(**how, hold=hold, test_seed=seed)
 
     return make
 
@@ -88,9 +85,8 @@ def test_a_reply_is_what_was_sent_plus_the_clipped_update_and_noise(make_client_
         noise = update(reply, request, state) - expected
         assert noise.abs().max() < 8 * LEAST * NORM  # of some thousands
         assert noise.any()
-    assert {(row.action, row.splits, row.release.steps) for row in site.rows()} == {
-        (f"{action}:{state}", SPLITS, 1) for state in STATES[action]
-    }
+    rows = {(row.action, row.splits, row.release.steps) for row in site.rows()}
+    assert rows == {(f"{action}:{state}", SPLITS, 1) for state in STATES[action]}
     (rate,) = {row.release.sample_rate for row in site.rows()}
     assert rate == 1
 
@@ -127,9 +123,7 @@ def test_no_data_moves_a_reply_further_than_the_norm(make_client_site, action, h
     assert (f"{action} has failed, an update of zeros is sent: " in told) == (harm == "failure")
 
 
-def test_words_of_a_failing_update_move_no_cursor_and_forge_no_line(
-    make_client_site, monkeypatch, capsys
-):
+def test_words_of_a_failing_update_forge_no_line(make_client_site, monkeypatch, capsys):
     def failing(*_):
         raise ValueError("a\x1b[2Jb\nclient 1: accepted")
 

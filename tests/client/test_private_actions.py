@@ -130,9 +130,8 @@ def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replace
     assert len({tuple(map(len, vars(site.client.data).values())) for site in sites}) >= 3
     left_out = {"query.latency", *SUM_ACTIONS}  # these sites take no part in secure sums
     left_out |= {"query.keep_model", *IN_FILES_OF_THEIR_OWN}
-    asked = [
-        (action, {}) for action in (*PRIVATE_ACTIONS, "query.describe") if action not in left_out
-    ]
+    asked = [(action, {}) for action in (*PRIVATE_ACTIONS, "query.describe")]
+    asked = [(action, changes) for action, changes in asked if action not in left_out]
     asked += [(action, {"moments": True}) for action in MOVING]
     for action, changes in asked:
         again = {"run": "second", "releases": plan[:1]} if action == "query.commit" else changes
@@ -171,9 +170,7 @@ def test_a_person_counts_once_however_many_records(action, make_site):
 
 
 @pytest.mark.parametrize("action", RELEASING)
-def test_a_request_that_is_sent_again_is_answered_by_new_noise_of_the_booked_scale(
-    action, make_site
-):
+def test_a_request_that_is_sent_again_is_answered_by_new_noise(action, make_site):
     """Replayed to the letter, nonce included: never for nothing, and not beyond the schedule."""
     site = make_site(committed=schedule(steps=2, batch_size=None))
     request, kinds = site.request(action), ASKED[action][1]
@@ -198,9 +195,7 @@ def test_what_a_action_returns_is_checked_before_it_leaves(make_site, monkeypatc
 
 
 @pytest.mark.parametrize("drawn", ["nothing", "drop-path", "crops"])
-def test_drop_path_and_augmentation_are_drawn_anew_and_not_from_the_runs_seed(
-    drawn, make_site, totals
-):
+def test_drop_path_and_augmentation_are_drawn_anew_whatever_the_seed(drawn, make_site, totals):
     site = make_site(committed=EVERYTHING)
     if drawn == "crops":
         site.client.augmentation["crop_padding"] = 2
@@ -293,7 +288,7 @@ MOVED = [
 
 
 @pytest.mark.parametrize(("action", "of_form", "objective"), MOVED)
-def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(
+def test_a_record_moves_releases_by_the_clipping_norm_at_most(
     action, of_form, objective, make_site
 ):
     """The same noise on neighbouring data: the difference is what one record contributes."""
@@ -324,9 +319,7 @@ def test_a_record_moves_what_is_released_by_the_clipping_norm_at_most(
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_gradients_are_clipped_sums_at_the_same_point_over_local_steps(
-    steps, make_site, networks, totals
-):
+def test_gradients_are_clipped_sums_at_the_same_point(steps, make_site, networks, totals):
     lrs, norms = {"weights": 2.0, "alphas": 1.0}, {"weights": NORM, "alphas": 0.004}
     plan = [p for p in EVERYTHING if p.action == "train.gradients"]
     plan = [replace(p, max_grad_norm=norms[p.kind]) for p in plan]
@@ -378,9 +371,8 @@ def test_private_retraining_does_what_else_it_is_asked(switched_on, make_site, n
         with seeded(3, "auxiliary"):
             space = make_space("darts", norm="group", **shapes, **sizes)
             genotype = space.derive(space.supernet().alphas())
-            description = describe_derived(
-                genotype, shapes, sizes=sizes, norm="group", auxiliary=True
-            )
+            with_head = {"norm": "group", "auxiliary": True}
+            description = describe_derived(genotype, shapes, sizes=sizes, **with_head)
             network = make_network(description)
         asked |= {"network": description, "auxiliary_weight": 0.7}
         states = packed(network)
@@ -400,9 +392,8 @@ def test_private_retraining_does_what_else_it_is_asked(switched_on, make_site, n
 
     split = site.client.split("train+validation")
     total = clipped(lambda x: network(visible * x), split, parameters, loss_of=both_losses)
-    wards.step_along(
-        torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01), parameters, total, BOTH
-    )
+    sgd = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01)
+    wards.step_along(sgd, parameters, total, BOTH)
     close(reply.states["weights"]["float32"], flat(parameters))
 
 
@@ -410,9 +401,7 @@ FACTORS = torch.tensor([0.2, 1.0, 0.6])
 
 
 @pytest.mark.parametrize("factors", [pytest.param(None, marks=pytest.mark.run), FACTORS])
-def test_private_search_alternates_clipped_steps_of_alphas_and_weights(
-    factors, make_site, networks, totals
-):
+def test_private_search_alternates_clipped_steps(factors, make_site, networks, totals):
     site = make_site(**EVERY_RECORD, objective=Objective(factors))
     reply = site.ask("train.search", steps=2)
     assert scales(totals) == [(SIGMA, NORM)] * 4
@@ -488,9 +477,7 @@ def derived_probe(make_site, networks, *, committed, split):
 
 
 @pytest.mark.parametrize("split", ["train", "test", "train+validation"])
-def test_trials_of_a_derived_network_read_what_is_booked_and_nothing_else(
-    split, make_site, networks, read
-):
+def test_trials_of_a_derived_network_read_what_is_booked(split, make_site, networks, read):
     site, ask = derived_probe(make_site, networks, committed=split, split=split)
     assert set(ask().states) == {"rewards"}
     rows = {row for records, places in read for row in records.rows[places].tolist()}
@@ -504,9 +491,7 @@ def test_trials_of_a_derived_network_read_what_is_booked_and_nothing_else(
 
 
 @pytest.mark.parametrize("split", ["test", "validation", "train+validation", "", None])
-def test_trials_that_train_on_another_split_than_the_committed_are_refused(
-    split, make_site, networks, no_record
-):
+def test_trials_on_another_split_are_refused(split, make_site, networks, no_record):
     site, ask = derived_probe(make_site, networks, committed="train", split=split)
     refuses("rule committed values: release=|split=null has the wro", ask)
     assert site.rows() == []
@@ -541,7 +526,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("hold", "objective", "bound", "measured_by"), MEASURED)
-def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
+def test_measures_are_bounded_sums(
     hold, objective, bound, measured_by, make_site, networks, totals
 ):
     site = make_site(hold=hold, objective=objective)
@@ -554,9 +539,7 @@ def test_losses_and_accuracies_are_sums_of_bounded_terms_over_declared_records(
     assert reply.metrics["accuracy"] == pytest.approx(right.sum().item() / 20)
 
 
-def test_squared_errors_of_numbers_are_released_within_the_squared_range(
-    make_site, networks, totals
-):
+def test_squared_errors_are_released_within_the_squared_range(make_site, networks, totals):
     """Whatever targets and predictions are, both here mostly beyond the range."""
     site = make_site(hold=numbers, objective=NUMBERS)
     reply, logits, y = measured_large(site, networks)
@@ -686,9 +669,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize(("action", "change", "words"), OUTSIDE)
-def test_requests_outside_the_rules_are_refused_before_data_is_read(
-    action, change, words, refusing, no_record
-):
+def test_requests_outside_the_rules_are_refused_unread(action, change, words, refusing, no_record):
     site = refusing
     refusal = refuses(words, site.ask, action, **change)
     assert len(refusal) < 250
@@ -704,9 +685,8 @@ def test_a_request_can_name_no_terms_of_its_own(refusing, no_record):
     terms = {kind: TERMS | {"noise_multiplier": 0.1} for kind in wards.TERMS_OF}
     for action in ASKED:
         places = groups(asdict(site.request(action).settings))
-        assert len(places) > (
-            2 if action in ("train.search", "train.probe", "train.weights") else 0
-        )
+        nested = action in ("train.search", "train.probe", "train.weights")
+        assert len(places) > (2 if nested else 0)
         for place in places:
             for key in (*TERM_KEYS, "noise_multiplier", "max_grad_norm"):
                 path = ".".join((*place, key))
@@ -885,9 +865,7 @@ def test_states_that_do_not_fit_are_refused_before_data_is_read(action, edit, re
 
 
 @pytest.mark.parametrize("steps", [-1.0, -7.0, -math.inf, math.nan])
-def test_moments_of_a_number_of_steps_that_adam_cannot_go_on_from_are_refused(
-    steps, refusing, networks, no_record
-):
+def test_moments_that_adam_cannot_go_on_from_are_refused(steps, refusing, networks, no_record):
     site = refusing
     request = site.request("train.search", moments=True)
     edit = edited(MOMENTS, lambda packed: with_steps(steps)(packed, networks.supernet))
@@ -972,10 +950,9 @@ def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hos
         once = sum(wards.TERMS_OF[kind] is METRICS for kind in ASKED[action][1])
         assert len(noised) == steps + once
         assert len(site.rows()) == before + len(noised)
+        asked = [TERMS] * steps + [METRICS] * once
         for term in ("noise_multiplier", "max_grad_norm"):
-            assert [terms[term] for _, terms, _ in noised] == [TERMS[term]] * steps + [
-                METRICS[term]
-            ] * once
+            assert [terms[term] for _, terms, _ in noised] == [of[term] for of in asked]
         assert {*reply.states, *reply.metrics} == ACTIONS[action].releases - {MOMENTS}
 
 

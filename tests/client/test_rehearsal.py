@@ -68,9 +68,7 @@ def test_the_key_knows_structure_machine_and_settings_but_no_weights(monkeypatch
     assert machine(CPU, 1) != here
 
 
-def test_the_site_tests_before_it_reads_and_computes_in_the_size_that_passed(
-    make_site, monkeypatch
-):
+def test_the_site_tests_before_it_reads_and_computes_as_tested(make_site, monkeypatch):
     """Every part that is computed then has this size, whatever the number of records drawn."""
     monkeypatch.setattr(rehearsal, "largest_size", lambda *_, **__: 2)
     sizes, divide = [], micro_batches.micro_batches
@@ -95,9 +93,7 @@ def test_threads_are_those_of_the_policy(make_site, monkeypatch):
     assert site.client.threads == 2
 
 
-def test_a_simulation_whose_threads_are_not_those_of_its_policies_is_refused(
-    site_config, prepared, tmp_path
-):
+def test_threads_other_than_those_of_policies_are_refused(site_config, prepared, tmp_path):
     privacy = replace(site_config.privacy, sites=str(tmp_path))
     data = (prepared, [torch.arange(20).numpy()])
 

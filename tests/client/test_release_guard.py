@@ -140,9 +140,7 @@ def test_epsilon_is_what_other_runs_booked_and_this_one_promised_by_split_and_ac
 
 
 @pytest.mark.parametrize("action", ["train.gradients", "train.weights"])
-def test_noise_that_could_not_be_added_is_refused_before_anything_is_booked(
-    make_site, no_record, action
-):
+def test_noise_that_could_not_be_added_is_refused_unbooked(make_site, no_record, action):
     """The networks have about a thousand weights."""
     policy = {"largest_noise_multiplier": 1e6}
     site = make_site(policy=policy, committed=schedule(noise_multiplier=9e5))
@@ -294,9 +292,7 @@ HUGE = [
 
 
 @pytest.mark.parametrize(("releases", "words"), HUGE)
-def test_a_server_cannot_fill_a_sites_disk_by_what_it_commits_to(
-    make_site, monkeypatch, releases, words
-):
+def test_a_server_cannot_fill_a_sites_disk(make_site, monkeypatch, releases, words):
     """Refused before the ledger is touched."""
     site = make_site()
     monkeypatch.setattr(Ledger, "_exclusive", None)
@@ -323,9 +319,7 @@ TIGHTER = [
 
 
 @pytest.mark.parametrize(("policy", "rule"), TIGHTER)
-def test_a_policy_that_was_tightened_since_refuses_what_a_run_has_committed_to(
-    make_site, no_record, policy, rule
-):
+def test_a_policy_that_was_tightened_since_refuses(make_site, no_record, policy, rule):
     site = make_site()
     tight = make_site(folder=site.folder, policy=policy, committed=[])
     if rule == "secure_noise":

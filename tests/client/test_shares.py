@@ -67,9 +67,8 @@ def test_no_weight_that_is_sent_takes_noise_from_a_share(weight, site):
     std = cells.values.std() * grid.cell
     expected = SIGMA * site.norm / math.sqrt(SITES)
     assert std == pytest.approx(expected, rel=6 / math.sqrt(2 * len(cells)))
-    summands = Summands(
-        "train.weights", sizes_of(reply.states, reply.shares), request.summed, request.states
-    )
+    sizes = sizes_of(reply.states, reply.shares)
+    summands = Summands("train.weights", sizes, request.summed, request.states)
     sent = summands.encode(reply)["int32"]
     np.testing.assert_array_equal(sent.astype(np.int64), cells.values)
 

@@ -562,9 +562,8 @@ numbers = st.one_of(
 def neighbours(draw, width):
     """Draw a batch [B, width] of numbers and the index of a record to remove."""
     batch = draw(st.integers(1, 5))
-    rows = draw(
-        st.lists(st.lists(numbers, min_size=width, max_size=width), min_size=batch, max_size=batch)
-    )
+    row = st.lists(numbers, min_size=width, max_size=width)
+    rows = draw(st.lists(row, min_size=batch, max_size=batch))
     return torch.tensor(rows, dtype=torch.float64), draw(st.integers(0, batch - 1))
 
 
@@ -622,9 +621,8 @@ def test_products_are_cut_towards_zero_and_added_up_exactly(rows, scale):
     assert (contributions.abs() <= expected.abs() * (1 + 1e-14)).all()
     assert (contributions - expected).abs().max() <= bound * 2**-18
     order = torch.arange(len(rows)).flip(0)
-    again, *_ = micro_batches.sum_in_units(
-        left[order], right[order], bound=bound, factors_B=factors[order]
-    )
+    shuffled = (left[order], right[order])
+    again, *_ = micro_batches.sum_in_units(*shuffled, bound=bound, factors_B=factors[order])
     assert torch.equal(again, sums)
 
 

@@ -514,9 +514,8 @@ def test_waiting_for_another_process_ends(folder, monkeypatch):
 
 def test_opening_waits_for_a_process_that_is_creating_the_site(folder):
     (folder / "key").mkdir()
-    other = sqlite3.connect(
-        folder / "key" / "site.mark", isolation_level=None, check_same_thread=False
-    )
+    path = folder / "key" / "site.mark"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     release = threading.Timer(0.2, other.rollback)
     release.start()

@@ -216,9 +216,7 @@ def test_added_noise_hides_the_low_bits_of_the_total():
     ("noise_multiplier", "count"), [(1.0, 10), (0.9999999, 9), (30.0, 4096), (1.0, 10**6), (1e6, 1)]
 )
 @pytest.mark.parametrize("norm", [0.25, 0.3, 1e-5])
-def test_noise_is_enlarged_by_what_rounding_adds_to_the_sensitivity(
-    noise_multiplier, count, norm, monkeypatch
-):
+def test_noise_is_enlarged_by_what_rounding_adds(noise_multiplier, count, norm, monkeypatch):
     """In fractions: (sigma^2 - 4^2) grid^2 covers the multiplier times the rounded sensitivity."""
     asked = []
     generator = seeded()

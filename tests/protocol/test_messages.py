@@ -74,18 +74,16 @@ def test_requests_that_differ_in_anything_have_other_digests():
     digests = {base.digest} | {replace(base, **change).digest for change in changes}
     assert len(digests) == len(changes) + 1
     assert replace(base, header=replace(HEADER, nonce="other")).digest == base.digest
-    assert messages.decode_request(
-        "train.search", messages.encode_request(HEADER, SEARCH, messages.encode_states(STATES))
-    ).digest == (base.digest)
+    content = messages.encode_request(HEADER, SEARCH, messages.encode_states(STATES))
+    assert messages.decode_request("train.search", content).digest == base.digest
 
 
 def test_a_reply_survives():
     metrics = {"train_loss": 0.5, "validation_loss": float("nan")}
     digests = {"weights": "d1", "buffers": "d2"}
     said = {"client": 1, "class_names": ["a", "b"]}
-    header, again = messages.decode_reply(
-        encode_reply(HEADER, Reply(17, metrics, STATES, digests, said))
-    )
+    content = encode_reply(HEADER, Reply(17, metrics, STATES, digests, said))
+    header, again = messages.decode_reply(content)
     assert header == HEADER
     assert (again.num_examples, again.digests, again.properties) == (17, digests, said)
     assert again.metrics == pytest.approx(metrics, nan_ok=True)
