@@ -3,34 +3,12 @@
 from dataclasses import replace
 from typing import Any, get_type_hints
 
-from fednas_flwr.protocol.requests import (
-    Amount,
-    Commit,
-    CountScores,
-    Describe,
-    Evaluate,
-    KeepModel,
-    LocalSearch,
-    LocalTraining,
-    MeasureLatency,
-    Personalise,
-    Probe,
-    RewardCandidates,
-    Search,
-    Settings,
-    TakeGradients,
-    TakeNetworkGradient,
-    TellStatistics,
-    Train,
-    TrainCandidates,
-    Trial,
-    decode_properties,
-)
+from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.sum_requests import PROPERTIES, Masked, OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.settings.optimizers import SGD, Adam
 
-ONE_STEP = Amount(epochs=None, steps=1, batch_size=None)
+ONE_STEP = rq.Amount(epochs=None, steps=1, batch_size=None)
 PLAIN = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)
 ALPHAS = Adam(lr=0.01, weight_decay=0.0)
 SUPERNET = {"name": "supernet"}
@@ -38,9 +16,9 @@ SUPERNET = {"name": "supernet"}
 
 def smallest(data_set=None, *, network=None, split="train", weights=PLAIN, loss_bound=1.0):
     """Return the settings by action; ``network`` is what is trained where it is no supernet."""
-    search = LocalSearch(ONE_STEP, weights, ALPHAS, Alternating("first_order"))
-    training = LocalTraining(dict(network or {"name": "x"}), split, ONE_STEP, weights, 0.0, 0.0)
-    gradients = TakeGradients(
+    search = rq.LocalSearch(ONE_STEP, weights, ALPHAS, Alternating("first_order"))
+    training = rq.LocalTraining(dict(network or {"name": "x"}), split, ONE_STEP, weights, 0.0, 0.0)
+    gradients = rq.TakeGradients(
         step=0,
         local_steps=1,
         local_lrs={"weights": 0.1, "alphas": 0.1},
@@ -49,18 +27,18 @@ def smallest(data_set=None, *, network=None, split="train", weights=PLAIN, loss_
         inner_lr=0.1,
         data_set=data_set,
     )
-    asked: dict[str, Settings] = {
-        "query.describe": Describe(),
-        "query.commit": Commit(data_set=data_set or "records", releases=()),
-        "query.latency": MeasureLatency(batch_size=1, passes=2, data_set=data_set),
-        "query.statistics": TellStatistics(data_set=data_set),
-        "query.keep_model": KeepModel(card="# A model", signature="ab" * 64, data_set=data_set),
+    asked: dict[str, rq.Settings] = {
+        "query.describe": rq.Describe(),
+        "query.commit": rq.Commit(data_set=data_set or "records", releases=()),
+        "query.latency": rq.MeasureLatency(batch_size=1, passes=2, data_set=data_set),
+        "query.statistics": rq.TellStatistics(data_set=data_set),
+        "query.keep_model": rq.KeepModel(card="# A model", signature="ab" * 64, data_set=data_set),
         "query.sign_survivors": SignSurvivors(context="ab" * 32, survivors=(0, 1)),
         "query.open_masks": OpenMasks(context="ab" * 32, survivors=(0, 1), signatures={}, boxes={}),
         "train.weight_gradient": gradients,
         "train.alpha_gradient": gradients,
         "train.gradients": gradients,
-        "train.network_gradient": TakeNetworkGradient(
+        "train.network_gradient": rq.TakeNetworkGradient(
             network=training.network,
             split=split,
             step=0,
@@ -69,8 +47,8 @@ def smallest(data_set=None, *, network=None, split="train", weights=PLAIN, loss_
             drop_path_prob=0.0,
             data_set=data_set,
         ),
-        "train.search": Search(local=search, data_set=data_set),
-        "train.candidate": TrainCandidates(
+        "train.search": rq.Search(local=search, data_set=data_set),
+        "train.candidate": rq.TrainCandidates(
             candidates=[[0]],
             step=0,
             local_steps=1,
@@ -79,18 +57,18 @@ def smallest(data_set=None, *, network=None, split="train", weights=PLAIN, loss_
             dp_aware=None,
             data_set=data_set,
         ),
-        "train.probe": Probe(
+        "train.probe": rq.Probe(
             search=search,
             training=None,
-            trials=[Trial(weights, ALPHAS, 0.0)],
+            trials=[rq.Trial(weights, ALPHAS, 0.0)],
             loss_bound=loss_bound,
             data_set=data_set,
         ),
-        "train.weights": Train(local=training, data_set=data_set),
-        "evaluate.candidates": RewardCandidates(candidates=[[0]], data_set=data_set),
-        "evaluate.model": Evaluate(network=SUPERNET, split="validation", data_set=data_set),
-        "evaluate.scores": CountScores(network=SUPERNET, data_set=data_set),
-        "evaluate.personalised": Personalise(local=training),
+        "train.weights": rq.Train(local=training, data_set=data_set),
+        "evaluate.candidates": rq.RewardCandidates(candidates=[[0]], data_set=data_set),
+        "evaluate.model": rq.Evaluate(network=SUPERNET, split="validation", data_set=data_set),
+        "evaluate.scores": rq.CountScores(network=SUPERNET, data_set=data_set),
+        "evaluate.personalised": rq.Personalise(local=training),
     }
     return asked
 
@@ -129,4 +107,4 @@ def decoded(name, value):
     form = FORMS[name]
     action = next((action for action, forms in PROPERTIES.items() if form in forms), "train.search")
     said = {n: v for n, v in ALWAYS_SAID.items() if n in get_type_hints(form)} | {name: value}
-    return decode_properties(action, said, masked=form is Masked)[name]
+    return rq.decode_properties(action, said, masked=form is Masked)[name]

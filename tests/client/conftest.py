@@ -11,18 +11,21 @@ import torch
 import yaml
 from flwr.app import ConfigRecord, RecordDict
 
+from fednas_flwr import compose
+from fednas_flwr.base.errors import BudgetExceededError
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client, make_site_guard
-from fednas_flwr.data.loaders import Split
+from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network, make_network, supernet_space
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
+from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import messages
-from fednas_flwr.protocol.messages import Header, decode_request, encode_states
+from fednas_flwr.protocol.messages import Header, Request, decode_request, encode_states
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates, Trial
 from fednas_flwr.protocol.states import MOMENTS, network_states, pack
 from fednas_flwr.search.candidate import Candidate
@@ -30,6 +33,7 @@ from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.settings.optimizers import SGD
 
 from ..asked import ALPHAS, smallest
+from ..refusals import refuses
 
 RECORDS = {"train": 40, "validation": 20, "test": 12}  # declared: not what the data holds
 POLICY = {
@@ -127,6 +131,32 @@ def clipped_sum(split, gradients_of, norm, factors=None):
     return total, most
 
 
+def step_along(optimizer, parameters, total, size):
+    """Step along the mean over so many records of a sum of gradients, a flat vector."""
+    optimizer.zero_grad()
+    parts = (total / size).split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    optimizer.step()
+
+
+def flat(tensors):
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def packed(network, scale=1.0):
+    """Return a network's states as they travel, its weights so many times as large."""
+    states = {name: state for name, state in network_states(network).items() if state}
+    with torch.no_grad():
+        large = {name: tensor * scale for name, tensor in states["weights"].items()}
+    return {name: pack(state) for name, state in (states | {"weights": large}).items()}
+
+
+def of_splits(edit):
+    """Return an edit of a client's data that does the same to every split."""
+    return lambda data: ClientData(*map(edit, (data.train, data.validation, data.test)))
+
+
 def without_last(name):
     """Return an edit of a client's data that takes one record out of a split."""
 
@@ -161,10 +191,7 @@ def make_networks(config, prepared):
         description = describe_network(config, prepared, space.derive(supernet.alphas()))
         derived = make_network(description)
     both = {"supernet": supernet, "derived": derived}
-    states = {
-        name: {kind: pack(state) for kind, state in network_states(network).items() if state}
-        for name, network in both.items()
-    }
+    states = {name: packed(network) for name, network in both.items()}
     moments = {name: pack(no_moments(network)) for name, network in both.items()}
     return SimpleNamespace(
         description=description, states=states, moments=moments, space=space, **both
@@ -181,8 +208,11 @@ def cells_config(compose_config):
 
 
 @pytest.fixture(scope="module")
-def cells_supernet(cells_config, prepared, one_cell):
-    """The candidates' supernet; its last bias lies in the widest gap between middle records."""
+def cells(cells_config, prepared, one_cell):
+    """Of candidates: the supernet, its weights as they are shared, and the records' labels.
+
+    The last bias lies in the widest gap between middle records; DIVIDED is right about all labels.
+    """
     with seeded(1, "cells"):  # whose gap is wide
         supernet = supernet_space(cells_config, prepared).supernet().eval()
     bias = supernet.body.head[-1].bias
@@ -194,20 +224,9 @@ def cells_supernet(cells_config, prepared, one_cell):
         logits[:, 1] += (shift := (middle[widest] + middle[widest + 1]) / 2)
         bias[1] += shift
         bias[2] += logits[:, :2].amax(1).min() - logits[:, 2].max() - 1  # it never says class 2
-    return supernet
-
-
-@pytest.fixture(scope="module")
-def cells(cells_supernet):
-    """The shared weights of candidates."""
-    return {"weights": pack(network_states(cells_supernet)["weights"])}
-
-
-@pytest.fixture(scope="module")
-def divided_labels(cells_supernet, prepared):
-    """What DIVIDED says of each record: the labels of the validation records of candidates."""
-    with torch.no_grad():
-        return Candidate(cells_supernet, DIVIDED)(images(prepared)).argmax(1)
+        labels = Candidate(supernet, DIVIDED)(images(prepared)).argmax(1)
+    states = {"weights": pack(network_states(supernet)["weights"])}
+    return SimpleNamespace(supernet=supernet, states=states, labels=labels)
 
 
 def images(prepared):
@@ -218,43 +237,37 @@ def images(prepared):
     return split.batch(rows, "cpu")[0]
 
 
+def node_of(folder, config, policies):
+    """Return the node configuration of a site that has the data set ward, with its policy file."""
+    (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": policies}))
+    books = {"ledger": str(folder / "ledger" / "rows.sqlite"), "ledger-key": str(folder / "key")}
+    read = {"data-path": str(config.dataset.root), "cache": str(config.dataset.cache)}
+    read |= {"dataset": "read by client_app", "split-key": config.dataset.split_key}
+    return {"policy": str(folder / "policy.yaml"), "data-set": "ward"} | books | read
+
+
 @pytest.fixture(scope="module")
-def make_site(
-    site_config,
-    prepared,
-    networks,
-    cells_config,
-    cells_supernet,
-    cells,
-    divided_labels,
-    tmp_path_factory,
-):
+def make_site(site_config, prepared, networks, cells_config, cells, tmp_path_factory):
     """``make_site(...)``: a site that has kept a schedule; ``site.ask(action, **changes)`` asks it.
 
     Every request goes through its message; a change replaces a key of its settings, see
     :func:`put`, by any value. With ``moments`` those of the optimisers travel beside the model.
     ``policy`` changes the site's policy, ``records`` are the rows it holds (40) and ``hold`` edits
     its splits, ``folder`` is an older site's, ``test_seed`` makes its draws repeatable, and
-    ``committed`` is the schedule.
+    ``committed`` is the schedule, and ``objective`` takes the place of the run's.
     """
 
-    def make(*, policy=None, committed=None, records=None, hold=None, folder=None, test_seed=None):
+    def make(
+        *, policy=None, committed=None, records=None, hold=None, folder=None, test_seed=None,
+        objective=None,
+    ):  # fmt: skip
         folder = folder or tmp_path_factory.mktemp("site")
         allowed = POLICY | (policy or {})
         if test_seed is not None:
             allowed |= {"secure_noise": False, "test_seed": True}
         # "other" must never be told of
         sections = {"ward": allowed, "other": allowed | {"account": "other"}}
-        (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": sections}))
-        node = {"policy": str(folder / "policy.yaml"), "data-set": "ward"}
-        node |= {
-            "ledger": str(folder / "ledger" / "rows.sqlite"),
-            "ledger-key": str(folder / "key"),
-            "data-path": str(site_config.dataset.root),
-            "dataset": "read by client_app",
-            "cache": str(site_config.dataset.cache),
-            "split-key": site_config.dataset.split_key,
-        }
+        node = node_of(folder, site_config, sections)
         rows = np.arange(40) if records is None else records
         data, guard = (prepared, [rows]), make_site_guard(node)
         client, of_cells = (
@@ -263,21 +276,18 @@ def make_site(
         )
         if hold is not None:
             client = replace(client, data=hold(client.data))
-        validation = replace(client.data.validation, labels=divided_labels)
+        validation = replace(client.data.validation, labels=cells.labels)
         of_cells = replace(of_cells, data=replace(client.data, validation=validation))
+        for one in (client, of_cells) if objective else ():
+            one.__dict__["objective"] = objective
         if test_seed is not None:
             client.guard._generator = SecureGenerator(test_seed)
         site = SimpleNamespace(client=client, of_cells=of_cells, guard=client.guard, folder=folder)
 
         def asked(action):
             """Return what an action is given unless a test changes it: one step of each release."""
-            every = smallest(
-                "ward",
-                network=networks.description,
-                split="train+validation",
-                weights=STEP,
-                loss_bound=LOSS_BOUND,
-            )
+            trained = {"network": networks.description, "split": "train+validation"}
+            every = smallest("ward", **trained, weights=STEP, loss_bound=LOSS_BOUND)
             given = every.get(action, every["train.gradients"])  # also of what is no action
             if isinstance(given, TrainCandidates | RewardCandidates):
                 return replace(given, candidates=CANDIDATES[action])
@@ -289,9 +299,9 @@ def make_site(
             for path, value in changes.items():
                 put(values, path, copy.deepcopy(value))
             name = "derived" if ASKED.get(action, ("",))[0] == "retrain" else "supernet"
-            states = cells if action in CANDIDATES else networks.states[name]
+            states = cells.states if action in CANDIDATES else networks.states[name]
             if moments and action in CANDIDATES:
-                states = states | {MOMENTS: pack(no_moments(cells_supernet))}
+                states = states | {MOMENTS: pack(no_moments(cells.supernet))}
             elif moments:
                 states = states | {MOMENTS: networks.moments[name]}
             header = Header(run, stage, 1, 1, 0, "nonce")
@@ -313,15 +323,29 @@ def make_site(
     return make
 
 
-def noise_of(guard, monkeypatch):
-    """Return the list of what is noised from now on, its terms, and what was booked by then."""
-    seen, drawn = [], release_guard.add_noise
+@pytest.fixture
+def noised(monkeypatch):
+    """What is noised from now on, in order: the total, the terms, and what is released."""
+    seen, draw = [], release_guard.add_noise
 
     def noted(total, generator, **terms):
-        seen.append((total, terms, [row.entry for row in guard._ledger.entries()]))
-        return drawn(total, generator, **terms)
+        seen.append((total, terms, draw(total, generator, **terms)))
+        return seen[-1][2]
 
     monkeypatch.setattr(release_guard, "add_noise", noted)
+    return seen
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The batches that are read from now on: the split, and the places in it."""
+    seen, batch = [], Split.batch
+
+    def noted(split, places, device):
+        seen.append((split, places))
+        return batch(split, places, device)
+
+    monkeypatch.setattr(Split, "batch", noted)
     return seen
 
 
@@ -346,3 +370,58 @@ def totals(monkeypatch):
 
     monkeypatch.setattr(release_guard, "add_noise", identity)
     return seen
+
+
+@pytest.fixture
+def of_table(tmp_path):
+    """``of_table(*overrides)``: a simulated client, a network, and how to ask about both."""
+
+    def make(*overrides):
+        config = compose(*overrides, f"run_dir={tmp_path / 'run'}")
+        data = make_data(config)
+        description = describe_network(config, data[0], None)
+        with seeded(3, "network"):
+            network = make_network(description)
+        states = packed(network)
+
+        def request(action, settings, stage="evaluate"):
+            return Request(action, Header("run", stage, 1, 1, 0, "nonce"), settings, states)
+
+        return SimpleNamespace(
+            client=make_client(config, 0, data=data, networks={}),
+            network=network.eval(),
+            description=description,
+            request=request,
+        )
+
+    return make
+
+
+def check_release(client, request, noised, *, norm, exact, action, splits):
+    """Answer with a noised sum; check the sum, the noise's terms, its row, and what else is said.
+
+    Returns:
+        The reply, and the float64 sum that was noised.
+    """
+    reply = answer(client, request)
+    ((total, terms, _),) = noised
+    assert terms == {"noise_multiplier": 2.0, "max_grad_norm": norm}
+    assert total == pytest.approx(exact, abs=1e-9)
+    ((entry, stage),) = [(row.entry, row.entry.stage) for row in client.guard._ledger.entries()]
+    assert (stage, entry.action, entry.splits) == (request.header.stage, action, splits)
+    assert entry.release == Release(noise_multiplier=2.0, sample_rate=1.0, steps=1)
+    assert (reply.metrics, reply.properties) == ({}, {})
+    assert reply.num_examples == sum(client.guard.allowed.by_split[split] for split in splits)
+    return reply, total
+
+
+def check_refusals(client, request, release):
+    """Check that nothing is booked of what was not committed to, or is not covered."""
+    other = replace(request, header=replace(request.header, run="other"))
+    refuses(f"release={release}", answer, client, other)
+    elsewhere = replace(request, settings=replace(request.settings, data_set=None))
+    refuses("rule data_sets", answer, client, elsewhere)
+    client.guard.allowed = replace(client.guard.allowed, epsilon=0.01)
+    with pytest.raises(BudgetExceededError):
+        answer(client, request)
+    assert client.guard._ledger.entries() == []

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.answer import agreed, begin_sum
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client
@@ -35,6 +34,7 @@ from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.settings import dump_config
 
 from ..asked import smallest
+from ..refusals import refuses
 
 SETTINGS = smallest("records")["train.weight_gradient"]
 PLANNED = PlannedRelease(
@@ -133,26 +133,19 @@ SHARED_INPUTS = {
 }
 OWN_INPUTS = {
     "shape": "shared as that of the records, and of the images before a transform",
-    "mean": "shared as that of the records, see below",
-    "std": "shared as that of the records, see below",
-    "label": "a name in its files",
-    "label_separator": "a sign in its files",
-    "id_column": "a name in its files",
-    "form": "signs, words and names in its files",
+    **dict.fromkeys(("mean", "std"), "shared as those of the records, see below"),
+    **dict.fromkeys(("label", "label_separator", "id_column", "form"), "how its files are written"),
     "intensity": "how it reads its images",
-    "positive": "of an exported model alone",
-    "threshold": "of an exported model alone; a request's is in its settings",
+    **dict.fromkeys(("positive", "threshold"), "of a model's file; a request's is in its settings"),
 }
 OWN_CLIENT = {
     "index": "its place in the roster",
-    "device": ROUNDING,
-    "threads": ROUNDING,
+    **dict.fromkeys(("device", "threads", "rehearsed"), ROUNDING),
     "networks": "built by make_network, kept to be used again",
     "tag": "what it calls itself",
     "from_ranges": REFUSES,
     "kept_models": "what it keeps; no part of a sum",
     "cache": "where it keeps what can be computed anew",
-    "rehearsed": ROUNDING,
 }
 SECRET_CLIENT = {"data": "records", "moments": "follow from records"}
 INSIDE = {
@@ -199,11 +192,8 @@ def named(of):
 
 def test_every_input_is_in_one_list():
     parts = {f"header.{name}" for name in named(Header)} | {f"summed.{n}" for n in named(Summed)}
-    assert {*SHARED_REQUEST, *OWN_REQUEST} == parts | named(Request) - {
-        "header",
-        "summed",
-        "planned",
-    }
+    whole = named(Request) - {"header", "summed", "planned"}
+    assert {*SHARED_REQUEST, *OWN_REQUEST} == parts | whole
     assert not {*SHARED_REQUEST} & {*OWN_REQUEST}
     assert set(SHARED_RELEASE) == named(PlannedRelease)
     assert SHARED_COMMITMENT | set(OWN_COMMITMENT) == named(Commitment)
@@ -256,20 +246,6 @@ def test_noise_from_a_seed_is_shared_by_all_or_none(client, context):
     assert context() != before
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"epsilon": 1e3}, {"least_noise_multiplier": 0.1}, {"largest_steps": 7},
-        {"records": 15}, {"threads": 2},
-        {"micro_batch_size": 3},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_sites_own_rules_are_not(change, client, context):
-    before = context()
-    assert context(with_policy(client, **change)) == before
-
-
 def test_settings_and_what_the_records_are_are_shared(client, context):
     before, data = context(), client.data
     others = [replace(client, **{name: value}) for name, value in SHARED_CLIENT.items()]
@@ -293,37 +269,25 @@ def test_what_settings_decide_is_shared_by_the_hash_of_all(name, config, context
     assert context(changed) != context()
 
 
-def test_sites_that_read_and_cache_elsewhere_agree_on_what_the_server_has_sent(
-    compose_config, tmp_path
-):
+def test_sites_that_cache_elsewhere_agree_on_what_was_sent(compose_config, tmp_path):
     """The settings are hashed as they came, before a node puts its own in their place."""
-    text = dump_config(
-        compose_config("secure_sum=true", "clients=4", f"run_dir={tmp_path / 'run'}")
-    )
-    digests = {
-        client_app._client(
-            text, index, (("cache", str(tmp_path / f"{index}")),), None
-        ).settings_digest
-        for index in range(2)
-    }
+    config = compose_config("secure_sum=true", "clients=4", f"run_dir={tmp_path / 'run'}")
+    text = dump_config(config)
+    caches = [(("cache", str(tmp_path / f"{index}")),) for index in range(2)]
+    clients = [client_app._client(text, i, cache, None) for i, cache in enumerate(caches)]
+    digests = {client.settings_digest for client in clients}
     assert digests == {hashlib.sha256(text.encode()).hexdigest()}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"index": 0, "tag": "ward 7"},
-        {"device": torch.device("meta")},
-        {"threads": 3},
-        {"cache": None},
-        {"rehearsed": {"x": 1}},
-        {"moments": None},
-        {"augmentation": {"crop_padding": 0, "flip": False, "cutout": 0}},
-    ],
-    ids=str,
-)
-def test_what_is_a_sites_own_is_not(change, client, context):
-    assert context(replace(client, **change)) == context()
+def test_what_is_a_sites_own_is_not(client, context):
+    before = context()
+    own = {"tag": "ward 7", "device": torch.device("meta"), "threads": 3, "cache": None}
+    own |= {"rehearsed": {"x": 1}, "moments": None}
+    assert context(replace(client, **own)) == before
+    nothing = {"crop_padding": 0, "flip": False, "cutout": 0}
+    assert context(replace(client, augmentation=nothing)) == before
+    rules = {"epsilon": 1e3, "least_noise_multiplier": 0.1, "largest_steps": 7, "records": 15}
+    assert context(with_policy(client, **rules, threads=2, micro_batch_size=3)) == before
 
 
 def test_records_are_in_no_context(client, context):
@@ -337,8 +301,7 @@ def test_records_are_in_no_context(client, context):
 
 @pytest.mark.parametrize("ranges", [{}, {"alphas": 8.0}, {"weights": 8.0, "alphas": 8.0}])
 def test_ranges_are_of_states_whose_noise_is_shared(ranges, context):
-    with pytest.raises(ConfigError, match="rule secure_sum: ranges="):
-        context(request=replace(REQUEST, **of_sum(ranges=ranges)))
+    refuses("rule secure_sum: ranges=", context, request=replace(REQUEST, **of_sum(ranges=ranges)))
 
 
 def test_contexts_are_of_plain_values(client):

@@ -19,6 +19,8 @@ from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import RewardCandidates
 
+from ..refusals import refuses
+
 ASKED = RewardCandidates(candidates=[[123, 4711]], data_set="ward")
 REQUEST = Request("evaluate.candidates", Header("run", "search", 1, 1, 0, "n"), ASKED)
 
@@ -39,6 +41,19 @@ def verified(path):
 TOLD = {"shown": True, "private": True}
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "site" / "audit.jsonl"
+
+
+def add_line(path):
+    trail_at(path).refused("train.search", None, ConfigError("x"), **TOLD)
+
+
+def mark_of(path):
+    return key_of(path).with_name(f"{path.parent.name}.key.audit.jsonl.mark")
+
+
 def written(path, exchanges=2):
     trail = trail_at(path, superlink="fl.example.org:8000")
     for _ in range(exchanges):
@@ -48,8 +63,8 @@ def written(path, exchanges=2):
     return path.read_bytes().splitlines(keepends=True)
 
 
-def test_lines_say_what_was_asked_and_no_values(tmp_path, capsys):
-    lines = [json.loads(line) for line in written(tmp_path / "site" / "audit.jsonl")]
+def test_lines_say_what_was_asked_and_no_values(path, capsys):
+    lines = [json.loads(line) for line in written(path)]
     assert [line["event"] for line in lines] == ["asked", "released"] * 2 + ["refused"]
     assert [line["number"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line.get("superlink") for line in lines] == ["fl.example.org:8000", None] * 2 + [None]
@@ -61,7 +76,6 @@ def test_lines_say_what_was_asked_and_no_values(tmp_path, capsys):
         told = {k: v for k, v in line.items() if k not in ("mac", "settings_sha256", "time")}
         assert "4711" not in str(told)
         assert "123" not in str(told)
-    path = tmp_path / "site" / "audit.jsonl"
     assert path.stat().st_mode & 0o077 == 0
     assert verified(path) == 5
     capsys.readouterr()
@@ -117,8 +131,7 @@ def test_any_change_of_any_line_is_found_and_nothing_leaves_any_more(data, whole
             [*lines, added],
         ):
             whole.write_bytes(b"".join(changed))
-            with pytest.raises(DamagedError, match="not the one|were cut off"):
-                verified(whole)
+            refuses("not the one|were cut off", verified, whole, error=DamagedError)
             assert main(["ledger", "trail", str(whole), "--key", str(key_of(whole))]) == 1
             if changed[-1:] != lines[-1:]:  # the end is looked at whenever a line is written
                 with pytest.raises(DamagedError, match="were cut off"):
@@ -132,67 +145,57 @@ def test_a_whole_trail_of_another_key_and_one_without_its_mark_are_found(tmp_pat
     for name in "ab":
         written(tmp_path / name / "audit.jsonl")
     a, b = (tmp_path / name / "audit.jsonl" for name in "ab")
-    mark = key_of(a).with_name("a.key.audit.jsonl.mark")
+    mark = mark_of(a)
     with pytest.raises(DamagedError, match="line 1 of .* or the key is another trail's"):
         verify_trail(a, key_of(b))
     told = mark.read_bytes()
-    mark.write_bytes(key_of(b).with_name("b.key.audit.jsonl.mark").read_bytes())
-    with pytest.raises(DamagedError, match="mark .* was edited"):
-        verified(a)
+    mark.write_bytes(mark_of(b).read_bytes())
+    refuses("mark .* was edited", verified, a, error=DamagedError)
     mark.unlink()
-    for look in (
-        lambda: verified(a),
-        lambda: trail_at(a).refused("train.search", None, ConfigError("x"), **TOLD),
-    ):
-        with pytest.raises(DamagedError, match="mark was removed or rolled back"):
-            look()
+    for look in (verified, add_line):
+        refuses("mark was removed or rolled back", look, a, error=DamagedError)
     mark.write_bytes(told)
     a.unlink()
     with pytest.raises(DamagedError, match="ends at line 0 and its mark names line 5"):
-        trail_at(a).refused("train.search", None, ConfigError("x"), **TOLD)
+        add_line(a)
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"3", b"null", b"[]", b"[1, 2]", b'["\\ud800"]', b"\xff", b"[0, NaN, ''"]
 )
-def test_a_mark_that_is_none_was_edited(tmp_path, text):
-    path = tmp_path / "site" / "audit.jsonl"
+def test_a_mark_that_is_none_was_edited(path, text):
     written(path)
-    key_of(path).with_name("site.key.audit.jsonl.mark").write_bytes(text)
+    mark_of(path).write_bytes(text)
     with pytest.raises(DamagedError, match="mark .* was edited, or the key beside it is another"):
         verified(path)
 
 
-def test_a_crash_before_the_mark_is_moved_loses_nothing(tmp_path):
-    path = tmp_path / "site" / "audit.jsonl"
+def test_a_crash_before_the_mark_is_moved_loses_nothing(path):
     written(path)
-    mark = key_of(path).with_name("site.key.audit.jsonl.mark")
+    mark = mark_of(path)
     before = mark.read_bytes()
-    trail_at(path).refused("train.search", None, ConfigError("x"), **TOLD)
+    add_line(path)
     mark.write_bytes(before)
     assert verified(path) == 6
-    trail_at(path).refused("train.search", None, ConfigError("y"), **TOLD)
+    add_line(path)
     assert verified(path) == 7
     mark.write_bytes(before)  # two lines behind is no crash's work
-    with pytest.raises(DamagedError, match="rolled back"):
-        verified(path)
+    refuses("rolled back", verified, path, error=DamagedError)
 
 
-def test_a_line_that_a_crash_has_torn_is_replaced_and_the_chain_goes_on(tmp_path):
-    path = tmp_path / "site" / "audit.jsonl"
+def test_a_line_that_a_crash_has_torn_is_replaced_and_the_chain_goes_on(path):
     whole = written(path)
     path.write_bytes(b"".join(whole) + b'{"number": 6, "ti')
-    with pytest.raises(DamagedError, match="line 6"):
-        verified(path)
-    trail_at(path).refused("train.search", None, ConfigError("x"), **TOLD)
+    refuses("line 6", verified, path, error=DamagedError)
+    add_line(path)
     assert path.read_bytes().startswith(b"".join(whole))
     assert verified(path) == 6
 
 
-def test_nothing_leaves_when_the_file_cannot_be_written(tmp_path):
-    (tmp_path / "site" / "audit.jsonl").mkdir(parents=True)
+def test_nothing_leaves_when_the_file_cannot_be_written(path):
+    path.mkdir(parents=True)
     with pytest.raises(OSError, match="directory"):
-        trail_at(tmp_path / "site" / "audit.jsonl").asked(REQUEST, flower_run=1)
+        trail_at(path).asked(REQUEST, flower_run=1)
 
 
 def test_a_node_without_a_ledger_has_a_key_of_its_own(tmp_path):
@@ -204,9 +207,7 @@ def test_a_node_without_a_ledger_has_a_key_of_its_own(tmp_path):
 
 WRITER = """
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
-from fednas_flwr.client.answer import admit
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.audit_trail import AuditTrail
 path, key = map(Path, sys.argv[1:])
@@ -218,8 +219,7 @@ for _ in range(40):
 
 
 @pytest.mark.run
-def test_processes_that_write_at_once_make_one_chain(tmp_path):
-    path = tmp_path / "site" / "audit.jsonl"
+def test_processes_that_write_at_once_make_one_chain(path):
     command = [sys.executable, "-c", WRITER, str(path), str(key_of(path))]
     writers = [subprocess.Popen(command) for _ in range(2)]
     assert [writer.wait() for writer in writers] == [0, 0]
@@ -233,9 +233,8 @@ def counter(path):
     return counter_of(key_of(path))
 
 
-def test_lines_are_never_longer_than_what_requests_take(tmp_path):
+def test_lines_are_never_longer_than_what_requests_take(path):
     """Whatever a server sends: names of 300 bytes, which JSON writes up to six times as long."""
-    path = tmp_path / "site" / "audit.jsonl"
     trail = trail_at(path, superlink="fl.example.org:8000")
     reply = Reply(1.0, {"loss": 1.0, "accuracy": 1.0}, properties={"latency": "x" * 10_000})
     size = taken = 0
@@ -251,8 +250,7 @@ def test_lines_are_never_longer_than_what_requests_take(tmp_path):
             size, taken = size + grown, taken + counted
 
 
-def test_when_the_day_is_full_requests_are_refused_and_only_the_last_lines_say_so(tmp_path, capsys):
-    path = tmp_path / "site" / "audit.jsonl"
+def test_when_the_day_is_full_requests_are_refused_and_only_the_last_lines_say_so(path, capsys):
     trail = trail_at(path)
     trail.asked(REQUEST, flower_run=7)
     day = counter(path).read_text().split()[0]

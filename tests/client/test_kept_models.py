@@ -24,6 +24,7 @@ from fednas_flwr.protocol.keys import is_signed, make_signing_key, sign_model
 from fednas_flwr.protocol.messages import Header
 from fednas_flwr.search.objective import Objective
 
+from ..refusals import refuses
 from .conftest import received
 
 CARD = "# A model\n\nOf digits."
@@ -68,6 +69,12 @@ def site(make_site, keys, tmp_path):
     return SimpleNamespace(keep=keep, folder=kept.folder, rows=site.rows, client=client)
 
 
+def tested(site):
+    """Return the only folder that a site keeps, and what it has found there of its test data."""
+    (folder,) = site.folder.iterdir()
+    return folder, json.loads((folder / "test.json").read_text())
+
+
 def edited(model, tmp_path, **changes):
     """Return the bytes of a model whose inputs differ."""
     other = Model(model.network, replace(model.inputs, **changes), model.description)
@@ -90,17 +97,16 @@ def test_a_site_keeps_the_model_and_tests_it_and_tells_nothing(site, file, model
     assert dict(reply.properties) == {}
     assert (reply.num_examples, reply.states, reply.metrics) == (1, {}, {})
     assert site.rows() == []  # nothing was released
-    (folder,) = site.folder.iterdir()
+    folder, found = tested(site)
     assert folder.name == hashlib.sha256(file).hexdigest()[:16]
     assert (folder / MODEL_FILE).read_bytes() == file
     assert (folder / "MODEL_CARD.md").read_text() == CARD
     signed = json.loads((folder / "signature.json").read_text())
     pub = site.client.kept_models.signer
     assert is_signed(pub, signed["signature"], run=signed["run"], model=file, card=CARD)
-    tested = json.loads((folder / "test.json").read_text())
     own = evaluate(model.network, site.client.data.test, torch.device("cpu"))
-    assert (tested["num_examples"], tested["accuracy"]) == (own.num_examples, own.accuracy)
-    assert tested["num_examples"] == len(site.client.data.test) > 0
+    assert (found["num_examples"], found["accuracy"]) == (own.num_examples, own.accuracy)
+    assert found["num_examples"] == len(site.client.data.test) > 0
     x = torch.zeros(2, *model.inputs.shape, dtype=torch.uint8)
     torch.testing.assert_close(load(folder)(x), model(x))
 
@@ -108,11 +114,9 @@ def test_a_site_keeps_the_model_and_tests_it_and_tells_nothing(site, file, model
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
 def test_a_site_tests_the_model_at_its_threshold(site, model, tmp_path, threshold):
     site.keep(edited(model, tmp_path, positive=0, threshold=threshold))
-    (folder,) = site.folder.iterdir()
-    tested = json.loads((folder / "test.json").read_text())
     objective = Objective(positive=0, threshold=threshold)
     ours = evaluate(model.network, site.client.data.test, torch.device("cpu"), objective=objective)
-    assert tested["accuracy"] == ours.accuracy
+    assert tested(site)[1]["accuracy"] == ours.accuracy
 
 
 def test_the_same_model_again_has_one_folder(site, file):
@@ -132,21 +136,15 @@ def test_the_reply_does_not_depend_on_records(site, file):
     for split in broken.values():
         site.keep.client = replace(site.client, data=replace(data, test=split))
         assert site.keep(file) == usual
-    (folder,) = site.folder.iterdir()
-    assert "failed" in json.loads((folder / "test.json").read_text())
+    assert "failed" in tested(site)[1]
 
 
 def test_what_is_not_signed_by_the_operator_leaves_no_file(site, file, no_record):
     other = bytearray(file)
     other[-1] ^= 1
-    for changes in (
-        {"key": "stranger"},
-        {"shown": bytes(other)},
-        {"card": CARD + "!"},
-        {"run": "another"},
-    ):
-        with pytest.raises(ConfigError, match=r"refused: the model is not signed by the owner of"):
-            site.keep(file, **changes)
+    other_files = {"shown": bytes(other)}
+    for changes in ({"key": "stranger"}, other_files, {"card": CARD + "!"}, {"run": "another"}):
+        refuses(r"refused: the model is not signed by the owner of", site.keep, file, **changes)
     assert not site.folder.exists()
 
 
@@ -157,27 +155,24 @@ class Boom:
         return os._exit, (13,)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        pickle.dumps(Boom()),
-        b"\xff" * 64,
-        b"PK\x03\x04" + b"\0" * 64,
-        (2**60).to_bytes(8, "little") + b"{}",
-        len(b"[" * 9999).to_bytes(8, "little") + b"[" * 9999,
-    ],
-)
+NO_MODELS = [
+    pickle.dumps(Boom()),
+    b"\xff" * 64,
+    b"PK\x03\x04" + b"\0" * 64,
+    (2**60).to_bytes(8, "little") + b"{}",
+    len(b"[" * 9999).to_bytes(8, "little") + b"[" * 9999,
+]
+
+
+@pytest.mark.parametrize("content", NO_MODELS)
 def test_a_file_that_is_no_model_is_refused_and_removed(content, site, no_record):
-    with pytest.raises(ConfigError, match="refused: the model cannot be read"):
-        site.keep(content)
+    refuses("refused: the model cannot be read", site.keep, content)
     assert list(site.folder.iterdir()) == []
 
 
 def test_a_model_of_other_data_is_refused(site, model, tmp_path, no_record):
-    for name, value in {
-        "class_names": tuple("abcdefghij"[: len(model.class_names)]),
-        "shape": (1, 9, 9),
-    }.items():
+    names = tuple("abcdefghij"[: len(model.class_names)])
+    for name, value in (("class_names", names), ("shape", (1, 9, 9))):
         with pytest.raises(ConfigError, match=f"the model's {name} is not that of this site's"):
             site.keep(edited(model, tmp_path, **{name: value}))
     assert list(site.folder.iterdir()) == []
@@ -191,45 +186,36 @@ def test_states_of_another_form_are_refused(site, file, monkeypatch, no_record):
         {"model": {"float32": vector.float()}},
         {"model": {"uint8": vector}, "weights": {"float32": vector.float()}},
     ):
-        with pytest.raises(ConfigError, match="a model travels as one vector of uint8, and alone"):
-            site.keep(file, states=states)
-    with pytest.raises(ConfigError, match="a model of 0 bytes"):
-        site.keep(file, states={"model": {"uint8": vector[:0]}})
+        refuses("a model travels as one vector of uint8, and alone", site.keep, file, states=states)
+    refuses("a model of 0 bytes", site.keep, file, states={"model": {"uint8": vector[:0]}})
     monkeypatch.setattr("fednas_flwr.client.kept_models.LARGEST_MODEL", len(file) - 1)
     assert requests.LARGEST_MODEL == 2**27
-    with pytest.raises(ConfigError, match=f"a model of {len(file):,} bytes"):
-        site.keep(file)
+    refuses(f"a model of {len(file):,} bytes", site.keep, file)
 
 
 def test_a_server_cannot_fill_the_disk(site, file):
     site.folder.mkdir()
     for number in range(MOST_MODELS):
         (site.folder / f"{number:016x}").mkdir()
-    with pytest.raises(ConfigError, match=f"this site has {MOST_MODELS} models, and keeps no more"):
-        site.keep(file)
+    refuses(f"this site has {MOST_MODELS} models, and keeps no more", site.keep, file)
 
 
 def test_a_site_that_keeps_none_or_whose_policy_refuses_gets_none(site, make_site, file):
     site.keep.client = replace(site.client, kept_models=None)
-    with pytest.raises(ConfigError, match="refused: this site keeps no models"):
-        site.keep(file)
+    refuses("refused: this site keeps no models", site.keep, file)
     site.keep.client = site.client
-    with pytest.raises(ConfigError, match="rule data_sets"):
-        site.keep(file, data_set="other")
+    refuses("rule data_sets", site.keep, file, data_set="other")
     others = make_site(policy={"actions": ["query.describe", "query.commit"]})
     site.keep.client = replace(others.client, kept_models=site.client.kept_models)
-    with pytest.raises(ConfigError, match=r"rule actions: action=query\.keep_model"):
-        site.keep(file)
+    refuses(r"rule actions: action=query\.keep_model", site.keep, file)
     assert not site.folder.exists()
 
 
 def test_keys_that_are_none_are_one_sentence(tmp_path, keys):
     none = tmp_path / "none.pem"
     none.write_text("no key")
-    with pytest.raises(ConfigError, match="the key .* cannot be used"):
-        sign_model(none, run="run", model=b"m", card="c")
+    refuses("the key .* cannot be used", sign_model, none, run="run", model=b"m", card="c")
     with pytest.raises(ConfigError, match="the key .* cannot be used"):
         is_signed(none, "ab" * 64, run="run", model=b"m", card="c")
     assert not is_signed(keys["signing"][1], "zz" * 64, run="run", model=b"m", card="c")
-    with pytest.raises(FileExistsError):
-        make_signing_key(keys["signing"][0])
+    refuses("", make_signing_key, keys["signing"][0], error=FileExistsError)

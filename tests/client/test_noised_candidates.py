@@ -13,7 +13,8 @@ from fednas_flwr.protocol.states import MOMENTS, Layout, Part, load_states, netw
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import no_moments, path_states
 
-from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, clipped_sum, schedule
+from . import conftest as wards
+from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, flat, schedule, step_along
 
 METRICS_TERMS = {"noise_multiplier": METRICS["noise_multiplier"]}
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
@@ -30,7 +31,7 @@ def site(make_site):
 @pytest.fixture
 def supernet(cells_config, prepared, cells):
     supernet = supernet_space(cells_config, prepared).supernet()
-    load_states(supernet, cells)
+    load_states(supernet, cells.states)
     return supernet
 
 
@@ -38,7 +39,7 @@ def test_steps_are_clipped_sums_of_one_path_after_the_other(site, supernet, tota
     """The same in float64, one record at a time, with torch's own optimiser."""
     reply = site.ask("train.candidate", **ASKED)
     supernet.double().train()
-    start = torch.cat([w.detach().reshape(-1) for w in supernet.weights().values()])
+    start = flat(supernet.weights().values())
     constants = {"lr": STEP.lr, "momentum": STEP.momentum, "weight_decay": 0.01}
     sgd = torch.optim.SGD(supernet.weights().values(), **constants)
     train, norms = site.client.data.train, []
@@ -50,29 +51,24 @@ def test_steps_are_clipped_sums_of_one_path_after_the_other(site, supernet, tota
             return torch.autograd.grad(functional.cross_entropy(candidate(x), y), weights)
 
         for _ in range(ASKED["local_steps"]):
-            total, largest = clipped_sum(train, by_weights, NORM)
+            total, largest = wards.clipped_sum(train, by_weights, NORM)
             norms.append(largest)
-            sgd.zero_grad()
-            split = (total / RECORDS["train"]).split([weight.numel() for weight in weights])
-            for weight, part in zip(weights, split, strict=True):
-                weight.grad = part.view_as(weight)
-            sgd.step()
+            step_along(sgd, weights, total, RECORDS["train"])
     assert max(norms) > NORM
-    expected = torch.cat([w.detach().reshape(-1) for w in supernet.weights().values()])
+    expected = flat(supernet.weights().values())
     returned = reply.states["weights"]["float32"].double()
     # a pool or a kink may go the other way in float32: one record's share of one step
     assert (returned - expected).norm() < 0.01 * (expected - start).norm()
     assert len(totals) == len(PATHS) * ASKED["local_steps"] == len(site.rows())
     assert all(terms == {"noise_multiplier": SIGMA, "max_grad_norm": NORM} for _, terms in totals)
-    assert {(row.action, row.splits) for row in site.rows()} == {
-        ("train.candidate:weights", ("train",))
-    }
+    rows = {(row.action, row.splits) for row in site.rows()}
+    assert rows == {("train.candidate:weights", ("train",))}
 
 
 def test_noise_lies_on_the_paths_own_weights_and_no_other_moves(site, supernet, cells):
     reply = site.ask("train.candidate", **ASKED | {"candidates": PATHS[:1]})
     layout = Layout.of(network_states(supernet)["weights"])
-    sent, returned = (unpack(s["weights"], layout) for s in (cells, reply.states))
+    sent, returned = (unpack(s["weights"], layout) for s in (cells.states, reply.states))
     moved = {name for name in sent if not torch.equal(sent[name], returned[name])}
     assert moved == set(Candidate(supernet, PATHS[0]).weights())
     assert len(moved) < len(sent)
@@ -99,15 +95,12 @@ def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, 
     rewards = reply.states["rewards"]["float32"]
     torch.testing.assert_close(rewards, torch.tensor(correct) / RECORDS["validation"])
     (row,) = site.rows()
-    assert (row.action, row.splits, row.release.sample_rate, row.release.steps) == (
-        *("evaluate.candidates:rewards", ("validation",), 1, 1),
-    )
+    assert (row.action, row.splits) == ("evaluate.candidates:rewards", ("validation",))
+    assert (row.release.sample_rate, row.release.steps) == (1, 1)
 
 
 @pytest.mark.parametrize("moments", [False, True])
-def test_a_reply_about_paths_alone_has_their_part_of_the_whole_one(
-    moments, site, make_site, supernet, totals
-):
+def test_a_reply_about_paths_is_a_part_of_the_whole(moments, site, make_site, supernet, totals):
     """Noise is left out: the releases' totals are those of whole states, too."""
     whole = site.request("train.candidate", moments=moments, **ASKED)
     layouts = {"weights": Layout.of(network_states(supernet)["weights"])}
@@ -117,9 +110,8 @@ def test_a_reply_about_paths_alone_has_their_part_of_the_whole_one(
     taken, whole_size = (of["weights"].sizes["float32"] for of in (part.layouts, layouts))
     assert 0 < taken < 0.6 * whole_size
     other = make_site(committed=EVERYTHING, records=np.arange(40), test_seed=b"7")
-    narrow = replace(
-        whole, settings=replace(whole.settings, sparse=True), states=part.of(whole.states)
-    )
+    sparse = replace(whole.settings, sparse=True)
+    narrow = replace(whole, settings=sparse, states=part.of(whole.states))
     expected, reply = site.answer(whole), other.answer(narrow)
     assert reply.digests == {name: layout.digest for name, layout in part.layouts.items()}
     for name, packed in part.of(expected.states).items():

@@ -16,9 +16,10 @@ from fednas_flwr.client.answer import answer
 from fednas_flwr.models.networks import describe_pool, make_network
 from fednas_flwr.protocol.messages import Header
 from fednas_flwr.protocol.requests import Amount, LocalTraining, RewardCandidates, Train
-from fednas_flwr.protocol.states import Layout, network_states, pack, unpack
+from fednas_flwr.protocol.states import load_states
 
-from .conftest import METRICS, RECORDS, STEP, TERMS, clipped_sum, received, schedule
+from ..refusals import refuses
+from .conftest import METRICS, RECORDS, STEP, TERMS, clipped_sum, flat, packed, received, schedule
 
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 MEMBERS = 3
@@ -36,8 +37,7 @@ def pool(networks):
     described = describe_pool(genotypes, shapes=shapes, sizes=sizes, norm="group", auxiliary=False)
     with seeded(1, "pool"):
         network = make_network(described)
-    states = {name: pack(state) for name, state in network_states(network).items() if state}
-    return SimpleNamespace(described=described, network=network, states=states)
+    return SimpleNamespace(described=described, network=network, states=packed(network))
 
 
 def ask(site, action, stage, settings, states):
@@ -83,21 +83,13 @@ def test_a_step_is_one_release_of_every_members_own_clipped_sum(site, pool, tota
     assert (row.action, row.release.steps) == ("train.weights:weights", 1)
     # what the server gets are the members' own steps, along the mean of their own sums
     returned = make_network(pool.described)
-    for name, tensor in unpack_weights(returned, reply.states["weights"]).items():
-        dict(returned.named_parameters())[name].data.copy_(tensor)
+    load_states(returned, reply.states)
     for before, after, total in zip(pool.network.members, returned.members, sums, strict=True):
-        start, moved = (
-            torch.cat([p.detach().double().reshape(-1) for p in m.parameters()])
-            for m in (before, after)
-        )
+        start, moved = (flat(m.parameters()).double() for m in (before, after))
         gradient = total / (RECORDS["train"] + RECORDS["validation"])
         gradient = gradient * min(1.0, STEP.clip_norm / gradient.norm().item())
         step = -STEP.lr * (gradient + STEP.weight_decay * start)
         assert (moved - start - step).norm() < 0.01 * step.norm()
-
-
-def unpack_weights(network, packed):
-    return unpack(packed, Layout.of(network_states(network)["weights"]))
 
 
 def test_rewards_of_members_are_one_vector_of_counts(site, pool, totals):
@@ -128,25 +120,21 @@ class Evaluated:
     sparse: bool = False
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"norm": "batch"}, "batch_norm"),
-        ({"genotypes": []}, "genotypes=.* is out of range"),
-        ({"genotypes": 3}, "genotypes=3 is out of range"),
-        ({"genotypes": [{}]}, "refused|genotype"),
-        ({"name": "linear"}, "refused, the settings do not fit evaluate.candidates"),
-    ],
-)
-def test_what_is_no_private_pool_is_refused_before_a_record_is_read(
-    changes, sentence, make_site, pool, no_record
-):
+NO_POOLS = [
+    ({"norm": "batch"}, "batch_norm"),
+    ({"genotypes": []}, "genotypes=.* is out of range"),
+    ({"genotypes": 3}, "genotypes=3 is out of range"),
+    ({"genotypes": [{}]}, "refused|genotype"),
+    ({"name": "linear"}, "refused, the settings do not fit evaluate.candidates"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), NO_POOLS)
+def test_what_is_no_private_pool_is_refused_unread(changes, sentence, make_site, pool, no_record):
     site = make_site()
     settings = Evaluated(pool.described | changes)
-    with pytest.raises(ConfigError, match=sentence):
-        ask(site, "evaluate.candidates", "search", settings, pool.states)
-    with pytest.raises(ConfigError):
-        train(site, pool, **changes)
+    refuses(sentence, ask, site, "evaluate.candidates", "search", settings, pool.states)
+    refuses("", train, site, pool, **changes)
     assert site.rows() == []
 
 
@@ -161,5 +149,4 @@ def test_members_are_not_trained_to_be_measured(site, pool, no_record):
 
 @pytest.mark.parametrize("given", [{}, {"candidates": [[0]], "network": {"genotypes": [{}]}}])
 def test_paths_or_a_pool_are_measured_and_not_both(given):
-    with pytest.raises(ConfigError, match="candidates or network or training must be given"):
-        RewardCandidates(**given)
+    refuses("candidates or network or training must be given", RewardCandidates, **given)

@@ -9,21 +9,16 @@ import pytest
 import torch
 
 from fednas_flwr import compose, run
-from fednas_flwr.base.errors import BudgetExceededError, ConfigError
-from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client.answer import answer
-from fednas_flwr.client.making import make_client
-from fednas_flwr.data.prepared import make_data
-from fednas_flwr.models.networks import describe_network, make_network
 from fednas_flwr.models.noised_scores import BINS, LARGEST
 from fednas_flwr.privacy.plan import scores_release
-from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import CountScores
-from fednas_flwr.protocol.states import network_states, pack
+from fednas_flwr.protocol.states import pack
 from fednas_flwr.runs.numbers import read_run
 
 from ..booked import booked
-from .conftest import noise_of
+from ..refusals import refuses
+from .conftest import check_refusals, check_release
 
 PLAN = replace(scores_release(shared=False), noise_multiplier=2.0)
 
@@ -52,19 +47,12 @@ def overrides(table):
 
 
 @pytest.fixture
-def site(overrides, tmp_path):
+def site(overrides, of_table):
     """A simulated private client that has committed to the release, and its request."""
-    config = compose(*overrides, f"run_dir={tmp_path / 'run'}")
-    data = make_data(config)
-    client = make_client(config, 0, data=data, networks={})
-    client.guard.commit("run", [PLAN])
-    description = describe_network(config, data[0], None)
-    with seeded(3, "network"):
-        network = make_network(description)
-    states = {kind: pack(state) for kind, state in network_states(network).items() if state}
-    header = Header("run", "evaluate", 1, 1, 0, "nonce")
-    settings = CountScores(network=description, data_set="records")
-    return client, network.eval(), Request("evaluate.scores", header, settings, states)
+    made = of_table(*overrides)
+    made.client.guard.commit("run", [PLAN])
+    asked = CountScores(network=made.description, data_set="records")
+    return made.client, made.network, made.request("evaluate.scores", asked)
 
 
 def exact_counts(client, network):
@@ -80,22 +68,11 @@ def exact_counts(client, network):
     return counts
 
 
-def test_a_reply_is_the_exact_counts_and_noise_and_booked_before_that_is_drawn(site, monkeypatch):
+def test_a_reply_is_the_exact_counts_and_noise_and_booked(site, noised):
     client, network, request = site
-
-    seen = noise_of(client.guard, monkeypatch)
-    reply = answer(client, request)
-    ((total, terms, booked),) = seen
-    assert terms == {"noise_multiplier": 2.0, "max_grad_norm": 1.0}
-    assert torch.equal(total, exact_counts(client, network))
-    (entry,) = booked
-    assert (entry.stage, entry.action) == ("evaluate", "evaluate.scores:scores")
-    assert entry.splits == ("train", "validation")
-    assert (entry.release.sample_rate, entry.release.steps) == (1.0, 1)
-    assert entry.release.noise_multiplier == 2.0
-    assert (reply.metrics, reply.properties) == ({}, {})
-    declared = client.guard.allowed.by_split
-    assert reply.num_examples == declared["train"] + declared["validation"]
+    counted = {"action": "evaluate.scores:scores", "splits": ("train", "validation")}
+    exact = exact_counts(client, network)
+    reply, total = check_release(client, request, noised, norm=1.0, exact=exact, **counted)
     noise = reply.states["scores"]["float32"].double() - total
     assert (noise == 0).sum() <= 1  # one of 128, by rounding: once in 1e5; two: in 1e10
     assert noise.norm().item() < 2.0 * (math.sqrt(2 * BINS) + math.sqrt(2 * 40))  # but once in 2e17
@@ -119,24 +96,14 @@ def test_a_record_moves_one_count_by_one_whatever_the_others_are(site, totals):
 
 def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, no_record):
     client, _, request = site
-    other = replace(request, header=replace(request.header, run="other"))
-    with pytest.raises(ConfigError, match="release=evaluate/evaluate.scores/scores/train"):
-        answer(client, other)
-    with pytest.raises(ConfigError, match="rule data_sets"):
-        answer(client, replace(request, settings=replace(request.settings, data_set=None)))
-    with pytest.raises(ConfigError, match="of private clients and of two classes"):
-        answer(replace(client, guard=None), request)
+    words = "of private clients and of two classes"
+    refuses(words, answer, replace(client, guard=None), request)
     inputs = replace(client.inputs, class_names=("a", "b", "c"))
-    with pytest.raises(ConfigError, match="of private clients and of two classes"):
-        answer(replace(client, inputs=inputs), request)
+    refuses(words, answer, replace(client, inputs=inputs), request)
     for weights in (torch.zeros(0), torch.zeros(2**22)):
         states = {**request.states, "weights": pack({"w": weights})}
-        with pytest.raises(ConfigError, match=r"do not fit evaluate\.scores"):
-            answer(client, replace(request, states=states))
-    client.guard.allowed = replace(client.guard.allowed, epsilon=0.01)
-    with pytest.raises(BudgetExceededError):
-        answer(client, request)
-    assert client.guard._ledger.entries() == []
+        refuses(r"do not fit evaluate\.scores", answer, client, replace(request, states=states))
+    check_refusals(client, request, "evaluate/evaluate.scores/scores/train")
 
 
 @pytest.mark.run

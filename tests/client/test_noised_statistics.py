@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr import compose, load, run
-from fednas_flwr.base.errors import BudgetExceededError, ConfigError
+from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.client.answer import answer
-from fednas_flwr.client.making import make_client
-from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.statistics import (
     Statistics,
     are_within,
@@ -31,9 +29,17 @@ from fednas_flwr.protocol.requests import Describe, TellStatistics
 from fednas_flwr.runs.events import read_events
 
 from ..booked import booked
-from .conftest import noise_of
+from ..refusals import refuses
+from .conftest import check_refusals, check_release
 
-SIZES = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
+SEARCH = (
+    *("algorithm=dp_fnas", "rounds=1", "retrain.rounds=1", "search_space=mlp_small"),
+    *(
+        f"{part}.{size}"
+        for part in ("search_space", "retrain")
+        for size in ("channels=8", "norm=group")
+    ),
+)
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
 NOISE = "privacy.statistics_noise_multiplier=2"
 ANY = st.floats(width=32) | st.just(math.nan)
@@ -58,26 +64,26 @@ def table(tmp_path_factory):
 
 
 @pytest.fixture
-def overrides(table):
+def data(table):
     return [
-        *("algorithm=dp_fnas", "privacy=dp", *SIZES, "search_space.norm=group"),
-        *("retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu"),
-        "privacy.epsilon=100",
+        *("privacy=dp", "privacy.epsilon=100", "clients=2", "runtime.device=cpu", "trackers=[]"),
         *("dataset=csv", f"dataset.root={table}", f"dataset.cache={table.parent / 'cache'}"),
         *("dataset.categories={sex: [f, m]}", RANGES, "dataset.server_test=false"),
-        "trackers=[]",
     ]
 
 
 @pytest.fixture
-def site(overrides, tmp_path):
+def overrides(data):
+    return [*data, *SEARCH]
+
+
+@pytest.fixture
+def site(data, of_table):
     """A simulated private client that has committed to the release, and its request."""
-    config = compose(*overrides, NOISE, f"run_dir={tmp_path / 'run'}")
-    client = make_client(config, 0, data=make_data(config), networks={})
-    plan = replace(statistics_release(), noise_multiplier=2.0)
-    client.guard.commit("run", [plan])
-    header = Header("run", "statistics", 1, 1, 0, "nonce")
-    return client, Request("query.statistics", header, TellStatistics(data_set="records"))
+    made = of_table(*data, "algorithm=fedavg", "algorithm.network=linear", NOISE)
+    made.client.guard.commit("run", [replace(statistics_release(), noise_multiplier=2.0)])
+    asked = TellStatistics(data_set="records")
+    return made.client, made.request("query.statistics", asked, "statistics")
 
 
 def exact_sum(client):
@@ -149,49 +155,23 @@ def test_a_column_that_noise_drowns_keeps_its_range():
 # --- the release
 
 
-def test_a_reply_is_the_exact_sum_and_noise_and_booked_before_that_is_drawn(site, monkeypatch):
+def test_a_reply_is_the_exact_sum_and_noise_and_booked(site, noised):
     client, request = site
-
-    seen = noise_of(client.guard, monkeypatch)
-    reply = answer(client, request)
-    ((total, terms, booked),) = seen
-    norm = math.sqrt(6)  # of three numbers of at most 1 for each of two columns
-    assert terms == {"noise_multiplier": 2.0, "max_grad_norm": norm}
-    assert total == pytest.approx(exact_sum(client), abs=1e-9)
-    (entry,) = booked
-    assert (entry.stage, entry.action) == ("statistics", "query.statistics:statistics")
-    assert (entry.splits, entry.release.sample_rate, entry.release.steps) == (("train",), 1.0, 1)
-    assert entry.release.noise_multiplier == 2.0
-    assert (reply.metrics, reply.properties) == ({}, {})
-    declared = client.guard.allowed.by_split["train"]
-    assert reply.num_examples == declared
-    told = reply.states["statistics"]["float32"].double() * declared
-    noise = told - total
+    told = {"action": "query.statistics:statistics", "splits": ("train",), "norm": math.sqrt(6)}
+    # of three numbers of at most 1 for each of two columns
+    reply, total = check_release(client, request, noised, exact=exact_sum(client), **told)
+    noise = reply.states["statistics"]["float32"].double() * reply.num_examples - total
     assert bool((noise != 0).all())
-    assert noise.norm().item() < 2.0 * norm * (math.sqrt(6) + math.sqrt(2 * 40))  # but once in 2e17
+    assert noise.norm().item() < 2 * math.sqrt(6) * (math.sqrt(6) + math.sqrt(80))  # once in 2e17
 
 
 def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, monkeypatch):
     client, request = site
-
-    def read(*_):
-        raise AssertionError("a record was read")
-
-    monkeypatch.setattr("fednas_flwr.client.handlers.bounded_powers", read)
-    other = replace(request, header=replace(request.header, run="other"))
-    with pytest.raises(ConfigError, match="release=statistics/query.statistics/statistics/train"):
-        answer(client, other)
-    with pytest.raises(ConfigError, match="rule data_sets"):
-        answer(client, replace(request, settings=TellStatistics()))
+    monkeypatch.setattr("fednas_flwr.client.handlers.bounded_powers", None)  # it reads the records
     declared = replace(client, from_ranges=False)
-    with pytest.raises(ConfigError, match="within public ranges only"):
-        answer(declared, request)
-    with pytest.raises(ConfigError, match="is for private clients"):
-        answer(replace(client, guard=None), request)
-    client.guard.allowed = replace(client.guard.allowed, epsilon=0.01)
-    with pytest.raises(BudgetExceededError):
-        answer(client, request)
-    assert client.guard._ledger.entries() == []
+    refuses("within public ranges only", answer, declared, request)
+    refuses("is for private clients", answer, replace(client, guard=None), request)
+    check_refusals(client, request, "statistics/query.statistics/statistics/train")
 
 
 # --- what is done with it
@@ -216,16 +196,13 @@ def test_a_private_client_takes_statistics_within_its_ranges_alone(site):
         "one that is scaled": replace(good, std=(5.0, 0.06, 1.0, 2.0)),
     }
     for statistics in wrong.values():
-        with pytest.raises(ConfigError, match="beyond this site's dataset.ranges"):
-            answer(client, asked(statistics))
-    with pytest.raises(ConfigError, match="statistics of 2 features"):
-        answer(client, asked(Statistics((70.0, 0.1), (5.0, 0.06))))
+        refuses("beyond this site's dataset.ranges", answer, client, asked(statistics))
+    refuses("statistics of 2 features", answer, client, asked(Statistics((70.0, 0.1), (5.0, 0.06))))
     with pytest.raises(ConfigError, match="standardises by its own dataset.statistics"):
         answer(replace(client, from_ranges=False), asked(good))
     actions = tuple(a for a in client.guard.allowed.actions if a != "query.statistics")
     client.guard.allowed = replace(client.guard.allowed, actions=actions)
-    with pytest.raises(ConfigError, match="rule actions"):
-        answer(client, asked(good))
+    refuses("rule actions", answer, client, asked(good))
 
 
 @pytest.mark.run
@@ -265,9 +242,7 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
 
 @pytest.mark.run
 @pytest.mark.parametrize("told", [{"data_set": "mine"}, {}])
-def test_the_first_client_does_not_say_which_data_the_others_are_asked_for(
-    overrides, tmp_path, monkeypatch, told
-):
+def test_the_first_client_says_nothing_of_others_data(overrides, tmp_path, monkeypatch, told):
     describe = entrance.ANSWERS["query.describe"]
 
     def lie(client, request, asked):
@@ -292,8 +267,7 @@ def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):
     mixed = ["dataset.ranges={age: [0, 120]}", "dataset.statistics={dose: [0, 1]}"]
     with pytest.raises(ConfigError, match=r"told within ranges; declare dataset\.ranges"):
         run(compose(*plain, *mixed, NOISE, folder))
-    with pytest.raises(ConfigError, match="has no effect with dataset=csv without dataset.ranges"):
-        compose(*plain, NOISE)
+    refuses("has no effect with dataset=csv without dataset.ranges", compose, *plain, NOISE)
     with pytest.raises(ConfigError, match=r"secure_sum=true with privacy\.statistics_noise"):
         compose(*overrides, NOISE, "secure_sum=true", "clients=4")
     with pytest.raises(ConfigError, match="statistics alone cost"):

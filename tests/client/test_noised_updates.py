@@ -17,6 +17,7 @@ from fednas_flwr.privacy.policy import parse_policy, template
 from fednas_flwr.protocol.requests import Amount
 from fednas_flwr.settings.names import SPLITS
 
+from ..refusals import refuses
 from .conftest import LOSS_BOUND, POLICY, TERMS, schedule
 
 LEAST = 0.01  # noise multiplier
@@ -28,9 +29,7 @@ STATES = {"train.search": ("weights", "alphas"), "train.weights": ("weights",)}
 
 
 def committed(sigma=LEAST):
-    return [
-        replace(planned, shared=False, noise_multiplier=sigma) for planned in of_clients(schedule())
-    ]
+    return [replace(p, shared=False, noise_multiplier=sigma) for p in of_clients(schedule())]
 
 
 @pytest.fixture
@@ -38,9 +37,8 @@ def make_client_site(make_site):
     """``make_client_site(...)``: a site that is protected as a whole; its noise tells nothing."""
 
     def make(*, sigma=LEAST, hold=None, seed=b"noise", **policy):
-        return make_site(
-            policy=POLICY_CLIENT | policy, committed=committed(sigma), hold=hold, test_seed=seed
-        )
+        how = {"policy": POLICY_CLIENT | policy, "committed": committed(sigma)}
+        return make_site(**how, hold=hold, test_seed=seed)
 
     return make
 
@@ -87,9 +85,8 @@ def test_a_reply_is_what_was_sent_plus_the_clipped_update_and_noise(make_client_
         noise = update(reply, request, state) - expected
         assert noise.abs().max() < 8 * LEAST * NORM  # of some thousands
         assert noise.any()
-    assert {(row.action, row.splits, row.release.steps) for row in site.rows()} == {
-        (f"{action}:{state}", SPLITS, 1) for state in STATES[action]
-    }
+    rows = {(row.action, row.splits, row.release.steps) for row in site.rows()}
+    assert rows == {(f"{action}:{state}", SPLITS, 1) for state in STATES[action]}
     (rate,) = {row.release.sample_rate for row in site.rows()}
     assert rate == 1
 
@@ -126,9 +123,7 @@ def test_no_data_moves_a_reply_further_than_the_norm(make_client_site, action, h
     assert (f"{action} has failed, an update of zeros is sent: " in told) == (harm == "failure")
 
 
-def test_words_of_a_failing_update_move_no_cursor_and_forge_no_line(
-    make_client_site, monkeypatch, capsys
-):
+def test_words_of_a_failing_update_forge_no_line(make_client_site, monkeypatch, capsys):
     def failing(*_):
         raise ValueError("a\x1b[2Jb\nclient 1: accepted")
 
@@ -154,18 +149,14 @@ def test_rewards_are_noised_one_by_one(make_client_site):
 def test_a_whole_client_answers_nothing_that_is_no_update(make_client_site, no_record):
     site = make_client_site()
     for action in ("train.weight_gradient", "train.network_gradient", "evaluate.model"):
-        with pytest.raises(ConfigError, match=f"rule unit: action={action}, not train.search"):
-            site.ask(action)
-    with pytest.raises(ConfigError, match="rule unit: moments=sent"):
-        site.answer(asked(site, "train.search", moments=True))
-    with pytest.raises(ConfigError, match="validates=True"):
-        site.answer(asked(site, "train.weights", validates=True))
+        refuses(f"rule unit: action={action}, not train.search", site.ask, action)
+    refuses("rule unit: moments=sent", site.answer, asked(site, "train.search", moments=True))
+    refuses("validates=True", site.answer, asked(site, "train.weights", validates=True))
     assert site.rows() == []
 
 
 def test_site_and_run_must_name_the_same_unit(make_site):
-    with pytest.raises(ConfigError, match="rule unit: of_client=false, not True"):
-        make_site(policy=POLICY_CLIENT)
+    refuses("rule unit: of_client=false, not True", make_site, policy=POLICY_CLIENT)
     with pytest.raises(ConfigError, match="rule unit: of_client=true, not False"):
         make_site(policy={"least_noise_multiplier": LEAST}, committed=committed())
     (plan, *_) = committed()
@@ -176,8 +167,7 @@ def test_site_and_run_must_name_the_same_unit(make_site):
 def test_a_policy_declares_one_client():
     text = template().replace("unit: record", "unit: client")
     assert text != template()
-    with pytest.raises(ConfigError, match="records=5000 is out of range: expected 1 with unit"):
-        parse_policy(text)
+    refuses("records=5000 is out of range: expected 1 with unit", parse_policy, text)
     own = parse_policy(text.replace("records: 5000", "records: 1")).data_sets["my-data"]
     assert own.by_split == dict.fromkeys(SPLITS, 1)
     assert POLICY["unit"] != own.unit

@@ -3,17 +3,17 @@
 import json
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import rehearsal
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.rehearsal import SELF_TESTS, machine, shown_size, structure
 from fednas_flwr.privacy.mechanism import micro_batches
 from fednas_flwr.settings import with_runtime
+
+from ..refusals import refuses
 
 CPU = torch.device("cpu")
 
@@ -68,9 +68,7 @@ def test_the_key_knows_structure_machine_and_settings_but_no_weights(monkeypatch
     assert machine(CPU, 1) != here
 
 
-def test_the_site_tests_before_it_reads_and_computes_in_the_size_that_passed(
-    make_site, monkeypatch
-):
+def test_the_site_tests_before_it_reads_and_computes_as_tested(make_site, monkeypatch):
     """Every part that is computed then has this size, whatever the number of records drawn."""
     monkeypatch.setattr(rehearsal, "largest_size", lambda *_, **__: 2)
     sizes, divide = [], micro_batches.micro_batches
@@ -95,9 +93,7 @@ def test_threads_are_those_of_the_policy(make_site, monkeypatch):
     assert site.client.threads == 2
 
 
-def test_a_simulation_whose_threads_are_not_those_of_its_policies_is_refused(
-    site_config, prepared, tmp_path
-):
+def test_threads_other_than_those_of_policies_are_refused(site_config, prepared, tmp_path):
     privacy = replace(site_config.privacy, sites=str(tmp_path))
     data = (prepared, [torch.arange(20).numpy()])
 
@@ -108,5 +104,4 @@ def test_a_simulation_whose_threads_are_not_those_of_its_policies_is_refused(
 
     assert client(1).threads == 1
     assert client(1).guard.allowed.micro_batch_size == privacy.micro_batch_size
-    with pytest.raises(ConfigError, match="runtime.threads=2, but the simulated sites' policies"):
-        client(2)
+    refuses("runtime.threads=2, but the simulated sites' policies", client, 2)

@@ -7,42 +7,30 @@ itself.
 """
 
 import itertools
-import json
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client import release_guard
 from fednas_flwr.client.answer import answer, asked_kinds
 from fednas_flwr.client.making import make_client, make_site_guard
-from fednas_flwr.data.loaders import ClientData
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models import networks
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.requests import (
-    Amount,
-    LocalSearch,
-    LocalTraining,
-    TellStatistics,
-    Train,
-    Trial,
-)
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.search.candidate import all_alike
 from fednas_flwr.search.local_search import Alternating
@@ -54,13 +42,15 @@ from fednas_flwr.spaces.costs import HardwareLoss, space_costs
 
 from ..asked import SUPERNET, smallest
 from ..patients import patients
-from .conftest import POLICY
+from ..refusals import refuses
+from .conftest import POLICY, node_of, of_splits, packed
 
 DATA_SET = "ward"
+HEADER = Header("run", "search", 1, 1, 0, "nonce")
 NORM, SIGMA = 0.25, 1.5
 STEP = SGD(lr=0.5, min_lr=0.0, momentum=0.9, weight_decay=0.01, clip_norm=None)
 ALPHAS = Adam(lr=0.05, weight_decay=0.0)
-TWO_STEPS = Amount(epochs=None, steps=2, batch_size=None)
+TWO_STEPS = rq.Amount(epochs=None, steps=2, batch_size=None)
 ROWS = 20  # of each client
 LARGE = 3.0  # times what a network starts with
 # How a space is made small; a space that is new here must say it, too.
@@ -80,20 +70,19 @@ OF_TABLES = ("mlp",)
 WITH_AUXILIARY_HEADS = ("darts",)
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """One request: its settings, and the states that it carries."""
 
     settings: Any
     states: Any
 
 
-TRIALS = [Trial(STEP, ALPHAS, 0.0)] * 2
-SEARCHED = LocalSearch(TWO_STEPS, STEP, ALPHAS, Alternating("first_order"))
+TRIALS = [rq.Trial(STEP, ALPHAS, 0.0)] * 2
+SEARCHED = rq.LocalSearch(TWO_STEPS, STEP, ALPHAS, Alternating("first_order"))
 
 
 def training(described, split="train"):
-    return LocalTraining(described, split, TWO_STEPS, STEP, 0.4, 0.0)
+    return rq.LocalTraining(described, split, TWO_STEPS, STEP, 0.4, 0.0)
 
 
 def of_network(action, described):
@@ -125,7 +114,9 @@ def of_supernet(action, kit):
             for gates, loss in itertools.product(("two", "full"), (None, *losses))
         ]
         paths.append(SampledPaths(gates="two", warm_up=True, hardware=None))
-        return [replace(asked, local=LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p)) for p in paths]
+        return [
+            replace(asked, local=rq.LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p)) for p in paths
+        ]
     if action == "train.search":
         return [replace(asked, local=SEARCHED)]
     if action == "train.probe":
@@ -220,40 +211,28 @@ def descriptions(kit, *, pools):
             yield networks.describe_derived(genotypes[0], auxiliary=auxiliary, **settings)
 
 
-def packed(network, scale):
-    """States of a network whose weights are so many times as large."""
-    states = {name: state for name, state in network_states(network).items() if state}
-    with torch.no_grad():
-        large = {n: t * scale for n, t in states["weights"].items()}
-    return {name: pack(state) for name, state in {**states, "weights": large}.items()}
-
-
 def without(split_name):
     """Return an edit of a client's data that leaves one unit out of a split."""
 
     def edit(data):
         split = getattr(data, split_name)
-        gone = split.rows[-1:] if split.persons is None else split.persons[-1]
-        keep = torch.ones(len(split), dtype=torch.bool)
-        keep[-1:] = False
-        if split.persons is not None:
-            keep = split.persons != gone
-            return replace(
-                data,
-                **{split_name: replace(split, rows=split.rows[keep], persons=split.persons[keep])},
-            )
-        return replace(data, **{split_name: replace(split, rows=split.rows[keep])})
+        keep, persons = torch.arange(len(split)) < len(split) - 1, split.persons
+        if persons is not None:
+            keep = persons != persons[-1]
+            persons = persons[keep]
+        return replace(data, **{split_name: replace(split, rows=split.rows[keep], persons=persons)})
 
     return edit
 
 
-def of_persons(data):
-    """Give every two records to a person."""
+# every two records to a person
+of_persons = of_splits(lambda split: replace(split, persons=torch.arange(len(split)) // 2))
 
-    def held(split):
-        return replace(split, persons=torch.arange(len(split)) // 2)
 
-    return ClientData(held(data.train), held(data.validation), held(data.test))
+def sent_with(described, scale=1.0):
+    """States of a network that they describe."""
+    with seeded(2, "network"):
+        return packed(networks.make_network(described), scale)
 
 
 def without_dropout(network):
@@ -310,43 +289,33 @@ def ask(tmp_path, totals):
         roster = Roster(tuple(own.public(f"site-{i}") for i, own in enumerate(keys)))
         terms = SumTerms(roster.fingerprint, 3, 0)
         policy |= {"secure_sum": asdict(terms)} if sums else {}
-        (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": {"ward": policy}}))
-        node = {"policy": str(folder / "policy.yaml"), "data-set": "ward"}
-        node |= {"ledger": str(folder / "l" / "rows.sqlite"), "ledger-key": str(folder / "key")}
-        node |= {"data-path": "x", "dataset": "x", "cache": str(kit.config.dataset.cache)}
-        guard = make_site_guard(node | {"split-key": kit.config.dataset.split_key})
+        node = node_of(folder, kit.config, {"ward": policy})
+        guard = make_site_guard(node)
         guard._generator = SecureGenerator(b"1")
         if sums:
-            (folder / "roster.json").write_text(json.dumps([asdict(s) for s in roster.sites]))
+            roster.write(folder / "roster.json")
             node |= {"roster": str(folder / "roster.json"), "sum-key": str(tmp_path / "0.keys")}
             node["sums"] = str(folder / "sums.sqlite")
         # the data does not say whose its records are; unit decides what a policy may say alone
         checked = replace(guard.allowed, unit="record") if unit == "person" else guard.allowed
         guard.allowed, allowed = checked, guard.allowed
-        client = make_client(
-            kit.config, 0, data=(kit.prepared, [np.arange(ROWS)]), networks=kit.networks,
-            site={k: v for k, v in node.items() if k != "policy"} if not sums else node,
-            guard=guard,
-        )  # fmt: skip
+        node = node if sums else {key: value for key, value in node.items() if key != "policy"}
+        own = {"networks": kit.networks, "site": node, "guard": guard}
+        client = make_client(kit.config, 0, data=(kit.prepared, [np.arange(ROWS)]), **own)
         guard.allowed = allowed
         if sums:
             client = replace(client, sums=SumSite(0, keys[0], roster, terms, folder / "j.sqlite"))
         data = of_persons(client.data) if persons else client.data
-        client = replace(
-            client,
-            data=data if hold is None else hold(data),
-            make_network=lambda described, make=client.make_network: without_dropout(
-                make(described)
-            ),
-        )
-        header = Header("run", "search", 1, 1, 0, "nonce")
-        request = Request(action, header, asked.settings, asked.states)
+        make, data = client.make_network, data if hold is None else hold(data)
+        alike = {"make_network": lambda described: without_dropout(make(described))}
+        client = replace(client, data=data, **alike)
+        request = Request(action, HEADER, *asked)
         kinds = asked_kinds(request, of_client=unit == "client")
+        common = {"batch_size": None, "steps": 50, "max_grad_norm": NORM, "noise_multiplier": SIGMA}
+        common["of_client"] = unit == "client"
         plan = [
             PlannedRelease(
-                *("search", action, kind, splits, None, 50, NORM, SIGMA),
-                shared=sums and kind != "rewards",
-                of_client=unit == "client",
+                "search", action, kind, splits, shared=sums and kind != "rewards", **common
             )
             for kind, (splits, _) in kinds.items()
         ]
@@ -370,9 +339,7 @@ def check(ask, totals, kit, action, asked, **how):
     assert first, "nothing was released"
     totals.repeats = True
     largest = 0.0
-    request = Request(
-        action, Header("run", "search", 1, 1, 0, "nonce"), asked.settings, asked.states
-    )
+    request = Request(action, HEADER, *asked)
     for split in sorted({split for splits, _ in asked_kinds(request).values() for split in splits}):
         second = ask(kit, action, asked, hold=without(split), **how)
         assert len(second) == len(first)
@@ -414,12 +381,10 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
     if action == "evaluate.candidates" and not pools:
         pytest.skip("of pools alone")
     for described in descriptions(kit, pools=pools):
-        with seeded(2, "network"):
-            states = packed(networks.make_network(described), LARGE)
+        states = sent_with(described, LARGE)
         asked = Asked(of_network(action, described), states)
         if pools and action in ("train.probe", "evaluate.model"):
-            with pytest.raises(ConfigError, match="refused, the settings do not fit"):
-                ask(kit, action, asked)
+            refuses("refused, the settings do not fit", ask, kit, action, asked)
             assert totals.seen == []
             continue
         assert check(ask, totals, kit, action, asked) >= least(action)
@@ -433,8 +398,7 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
 def test_fixed_networks(name, action, kits, ask, totals):
     kit = kits("nasbench201")
     described = {"name": name, **kit.shapes, "norm": "group"}
-    with seeded(2, "network"):
-        states = packed(networks.make_network(described), 1.0)
+    states = sent_with(described)
     asked = Asked(of_network(action, described), states)
     assert check(ask, totals, kit, action, asked) > 1e-6
 
@@ -443,7 +407,7 @@ def test_fixed_networks(name, action, kits, ask, totals):
 @pytest.mark.parametrize("action", SUPERNET_ACTIONS)
 def test_persons_with_several_records(action, kits, ask, totals):
     kit = kits("dp_cells" if "candidate" in action else "nasbench201")
-    states = packed(kit.supernet, 1.0)
+    states = packed(kit.supernet)
     for settings in of_supernet(action, kit):
         sent = {"weights": states["weights"]} if "candidate" in action else states
         asked = Asked(settings, sent)
@@ -458,13 +422,11 @@ def test_secure_sums_of_gradients(action, pool, kits, ask, totals):
     described = next(descriptions(kit, pools=pool))
     settings, states = replace(of_supernet("train.gradients", kit)[0], local_steps=1), None
     if action == "train.network_gradient":
-        with seeded(2, "network"):
-            states = packed(networks.make_network(described), 1.0)
+        states = sent_with(described)
         settings = of_network(action, described)
-    asked = Asked(settings, states or packed(kit.supernet, 1.0))
+    asked = Asked(settings, states or packed(kit.supernet))
     if pool and action == "train.network_gradient":
-        with pytest.raises(ConfigError, match="rule secure_sum: norm of weights"):
-            ask(kit, action, asked, sums=True)
+        refuses("rule secure_sum: norm of weights", ask, kit, action, asked, sums=True)
         return
     assert check(ask, totals, kit, action, asked, sums=True) > 1e-6
 
@@ -474,13 +436,12 @@ def test_secure_sums_of_gradients(action, pool, kits, ask, totals):
 def test_whole_clients(action, sums, kits, ask, totals):
     """Their updates are replaced by zeros: every total is a contribution."""
     kit = kits("nasbench201")
-    states, local = packed(kit.supernet, 1.0), Amount(epochs=2, steps=None, batch_size=4)
+    states, local = packed(kit.supernet), rq.Amount(epochs=2, steps=None, batch_size=4)
     settings = of_supernet("train.search" if action == "train.weights" else action, kit)[0]
     if action == "train.weights":
         described = next(descriptions(kit, pools=True))
-        with seeded(2, "network"):
-            states = packed(networks.make_network(described), 1.0)
-        settings = Train(local=replace(training(described), amount=local), data_set=DATA_SET)
+        states = sent_with(described)
+        settings = rq.Train(local=replace(training(described), amount=local), data_set=DATA_SET)
     elif action == "train.search":
         settings = replace(settings, local=replace(settings.local, amount=local))
     else:
@@ -493,5 +454,5 @@ def test_whole_clients(action, sums, kits, ask, totals):
 
 
 def test_statistics_of_a_table(kits, ask, totals):
-    asked = Asked(TellStatistics(data_set=DATA_SET), {})
+    asked = Asked(rq.TellStatistics(data_set=DATA_SET), {})
     assert check(ask, totals, kits("mlp"), "query.statistics", asked) > 1e-6

@@ -16,6 +16,8 @@ from fednas_flwr.privacy.policy import parse_policy, template
 from fednas_flwr.protocol.messages import Header
 from fednas_flwr.protocol.secure_sum.masks import Grid
 
+from ..refusals import refuses
+
 HEADER = Header("run", "search", 1, 1, 0, "nonce")
 ACTION = "train.weight_gradient"
 SIGMA, NORM, HONEST = 1.5, 0.5, 4
@@ -87,13 +89,11 @@ def test_shared_noise_needs_terms_room_and_single_steps(make_gate):
     for grid in (None, narrow):
         with pytest.raises(ConfigError, match="rule secure_sum: range of weights"):
             guard.share(planned, HEADER, UNREAD, grid=grid)
-    with pytest.raises(ValueError, match="call share"):
-        guard.release(planned, HEADER, UNREAD)
+    refuses("call share", guard.release, planned, HEADER, UNREAD, error=ValueError)
     assert guard._ledger.entries() == []
     with pytest.raises(ConfigError, match="rule secure_sum: steps of shared noise=2"):
         guard.admit(HEADER, ACTION, "weights", splits=("train",), steps=2)
-    with pytest.raises(ConfigError, match="rule secure_sum: shared noise"):
-        make_gate(sums=False)
+    refuses("rule secure_sum: shared noise", make_gate, sums=False)
 
 
 def test_shares_out_of_range_are_never_released():

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.answer import admit
 from fednas_flwr.client.noised_updates import MOST_CELLS, noised_update
 from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
@@ -20,6 +19,7 @@ from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.sum_encoding import Summands, sizes_of
 from fednas_flwr.protocol.sum_requests import Summed
 
+from ..refusals import refuses
 from .conftest import schedule
 from .test_noised_updates import EPOCHS, POLICY_CLIENT, TRAINING
 
@@ -67,9 +67,8 @@ def test_no_weight_that_is_sent_takes_noise_from_a_share(weight, site):
     std = cells.values.std() * grid.cell
     expected = SIGMA * site.norm / math.sqrt(SITES)
     assert std == pytest.approx(expected, rel=6 / math.sqrt(2 * len(cells)))
-    summands = Summands(
-        "train.weights", sizes_of(reply.states, reply.shares), request.summed, request.states
-    )
+    sizes = sizes_of(reply.states, reply.shares)
+    summands = Summands("train.weights", sizes, request.summed, request.states)
     sent = summands.encode(reply)["int32"]
     np.testing.assert_array_equal(sent.astype(np.int64), cells.values)
 
@@ -78,15 +77,13 @@ def test_no_weight_that_is_sent_takes_noise_from_a_share(weight, site):
 def test_weights_beyond_what_float64_can_hold_beside_a_cell_are_refused(weight, site, no_record):
     request = asked(site, weight)
     assert not abs(weight) <= MOST_CELLS * request.grids["weights"].cell
-    with pytest.raises(ConfigError, match="rule secure_sum: largest of weights="):
-        noised_update(site.client, request, unmoved)
+    refuses("rule secure_sum: largest of weights=", noised_update, site.client, request, unmoved)
     assert site.rows() == []
 
 
 @pytest.mark.parametrize("act", [operator.neg, lambda c: c * 2, lambda c: c + c, float, round])
 def test_nothing_is_computed_with_cells(act):
-    with pytest.raises(TypeError):
-        act(Cells(np.arange(3)))
+    refuses("", act, Cells(np.arange(3)), error=TypeError)
 
 
 def test_cells_do_not_leave_without_masks():

@@ -111,9 +111,8 @@ def test_the_surest_mistakes_come_first_and_are_the_images():
     found = mistakes(records, logits, labels)
     assert [one["predicted"] for one in found] == ["owl"] * 3
     assert {one["true"] for one in found} == {"cat"}
-    assert [one["probability"] for one in found] == sorted(
-        (one["probability"] for one in found), reverse=True
-    )
+    sure = [one["probability"] for one in found]
+    assert sure == sorted(sure, reverse=True)
     first = np.asarray(Image.open(io.BytesIO(base64.b64decode(found[0]["png"]))))
     assert (first == images[7, 0].numpy()).all()
 

@@ -12,23 +12,23 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fednas_flwr import load
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.records import Column, Inputs
 from fednas_flwr.models.export import export_onnx, export_safetensors
-from fednas_flwr.models.networks import make_network, make_space
+from fednas_flwr.models.networks import describe_derived, make_network, make_space
 from fednas_flwr.models.prediction import METADATA_KEY, Model
-from fednas_flwr.spaces.genotype import to_json
+
+from ..made_networks import Made
+from ..refusals import refuses
 
 SHAPE = (3, 10, 12)
 
 
 def derived(name, norm, *, auxiliary=False, **sizes):
     """Return the description of a random derived network."""
-    space = make_space(name, input_shape=SHAPE, num_classes=5, norm=norm, **sizes)
-    genotype = space.random_genotype(torch.Generator().manual_seed(3))
     shapes = {"input_shape": list(SHAPE), "num_classes": 5}
-    cells = {"genotype": json.loads(to_json(genotype)), "norm": norm, "auxiliary": auxiliary}
-    return {"name": "derived", **shapes, **sizes, **cells}
+    space = make_space(name, **shapes | {"input_shape": SHAPE}, norm=norm, **sizes)
+    genotype = space.random_genotype(torch.Generator().manual_seed(3))
+    return describe_derived(genotype, shapes, sizes=sizes, norm=norm, auxiliary=auxiliary)
 
 
 DESCRIPTIONS = {
@@ -50,26 +50,14 @@ def trained(description):
     return network
 
 
-IMAGES = Inputs(
-    shape=SHAPE,
-    schema=(),
-    mean=(0.3, 0.5, 0.6),
-    std=(0.2, 0.25, 0.3),
-    class_names=("ant", "bee", "cat", "dog", "elk"),
+ANIMALS = ("ant", "bee", "cat", "dog", "elk")
+IMAGES = Inputs(SHAPE, (), (0.3, 0.5, 0.6), (0.2, 0.25, 0.3), ANIMALS)
+COLUMNS = (
+    *(Column("age", indicator=True), Column("site", "category", ("A", "B", "C"))),
+    *(Column("seen", "date"), Column("sex", "category", ("f",))),
 )
-TABLE = Inputs(
-    shape=(7,),
-    schema=(
-        Column("age", indicator=True),
-        Column("site", "category", ("A", "B", "C")),
-        Column("seen", "date"),
-        Column("sex", "category", ("f",)),
-    ),
-    mean=(50.0, 19_000.0, 0.0, 0.0, 0.0, 0.0, 0.0),
-    std=(10.0, 300.0, 1.0, 1.0, 1.0, 1.0, 1.0),
-    class_names=("ill", "well"),
-    label="outcome",
-)
+MEAN, STD = (50.0, 19_000.0, 0.0, 0.0, 0.0, 0.0, 0.0), (10.0, 300.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+TABLE = Inputs((7,), COLUMNS, MEAN, STD, ("ill", "well"), label="outcome")
 
 
 def images(count):
@@ -87,9 +75,8 @@ def test_safetensors_gives_the_same_model_back(name, tmp_path):
     x = images(6)
     with torch.no_grad():
         assert torch.equal(loaded(x), model(x))
-        own = (x / 255 - torch.tensor(IMAGES.mean)[:, None, None]) / torch.tensor(IMAGES.std)[
-            :, None, None
-        ]
+        mean, std = (torch.tensor(part)[:, None, None] for part in (IMAGES.mean, IMAGES.std))
+        own = (x / 255 - mean) / std
         expected = torch.softmax(model.network(own), 1)
         torch.testing.assert_close(loaded(x), expected, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(loaded(x / 255), expected, rtol=1e-3, atol=1e-5)
@@ -101,11 +88,9 @@ def test_safetensors_gives_the_same_model_back(name, tmp_path):
 
 
 def test_loading_before_the_export_says_so(tmp_path):
-    with pytest.raises(ConfigError, match="has not reached its export"):
-        load(tmp_path)
+    refuses("has not reached its export", load, tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="lacks fednas_model"):
-        load(tmp_path)
+    refuses("lacks fednas_model", load, tmp_path)
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
@@ -133,14 +118,8 @@ def test_onnx_of_a_table_has_an_input_for_every_column(tmp_path):
     columns = [(i.name, i.type, i.shape) for i in session.get_inputs()]
     number, text = ("tensor(float)", ["batch", 1]), ("tensor(string)", ["batch", 1])
     assert columns == [("age", *number), ("site", *text), ("seen", *number), ("sex", *text)]
-    table = pd.DataFrame(
-        {
-            "age": [40, None, 61.5],
-            "site": ["C", "never seen", None],
-            "seen": ["2024-05-31", "1.2.2020", None],
-            "sex": ["f", "m", ""],
-        }
-    )
+    table = pd.DataFrame({"age": [40, None, 61.5], "site": ["C", "never seen", None]})
+    table["seen"], table["sex"] = ["2024-05-31", "1.2.2020", None], ["f", "m", ""]
     found = model.predict(table)
     rows = [  # age, seen, age is missing, site=A, B, C, sex=f
         [-1.0, (19_874 - 19_000) / 300, 0, 0, 0, 1, 1],
@@ -150,40 +129,27 @@ def test_onnx_of_a_table_has_an_input_for_every_column(tmp_path):
     with torch.no_grad():
         expected = torch.softmax(model.network(torch.tensor(rows)), 1).numpy()
     np.testing.assert_allclose(found.probabilities, expected, rtol=1e-4)
-    answers = session.run(
-        ["label", "probabilities"],
-        {
-            "age": np.array([[40], [np.nan], [61.5]], dtype=np.float32),
-            "site": np.array([["C"], ["never seen"], [""]], dtype=object),
-            "seen": np.array([[19_874], [18_293], [np.nan]], dtype=np.float32),
-            "sex": np.array([["f"], ["m"], [""]], dtype=object),
-        },
-    )
+    numbers = {"age": [40, np.nan, 61.5], "seen": [19_874, 18_293, np.nan]}
+    texts = {"site": ["C", "never seen", ""], "sex": ["f", "m", ""]}
+    fed = {name: np.array(values, np.float32)[:, None] for name, values in numbers.items()}
+    fed |= {name: np.array(values, object)[:, None] for name, values in texts.items()}
+    answers = session.run(["label", "probabilities"], fed)
     np.testing.assert_allclose(answers[1], expected, rtol=1e-4)
     assert answers[0].tolist() == found.labels
 
 
-class _Treacherous(nn.Module):
-    """Answers differently while it is exported."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Linear(7, 2)
-
-    def forward(self, x):
-        scale = 1.5 if torch.onnx.is_in_onnx_export() else 1.0
-        logits: torch.Tensor = self.dense(x) * scale
-        return logits
-
-
 def test_onnx_that_differs_is_refused_and_leaves_no_file(tmp_path):
+    def treacherous(self, x):
+        """Answer differently while it is exported."""
+        return self.dense(x) * (1.5 if torch.onnx.is_in_onnx_export() else 1.0)
+
     torch.manual_seed(0)
+    network = Made(treacherous, dense=nn.Linear(7, 2))
     (tmp_path / "model.onnx").write_text("of an earlier run")
     with pytest.raises(RuntimeError, match=r"differs from torch by 0\.0"):
-        export_onnx(Model(_Treacherous(), TABLE), tmp_path)
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
-        "model.onnx": "of an earlier run"
-    }
+        export_onnx(Model(network, TABLE), tmp_path)
+    left = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert left == {"model.onnx": "of an earlier run"}
 
 
 def test_data_that_a_model_does_not_take(tmp_path):
@@ -203,16 +169,13 @@ def test_data_that_a_model_does_not_take(tmp_path):
         (patients, np.zeros((2, 4)), r"numbers \[N, 7\], whose columns are age, seen, age"),
         (patients, tmp_path / "empty", "is no table"),
     ]:
-        with pytest.raises(ConfigError, match=message):
-            model.predict(data)
+        refuses(message, model.predict, data)
 
 
 @pytest.mark.parametrize("name", ["label", "probabilities", "features", "encoded_1", "<column 1>"])
 def test_onnx_gives_every_name_once(name, tmp_path):
     schema = (Column(name), Column("site", "category", ("A", "B")))
-    inputs = Inputs(
-        shape=(3,), schema=schema, mean=(1.0, 0, 0), std=(2.0, 1, 1), class_names=("no", "yes")
-    )
+    inputs = Inputs((3,), schema, (1.0, 0, 0), (2.0, 1, 1), ("no", "yes"))
     path, _ = export_onnx(Model(nn.Linear(3, 2), inputs), tmp_path)
     session = onnxruntime.InferenceSession(path)
     assert [taken.name for taken in session.get_inputs()] == [name, "site"]

@@ -14,23 +14,11 @@ from torch.nn import functional
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.models import metrics
-from fednas_flwr.models.metrics import (
-    BINS,
-    Metrics,
-    accuracies_of_parts,
-    best_threshold,
-    calibration,
-    detailed,
-    evaluate,
-    histogram,
-    intervals,
-    pooled_baselines,
-    record_losses,
-)
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression
 from fednas_flwr.settings.names import CLASS_METRICS, NUMBER_METRICS
 from fednas_flwr.spaces.operations import SkipNetwork
 
+from ..refusals import refuses
 from ..search.test_objective import pairs_ranked_right, slow_scores
 
 CPU = torch.device("cpu")
@@ -42,13 +30,9 @@ def make_split(rows, *, seed=0):
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 3, 600)
     images = rng.integers(0, 160, (600, 2, 4, 4)) + 40 * labels[:, None, None, None]
-    return Split(
-        features=torch.from_numpy(images.clip(0, 255).astype(np.uint8)),
-        labels=torch.from_numpy(labels),
-        rows=torch.tensor(rows),
-        mean=(0.4, 0.5),
-        std=(0.2, 0.3),
-    )
+    features = torch.from_numpy(images.clip(0, 255).astype(np.uint8))
+    rows, labels = torch.tensor(rows), torch.from_numpy(labels)
+    return Split(features, labels, rows, mean=(0.4, 0.5), std=(0.2, 0.3))
 
 
 @pytest.fixture
@@ -68,7 +52,7 @@ def test_evaluate_equals_a_loop_over_single_examples(network):
             (logits,) = network(image[None])
         losses.append(-float(logits.double().log_softmax(0)[split.labels[row]]))
         hits += int(logits.argmax()) == int(split.labels[row])
-    result = evaluate(network, split, CPU)
+    result = metrics.evaluate(network, split, CPU)
     assert result.loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert result.accuracy == hits / 300
     assert result.num_examples == 300
@@ -81,7 +65,7 @@ def test_evaluate_equals_a_loop_over_single_examples(network):
 def test_evaluate_leaves_the_network_as_it_was(network, training):
     network.train(training)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    evaluate(network, make_split(list(range(100))), CPU)
+    metrics.evaluate(network, make_split(list(range(100))), CPU)
     assert network.training is training
     assert all(module.training is training for module in network.modules())
     assert all(torch.equal(before[name], t) for name, t in network.state_dict().items())
@@ -90,36 +74,35 @@ def test_evaluate_leaves_the_network_as_it_was(network, training):
 
 def test_evaluate_does_not_depend_on_batches_or_order(network, monkeypatch):
     rows = list(range(50))
-    whole = evaluate(network.train(), make_split(rows), CPU, with_scores=True)
+    whole = metrics.evaluate(network.train(), make_split(rows), CPU, with_scores=True)
     monkeypatch.setattr(metrics, "BATCH_SIZE", 7)
     for order in (rows, rows[::-1]):
-        parts = evaluate(network, make_split(order), CPU, with_scores=True)
+        parts = metrics.evaluate(network, make_split(order), CPU, with_scores=True)
         assert (parts.accuracy, parts.f1) == (whole.accuracy, whole.f1)
         assert parts.auroc == pytest.approx(whole.auroc)
         assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
 
 
 def test_evaluate_refuses_an_empty_split(network):
-    with pytest.raises(ValueError, match="the split is empty"):
-        evaluate(network, make_split([]), CPU)
+    refuses("the split is empty", metrics.evaluate, network, make_split([]), CPU, error=ValueError)
+
+
+def arrays(split):
+    """Features and labels of a split's records, as scikit-learn takes them."""
+    x, y = split.batch(torch.arange(len(split)), CPU)
+    return x.flatten(1).numpy(), y.numpy()
 
 
 def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records():
     clients = [make_split(list(range(0, 150))), make_split(list(range(150, 400)))]
     test = make_split(list(range(400, 600)))
 
-    def arrays(split):
-        x, y = split.batch(torch.arange(len(split)), CPU)
-        return x.flatten(1).numpy(), y.numpy()
-
-    x = np.concatenate([arrays(split)[0] for split in clients])
-    y = np.concatenate([arrays(split)[1] for split in clients])
+    x, y = (np.concatenate(part) for part in zip(*map(arrays, clients), strict=True))
+    x_test, y_test = arrays(test)
     model = LogisticRegression(max_iter=1000).fit(x, y)
-    scores = pooled_baselines(clients, test, num_classes=3)["linear"]
-    assert scores["accuracy"] == pytest.approx(model.score(*arrays(test)))
-    predictions = torch.from_numpy(model.predict(arrays(test)[0]))
-    expected = f1_score(arrays(test)[1], predictions, average="macro")
-    assert scores["f1"] == pytest.approx(expected)
+    scores = metrics.pooled_baselines(clients, test, num_classes=3)["linear"]
+    assert scores["accuracy"] == pytest.approx(model.score(x_test, y_test))
+    assert scores["f1"] == pytest.approx(f1_score(y_test, model.predict(x_test), average="macro"))
     assert scores["accuracy"] > 0.6
 
 
@@ -133,20 +116,20 @@ def test_scores_are_those_of_the_networks_logits(network, classes):
     x, y = split.batch(torch.arange(len(rows)), CPU)
     with torch.no_grad():
         expected = slow_scores(network.eval()(x), y.tolist())
-    found = evaluate(network, split, CPU, with_scores=True)
+    found = metrics.evaluate(network, split, CPU, with_scores=True)
     assert {"f1": found.f1, "auroc": found.auroc} == pytest.approx(expected)
     assert (asdict(found)["auroc"] is None) == (len(classes) == 1)
-    plain = evaluate(network, split, CPU)
+    plain = metrics.evaluate(network, split, CPU)
     own = {name: getattr(found, name) for name in ("f1", "auroc", "average_precision", *DECIDED)}
-    assert found == Metrics(plain.loss, plain.accuracy, len(rows), **own)
+    assert found == metrics.Metrics(plain.loss, plain.accuracy, len(rows), **own)
     assert found.as_dict() == plain.as_dict()  # what clients send has no scores
 
 
 def test_measured_losses_are_without_class_factors(network):
     split, weighed = make_split(list(range(60))), Objective(torch.tensor([1.0, 0.1, 0.2]))
-    found = evaluate(network, split, CPU, objective=weighed)
-    assert found == evaluate(network, split, CPU)
-    losses = record_losses(network, split, CPU)
+    found = metrics.evaluate(network, split, CPU, objective=weighed)
+    assert found == metrics.evaluate(network, split, CPU)
+    losses = metrics.record_losses(network, split, CPU)
     assert (losses.dtype, losses.shape) == (torch.float64, (60,))
     assert found.loss == pytest.approx(losses.mean().item(), rel=1e-6)
 
@@ -157,20 +140,18 @@ def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties():
     seen = made.rows[made.labels[made.rows] != 1]
     train = Split(made.features, made.labels, seen, made.mean, made.std)
     test = make_split(list(range(300, 600)))
-    x, y = (torch.cat(part) for part in zip(train.batch(torch.arange(len(seen)), CPU), strict=True))
-    model = LogisticRegression(max_iter=1000).fit(x.flatten(1).numpy(), y.numpy())
-    x_test, y_test = test.batch(torch.arange(300), CPU)
-    p = model.predict_proba(x_test.flatten(1).numpy())
-    scores = pooled_baselines([train], test, num_classes=3)["linear"]
+    model = LogisticRegression(max_iter=1000).fit(*arrays(train))
+    x_test, y_test = arrays(test)
+    p = model.predict_proba(x_test)
+    scores = metrics.pooled_baselines([train], test, num_classes=3)["linear"]
     area = {
         c: pairs_ranked_right((y_test == c).tolist(), p[:, column].tolist())
         for column, c in enumerate((0, 2))
     }
     assert min(area.values()) > 0.6
     assert scores["auroc"] == pytest.approx((area[0] + 0.5 + area[2]) / 3, rel=1e-12)
-    predictions = torch.from_numpy(model.predict(x_test.flatten(1).numpy()))
-    assert scores["accuracy"] == int((predictions == y_test).sum()) / 300
-    assert scores["f1"] == pytest.approx(f1_score(y_test, predictions, average="macro"))
+    assert scores["accuracy"] == model.score(x_test, y_test)
+    assert scores["f1"] == pytest.approx(f1_score(y_test, model.predict(x_test), average="macro"))
 
 
 def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one():
@@ -179,7 +160,7 @@ def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one(
     labels = torch.tensor([0, 1] * 20 + [0, 1, 0, 1])
     train = Split(features, labels, torch.arange(40), (0.0,), (1.0,))
     test = Split(features, labels, torch.arange(40, 44), (0.0,), (1.0,))
-    scores = pooled_baselines([train], test, num_classes=2)["linear"]
+    scores = metrics.pooled_baselines([train], test, num_classes=2)["linear"]
     assert scores["auroc"] == 0.25  # of four pairs of a 1 and a 0 only (1e4, -1e4) is right
     assert scores["accuracy"] == 0.5
 
@@ -192,13 +173,12 @@ def test_boosted_trees_are_a_baseline_of_tables_alone():
         Split(torch.from_numpy(x), labels, rows, (0.0,) * 3, (1.0,) * 3)
         for rows in torch.arange(600).split([250, 150, 200])
     ]
-    found = pooled_baselines(parts[:2], parts[2], num_classes=2)
+    found = metrics.pooled_baselines(parts[:2], parts[2], num_classes=2)
     assert found["trees"]["accuracy"] > 0.85 > 0.6 > found["linear"]["accuracy"]
     assert found["trees"]["auroc"] > found["linear"]["auroc"] + 0.2
     images = [make_split(list(range(150)))]
-    assert set(pooled_baselines(images, make_split(list(range(150, 200))), num_classes=3)) == {
-        "linear"
-    }
+    test = make_split(list(range(150, 200)))
+    assert set(metrics.pooled_baselines(images, test, num_classes=3)) == {"linear"}
 
 
 class Bright(SkipNetwork):
@@ -217,11 +197,11 @@ def test_parts_of_a_network_with_a_skip_are_measured_alone():
     shares = [float((split.labels[:200] == label).float().mean()) for label in range(3)]
     assert len(set(shares)) == 3
     skip = network.skip
-    found = accuracies_of_parts(network, split, CPU, objective=CLASSIFICATION)
+    found = metrics.accuracies_of_parts(network, split, CPU, objective=CLASSIFICATION)
     assert found["without_skip"] == pytest.approx(shares[1])
     assert found["without_cells"] == pytest.approx(shares[2])
     assert network.skip is skip
-    assert evaluate(network, split, CPU).accuracy == pytest.approx(shares[2])
+    assert metrics.evaluate(network, split, CPU).accuracy == pytest.approx(shares[2])
 
 
 PROBABILITIES = st.lists(st.integers(0, 999), min_size=2, max_size=40)
@@ -231,8 +211,8 @@ PROBABILITIES = st.lists(st.integers(0, 999), min_size=2, max_size=40)
 def test_the_threshold_is_the_best_of_all(thousandths, seed):
     shares = torch.tensor(thousandths, dtype=torch.float64) / 1000 + 5e-4
     positive = torch.from_numpy(np.random.default_rng(seed).random(len(shares)) < 0.5)
-    parts = [histogram(shares[i::2], positive[i::2]) for i in (0, 1)]  # of two clients
-    threshold = best_threshold(parts, [len(shares[i::2]) for i in (0, 1)])
+    parts = [metrics.histogram(shares[i::2], positive[i::2]) for i in (0, 1)]  # of two clients
+    threshold = metrics.best_threshold(parts, [len(shares[i::2]) for i in (0, 1)])
     if positive.all() or not positive.any():
         assert threshold is None
         return
@@ -242,7 +222,7 @@ def test_the_threshold_is_the_best_of_all(thousandths, seed):
         return float(sensitivity + (shares[~positive] < at).double().mean() - 1)
 
     assert threshold is not None
-    everyone = [youden(k / BINS) for k in range(1, BINS)]
+    everyone = [youden(k / metrics.BINS) for k in range(1, metrics.BINS)]
     assert youden(threshold) == pytest.approx(max(everyone))
     logits = torch.stack([-shares.logit(), torch.zeros_like(shares)], 1)
     found = Objective(threshold=threshold).scores(logits, positive.long())
@@ -251,7 +231,7 @@ def test_the_threshold_is_the_best_of_all(thousandths, seed):
 
 def test_calibration_of_records_counted_by_hand():
     probabilities = torch.tensor([[0.95, 0.05], [0.91, 0.09], [0.35, 0.65], [0.62, 0.38]])
-    found = calibration(probabilities, torch.tensor([0, 1, 1, 0]))
+    found = metrics.calibration(probabilities, torch.tensor([0, 1, 1, 0]))
     assert [n for _, _, n in found["bins"]] == [2, 2]
     # two at .635 of which both are right, two at .93 of which one is
     assert found["expected_error"] == pytest.approx(0.5 * 0.365 + 0.5 * 0.43)
@@ -266,7 +246,7 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
         def measure(weights, hits=hits):
             return {"share": weights @ hits / weights.sum(1)}
 
-        low, high = intervals(measure, 80, seed=seed)["intervals"]["share"]
+        low, high = metrics.intervals(measure, 80, seed=seed)["intervals"]["share"]
         covered += low <= 0.7 <= high
     assert 175 <= covered <= 200  # expected 190, deviation 3
 
@@ -278,7 +258,7 @@ def test_a_report_has_all_scores_as_json(num_classes):
     logits = torch.randn(200, num_classes, generator=generator)
     logits[torch.arange(200), labels] += 1
     threshold = 0.4 if num_classes == 2 else None
-    found = detailed(logits, labels, objective=Objective(threshold=threshold))
+    found = metrics.detailed(logits, labels, objective=Objective(threshold=threshold))
     json.dumps(found, allow_nan=False)
     called = logits.argmax(1)
     if num_classes == 2:
@@ -297,6 +277,20 @@ def test_a_report_has_all_scores_as_json(num_classes):
         fine = 1 - called[labels == 0].double().mean()
         assert found["specificity"] == pytest.approx(float(fine))
         assert found["f1"] == pytest.approx(f1_score(labels, called))
+
+
+def score_of_parts(parts, metric, objective):
+    """Return the score of clients' added sums, as they travel, and their logits and labels."""
+    told = [
+        metrics.sums(logits, labels, metric=metric, objective=objective, seed=3)
+        for logits, labels in parts
+    ]
+    assert all(bool((of >= 0).all()) for of in told)  # as a reply's must be
+    assert metrics.summed(told[0].flatten().tolist()[:-1], metric, 1) is None
+    again = [metrics.summed(of.flatten().tolist(), metric, 1) for of in told]
+    score = metrics.score_of_sums(torch.stack(again).sum(0), metric)
+    assert len(score) == 1 + metrics.RESAMPLED
+    return score, *(torch.cat(side) for side in zip(*parts, strict=True))
 
 
 @settings(max_examples=30)
@@ -318,21 +312,11 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, class
         logits[:, 2:] = -1e4  # so that log odds are differences of two logits
         parts.append((logits, torch.randint(2, (number,), generator=drawn)))
     objective = Objective(positive=1)
-    told = [
-        metrics.sums(logits, labels, metric=metric, objective=objective, seed=3)
-        for logits, labels in parts
-    ]
-    assert all(bool((of >= 0).all()) for of in told)
-    again = [metrics.summed(of.flatten().tolist(), metric, 1) for of in told]
-    assert metrics.summed(told[0].flatten().tolist()[:-1], metric, 1) is None
-    total = torch.stack([of for of in again if of is not None]).sum(0)
-    score = metrics.score_of_sums(total, metric)
-    logits, labels = (torch.cat(side) for side in zip(*parts, strict=True))
+    score, logits, labels = score_of_parts(parts, metric, objective)
     expected = objective.scores(logits, labels) | {
         "accuracy": float((logits.argmax(1) == labels).double().mean()),
         "log_loss": float(functional.cross_entropy(logits, labels)),
     }
-    assert len(score) == 1 + metrics.RESAMPLED
     if metric not in expected:  # of records of one kind
         assert math.isnan(score[0])
     else:
@@ -349,17 +333,8 @@ def test_added_sums_of_numbers_give_the_score_of_all_records(metric, clients, se
         for n in sizes
     ]
     objective = Regression(target=(50.0, 9.0))
-    told = [
-        metrics.sums(logits, labels, metric=metric, objective=objective, seed=3)
-        for logits, labels in parts
-    ]
-    assert all(bool((of >= 0).all()) for of in told)  # as a reply's must be
-    again = [metrics.summed(of.flatten().tolist(), metric, 1) for of in told]
-    total = torch.stack([of for of in again if of is not None]).sum(0)
-    logits, labels = (torch.cat(side) for side in zip(*parts, strict=True))
+    score, logits, labels = score_of_parts(parts, metric, objective)
     expected = objective.scores(logits, labels)[metric]
-    score = metrics.score_of_sums(total, metric)
-    assert len(score) == 1 + metrics.RESAMPLED
     assert float(score[0]) == pytest.approx(expected, rel=1e-6)
     assert score[1:].isfinite().any()
 

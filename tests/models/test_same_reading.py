@@ -1,15 +1,17 @@
 """A model reads data as it was trained to: from a file, and from the same table as a DataFrame."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.models.prediction import Model
 
 from ..data_sets import prepared
+from ..refusals import refuses
 
 N = 60
 RNG = np.random.default_rng(1)
@@ -34,102 +36,93 @@ LABELS = {
 }
 
 
-def model_of(path, tmp_path, **given):
-    data = prepared("csv", root=path, cache=tmp_path / "cache", server_test=False, **given)
-    inputs = data.inputs
-    if not inputs.mean:
-        size = data.input_shape[0]
-        inputs = type(inputs)(**{**vars(inputs), "mean": (0.1,) * size, "std": (3.0,) * size})
-    torch.manual_seed(0)
-    network = nn.Linear(data.input_shape[0], data.num_classes)
-    network.weight.data /= 1000  # dates are large numbers
-    return Model(network, inputs)
+@pytest.fixture
+def model_of(tmp_path):
+    """``model_of(table, ...)``: a model of a text or frame, and its file."""
+
+    def made(table, **given):
+        text = table if isinstance(table, str) else table.to_csv(index=False)
+        (path := tmp_path / "t.csv").write_text(text)
+        data = prepared("csv", root=path, cache=tmp_path / "cache", server_test=False, **given)
+        inputs, size = data.inputs, data.input_shape[0]
+        if not inputs.mean:
+            inputs = replace(inputs, mean=(0.1,) * size, std=(3.0,) * size)
+        torch.manual_seed(0)
+        network = nn.Linear(size, data.num_classes)
+        network.weight.data /= 1000  # dates are large numbers
+        return Model(network, inputs), path
+
+    return made
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_a_column_is_read_alike(tmp_path, kind):
+def test_a_column_is_read_alike(model_of, kind):
     frame = pd.DataFrame({"x": COLUMNS[kind], "age": range(N), "y": [0, 1] * (N // 2)})
-    frame.to_csv(tmp_path / "t.csv", index=False)
     given = {"categorical": ["x"], "numeric": ["age"]} if kind in CATEGORIES else {}
-    model = model_of(tmp_path / "t.csv", tmp_path, **given)
-    of_file = model.predict(tmp_path / "t.csv")
-    of_frame = model.predict(pd.read_csv(tmp_path / "t.csv"))
+    model, path = model_of(frame, **given)
+    of_file, of_frame = model.predict(path), model.predict(pd.read_csv(path))
     np.testing.assert_array_equal(of_file.probabilities, of_frame.probabilities)
     assert len(np.unique(of_file.probabilities, axis=0)) > 20
     assert of_file.truth == of_frame.truth is not None
 
 
 @pytest.mark.parametrize("kind", LABELS)
-def test_labels_are_read_alike(tmp_path, kind):
-    frame = pd.DataFrame({"age": range(N), "y": LABELS[kind] * (N // 2)})
-    frame.to_csv(tmp_path / "t.csv", index=False)
-    model = model_of(tmp_path / "t.csv", tmp_path)
-    of_file = model.predict(tmp_path / "t.csv")
-    assert of_file.truth == model.predict(pd.read_csv(tmp_path / "t.csv")).truth
+def test_labels_are_read_alike(model_of, kind):
+    model, path = model_of(pd.DataFrame({"age": range(N), "y": LABELS[kind] * (N // 2)}))
+    of_file = model.predict(path)
+    assert of_file.truth == model.predict(pd.read_csv(path)).truth
     assert set(of_file.truth or ()) == set(model.class_names)
 
 
-def test_the_signs_of_a_file_are_kept_with_the_model(tmp_path):
-    text = "pay;y\n1.234,5;0\n12,25;1\n975;1\n"
-    (tmp_path / "t.csv").write_text(text)
-    model = model_of(tmp_path / "t.csv", tmp_path)
+def test_the_signs_of_a_file_are_kept_with_the_model(model_of, tmp_path):
+    model, path = model_of("pay;y\n1.234,5;0\n12,25;1\n975;1\n")
     plain = pd.DataFrame({"pay": [1234.5, 12.25, 975.0], "y": [0, 1, 1]})
-    ours = model.predict(tmp_path / "t.csv")
-    np.testing.assert_array_equal(ours.probabilities, model.predict(plain).probabilities)
     (tmp_path / "one.csv").write_text("pay;y\n1.234;0\n")  # which has two readings by itself
-    one = model.predict(tmp_path / "one.csv").probabilities
-    np.testing.assert_array_equal(one, model.predict(pd.DataFrame({"pay": [1234]})).probabilities)
+    one = pd.DataFrame({"pay": [1234]})
+    for file, frame in ((path, plain), (tmp_path / "one.csv", one)):
+        shares = (model.predict(data).probabilities for data in (file, frame))
+        np.testing.assert_array_equal(*shares)
 
 
-def test_unknown_categories_are_a_warning(tmp_path):
-    (tmp_path / "t.csv").write_text("ward,y\nnorth,0\nsouth,1\n")
-    model = model_of(tmp_path / "t.csv", tmp_path)
+def test_unknown_categories_are_a_warning(model_of):
+    model, _ = model_of("ward,y\nnorth,0\nsouth,1\n")
     with pytest.warns(UserWarning, match="column ward: 2 of 2 cells, such as zzz"):
         found = model.predict(pd.DataFrame({"ward": ["zzz", "zzz"]}))
     assert found.notes
     assert model.predict(pd.DataFrame({"ward": ["north", None]})).notes == ()
 
 
-def test_labels_that_are_no_classes_are_a_warning(tmp_path):
-    (tmp_path / "t.csv").write_text("age,y\n1,benign\n2,malignant\n")
-    model = model_of(tmp_path / "t.csv", tmp_path)
+def test_labels_that_are_no_classes_are_a_warning(model_of):
+    model, _ = model_of("age,y\n1,benign\n2,malignant\n")
     with pytest.warns(UserWarning, match="holds labels such as 0, 1, and not only benign, mal"):
         found = model.predict(pd.DataFrame({"age": [1, 2], "y": [0, 1]}))
     assert found.truth is None
 
 
 @pytest.mark.parametrize(("positive", "expected"), [(None, "b"), (0, "a")])
-def test_a_threshold_is_of_the_positive_class(tmp_path, positive, expected):
-    (tmp_path / "t.csv").write_text("age,y\n1,a\n20,b\n300,a\n")
-    model = model_of(tmp_path / "t.csv", tmp_path)
-    found = model.predict(tmp_path / "t.csv", threshold=0.0, positive=positive)
-    assert set(found.labels) == {expected}
-    never = model.predict(tmp_path / "t.csv", threshold=1.0, positive=positive)
-    assert set(never.labels) == {"a", "b"} - {expected}
+def test_a_threshold_is_of_the_positive_class(model_of, positive, expected):
+    model, path = model_of("age,y\n1,a\n20,b\n300,a\n")
+    for threshold, labels in ((0.0, {expected}), (1.0, {"a", "b"} - {expected})):
+        assert set(model.predict(path, threshold=threshold, positive=positive).labels) == labels
 
 
-def test_a_threshold_of_three_classes_needs_a_positive_one(tmp_path):
-    (tmp_path / "t.csv").write_text("age,y\n1,a\n20,b\n300,c\n")
-    model = model_of(tmp_path / "t.csv", tmp_path)
-    with pytest.raises(ConfigError, match="this one has 3 classes: leave it out"):
-        model.predict(tmp_path / "t.csv", threshold=0.5)
-    never = model.predict(tmp_path / "t.csv", threshold=1.0, positive=0)
-    most = model.predict(tmp_path / "t.csv").probabilities[:, 1:].argmax(1)
+def test_a_threshold_of_three_classes_needs_a_positive_one(model_of):
+    model, path = model_of("age,y\n1,a\n20,b\n300,c\n")
+    refuses("this one has 3 classes: leave it out", model.predict, path, threshold=0.5)
+    never = model.predict(path, threshold=1.0, positive=0)
+    most = model.predict(path).probabilities[:, 1:].argmax(1)
     assert never.labels == ["bc"[place] for place in most]
 
 
-def test_two_columns_of_one_name_are_one_sentence(tmp_path):
-    (tmp_path / "t.csv").write_text("age,y\n1,0\n2,1\n")
-    model = model_of(tmp_path / "t.csv", tmp_path)
+def test_two_columns_of_one_name_are_one_sentence(model_of):
+    model, _ = model_of("age,y\n1,0\n2,1\n")
     frame = pd.DataFrame([[1, 2]], columns=["age", "age"])
-    with pytest.raises(ValueError, match="the DataFrame has 2 columns age"):
-        model.predict(frame)
+    refuses("the DataFrame has 2 columns age", model.predict, frame, error=ValueError)
 
 
-def test_predictions_keep_the_ids(tmp_path):
-    (tmp_path / "t.csv").write_text("label,age,y\np1,1,0\np7,2,1\n")
-    model = model_of(tmp_path / "t.csv", tmp_path, id_column="label")
-    table = model.predict(tmp_path / "t.csv").table()
+def test_predictions_keep_the_ids(model_of):
+    model, path = model_of("label,age,y\np1,1,0\np7,2,1\n", id_column="label")
+    table = model.predict(path).table()
     assert list(table)[:3] == ["label_", "record", "label"]
     assert table["label_"].tolist() == ["p1", "p7"]
     assert "label_" not in model.predict(pd.DataFrame({"age": [1]})).table()

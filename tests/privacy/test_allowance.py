@@ -1,13 +1,15 @@
 """The one counter of what requests make a site write in a day."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.base.errors import ConfigError, DayFullError
+from fednas_flwr.base.errors import DayFullError
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of, take
+
+from ..refusals import refuses
 
 DAY = 86_400
 
@@ -23,8 +25,7 @@ def test_a_day_takes_so_much_and_the_next_one_as_much_again(counter):
         with pytest.raises(DayFullError, match="^refused: .*as it writes in a day .* tomorrow.$"):
             take(counter, 11, now=6 * DAY - 1)
     take(counter, 10, now=6 * DAY - 1)  # what is left can still be taken
-    with pytest.raises(ConfigError):
-        take(counter, 1, now=6 * DAY - 1)
+    refuses("", take, counter, 1, now=6 * DAY - 1)
     day, used, refused = map(int, counter.read_text().split())
     assert (day, used, refused) == (5, MOST_BYTES, 4)
     take(counter, MOST_BYTES, now=6 * DAY)
@@ -35,8 +36,7 @@ def test_refusals_write_nothing_but_their_number(counter):
     take(counter, MOST_BYTES, now=0)
     before = sorted(counter.parent.iterdir()), counter.stat().st_size
     for _ in range(1000):
-        with pytest.raises(DayFullError):
-            take(counter, 1, now=1)
+        refuses("", take, counter, 1, error=DayFullError, now=1)
     assert (sorted(counter.parent.iterdir()), counter.stat().st_size) == before
     assert counter.read_text().split()[2] == "1000"
     assert counter.stat().st_mode & 0o077 == 0
@@ -45,10 +45,8 @@ def test_refusals_write_nothing_but_their_number(counter):
 def test_what_says_that_it_is_spent_may_go_a_little_beyond(counter):
     take(counter, MOST_BYTES, now=0)
     take(counter, 60, now=0, beyond=100)
-    with pytest.raises(DayFullError):
-        take(counter, 60, now=0, beyond=100)
-    with pytest.raises(DayFullError):
-        take(counter, 1, now=0)
+    refuses("", take, counter, 60, error=DayFullError, now=0, beyond=100)
+    refuses("", take, counter, 1, error=DayFullError, now=0)
 
 
 @pytest.mark.parametrize("text", ["", "5 6", "a b c", "0" * 500])
@@ -73,13 +71,6 @@ def test_no_sequence_takes_more_than_the_allowance(amounts, tmp_path_factory):
 
 
 def test_threads_share_a_counter(counter):
-    def some():
-        for _ in range(50):
-            take(counter, 3, now=0)
-
-    threads = [threading.Thread(target=some) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: take(counter, 3, now=0), range(8 * 50)))
     assert counter.read_text().split()[1] == str(8 * 50 * 3)

@@ -4,6 +4,7 @@ import copy
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -20,13 +21,11 @@ from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradie
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
 from fednas_flwr.search.batch_gradients import BatchGradients, trainable_weights
-from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.mlp import MLPSpace
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
+from ..made_networks import Made
 from ..reference_engine import by
-
-CLASSES = 5
+from ..refusals import refuses
+from ..small_spaces import CLASSES, SPACES
 
 
 def cross_entropy(logits, y):
@@ -37,18 +36,17 @@ def with_auxiliary(output, y):
     return cross_entropy(output[0], y) + 0.4 * cross_entropy(output[1], y)
 
 
-def darts(shape):
-    sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 3, "skip": "linear"}
-    return DARTSSpace(input_shape=shape, **sizes, norm="group")
+def small(name, shape, *, skip="linear", **sizes):
+    return replace(SPACES[name], input_shape=shape, norm="group", skip=skip, **sizes)
 
 
-def nasbench201(shape):
-    sizes = {"num_classes": CLASSES, "channels": 4, "num_cells": 1, "skip": "linear"}
-    return NASBench201Space(input_shape=shape, **sizes, norm="group")
+darts, nasbench201 = partial(small, "darts"), partial(small, "nasbench201")
+# wide enough that the norms of the narrowest layers do not amplify rounding
+mlp = partial(small, "mlp", skip="none", channels=32)
 
 
-def mlp(shape):  # wide enough that the norms of the narrowest layers do not amplify rounding
-    return MLPSpace(input_shape=shape, num_classes=CLASSES, channels=32, num_cells=2, norm="group")
+def reference(space):
+    return by("reference", space.supernet())
 
 
 def mobilenet_v2(shape, *, norm):
@@ -67,12 +65,8 @@ def derived(space, *, auxiliary=False, **sizes):
 NETWORKS = {
     "darts supernet": (lambda s: darts(s).supernet(), (3, 9, 7), (1, 17, 14)),
     "nasbench201 supernet": (lambda s: nasbench201(s).supernet(), (1, 7, 9), (3, 15, 13)),
-    "darts reference": (lambda s: by("reference", darts(s).supernet()), (3, 9, 7), (1, 17, 14)),
-    "nasbench201 reference": (
-        lambda s: by("reference", nasbench201(s).supernet()),
-        (1, 7, 9),
-        (3, 15, 13),
-    ),
+    "darts reference": (lambda s: reference(darts(s)), (3, 9, 7), (1, 17, 14)),
+    "nasbench201 reference": (lambda s: reference(nasbench201(s)), (1, 7, 9), (3, 15, 13)),
     "darts": (lambda s: derived(darts(s), auxiliary=True), (1, 11, 9), (3, 17, 14)),
     "nasbench201": (lambda s: derived(nasbench201(s), num_cells=2), (3, 7, 9), (1, 15, 13)),
     "mlp supernet": (lambda s: mlp(s).supernet(), (6,), (30,)),
@@ -252,22 +246,18 @@ def test_public_factors_multiply_after_clipping():
 # Traps, most of them of Opacus' hooks
 
 
-class TwoPaths(nn.Module):
+def two_paths():
     """One layer under two names, called three times, in a branch of each length."""
-
-    def __init__(self):
-        super().__init__()
-        shared = nn.Linear(6, 6)
-        self.first = nn.Sequential(shared)
-        self.second = nn.ModuleDict({"again": shared})
-        self.head = nn.Linear(6, CLASSES)
-        self.tied = nn.Linear(6, 6)
-        self.tied.weight = shared.weight
 
     def forward(self, x):
         before = self.first(x)
         after = self.second["again"](torch.tanh(before)) + self.first(x * x)
         return self.head(torch.tanh(after) + before + self.tied(x))
+
+    shared, tied, head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)
+    tied.weight = shared.weight
+    again = nn.ModuleDict({"again": shared})
+    return Made(forward, first=nn.Sequential(shared), second=again, head=head, tied=tied)
 
 
 def check_against_loop(network, x, y, parameters=None):
@@ -280,7 +270,7 @@ def check_against_loop(network, x, y, parameters=None):
 
 @pytest.mark.usefixtures("route")
 def test_shared_layers_and_tied_parameters():
-    network = TwoPaths().double()
+    network = two_paths().double()
     x, y = make_batch((6,), torch.float64, batch=4)
     check_against_loop(network, x, y)
     chosen = {"weight": network.tied.weight, "bias": network.head.bias}
@@ -327,8 +317,7 @@ def test_the_module_is_left_as_it_was():
     before = state()
     weight_sum(network, x, y, parameters=weights, micro_batch_size=2)
     assert state() == before
-    with pytest.raises(KeyError, match="labels"):
-        weight_sum(network, x, y, loss=broken, parameters=weights)
+    refuses("labels", weight_sum, network, x, y, error=KeyError, loss=broken, parameters=weights)
     assert state() == before
     assert network.skeleton.classifier.bias.grad is kept
     assert bool((kept == 1).all())
@@ -347,52 +336,40 @@ def test_the_supernet_is_left_as_it_was():
         assert torch.equal(parameter, before[name])
 
 
-class Unreached(nn.Module):
-    def __init__(self, use):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.head = nn.Linear(4, CLASSES)
-        self.use = use
-
+def unreached(use):
     def forward(self, x):
-        if self.use == "weight without a call":
+        if use == "weight without a call":
             return self.head(F.linear(x, self.layer.weight))
         dead = self.layer(x)
-        return self.head(x if self.use == "never" else self.layer(0 * dead.detach() + x))
+        return self.head(x if use == "never" else self.layer(0 * dead.detach() + x))
+
+    return Made(forward, layer=nn.Linear(4, 4), head=nn.Linear(4, CLASSES))
 
 
 def test_an_unreached_parameter_has_zeros_and_a_missed_use_is_an_error(route):
     x, y = make_batch((4,), torch.float32, batch=4)
 
     def run(use):
-        return weight_sum(Unreached(use), x, y, micro_batch_size=3)
+        return weight_sum(unreached(use), x, y, micro_batch_size=3)
 
     sums = run("never")
     assert not sums["layer.weight"].any()
     assert sums["head.weight"].any()
-    with pytest.raises(RuntimeError, match="of every use of layer.weight"):
-        run("weight without a call")
+    refuses("of every use of layer.weight", run, "weight without a call", error=RuntimeError)
     if route == "leaves":
-        check_against_loop(Unreached("one of two calls").double(), x.double(), y)
+        check_against_loop(unreached("one of two calls").double(), x.double(), y)
     else:
-        with pytest.raises(RuntimeError, match="of every use of layer.weight"):
-            run("one of two calls")
+        refuses("of every use of layer.weight", run, "one of two calls", error=RuntimeError)
 
 
 def test_a_supernet_that_stacks_a_weight_twice_is_an_error():
-    class Twice(nn.Module):
-        takes_stack = True
+    def forward(self, x):
+        both = stacked([self.first.weight, self.second.weight])
+        alone = stacked([self.first.weight])
+        return torch.einsum("bi,boi->bo", x, both[:, :CLASSES] + both[:, CLASSES:] + alone)
 
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(4, CLASSES), nn.Linear(4, CLASSES)
-
-        def forward(self, x):
-            both = stacked([self.first.weight, self.second.weight])
-            alone = stacked([self.first.weight])
-            return torch.einsum("bi,boi->bo", x, both[:, :CLASSES] + both[:, CLASSES:] + alone)
-
-    network = Twice()
+    first, second = nn.Linear(4, CLASSES), nn.Linear(4, CLASSES)
+    network = Made(forward, first=first, second=second, takes_stack=True)
     weights = {"first": network.first.weight, "second": network.second.weight}
     x, y = make_batch((4,), torch.float32)
     with pytest.raises(RuntimeError, match="of every use of first"):
@@ -405,8 +382,7 @@ def test_some_weights_of_a_fast_supernet():
     stem = {"stem": supernet.body.stem[0].weight}
     check_against_loop(supernet, x, y, stem)
     one_of_many = {"edge": supernet.weights()["body.cells.0.edges.0.ops.sep_conv_3x3.1.weight"]}
-    with pytest.raises(KeyError):  # what is computed together is differentiated by together
-        check_against_loop(supernet, x, y, one_of_many)
+    refuses("", check_against_loop, supernet, x, y, one_of_many, error=KeyError)
 
 
 def test_a_layer_with_a_forward_of_its_own_is_refused():
@@ -414,8 +390,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused():
     layer = network[0]
     layer.forward = forward = lambda x: 2 * nn.Linear.forward(layer, x)
     x, y = make_batch((4,), torch.float64)
-    with pytest.raises(ValueError, match="forward was replaced"):
-        check_against_loop(network, x, y)
+    refuses("forward was replaced", check_against_loop, network, x, y, error=ValueError)
     assert layer.forward is forward
 
 
@@ -427,19 +402,14 @@ def test_weight_norm_goes_through_hooks_or_is_refused():
 
 
 def test_pools_of_any_form():
-    class Pools(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.pool = nn.MaxPool2d(2, return_indices=True)
-            self.flat = nn.AvgPool2d(2)
-            self.head = nn.Linear(6, CLASSES)
-
-        def forward(self, x):
-            out, _ = self.pool(x)
-            return self.head(self.flat(out.squeeze(1)).flatten(1))
-
+    pools = Made(
+        lambda self, x: self.head(self.flat(self.pool(x)[0].squeeze(1)).flatten(1)),
+        pool=nn.MaxPool2d(2, return_indices=True),
+        flat=nn.AvgPool2d(2),
+        head=nn.Linear(6, CLASSES),
+    )
     x, y = make_batch((1, 8, 12), torch.float64)
-    check_against_loop(Pools().double(), x, y)
+    check_against_loop(pools.double(), x, y)
 
 
 def test_a_parameter_under_two_names_is_refused():
@@ -449,23 +419,15 @@ def test_a_parameter_under_two_names_is_refused():
         weight_sum(layer, x, y, parameters={"a": layer.weight, "b": layer.weight})
 
 
-class EverySecondTime(nn.Module):
-    """A layer that is always called, but whose output is used by every second forward only."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.head = nn.Linear(4, CLASSES)
-        self.calls = 0
+def test_calls_that_the_loss_does_not_reach_do_not_touch_the_next_micro_batch():
+    """Of a layer that is always called, but whose output every second forward uses only."""
 
     def forward(self, x):
         self.calls += 1
         out = self.layer(x)
         return self.head(out if self.calls % 2 == 0 else x)
 
-
-def test_calls_that_the_loss_does_not_reach_do_not_touch_the_next_micro_batch():
-    network = EverySecondTime().double()
+    network = Made(forward, layer=nn.Linear(4, 4), head=nn.Linear(4, CLASSES), calls=0).double()
     x, y = make_batch((4,), torch.float64, batch=5)
     sums = weight_sum(network, x, y, micro_batch_size=3, max_norm=0.1)
     network.calls = 0
@@ -482,7 +444,7 @@ def test_calls_that_the_loss_does_not_reach_do_not_touch_the_next_micro_batch():
 def test_batch_norm_is_refused(frozen):
     networks = [
         mobilenet_v2((3, 8, 8), norm="batch"),
-        DARTSSpace(input_shape=(3, 8, 8), num_classes=CLASSES, channels=4, num_cells=3).supernet(),
+        SPACES["darts"].supernet(),
         nn.Sequential(nn.Linear(3, 3), nn.InstanceNorm1d(3, track_running_stats=True)),
         nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, track_running_stats=False)),
     ]
@@ -495,53 +457,48 @@ def test_batch_norm_is_refused(frozen):
             clipped_alpha_gradient_sum(network, x, y, loss=cross_entropy, alphas={}, max_norm=1.0)
 
 
-class Direct(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.layer = nn.Linear(4, CLASSES)
-
-    def forward(self, x):
-        return self.layer(x * self.scale)
-
-
-@pytest.mark.parametrize(
-    ("network", "message"),
-    [
-        (nn.Linear(4, CLASSES).eval(), "training mode"),
-        (nn.LSTM(4, CLASSES), "no per-sample gradients"),
-        (Direct(), "parameters of its own beside submodules"),
-    ],
+DIRECT = Made(
+    lambda self, x: self.layer(x * self.scale),
+    scale=nn.Parameter(torch.ones(4)),
+    layer=nn.Linear(4, CLASSES),
 )
+
+
+UNFIT = [
+    (nn.Linear(4, CLASSES).eval(), "training mode"),
+    (nn.LSTM(4, CLASSES), "no per-sample gradients"),
+    (DIRECT, "parameters of its own beside submodules"),
+]
+
+
+@pytest.mark.parametrize(("network", "message"), UNFIT)
 def test_networks_without_per_sample_gradients_are_refused(network, message):
     x, y = make_batch((4,), torch.float32)
-    with pytest.raises(ValueError, match=message):
-        weight_sum(network, x, y)
+    refuses(message, weight_sum, network, x, y, error=ValueError)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"max_norm": 0.0},
-        {"max_norm": -1.0},
-        {"max_norm": math.inf},
-        {"max_norm": math.nan},
-        {"micro_batch_size": 0},
-        {"class_factors": torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])},
-        {"class_factors": torch.tensor([1.0, 1.5, 1.0, 1.0, 1.0])},
-        {"class_factors": torch.tensor([1.0, math.nan, 1.0, 1.0, 1.0])},
-        {"loss": F.cross_entropy},
-        {"parameters": {"weight": nn.Parameter(torch.zeros(1))}},
-    ],
-)
+OUT_OF_RANGE = [
+    {"max_norm": 0.0},
+    {"max_norm": -1.0},
+    {"max_norm": math.inf},
+    {"max_norm": math.nan},
+    {"micro_batch_size": 0},
+    {"class_factors": torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])},
+    {"class_factors": torch.tensor([1.0, 1.5, 1.0, 1.0, 1.0])},
+    {"class_factors": torch.tensor([1.0, math.nan, 1.0, 1.0, 1.0])},
+    {"loss": F.cross_entropy},
+    {"parameters": {"weight": nn.Parameter(torch.zeros(1))}},
+]
+
+
+@pytest.mark.parametrize("changed", OUT_OF_RANGE)
 def test_values_out_of_range_are_refused(changed):
     network = linear((4,), CLASSES)
     x, y = make_batch((4,), torch.float32)
     with pytest.raises(ValueError, match=r"expected|must be|does not belong"):
         weight_sum(network, x, y, **changed)
     if "parameters" not in changed:
-        with pytest.raises(ValueError, match=r"expected|must be"):
-            alpha_sum(ToySupernet(), x, y, **changed)
+        refuses(r"expected|must be", alpha_sum, ToySupernet(), x, y, error=ValueError, **changed)
 
 
 # The guarantee
@@ -595,14 +552,6 @@ def test_a_record_without_finite_gradient_is_as_if_absent(kind, bad, monkeypatch
         assert max(error(sums, expected)) < 1e-12
 
 
-def test_a_zero_gradient_contributes_zero():
-    network = nn.Linear(4, CLASSES, bias=False)
-    x, y = make_batch((4,), torch.float32)
-    x[1] = 0
-    sums = weight_sum(network, x, y, max_norm=1e-3)
-    assert max(error(sums, weight_sum(network, x[[0, 2]], y[[0, 2]], max_norm=1e-3))) < 1e-6
-
-
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-320, 1e-30, 1e4, 1e30, 1e200, 1e308)
 numbers = st.one_of(
     st.floats(-3, 3), st.floats(allow_nan=True, allow_infinity=True), st.sampled_from(SPECIAL)
@@ -613,9 +562,8 @@ numbers = st.one_of(
 def neighbours(draw, width):
     """Draw a batch [B, width] of numbers and the index of a record to remove."""
     batch = draw(st.integers(1, 5))
-    rows = draw(
-        st.lists(st.lists(numbers, min_size=width, max_size=width), min_size=batch, max_size=batch)
-    )
+    row = st.lists(numbers, min_size=width, max_size=width)
+    rows = draw(st.lists(row, min_size=batch, max_size=batch))
     return torch.tensor(rows, dtype=torch.float64), draw(st.integers(0, batch - 1))
 
 
@@ -673,23 +621,20 @@ def test_products_are_cut_towards_zero_and_added_up_exactly(rows, scale):
     assert (contributions.abs() <= expected.abs() * (1 + 1e-14)).all()
     assert (contributions - expected).abs().max() <= bound * 2**-18
     order = torch.arange(len(rows)).flip(0)
-    again, *_ = micro_batches.sum_in_units(
-        left[order], right[order], bound=bound, factors_B=factors[order]
-    )
+    shuffled = (left[order], right[order])
+    again, *_ = micro_batches.sum_in_units(*shuffled, bound=bound, factors_B=factors[order])
     assert torch.equal(again, sums)
 
 
-class Twice(nn.Module):
+def called_often(bias):
     """One linear layer, called for each half of the features, and one for every column."""
-
-    def __init__(self, bias):
-        super().__init__()
-        self.shared = nn.Linear(4, CLASSES, bias=bias)
-        self.columns = nn.Linear(2, 2, bias=bias)
 
     def forward(self, x):
         halves = self.columns(x.view(len(x), 4, 2)).flatten(1).chunk(2, 1)
         return torch.tanh(self.shared(halves[0])) + self.shared(halves[1])
+
+    shared, columns = nn.Linear(4, CLASSES, bias=bias), nn.Linear(2, 2, bias=bias)
+    return Made(forward, shared=shared, columns=columns)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -701,7 +646,7 @@ def test_gradients_kept_as_factors_have_the_same_sum(bias, size, by_person, monk
     factors = torch.linspace(0.2, 1, CLASSES)
     with seeded(3, "factors"):
         networks = [
-            Twice(bias).double(),
+            called_often(bias).double(),
             nn.Sequential(nn.Linear(8, 6, bias=bias), nn.Tanh(), nn.Linear(6, CLASSES)).double(),
         ]
     for network in networks:

@@ -1,11 +1,10 @@
 import copy
 import math
-import multiprocessing
 import os
 import pickle
 import select
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -17,6 +16,7 @@ from scipy import stats
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream, add_noise, noise_grid
 from fednas_flwr.privacy.mechanism.shared_noise import noise_range
 
+from ..refusals import refuses
 from .divergences import KERNEL_STD
 
 SEEDED = b"only for tests"
@@ -62,33 +62,6 @@ def test_a_word_at_the_threshold_is_no_hit(monkeypatch):
     assert SecureGenerator().poisson_mask(3, probability=0.5).tolist() == [True, False, False]
 
 
-def test_secure_draws_have_the_right_moments():
-    drawn = SecureGenerator().discrete_gaussian((100_001,), sigma=1000)
-    assert drawn.dtype == torch.int64
-    values = drawn.double()
-    assert abs(float(values.mean())) < 6 * 1000 / math.sqrt(1e5)
-    assert float(values.var()) == pytest.approx(1e6, rel=6 * math.sqrt(2e-5))
-
-
-def test_draws_do_not_depend_on_one_another():
-    generator = seeded()
-    draws = torch.stack([normals(generator, 65_536) for _ in range(6)])
-    limit = 4.5 / math.sqrt(65_536)
-    between = torch.corrcoef(torch.cat([draws, draws.abs()])).fill_diagonal_(0)
-    assert float(between.abs().max()) < limit
-    flat = draws.reshape(-1)
-    # Lags, among them those of the blocks.
-    for lag in (1, 2, 3, 64, 2**14, 2**15, 2**16):
-        for x in (flat, flat.abs() - flat.abs().mean(), flat.square() - 1):
-            a, b = x[:-lag], x[lag:]
-            correlation = float((a * b).mean() / x.square().mean())
-            assert abs(correlation) < 4.5 / math.sqrt(len(a))
-    for size in (1, 2, 3, 32_767, 32_768, 32_769, 65_537):
-        values = normals(generator, size)
-        assert values.shape == (size,)
-        assert len(values.unique()) > 0.99 * size
-
-
 @pytest.mark.parametrize("std", [1.0, 0.999, 1e-3, 3.7e5, 1e-100, 1e100])
 def test_noise_lies_on_a_grid_fine_enough_for_its_std(std):
     grid = noise_grid(std)
@@ -101,21 +74,6 @@ def test_noise_lies_on_a_grid_fine_enough_for_its_std(std):
     assert 0.9 * std < float(noise.std()) < 1.1 * std
 
 
-@pytest.mark.parametrize(("probability", "count"), [(0.01, 500_000), (0.37, 200_000)])
-def test_masks_have_their_rate(probability, count):
-    for generator in (seeded(), SecureGenerator()):
-        mask = generator.poisson_mask(count, probability=probability)
-        assert mask.dtype == torch.bool
-        assert mask.shape == (count,)
-        low, high = stats.binom.ppf([1e-8, 1 - 1e-8], count, probability)
-        assert low <= int(mask.sum()) <= high
-    together = seeded()
-    first, second = (together.poisson_mask(count, probability=probability) for _ in range(2))
-    both = int((first & second).sum())
-    low, high = stats.binom.ppf([1e-5, 1 - 1e-5], count, probability**2)
-    assert low <= both <= high
-
-
 def test_masks_at_their_ends():
     generator = SecureGenerator()
     assert generator.poisson_mask(1000, probability=1.0).all()
@@ -125,8 +83,7 @@ def test_masks_at_their_ends():
 
 @pytest.mark.parametrize("std", [0.0, -1.0, math.nan, math.inf, 1e-101])
 def test_noise_that_would_be_none_is_refused(std):
-    with pytest.raises(ValueError, match="std must be"):
-        noised(torch.zeros(3), norm=std)
+    refuses("std must be", noised, torch.zeros(3), error=ValueError, norm=std)
 
 
 def test_shapes():
@@ -175,18 +132,12 @@ def test_no_key_is_used_twice(monkeypatch):
 
 def test_threads_draw_different_noise():
     for generator in (SecureGenerator(), seeded()):
-        drawn: list[bytes] = []
 
-        def draw(source=generator, into=drawn):
-            for _ in range(50):
-                into.append(source.discrete_gaussian((4,), sigma=2**24).numpy().tobytes())
+        def draw(_, source=generator):
+            return source.discrete_gaussian((4,), sigma=2**24).numpy().tobytes()
 
-        threads = [threading.Thread(target=draw) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(set(drawn)) == 400
+        with ThreadPoolExecutor(8) as threads:
+            assert len(set(threads.map(draw, range(400)))) == 400
 
 
 def forked(draw):
@@ -236,30 +187,10 @@ def test_a_test_seed_does_not_survive_a_fork():
     generator.discrete_gaussian((3,), sigma=2**24)  # the parent goes on
 
 
-def _draw_into(queue, generator):
-    queue.put(generator.discrete_gaussian((16,), sigma=2**24).tolist())
-
-
-def test_worker_processes_draw_different_noise():
-    context = multiprocessing.get_context("fork")
-    generator, queue = SecureGenerator(), context.SimpleQueue()
-    workers = [context.Process(target=_draw_into, args=(queue, generator)) for _ in range(3)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for worker in workers:
-            worker.start()
-    drawn = [queue.get() for _ in workers]
-    for worker in workers:
-        worker.join(20)
-    drawn.append(generator.discrete_gaussian((16,), sigma=2**24).tolist())
-    assert len({tuple(part) for part in drawn}) == 4
-
-
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_it_is_neither_copied_nor_pickled(duplicate):
     for generator in (SecureGenerator(), seeded()):
-        with pytest.raises(TypeError, match="cannot be copied or pickled"):
-            duplicate(generator)
+        refuses("cannot be copied or pickled", duplicate, generator, error=TypeError)
 
 
 def test_added_noise_is_the_rounded_total_plus_noise_of_the_booked_std():
@@ -285,9 +216,7 @@ def test_added_noise_hides_the_low_bits_of_the_total():
     ("noise_multiplier", "count"), [(1.0, 10), (0.9999999, 9), (30.0, 4096), (1.0, 10**6), (1e6, 1)]
 )
 @pytest.mark.parametrize("norm", [0.25, 0.3, 1e-5])
-def test_noise_is_enlarged_by_what_rounding_adds_to_the_sensitivity(
-    noise_multiplier, count, norm, monkeypatch
-):
+def test_noise_is_enlarged_by_what_rounding_adds(noise_multiplier, count, norm, monkeypatch):
     """In fractions: (sigma^2 - 4^2) grid^2 covers the multiplier times the rounded sensitivity."""
     asked = []
     generator = seeded()
@@ -328,23 +257,14 @@ def test_within_its_range_noise_can_always_be_added(num_values, num_records, nor
     largest[0] = 2 * num_records * norm
     for sigma in (max(low, 1e-3), low * 1.001 + 1e-3, high * 0.999, high):
         noised(largest, sigma=sigma, norm=norm)
-    with pytest.raises(ValueError, match="total must be finite"):
-        noised(largest, sigma=low / 4, norm=norm)
-    with pytest.raises(ValueError, match="must be above 0"):
-        noised(largest, sigma=4 * high, norm=norm)
-
-
-def test_an_empty_batch_is_pure_noise():
-    first, second = (noised(torch.zeros(50), SecureGenerator()) for _ in range(2))
-    assert not torch.equal(first, second)
-    assert float(first.abs().min()) > 0
+    refuses("total must be finite", noised, largest, error=ValueError, sigma=low / 4, norm=norm)
+    refuses("must be above 0", noised, largest, error=ValueError, sigma=4 * high, norm=norm)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e18])
 def test_a_total_that_noise_cannot_hide_is_refused(value):
     total = torch.tensor([0.0, value])
-    with pytest.raises(ValueError, match="total must be finite"):
-        noised(total)
+    refuses("total must be finite", noised, total, error=ValueError)
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,10 @@ def make_persons(counts, seed=0):
 
 def gradient_sum(network, x, y, persons, *, of="weights", size=SIZE):
     common = {"loss": losses, "max_norm": NORM, "micro_batch_size": size, "class_factors": FACTORS}
+    common |= {"persons": persons}
     if of == "alphas":
-        return clipped_alpha_gradient_sum(
-            network, x, y, alphas=network.alphas(), persons=persons, **common
-        )
-    return clipped_gradient_sum(
-        network, x, y, parameters=network.weights(), persons=persons, **common
-    )
+        return clipped_alpha_gradient_sum(network, x, y, alphas=network.alphas(), **common)
+    return clipped_gradient_sum(network, x, y, parameters=network.weights(), **common)
 
 
 def distance(a, b):

@@ -8,6 +8,8 @@ from opacus.accountants.analysis.rdp import compute_rdp
 
 from fednas_flwr.privacy.mechanism import renyi
 
+from ..refusals import refuses
+
 GRID = [
     (sigma, rate)
     for sigma in (0.2, 0.5, 1.0, 2.0664, 10.0, 200.0)
@@ -114,8 +116,7 @@ IMPOSSIBLE = {
 )
 def test_a_release_of_impossible_terms_is_refused(term, value):
     terms = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 1, term: value}
-    with pytest.raises(ValueError, match=f"^{term}=.* is out of range"):
-        renyi.Release(**terms)
+    refuses(f"^{term}=.* is out of range", renyi.Release, error=ValueError, **terms)
 
 
 def test_merging_adds_up_the_steps_of_equal_mechanisms():

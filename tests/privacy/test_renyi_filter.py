@@ -15,6 +15,8 @@ from fednas_flwr.privacy.books.renyi_filter import (
 from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, rdp_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release, epsilon_at_order, renyi_divergence
 
+from ..refusals import refuses
+
 STEP = Release(noise_multiplier=1.0, sample_rate=0.02, steps=1)
 requests = st.builds(
     Release,
@@ -31,9 +33,8 @@ def state_of(site):
 
 
 def cost(release, order):
-    return release.steps * renyi_divergence(
-        noise_multiplier=release.noise_multiplier, sample_rate=release.sample_rate, order=order
-    )
+    terms = {"noise_multiplier": release.noise_multiplier, "sample_rate": release.sample_rate}
+    return release.steps * renyi_divergence(**terms, order=order)
 
 
 @settings(max_examples=25)
@@ -47,8 +48,7 @@ def test_whatever_is_asked_what_is_spent_converts_to_the_budget(asked, epsilon):
             site.spend(release)
             accepted.append(release)
         else:
-            with pytest.raises(BudgetExceededError):
-                site.spend(release)
+            refuses("", site.spend, release, error=BudgetExceededError)
             assert state_of(site) == before
     # Anew, from the definition: each order converts at its own share of delta.
     epsilons = [
@@ -138,9 +138,8 @@ def test_a_mechanism_is_analysed_once():
 def test_default_orders_come_from_the_budget_and_suit_it(epsilon):
     orders = default_orders(epsilon=epsilon, delta=1e-5)
     assert RenyiFilter(epsilon=epsilon, delta=1e-5).orders == orders
-    sigma = calibrate_noise(
-        target_epsilon=epsilon, delta=1e-5, sample_rate=1.0, steps=10, accountant=rdp_epsilon
-    )
+    plan = {"target_epsilon": epsilon, "delta": 1e-5, "sample_rate": 1.0, "steps": 10}
+    sigma = calibrate_noise(**plan, accountant=rdp_epsilon)
     needed = filter_epsilon([Release(sigma, 1.0, 10)], 1e-5)
     assert epsilon * 0.99 < needed < epsilon * 1.15
 

@@ -23,16 +23,15 @@ from fednas_flwr.privacy.mechanism.clipping import (
     clipped_gradient_sum,
 )
 from fednas_flwr.privacy.mechanism.micro_batches import clipped_row_sum, filled, micro_batches
-from fednas_flwr.privacy.self_test import largest_size, rows_are_alike
+from fednas_flwr.privacy.self_test import largest_size, rows_are_alike, unwatched
 from fednas_flwr.search.candidate import Candidate, all_alike
 from fednas_flwr.search.objective import CLASSIFICATION, heads
 from fednas_flwr.search.optimizer_step import trainable_weights
 from fednas_flwr.search.proxyless import PathNetwork, active_gates, alpha_gradient, covering_paths
-from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.dp_cells import DARTSOpsSpace, DPCellSpace
-from fednas_flwr.spaces.mbconv import CELL, MBConvSpace, Skeleton
-from fednas_flwr.spaces.mlp import MLPSpace
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
+from fednas_flwr.spaces.mbconv import CELL
+
+from ..made_networks import Made
+from ..small_spaces import PATH_SPACE, SPACES
 
 CLASSES, FEATURES, RECORDS = 3, 30, 44
 IMAGE = (3, 8, 8)
@@ -45,6 +44,13 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, WITH_GPU])]
 
 def cross_entropy(output, y):
     return F.cross_entropy(output, y, reduction="none")
+
+
+def weight_sum(network, x, y, **changed):
+    """The clipped sum of the weights' gradients."""
+    common = {"loss": CLASSIFICATION.plain_losses, "max_norm": MAX_NORM}
+    common["parameters"] = trainable_weights(network)
+    return clipped_gradient_sum(network, x, y, **common | changed)
 
 
 # The attack
@@ -72,16 +78,8 @@ def cancelling_network():
 def test_weights_that_cancel_do_not_let_a_record_change_what_others_contribute(asked):
     network, x, y = cancelling_network()
 
-    def clipped(x, y, *, size=None, **watch):
-        parameters = dict(network.named_parameters())
-        sums = clipped_gradient_sum(
-            *(network, x, y),
-            loss=cross_entropy,
-            parameters=parameters,
-            max_norm=MAX_NORM,
-            micro_batch_size=size,
-            **watch,
-        )
+    def clipped(x, y, size=None, watch=unwatched):
+        sums = weight_sum(network, x, y, loss=cross_entropy, micro_batch_size=size, watch=watch)
         return torch.cat([total.flatten() for total in sums.values()])
 
     def watched(x, y, watch):
@@ -101,38 +99,19 @@ def test_weights_that_cancel_do_not_let_a_record_change_what_others_contribute(a
 # The self-test, of every space and layer
 
 
-def spaces():
-    cells = {**SIZES, "input_shape": IMAGE, "channels": 4}
-    return {
-        "darts": DARTSSpace(**cells, num_cells=3),
-        "nasbench201": NASBench201Space(**cells, num_cells=1),
-    }
-
-
 def derived(space, **changes):
     genotype = space.random_genotype(make_generator(3, "genotype"))
     return replace(space, **changes).network(genotype)
 
 
-MLP = MLPSpace(input_shape=(29,), **SIZES, channels=16, num_cells=2)
-MBCONV = MBConvSpace(
-    input_shape=IMAGE,
-    **SIZES,
-    skeleton=Skeleton(8, 1, 8, ((8, 2), (16, 1)), (3,), 8),
-    candidates=("mbconv2_3x3", "zero", "mbconv3_5x5", "mbconv3_3x3"),
-)
-DP_CELLS = DPCellSpace(input_shape=IMAGE, num_classes=CLASSES, widths=(4, 4, 8), head=8)
-SUPERNETS = {
-    **spaces(),
-    "mlp": MLP,
-    "nasbench201 with a skip": replace(spaces()["nasbench201"], skip="linear"),
-}
-NETWORKS = {
-    **{name: partial(derived, space) for name, space in spaces().items()},
-    "mlp": partial(derived, MLP),
-    "nasbench201 with a skip": partial(derived, spaces()["nasbench201"], skip="linear"),
-    "mbconv": partial(derived, MBCONV),
-    "dp_cells": partial(derived, DP_CELLS),
+SUPERNETS = {name: replace(SPACES[name], **SIZES) for name in ("darts", "nasbench201")}
+SUPERNETS["nasbench201 with a skip"] = replace(SUPERNETS["nasbench201"], skip="linear")
+SUPERNETS["mlp"] = replace(SPACES["mlp"], input_shape=(29,), channels=16, **SIZES)
+MBCONV = replace(PATH_SPACE, input_shape=IMAGE)
+CELLS = {"num_classes": CLASSES, "widths": (4, 4, 8), "head": 8}
+DP_CELLS, DARTS_CELLS = (replace(SPACES[name], **CELLS) for name in ("dp_cells", "dp_cells_darts"))
+SEARCHED = SUPERNETS | {"mbconv": MBCONV, "dp_cells": DP_CELLS}
+NETWORKS = {name: partial(derived, space) for name, space in SEARCHED.items()} | {
     "linear": lambda: linear(IMAGE, CLASSES),
     "linear of a table": lambda: linear((29,), CLASSES),
     "plain_cnn": lambda: plain_cnn(IMAGE, CLASSES),
@@ -150,16 +129,7 @@ def passes(computation, network, shape, device, size=4):
 
 
 def by_weights(network):
-    def computation(x, y, watch):
-        clipped_gradient_sum(
-            *(network, x, y),
-            loss=CLASSIFICATION.plain_losses,
-            parameters=trainable_weights(network),
-            max_norm=MAX_NORM,
-            watch=watch,
-        )
-
-    return computation
+    return lambda x, y, watch: weight_sum(network, x, y, watch=watch)
 
 
 def by_alphas(supernet, network=None, **relaxation):
@@ -235,62 +205,40 @@ def test_rows_of_drawn_paths_are_alike(device):
     )
     network = PathNetwork(supernet, paths_EK)
     assert passes(by_alphas(supernet, network, relaxation=gates), network, IMAGE, device)
-    for space in (DPCellSpace, DARTSOpsSpace):
+    for space in (DP_CELLS, DARTS_CELLS):
         with seeded(0, space.name):
-            cells = space(input_shape=IMAGE, num_classes=CLASSES, widths=(4, 4, 8), head=8)
-            supernet = cells.supernet().to(device).train()
+            supernet = space.supernet().to(device).train()
         for path in all_alike(supernet):
             network = Candidate(supernet, path)
             assert passes(by_weights(network), network, IMAGE, device)
 
 
-class Mixing(nn.Module):
-    """A layer whose rows depend on others, or on where they stand."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.layer, self.how = nn.Linear(8, CLASSES), how
-
-    def forward(self, x):
-        if self.how == "mean":
-            x = x - x.mean(0)
-        elif self.how == "position":
-            x = x * (1 + torch.arange(len(x))[:, None] * 2.0**-22)
-        elif self.how == "non-finite neighbours":
-            x = x + 0 * x.sum(0)
-        elif self.how == "nothing to see":
-            x = x * math.nan
-        return self.layer(x)
+MIXES = {  # rows that depend on others, or on where they stand
+    "mean": lambda x: x - x.mean(0),
+    "position": lambda x: x * (1 + torch.arange(len(x))[:, None] * 2.0**-22),
+    "non-finite neighbours": lambda x: x + 0 * x.sum(0),
+    "nothing to see": lambda x: x * math.nan,
+    "": lambda x: x,
+}
 
 
-@pytest.mark.parametrize("how", ["mean", "position", "non-finite neighbours", "nothing to see", ""])
+@pytest.mark.parametrize("how", MIXES)
 def test_rows_that_depend_on_others_or_on_their_place_take_the_size_to_one(how):
-    network = Mixing(how)
+    network = Made(lambda self, x: self.layer(MIXES[how](x)), layer=nn.Linear(8, CLASSES))
     for size in (2, 3, 8):
         found = largest(by_weights(network), network, (8,), size)
         assert (found == 1) == bool(how)
 
 
-class FirstChannels(nn.Module):
-    """Passes on a few channels; by the weights of all others every gradient is zero."""
-
-    def forward(self, x):
-        return x * (torch.arange(x.shape[1]) < 20)[:, None, None]
-
-
-class Zero(nn.Module):
-    """Gives the same scores for all records, whatever the weights before it are."""
-
-    def forward(self, x):
-        return 0.0 * x[:, :CLASSES]
-
-
 def test_a_record_may_contribute_nothing_to_many_weights_of_a_layer():
     """As where units are dead: their weights then are alone in the last part that is clipped."""
+    # Of all channels but a few every gradient is zero; zero gives the same scores for all records.
+    few = Made(lambda self, x: x * (torch.arange(x.shape[1]) < 20)[:, None, None])
+    zero = Made(lambda self, x: 0.0 * x[:, :CLASSES])
     pooled = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(300, CLASSES)]
-    network = nn.Sequential(nn.Conv2d(2, 300, 3), FirstChannels(), *pooled)
+    network = nn.Sequential(nn.Conv2d(2, 300, 3), few, *pooled)
     assert passes(by_weights(network), network, (2, 6, 6), "cpu")
-    nothing = nn.Sequential(nn.Conv2d(2, 300, 3), FirstChannels(), *pooled[:2], Zero())
+    nothing = nn.Sequential(nn.Conv2d(2, 300, 3), few, *pooled[:2], zero)
     assert not passes(by_weights(nothing), nothing, (2, 6, 6), "cpu")
 
 
@@ -338,34 +286,24 @@ def test_labels_are_of_the_form_of_the_records(multi_label):
 # Filling, and exact sums
 
 
-class Quotient(nn.Module):
-    """Gives NaN for rows of zeros, which fill micro-batches."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, CLASSES)
-
-    def forward(self, x):
-        return self.layer(x / x)
-
-
 def test_rows_that_fill_a_micro_batch_contribute_nothing_even_if_they_are_not_finite():
-    network = Quotient().double()  # float32 differs too much between machines
+    # NaN for rows of zeros, which fill; float32 differs too much between machines
+    network = Made(lambda self, x: self.layer(x / x), layer=nn.Linear(4, CLASSES)).double()
     generator = make_generator(0, "filling")
     x = torch.randn(5, 4, generator=generator, dtype=torch.double)
     y = torch.tensor([0, 1, 2, 0, 1])
-    common = {
-        "loss": cross_entropy,
-        "parameters": dict(network.named_parameters()),
-        "max_norm": 0.1,
-    }
-    one_by_one = clipped_gradient_sum(network, x, y, micro_batch_size=1, **common)
+
+    def clipped(x, y, size):
+        sizes = {"max_norm": 0.1, "micro_batch_size": size}
+        return weight_sum(network, x, y, loss=cross_entropy, **sizes)
+
+    one_by_one = clipped(x, y, 1)
     assert all(bool(total.any()) for total in one_by_one.values())
     for size in (2, 3, 4, 64):
-        sums = clipped_gradient_sum(network, x, y, micro_batch_size=size, **common)
+        sums = clipped(x, y, size)
         for name, total in sums.items():
             torch.testing.assert_close(total, one_by_one[name], rtol=1e-6, atol=1e-9)
-        none = clipped_gradient_sum(network, x[:0], y[:0], micro_batch_size=size, **common)
+        none = clipped(x[:0], y[:0], size)
         assert not any(bool(total.any()) for total in none.values())
 
 

@@ -1,5 +1,6 @@
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,11 @@ def checkpoint(number, stage="search"):
         "server.alphas.step": torch.tensor(float(number)),  # no dimensions
     }
     return Checkpoint(stage, number, tensors, {"accuracy": 0.1 * number, "genotype": "{}"})
+
+
+def save(folder, *numbers):
+    for number in numbers:
+        folder.save(checkpoint(number))
 
 
 @pytest.fixture
@@ -38,8 +44,7 @@ def assert_is(loaded, number, stage="search"):
 
 def test_the_newest_is_loaded_bit_by_bit(folder, warnings):
     assert folder.latest("search") is None
-    for number in (9, 10, 11):
-        folder.save(checkpoint(number))
+    save(folder, 9, 10, 11)
     assert_is(folder.latest("search"), 11)
     assert_is(CheckpointFolder(folder.path, warn=warnings.append).latest("search"), 11)
     assert warnings == []
@@ -47,20 +52,16 @@ def test_the_newest_is_loaded_bit_by_bit(folder, warnings):
 
 @pytest.mark.parametrize("suffix", ["json", "safetensors"])
 def test_half_a_checkpoint_is_deleted_with_the_old_ones(folder, suffix):
-    for number in (1, 2, 3):
-        folder.save(checkpoint(number))
+    save(folder, 1, 2, 3)
     (folder.path / f"search-000001.{suffix}").unlink()
-    folder.save(checkpoint(4))
-    folder.save(checkpoint(5))
-    assert {path.stem for path in folder.path.iterdir()} <= {
-        f"search-00000{n}" for n in range(1, 6)
-    }
+    save(folder, 4, 5)
+    known = {f"search-00000{n}" for n in range(1, 6)}
+    assert {path.stem for path in folder.path.iterdir()} <= known
     assert_is(folder.latest("search"), 5)
 
 
 def test_the_last_three_of_each_stage_are_kept(folder):
-    for number in range(1, 6):
-        folder.save(checkpoint(number))
+    save(folder, *range(1, 6))
     folder.save(checkpoint(1, "retrain"))
     assert sorted(path.name for path in folder.path.iterdir()) == sorted(
         f"{stem}.{suffix}"
@@ -86,13 +87,12 @@ def flip(path):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "json"])
-@pytest.mark.parametrize("damage", [truncate, empty, flip, lambda path: path.unlink()])
+@pytest.mark.parametrize("damage", [truncate, empty, flip, Path.unlink])
 def test_the_one_before_a_damaged_one_is_used(suffix, damage, folder, warnings):
-    for number in (1, 2, 3):
-        folder.save(checkpoint(number))
+    save(folder, 1, 2, 3)
     damage(folder.path / f"search-000003.{suffix}")
     assert_is(folder.latest("search"), 2)
-    unfinished = damage.__name__ == "<lambda>" and suffix == "json"  # written last: never was one
+    unfinished = damage is Path.unlink and suffix == "json"  # written last: never was one
     assert len(warnings) == (0 if unfinished else 1)
     assert all("search-000003 is damaged" in warning for warning in warnings)
     folder.save(checkpoint(3))  # the round is done again
@@ -100,8 +100,7 @@ def test_the_one_before_a_damaged_one_is_used(suffix, damage, folder, warnings):
 
 
 def test_of_two_damaged_ones_both_are_named(folder, warnings):
-    for number in (1, 2, 3):
-        folder.save(checkpoint(number))
+    save(folder, 1, 2, 3)
     truncate(folder.path / "search-000003.json")
     flip(folder.path / "search-000002.safetensors")
     assert_is(folder.latest("search"), 1)
@@ -109,8 +108,7 @@ def test_of_two_damaged_ones_both_are_named(folder, warnings):
 
 
 def test_swapped_files_of_two_rounds_are_damaged(folder, warnings):
-    for number in (1, 2, 3):
-        folder.save(checkpoint(number))
+    save(folder, 1, 2, 3)
     other = (folder.path / "search-000001.safetensors").read_bytes()
     (folder.path / "search-000003.safetensors").write_bytes(other)
     assert_is(folder.latest("search"), 2)

@@ -19,15 +19,10 @@ from fednas_flwr.protocol.states import (
 )
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-]
+from ..refusals import refuses
+
+NAMES = ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")
+DTYPES = [getattr(torch, name) for name in NAMES]
 
 
 @st.composite
@@ -80,8 +75,7 @@ def test_the_digest_tells_names_shapes_dtypes_and_order_apart():
 def test_unpack_refuses_other_sizes():
     layout = Layout.of({"a": torch.zeros(2)})
     for packed in ({"float32": torch.zeros(3)}, {"float64": torch.zeros(2)}, {}):
-        with pytest.raises(ValueError, match="do not fit a layout"):
-            unpack(packed, layout)
+        refuses("do not fit a layout", unpack, packed, layout, error=ValueError)
 
 
 @pytest.fixture
@@ -135,9 +129,8 @@ def test_average_of_weights_alphas_and_buffers_equals_numpy(supernets):
                 np.testing.assert_allclose(vector.numpy(), expected, rtol=1e-5, atol=1e-6)
     # Nothing of the replies was changed, and no client's tensors were handed back.
     for net, state in zip(supernets, states, strict=True):
-        assert torch.equal(
-            state["alphas"]["float32"], pack(network_states(net)["alphas"])["float32"]
-        )
+        own = pack(network_states(net)["alphas"])["float32"]
+        assert torch.equal(state["alphas"]["float32"], own)
         assert not torch.allclose(mean["alphas"]["float32"], state["alphas"]["float32"], atol=1e-7)
 
 
@@ -186,8 +179,7 @@ def test_load_states_copies_into_the_own_tensors(supernets):
     assert [p.data_ptr() for p in target.parameters()] == pointers
     own = source.state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in target.state_dict().items())
-    with pytest.raises(ValueError, match="has the states"):
-        load_states(target, {"moments": {}})
+    refuses("has the states", load_states, target, {"moments": {}}, error=ValueError)
 
 
 def test_a_part_holds_some_tensors_and_fills_in_to_the_whole():
