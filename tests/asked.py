@@ -17,7 +17,6 @@ from fednas_flwr.protocol.requests import (
     Probe,
     RewardCandidates,
     Search,
-    Settings,
     TakeGradients,
     TakeNetworkGradient,
     TellStatistics,
@@ -49,7 +48,7 @@ def smallest(data_set=None, *, network=None, split="train", weights=PLAIN, loss_
         inner_lr=0.1,
         data_set=data_set,
     )
-    asked: dict[str, Settings] = {
+    asked = {
         "query.describe": Describe(),
         "query.commit": Commit(data_set=data_set or "records", releases=()),
         "query.latency": MeasureLatency(batch_size=1, passes=2, data_set=data_set),
@@ -105,7 +104,7 @@ def spied(federation, change=None):
 
     def noting(exchange):
         sent = {s: {d: v.clone() for d, v in p.items()} for s, p in exchange.states.items()}
-        replies: dict[int, Any] = {}
+        replies = {}
         asked.append((replace(exchange, states=sent), replies))
         for client, reply in ask(exchange):
             replies[client] = reply

@@ -178,7 +178,7 @@ def federate():
     """``federate(config)``: data, grid, cohort, events and the search strategy of a config."""
 
     def federation(config, *, checkpoints=None):
-        events: list[dict] = []
+        events = []
 
         def emit(event, **fields):
             events.append({"event": event, **fields})

@@ -6,7 +6,6 @@ import dataclasses
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -48,7 +47,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
-def _only_here() -> Iterator[None]:
+def _only_here():
     """Forget what a test has registered."""
     before = {group: set(table) for group, table in TABLES.items()}
     yield
@@ -63,7 +62,7 @@ class LateAlphas(FedDARTS):
 
     rest = 1
 
-    def run_round(self, server_round: int, num_rounds: int) -> dict[str, float]:
+    def run_round(self, server_round, num_rounds):
         alphas = self.states["alphas"]
         metrics = super().run_round(server_round, num_rounds)
         if server_round <= self.rest:
@@ -74,7 +73,7 @@ class LateAlphas(FedDARTS):
 class Resting(RoundStrategy):
     """No search at all, and no settings."""
 
-    def run_round(self, server_round: int, num_rounds: int) -> dict[str, float]:
+    def run_round(self, server_round, num_rounds):
         return {"rested": float(server_round)}
 
 
@@ -89,7 +88,7 @@ class LateDARTS(LateAlphas):
     """:class:`LateAlphas` with a setting."""
 
     @property
-    def rest(self) -> int:
+    def rest(self):
         return self.settings.rest
 
 
@@ -105,27 +104,27 @@ class Small201(NASBench201Space):
 
 
 @pytest.fixture
-def tiny(tiny_overrides: list[str], tmp_path: Path) -> list[str]:
+def tiny(tiny_overrides, tmp_path):
     return [*tiny_overrides, "clients=2", f"run_dir={tmp_path / 'run'}"]
 
 
-def alphas_by_round(folder: Path) -> list[dict[str, list[list[float]]]]:
+def alphas_by_round(folder):
     return [e["alphas"] for e in read_events(folder / "events.jsonl") if e["event"] == "alphas"]
 
 
-def stages_of(folder: Path) -> list[str]:
+def stages_of(folder):
     events = read_events(folder / "events.jsonl")
     return [event["stage"] for event in events if event["event"] == "stage_finished"]
 
 
-def check_whole(result: Result) -> None:
+def check_whole(result):
     """Check that a run went through all its stages."""
     assert stages_of(result.folder) == ["search", "derive", "retrain", "export", "evaluate"]
     assert (result.folder / "report.html").is_file()
     assert (result.folder / "model.onnx").is_file()
 
 
-def equal_networks(left: torch.nn.Module, right: torch.nn.Module) -> bool:
+def equal_networks(left, right):
     states = left.state_dict(), right.state_dict()
     return states[0].keys() == states[1].keys() and all(
         torch.equal(tensor, states[1][name]) for name, tensor in states[0].items()
@@ -133,7 +132,7 @@ def equal_networks(left: torch.nn.Module, right: torch.nn.Module) -> bool:
 
 
 @pytest.mark.run
-def test_the_readmes_example_is_short_and_makes_a_whole_run(tmp_path: Path) -> None:
+def test_the_readmes_example_is_short_and_makes_a_whole_run(tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = (b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "class " in b)
     assert len(code.splitlines()) <= 15
@@ -156,7 +155,7 @@ def test_the_readmes_example_is_short_and_makes_a_whole_run(tmp_path: Path) -> N
 
 
 @pytest.mark.run
-def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys, fednas) -> None:
+def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys, fednas):
     result = run(compose(*tiny))
     assert capsys.readouterr().out == ""
     check_whole(result)
@@ -184,7 +183,7 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys, fednas) -
     assert equal_networks(result.model, again.model)
 
 
-def test_a_run_without_network_or_genotype_says_so(tiny) -> None:
+def test_a_run_without_network_or_genotype_says_so(tiny):
     shared = [text for text in tiny if not text.startswith(("retrain.rounds", "rounds"))]
     searched = run(compose(*shared, "rounds=2", "stages=[search]"))
     assert searched.scores == {}
@@ -198,7 +197,7 @@ def test_a_run_without_network_or_genotype_says_so(tiny) -> None:
     assert given.model(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
 
 
-def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
+def test_mistakes_from_python_leave_no_folder(tiny, tmp_path):
     config = compose(*tiny)
     for change, words in (
         ({"aggregate": AggregateSettings("median")}, "aggregate=median with a round of 2 clients"),
@@ -208,7 +207,7 @@ def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
         with pytest.raises(ConfigError, match=words):
             run(replace(config, **change))
     with pytest.raises(ConfigError, match="strategy=len must be a class that derives from"):
-        run(config, strategy=len)  # type: ignore[arg-type]
+        run(config, strategy=len)
     mbconv = ["search_space=mbconv", "retrain=mbconv"]
     for other in (["algorithm=fedavg"], ["algorithm=cfdnas", *mbconv]):
         given = replace(config, algorithm=compose(*other).algorithm)
@@ -227,7 +226,7 @@ def test_mistakes_from_python_leave_no_folder(tiny, tmp_path) -> None:
 
 
 @pytest.mark.run
-def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path, fednas) -> None:
+def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path, fednas):
     whole = run(compose(*tiny, "rounds=3"), strategy=LateAlphas)
     check_whole(whole)
     first, second, third = alphas_by_round(whole.folder)
@@ -237,7 +236,7 @@ def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path, fednas) -> None
     plain = run(compose(*tiny, "rounds=3", f"run_dir={tmp_path / 'plain'}"))
     assert alphas_by_round(plain.folder)[0] != first
 
-    def stop(event: dict[str, object]) -> None:
+    def stop(event):
         if event["event"] == "round":
             raise KeyboardInterrupt
 
@@ -256,7 +255,7 @@ def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path, fednas) -> None
     assert equal_networks(whole.model, continued.model)
 
 
-def test_a_strategy_without_settings_has_none_in_the_configuration(tiny) -> None:
+def test_a_strategy_without_settings_has_none_in_the_configuration(tiny):
     result = run(compose(*tiny), strategy=Resting)
     check_whole(result)
     stored = yaml.safe_load((result.folder / "config.yaml").read_text())["algorithm"]
@@ -269,7 +268,7 @@ def test_a_strategy_without_settings_has_none_in_the_configuration(tiny) -> None
 
 
 @pytest.mark.run
-def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, tmp_path) -> None:
+def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, tmp_path):
     private = ["privacy=dp", "privacy.test_seed=1", "privacy.epsilon=100", "trackers=[]"]
     groups = ["search_space.norm=group", "retrain.norm=group"]
     result = run(compose(*tiny, *private, *groups), strategy=LateAlphas)
@@ -279,7 +278,7 @@ def test_a_strategy_that_releases_what_its_algorithm_does_can_be_private(tiny, t
 
 
 @pytest.mark.run
-def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
+def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny):
     with pytest.raises(ConfigError, match="algorithm=late_darts is unknown"):
         compose("algorithm=late_darts")
     register_algorithm("late_darts", Algorithm(LateSettings, LateDARTS), defaults=LATE)
@@ -300,7 +299,7 @@ def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny) -> None:
     assert first == second != third
 
 
-def test_names_that_exist_or_cannot_be_written_are_refused() -> None:
+def test_names_that_exist_or_cannot_be_written_are_refused():
     entry = Algorithm(LateSettings, LateDARTS)
     for name in ("fed_darts", "feathers"):
         with pytest.raises(ConfigError, match=f"algorithm={name} exists"):
@@ -321,7 +320,7 @@ def test_names_that_exist_or_cannot_be_written_are_refused() -> None:
             register_algorithm("wrong", wrong)
 
 
-def test_a_baseline_of_ones_own_is_no_search(tiny) -> None:
+def test_a_baseline_of_ones_own_is_no_search(tiny):
     register_algorithm("line", Algorithm(GivenNetwork), defaults={"network": "linear"})
     replaced = ("search_space.", "rounds=", "retrain.channels")
     result = run(compose(*(t for t in tiny if not t.startswith(replaced)), "algorithm=line"))
@@ -330,7 +329,7 @@ def test_a_baseline_of_ones_own_is_no_search(tiny) -> None:
 
 
 @pytest.mark.run
-def test_a_search_space_of_ones_own(tiny) -> None:
+def test_a_search_space_of_ones_own(tiny):
     sizes = {"channels": 3, "num_cells": 1, "norm": "batch"}
     register_search_space("small201", Small201, defaults=sizes)
     kept = [text for text in tiny if not text.startswith("search_space.")]
@@ -352,7 +351,7 @@ class WidthSettings(SearchSpaceSettings):
     width: int
 
 
-def make_wide(*, width: int, **settings):
+def make_wide(*, width, **settings):
     sizes = {"channels": 2 * width, "num_cells": 1}
     return dataclasses.make_dataclass(
         "Wide", [], bases=(Small201,), namespace={"name": "wide"}, frozen=True, kw_only=True
@@ -360,7 +359,7 @@ def make_wide(*, width: int, **settings):
 
 
 @pytest.mark.run
-def test_a_search_space_with_settings_of_its_own_gives_its_networks_size(tiny) -> None:
+def test_a_search_space_with_settings_of_its_own_gives_its_networks_size(tiny):
     register_search_space(
         "wide", make_wide, settings=WidthSettings, defaults={"width": 2, "norm": "batch"}
     )
@@ -374,7 +373,7 @@ def test_a_search_space_with_settings_of_its_own_gives_its_networks_size(tiny) -
     assert sizes == {4, 8, 16}
 
 
-def made_arrays(seed: int) -> dict[str, np.ndarray]:
+def made_arrays(seed):
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 2, 60)
     images = rng.integers(0, 120, (60, 1, 8, 8))
@@ -387,7 +386,7 @@ def made_arrays(seed: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.run
-def test_a_data_set_of_arrays(tiny) -> None:
+def test_a_data_set_of_arrays(tiny):
     register_data_set("own_images", made_arrays(0), defaults={"crop_padding": 1})
     kept = [text for text in tiny if not text.startswith(("dataset=", "dataset.root"))]
     config = compose(*kept, "dataset=own_images", "dataset.class_names=[dark,bright]")
@@ -402,7 +401,7 @@ def test_a_data_set_of_arrays(tiny) -> None:
         make_data(compose(*kept, "dataset=own_images", "partition=sites"))
 
 
-def test_other_records_under_the_same_name_are_not_taken_from_the_cache(tiny) -> None:
+def test_other_records_under_the_same_name_are_not_taken_from_the_cache(tiny):
     kept = [text for text in tiny if not text.startswith(("dataset=", "dataset.root"))]
     trains = []
     for seed in (0, 1, 0):
@@ -414,10 +413,10 @@ def test_other_records_under_the_same_name_are_not_taken_from_the_cache(tiny) ->
     assert torch.equal(trains[0], trains[2])
 
 
-def test_a_data_set_with_a_reader(tiny, tmp_path) -> None:
+def test_a_data_set_with_a_reader(tiny, tmp_path):
     np.save(tmp_path / "images.npy", made_arrays(0)["x_train"])
 
-    def read(root: Path, *, class_names: list[str]):
+    def read(root, *, class_names):
         images = np.load(root / "images.npy")
         labels = (images.mean(axis=(1, 2, 3)) > 100).astype(np.int64)
         return records_from_arrays(images, labels, tuple(class_names) or ("0", "1")), None
@@ -434,7 +433,7 @@ def test_a_data_set_with_a_reader(tiny, tmp_path) -> None:
         register_data_set("unknown", read, settings=["lable"])
 
 
-def test_a_site_without_the_registration_refuses_and_says_so(tiny) -> None:
+def test_a_site_without_the_registration_refuses_and_says_so(tiny):
     register_algorithm("late_darts", Algorithm(LateSettings, LateDARTS), defaults=LATE)
     config = compose(*tiny, "algorithm=late_darts")
     text = dump_config(config)
@@ -446,7 +445,7 @@ def test_a_site_without_the_registration_refuses_and_says_so(tiny) -> None:
     assert "must be registered first, in each process and at each site" in str(caught.value)
 
 
-def test_importing_composing_and_mistakes_need_no_torch() -> None:
+def test_importing_composing_and_mistakes_need_no_torch():
     code = (
         "import sys, fednas_flwr\n"
         "from fednas_flwr import compose, run, register_algorithm, Algorithm\n"
@@ -534,7 +533,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_rays_workers_know_what_is_registered(tiny, tmp_path) -> None:
+def test_rays_workers_know_what_is_registered(tiny, tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
     replaced = ("dataset=", "dataset.root", "search_space.", "retrain.channels")
     kept = [text for text in tiny[:-1] if not text.startswith(replaced)]

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 from hydra.core.config_store import ConfigStore
@@ -93,7 +93,7 @@ def tree():
 
 def changed(tree, key, value):
     """Return a copy of the tree with ``value`` at the dotted ``key``."""
-    copy: dict[str, Any] = json.loads(json.dumps(tree))
+    copy = json.loads(json.dumps(tree))
     *parents, last = key.split(".")
     node = copy
     for part in parents:
@@ -310,7 +310,7 @@ def test_no_record_decides_how_a_site_reads_the_others(tmp_path):
     for number, more in enumerate(("4;y", "4.5;y", "4;caf\u00e9")):
         table = tmp_path / f"{number}.csv"
         table.write_text(f"age;note\n1;2,5\n2;3,5\n{more}\n", encoding="utf-8")
-        form = replace(dataset, corrupt="refuse")  # type: ignore[call-arg]
+        form = replace(dataset, corrupt="refuse")
         cells.append([column[:2].tolist() for column in read_texts(table, form)[0].values()])
     assert cells == [[["1", "2"], ["2,5", "3,5"]]] * 3
     table.write_bytes("age;note\n1;caf\u00e9\n".encode("cp1252"))
@@ -357,7 +357,7 @@ def test_every_algorithm_has_one_entry_and_a_file():
         assert (entry.search is None) == issubclass(entry.settings, GivenNetwork), name
 
 
-def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
+def test_the_algorithms_own_refusals_come_before_the_general_ones():
     config = parse_config(compose_tree(["algorithm=fed_darts", "clients=2"]))
     with pytest.raises(ConfigError, match="aggregate=median with a round of 2 clients"):
         check_combinations(replace(config, aggregate=AggregateSettings("median")))
@@ -366,7 +366,7 @@ def test_the_algorithms_own_refusals_come_before_the_general_ones() -> None:
         check_combinations(replace(fnas, aggregate=AggregateSettings("median")))
 
 
-def test_fednas_with_privacy_is_told_which_algorithms_there_are() -> None:
+def test_fednas_with_privacy_is_told_which_algorithms_there_are():
     private = ", ".join(sorted(n for n, entry in algorithms().items() if RECORD in entry.units))
     assert "dp_fnas" in private
     with pytest.raises(ConfigError, match=f"algorithm=fednas is not possible yet: .* {private}."):
@@ -466,7 +466,7 @@ def test_what_an_experiment_sets_without_effect_is_listed_in_one_warning(
 
 def test_what_an_experiment_sets_and_typing_overrules(own_experiment):
     mine = own_experiment({**PRIVATE, "defaults": [], "algorithm": {"local_epochs": 7}})
-    assert compose(mine).algorithm.local_epochs == 7  # type: ignore[attr-defined]
+    assert compose(mine).algorithm.local_epochs == 7
     with pytest.warns(NoEffectWarning, match=r"sets algorithm\.local_epochs, without effect"):
         assert compose(mine, "privacy=dp").privacy.name == "dp"
     with pytest.raises(NoEffectError, match="^algorithm.local_epochs=7 has no effect"):
@@ -475,7 +475,7 @@ def test_what_an_experiment_sets_and_typing_overrules(own_experiment):
 
 def test_an_experiments_setting_that_is_typed_over_is_no_finding():
     config = compose("experiment=fed_darts/fashion_mnist", "algorithm.batch_size=8")
-    assert config.algorithm.batch_size == 8  # type: ignore[attr-defined]
+    assert config.algorithm.batch_size == 8
     plain = compose("experiment=dpnas/train_mnist", "privacy=none")
     assert plain.privacy.name == "none"  # its budget went with privacy=dp
     other = compose("experiment=feathers/fashion_mnist", "algorithm=fed_darts", "retrain=small")
@@ -500,7 +500,7 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place():
     assert (typed.rate, typed.retrain) == (None, replace(terms.retrain, noise_walk=None))
     unit = ["privacy=dp", "privacy.unit=client", "secure_sum=true", "clients=5"]
     for norm, more in ((1.0, []), (0.3, ["privacy.retrain.max_grad_norm=.3"])):
-        assert compose(*unit, *more).privacy.retrain.max_grad_norm == norm  # type: ignore[union-attr]
+        assert compose(*unit, *more).privacy.retrain.max_grad_norm == norm
     for hostile in ("~privacy.retrain", "privacy.retrain=5", "privacy.retrain=null"):
         with pytest.raises(ConfigError, match=r"privacy\.retrain"):
             compose("privacy=dp", "retrain.batch_size=8", hostile)
@@ -730,7 +730,7 @@ def test_of_the_search_space_only_the_skip_acts_on_a_network_sized_by_retrain():
 def test_noise_of_metrics_acts_where_test_records_are_measured():
     own = ("algorithm=fedavg", "algorithm.network=linear", "privacy=dp")
     own = (*own, "privacy.metrics_noise_multiplier=3")
-    assert compose(*own).privacy.metrics_noise_multiplier == 3  # type: ignore[union-attr]
+    assert compose(*own).privacy.metrics_noise_multiplier == 3
     for without in ("dataset.fractions={train:.6,validation:.4,test:0}", "stages=[retrain,export]"):
         with pytest.raises(NoEffectError, match="with which nothing is measured on clients' rec"):
             compose(*own, without)
@@ -742,13 +742,13 @@ def test_an_empty_mapping_empties(own_experiment):
     assert compose(mine, "training.class_factors={}").training.class_factors == {}
     arms = f"algorithm.configurations=[{ARM}]"
     config = compose("algorithm=feathers", arms, "algorithm.ranges={}")
-    assert config.algorithm.ranges == {}  # type: ignore[attr-defined]
+    assert config.algorithm.ranges == {}
     with pytest.raises(ConfigError, match="^algorithm.ranges=.* has no value for lr"):
         compose("algorithm=feathers", "algorithm.ranges={}")
     with pytest.raises(ConfigError, match="^algorithm.weights.lr is missing"):
         compose("algorithm.weights={}")
     table = compose("dataset=csv", "dataset.root=a.csv", "dataset.categories.smoker=[a,b]").dataset
-    assert table.categories == {"smoker": ["a", "b"]}  # type: ignore[attr-defined]
+    assert table.categories == {"smoker": ["a", "b"]}
 
 
 # --- mappings that are null
@@ -757,7 +757,7 @@ def test_an_empty_mapping_empties(own_experiment):
 def null_mappings(config, prefix=""):
     """Yield the dotted name of every mapping that is null, and the names of its settings."""
     hints = get_type_hints(type(config))
-    for field in fields(config):  # type: ignore[arg-type]
+    for field in fields(config):
         value, name = getattr(config, field.name), f"{prefix}{field.name}"
         kinds = [kind for kind in get_args(hints[field.name]) if is_dataclass(kind)]
         if is_dataclass(value):

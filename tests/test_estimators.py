@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import process_time
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -200,7 +199,7 @@ def test_images(tmp_path):
 def test_settings_reach_the_run(tmp_path):
     ranges = "dataset.ranges={age: [0, 100], pressure: [50, 200]}"
     known = (ranges, "dataset.ignore=[sex]", "retrain.rounds=1", "privacy.large_delta=true")
-    keys: dict[str, Any] = {"clients": "hospital", "epsilon": 8, "time_limit": "10min"}
+    keys = {"clients": "hospital", "epsilon": 8, "time_limit": "10min"}
     own = [f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'run'}", *TINY, *known]
     model = FedClassifier(preset="fast", random_state=7, metric="auroc", settings=own, **keys)
     model.fit(patients(), label="died")

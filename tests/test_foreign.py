@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +61,7 @@ BAD_YAML = {
     "a: 2024-13-45": "month must be in 1..12",
     "!!python/object/apply:os.getcwd []": "could not determine a constructor",
 }
-READERS: dict[str, Callable[[Path], object]] = {
+READERS = {
     "policy.yaml": load_policy,
     "sites.yaml": load_sites,
     "dataset.yaml": lambda path: site_dataset(path, cache="cache"),
@@ -121,7 +120,7 @@ def test_what_is_written_is_read(value):
 @pytest.mark.parametrize("deep", ["[" * 50_000, "[" * 200 + "]" * 200])
 def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path, deep):
     path = written(tmp_path, "file.json", deep)
-    readers: list[Callable[[], object]] = [
+    readers = [
         lambda: load_partition(path),
         lambda: load_genotype(path),
         lambda: table_from_json(deep),

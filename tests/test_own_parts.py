@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -43,7 +42,7 @@ IMAGES = {
     "dp_cells_darts": {"widths": [4, 4, 8], "head": 8, "activation": "tanh"},
     "mbconv": {"skeleton": "small", "candidates": "proxyless", "width": 1.0},
 }
-SPACES: dict[str, dict[str, Any]] = {**IMAGES, "mlp": {"channels": 8, "num_cells": 2}}
+SPACES = {**IMAGES, "mlp": {"channels": 8, "num_cells": 2}}
 SMALL = ("dataset.limit_train=300", "search_space.channels=4", "rounds=2", "retrain.rounds=2")
 
 
@@ -246,7 +245,7 @@ register_loss("focal", focal)
 def test_processes_of_this_machine_know_them(tmp_path, monkeypatch):
     monkeypatch.delenv(processes.ALONE, raising=False)
     monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
-    answered: list[str] = []
+    answered = []
     call = processes._call
 
     def counted(*asked):
@@ -283,7 +282,7 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     train, test = TensorDataset(x[:60], y[:60]), TensorDataset(x[60:], y[60:])
     register_data_set("loaders", lambda path: (DataLoader(train, 16), DataLoader(test, 16)))
     register_data_set("one", lambda path: train)
-    register_data_set("wrong", lambda path: iter(train))  # type: ignore[arg-type,return-value]
+    register_data_set("wrong", lambda path: iter(train))
     for name in ("loaders", "one"):
         config = compose(
             *(f"dataset={name}", "algorithm=fedavg", "algorithm.network=small", "clients=2"),
@@ -301,7 +300,7 @@ def test_strategies_of_flower_are_told_what_to_derive_from():
 
     for strategy in (FedAvg, FedAvg()):
         with pytest.raises(ConfigError, match=r"FedDARTS, or .* Flower's strategies train one"):
-            run(compose(), strategy=strategy)  # type: ignore[arg-type]
+            run(compose(), strategy=strategy)
 
 
 def test_mixed_ops_keep_their_names():

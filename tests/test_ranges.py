@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, get_type_hints
 
 import pytest
 
@@ -107,7 +107,7 @@ def wrong_values(value, constraint):
         one = "x" if isinstance(value, str) else (value or [])[:1]
         return [one * int(n) for n in sizes if n not in constraint.size and n < 10**6]
     if isinstance(constraint, OneOf):
-        wrong: list[Any] = ["nothing", "", constraint.names[0].upper()]
+        wrong = ["nothing", "", constraint.names[0].upper()]
     else:
         below = constraint.low if constraint.above else constraint.low - 1
         above = constraint.high if constraint.below else constraint.high * 2 + 1

@@ -51,7 +51,7 @@ DECISIONS = ("retrains_by_gradients",)  # beside the checks: what it decides, ro
 @contextmanager
 def recorded():
     """Yield the dotted names of the settings that are read meanwhile."""
-    read: set[str] = set()
+    read = set()
 
     def noting(instance, name):
         value = object.__getattribute__(instance, name)

@@ -26,7 +26,7 @@ class Walk:
 
     def __init__(self, folder):
         self.folder, self.printed = folder, ""
-        self._shells: list[int] = []
+        self._shells = []
 
     def through(self, page, **replaced):
         """Write and run the blocks of a page."""
@@ -82,7 +82,7 @@ def free_port(count=1):
     while True:
         with socket.socket() as first:
             first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
+            port = first.getsockname()[1]
         if port + count < 2**16 and all(_is_free(port + i) for i in range(count)):
             return port
 

@@ -1,9 +1,5 @@
 """Small run folders, written through EventLog as a real run writes them."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import yaml
 
@@ -62,7 +58,7 @@ SCHEDULE = [
 ]
 
 
-def private_client(client: int, *, train: int, secure_noise: bool = True) -> dict[str, Any]:
+def private_client(client, *, train, secure_noise=True):
     """Return a client's part of a ``privacy`` event; its PRV epsilon is 3.1 + client."""
     return {
         "client": client,
@@ -79,9 +75,7 @@ def private_client(client: int, *, train: int, secure_noise: bool = True) -> dic
     }
 
 
-def emit_rounds(
-    log: EventLog, stage: str, numbers: range, rounds: int, *, private: bool = False
-) -> None:
+def emit_rounds(log, stage, numbers, rounds, *, private=False):
     for number in numbers:
         metrics = {"train_loss": 2.0 / number, "train_accuracy": 0.2 * number}
         if private:  # noise has carried both out of their ranges
@@ -105,21 +99,21 @@ def emit_rounds(
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Path]:
+def make_run(tmp_path):
     """Return a function that writes a run folder and returns its path."""
 
     def make(
-        name: str,
+        name,
         *,
-        seed: int = 1,
-        algorithm: str = "fed_darts",
-        accuracy: float = 0.9,
-        until: str = "end",
-        reason: str = "client 2: disk full",
-        class_name: str = "zero",
-        private: bool = False,
-        secure_noise: bool = True,
-    ) -> Path:
+        seed=1,
+        algorithm="fed_darts",
+        accuracy=0.9,
+        until="end",
+        reason="client 2: disk full",
+        class_name="zero",
+        private=False,
+        secure_noise=True,
+    ):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         privacy = "dp" if private else "none"
@@ -169,7 +163,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
             log.emit("stage_started", stage="retrain", rounds=2)
             emit_rounds(log, "retrain", range(1, 3), 2, private=private)
             log.emit("stage_finished", stage="retrain", seconds=3.0)
-            clients: list[dict[str, Any]] = [
+            clients = [
                 {"client": c, "accuracy": accuracy - 0.1 * c, "loss": 0.3, "num_examples": 5}
                 for c in range(3)
             ]
@@ -208,7 +202,7 @@ EVIL = [
 ]
 
 
-def make_hostile(folder: Path, evil: str) -> Path:
+def make_hostile(folder, evil):
     """Put a text wherever a run's files hold words that a client or the run's owner has chosen."""
     with EventLog(folder / "events.jsonl") as log:
         log.emit(

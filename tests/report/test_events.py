@@ -14,7 +14,7 @@ from fednas_flwr.runs.events import (
 
 
 def test_events_come_back_and_reach_the_listeners(tmp_path):
-    seen: list[dict] = []
+    seen = []
     with EventLog(tmp_path / "new" / "events.jsonl", listeners=[seen.append]) as log:
         log.emit("warning", message="ä <b>")
         log.emit("alphas", round=1, alphas={"normal": torch.tensor([[1.0, 2.0]])})

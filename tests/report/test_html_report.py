@@ -1,10 +1,8 @@
 import json
 import re
 import shlex
-from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -24,20 +22,20 @@ OUTSIDE = re.compile(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", re.IGNORECASE)
 class Page(HTMLParser):
     """Ids, links, tags and texts of a page; fails on tags that do not match."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__()
-        self.ids: list[str] = []
-        self.addresses: list[str] = []
-        self.tags: list[str] = []
-        self.scripts: list[str] = []
-        self.plots: list[str] = []
+        self.ids = []
+        self.addresses = []
+        self.tags = []
+        self.scripts = []
+        self.plots = []
         self.text = ""
-        self._open: list[str] = []
+        self._open = []
         self.feed(path.read_text(encoding="utf-8"))
         self.close()
         assert self._open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         values = dict(attrs)
         self.tags.append(tag)
         self.ids += [values["id"]] if values.get("id") else []
@@ -46,18 +44,18 @@ class Page(HTMLParser):
         if tag not in VOID:
             self._open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         if tag not in VOID:
             assert self._open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self._open and self._open[-1] == "script":
             self.scripts.append(data)
         elif self._open and self._open[-1] != "style":
             self.text += data
 
 
-def test_the_page_of_a_finished_run(make_run: Callable[..., Path]) -> None:
+def test_the_page_of_a_finished_run(make_run):
     folder = make_run("run")
     path = write_report(folder)
     assert path == folder / "report.html"
@@ -77,7 +75,7 @@ def test_the_page_of_a_finished_run(make_run: Callable[..., Path]) -> None:
         assert [frame["name"] for frame in figures[f"alphas_{kind}"]["frames"]] == ["1", "2", "3"]
 
 
-def test_the_page_needs_no_network(make_run: Callable[..., Path]) -> None:
+def test_the_page_needs_no_network(make_run):
     path = write_report(make_run("run"))
     page = Page(path)
     assert all(address.startswith(("#", "data:")) for address in page.addresses)
@@ -92,7 +90,7 @@ def test_the_page_needs_no_network(make_run: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("evil", EVIL)
-def test_what_others_wrote_is_escaped(make_run: Callable[..., Path], evil: str) -> None:
+def test_what_others_wrote_is_escaped(make_run, evil):
     """The page has the same elements, ids and scripts whatever clients and others have written."""
     plain, page = (
         Page(write_report(make_hostile(make_run(name), words)))
@@ -108,22 +106,20 @@ def test_what_others_wrote_is_escaped(make_run: Callable[..., Path], evil: str) 
     assert [link[:2] for link in links[1:]] == ["./"]  # a path in any browser, of no scheme
 
 
-def test_a_run_that_failed_in_search_has_only_what_it_reached(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_run_that_failed_in_search_has_only_what_it_reached(make_run):
     page = Page(write_report(make_run("run", until="search")))
     assert "Why the run failed" in page.text
     assert {"search", "alphas", "partition"} <= set(page.ids)
     assert not {"retrain", "network", "clients-results", "baselines"} & set(page.ids)
 
 
-def test_a_run_that_has_just_started(make_run: Callable[..., Path]) -> None:
+def test_a_run_that_has_just_started(make_run):
     page = Page(write_report(make_run("run", until="start")))
     assert "unfinished" in page.text
     assert not {"search", "partition", "clients-results"} & set(page.ids)
 
 
-def test_a_run_without_search_alphas_partition_and_config(tmp_path: Path) -> None:
+def test_a_run_without_search_alphas_partition_and_config(tmp_path):
     with EventLog(tmp_path / "events.jsonl") as log:
         log.emit("stage_started", stage="retrain", rounds=1)
         log.emit(
@@ -145,12 +141,12 @@ def test_a_run_without_search_alphas_partition_and_config(tmp_path: Path) -> Non
     assert page.tags.count("svg") == 0
 
 
-def test_an_empty_file_of_events(tmp_path: Path) -> None:
+def test_an_empty_file_of_events(tmp_path):
     (tmp_path / "events.jsonl").touch()
     assert "unfinished" in Page(write_report(tmp_path)).text
 
 
-def test_a_notebook_shows_a_picture_of_the_report(make_run: Callable[..., Path]) -> None:
+def test_a_notebook_shows_a_picture_of_the_report(make_run):
     result = Result(make_run("run"))
     html = result.plot()._repr_html_()
     assert html.startswith("<iframe")
@@ -162,7 +158,7 @@ def test_a_notebook_shows_a_picture_of_the_report(make_run: Callable[..., Path])
         result.plot("oddity")
 
 
-def test_a_run_that_goes_on_says_where_it_is(make_run: Callable[..., Path]) -> None:
+def test_a_run_that_goes_on_says_where_it_is(make_run):
     folder = make_run("run", until="start")
     assert "live" not in Page(write_report(folder)).ids
     with EventLog(folder / "events.jsonl") as log:
@@ -173,14 +169,12 @@ def test_a_run_that_goes_on_says_where_it_is(make_run: Callable[..., Path]) -> N
     assert "Search, round 2 of 5, about 4.5 s left in this stage; train accuracy 40.0 %" in text
 
 
-def test_a_failed_write_leaves_the_old_report(
-    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_report(make_run, monkeypatch):
     folder = make_run("run")
     path = write_report(folder)
     before = path.read_bytes()
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         raise OSError("no space left")
 
     with EventLog(folder / "events.jsonl") as log:
@@ -192,7 +186,7 @@ def test_a_failed_write_leaves_the_old_report(
     assert [p.name for p in folder.iterdir() if p.name.endswith(".tmp")] == []
 
 
-def test_the_page_of_a_private_run(make_run: Callable[..., Path]) -> None:
+def test_the_page_of_a_private_run(make_run):
     page = Page(write_report(make_run("run", private=True)))
     assert page.ids.index("cost") < page.ids.index("privacy") < page.ids.index("partition")
     assert "#privacy" in page.addresses
@@ -221,28 +215,26 @@ def test_the_page_of_a_private_run(make_run: Callable[..., Path]) -> None:
     assert (low, high) == (-0.05, 1.03)
 
 
-def test_a_test_seed_is_a_clear_warning(make_run: Callable[..., Path]) -> None:
+def test_a_test_seed_is_a_clear_warning(make_run):
     page = Page(write_report(make_run("run", private=True, secure_noise=False)))
     assert page.text.count("Test seed: no privacy. Noise and sampling of client 2") == 2
     assert "would hold if" in page.text
 
 
-def test_a_private_run_that_just_started_knows_no_epsilon(make_run: Callable[..., Path]) -> None:
+def test_a_private_run_that_just_started_knows_no_epsilon(make_run):
     page = Page(write_report(make_run("run", private=True, until="start")))
     assert "privacy" in page.ids
     assert "no epsilon is known" in page.text
 
 
-def test_a_run_without_privacy_has_no_such_section(make_run: Callable[..., Path]) -> None:
+def test_a_run_without_privacy_has_no_such_section(make_run):
     page = Page(write_report(make_run("run")))
     assert "privacy" not in page.ids
     assert "noised" not in page.text
     assert "Epsilon to statenone" in page.text.replace("\n", "")
 
 
-def test_a_resumed_private_run_says_that_its_table_holds_the_rest(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_resumed_private_run_says_that_its_table_holds_the_rest(make_run):
     folder = make_run("run", private=True)
     assert "since the run was resumed" not in Page(write_report(folder)).text
     accepted = read_run(folder).privacy
@@ -257,7 +249,7 @@ def test_a_resumed_private_run_says_that_its_table_holds_the_rest(
     assert "1,200" not in text
 
 
-def test_a_run_that_stopped_early_tells_how_far_it_came(make_run: Callable[..., Path]) -> None:
+def test_a_run_that_stopped_early_tells_how_far_it_came(make_run):
     folder = make_run("run", private=True, until="search")
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     kept = [e for e in events if not (e["event"] == "round" and e["round"] == 3)]
@@ -271,7 +263,7 @@ def test_a_run_that_stopped_early_tells_how_far_it_came(make_run: Callable[..., 
     assert "Search, 2 of 3 rounds" in page
 
 
-def test_a_run_without_a_round_does_not_praise_its_clients(make_run: Callable[..., Path]) -> None:
+def test_a_run_without_a_round_does_not_praise_its_clients(make_run):
     folder = make_run("run", until="start")
     text = Page(write_report(folder)).text
     assert "every client answered" not in text
@@ -281,9 +273,7 @@ def test_a_run_without_a_round_does_not_praise_its_clients(make_run: Callable[..
 
 
 @pytest.mark.parametrize("stage", ["search", "start"])
-def test_a_search_that_did_not_run_was_not_private(
-    make_run: Callable[..., Path], stage: str
-) -> None:
+def test_a_search_that_did_not_run_was_not_private(make_run, stage):
     folder = make_run("run", until=stage)
     config = (folder / "config.yaml").read_text()
     aware = "dp_aware: {max_grad_norm: 0.1, noise_multiplier: 0.2}"
@@ -292,9 +282,7 @@ def test_a_search_that_did_not_run_was_not_private(
     assert ("<dt>the search was</dt>" in page) == (stage == "search")
 
 
-def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(make_run):
     folder = make_run("run", until="start")
     splits = [{"train": 20, "validation": 5, "test": 5}] * 2
     with EventLog(folder / "events.jsonl") as log:
@@ -315,7 +303,7 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
     assert figures["partition"]["data"][0]["x"] == ["0", "2"]
 
 
-def test_lines_to_copy_are_safe_in_a_folder_of_any_name(make_run: Callable[..., Path]) -> None:
+def test_lines_to_copy_are_safe_in_a_folder_of_any_name(make_run):
     folder = make_hostile(make_run('a"b $(touch x)'), "words")
     text = Page(write_report(folder)).text
     assert shlex.split(re.search("fednas predict .*", text)[0])[2] == folder.name

@@ -1,7 +1,5 @@
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import yaml
@@ -18,7 +16,7 @@ from fednas_flwr.runs.numbers import read_run
 from .conftest import EVIL, make_hostile
 
 
-def test_the_card_of_a_finished_run(make_run: Callable[..., Path]) -> None:
+def test_the_card_of_a_finished_run(make_run):
     folder = make_run("run")
     path = write_model_card(folder)
     assert path == folder / "MODEL_CARD.md"
@@ -39,9 +37,7 @@ def test_the_card_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     assert "10, 20" not in text  # no counts per class and client
 
 
-def test_a_private_run_states_one_epsilon_and_delta_per_client(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_private_run_states_one_epsilon_and_delta_per_client(make_run):
     text = write_model_card(make_run("run", private=True)).read_text(encoding="utf-8")
     assert "no differential-privacy claim" not in text
     assert "Test seed" not in text
@@ -66,7 +62,7 @@ def test_a_private_run_states_one_epsilon_and_delta_per_client(
     assert "genotype was given" not in text
 
 
-def test_the_card_tells_what_the_statement_does_not_hold(make_run: Callable[..., Path]) -> None:
+def test_the_card_tells_what_the_statement_does_not_hold(make_run):
     folder = make_run("run", private=True)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config |= {"genotype": "g.json", "runtime": {"name": "deployment"}}
@@ -89,8 +85,8 @@ def test_the_card_tells_what_the_statement_does_not_hold(make_run: Callable[...,
     ],
 )
 def test_a_run_that_made_its_ledgers_says_that_earlier_uses_are_not_counted(
-    make_run: Callable[..., Path], changes: dict[str, object], told: bool
-) -> None:
+    make_run, changes, told
+):
     folder = make_run("run", private=True)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     (folder / "config.yaml").write_text(yaml.safe_dump(config | changes))
@@ -105,9 +101,7 @@ PRIVATE_TRAINING = {  # the terms of retraining, and what they are shown as
 
 
 @pytest.mark.parametrize("private", [None, *PRIVATE_TRAINING])
-def test_card_and_report_list_what_retraining_used(
-    make_run: Callable[..., Path], private: str | None
-) -> None:
+def test_card_and_report_list_what_retraining_used(make_run, private):
     folder = make_run("run", private=private is not None)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["retrain"] |= {"local_epochs": 9, "batch_size": 64}
@@ -124,7 +118,7 @@ def test_card_and_report_list_what_retraining_used(
     assert (private is None) == ("retrain.batch_size" in card) == ("retrain.batch_size" in page)
 
 
-def test_clients_that_are_the_unit_train_by_epochs(make_run: Callable[..., Path]) -> None:
+def test_clients_that_are_the_unit_train_by_epochs(make_run):
     folder = make_run("run", private=True)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["retrain"] |= {"local_epochs": 9, "batch_size": 64}
@@ -135,7 +129,7 @@ def test_clients_that_are_the_unit_train_by_epochs(make_run: Callable[..., Path]
     assert [shown[f"retrain.{name}"] for name in settings] == ["2", "9", "64"]
 
 
-def test_a_client_with_a_test_seed_is_promised_nothing(make_run: Callable[..., Path]) -> None:
+def test_a_client_with_a_test_seed_is_promised_nothing(make_run):
     folder = make_run("run", private=True, secure_noise=False)
     text = write_model_card(folder).read_text(encoding="utf-8")
     assert "**Test seed: no privacy. Noise and sampling of client 2 come from" in text
@@ -143,21 +137,19 @@ def test_a_client_with_a_test_seed_is_promised_nothing(make_run: Callable[..., P
     assert "| 2 | none (test seed: no privacy) |" in text
 
 
-def test_a_private_run_without_an_accepted_schedule_claims_nothing(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_private_run_without_an_accepted_schedule_claims_nothing(make_run):
     text = write_model_card(make_run("run", private=True, until="start")).read_text("utf-8")
     assert "no epsilon is known" in text
     assert "no differential-privacy claim" not in text
 
 
-def test_a_failed_run_says_so_and_offers_no_model(make_run: Callable[..., Path]) -> None:
+def test_a_failed_run_says_so_and_offers_no_model(make_run):
     text = write_model_card(make_run("run", until="search")).read_text(encoding="utf-8")
     assert "**The run is failed**: client 2: disk full" in text
     assert "load" not in text
 
 
-def elements(text: str) -> tuple[list[str], str]:
+def elements(text):
     """Return the elements that Markdown makes of a text, and the text that a reader sees."""
     tokens = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(text)
     flat = [inner for token in tokens for inner in (token, *(token.children or ()))]
@@ -166,7 +158,7 @@ def elements(text: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("evil", EVIL)
-def test_strangers_words_are_no_markup(make_run: Callable[..., Path], evil: str) -> None:
+def test_strangers_words_are_no_markup(make_run, evil):
     """A card has the same elements whatever clients and others have written, and shows it."""
     texts = {}
     for words in ("plain words", evil):
@@ -181,9 +173,7 @@ def test_strangers_words_are_no_markup(make_run: Callable[..., Path], evil: str)
 
 
 @pytest.mark.parametrize("evil", EVIL)
-def test_strangers_words_are_no_markup_of_a_comparison(
-    make_run: Callable[..., Path], evil: str
-) -> None:
+def test_strangers_words_are_no_markup_of_a_comparison(make_run, evil):
     texts = {}
     for name, words in (("plain", "plain words"), ("evil", evil)):
         runs = [make_run(f"{name}/{n}", algorithm=f"a{n}") for n in range(2)]
@@ -198,9 +188,7 @@ def test_strangers_words_are_no_markup_of_a_comparison(
     assert "<img" not in texts["evil"][".html"]
 
 
-def test_a_published_card_has_the_metadata_of_the_run_alone(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_published_card_has_the_metadata_of_the_run_alone(make_run, tmp_path):
     for number, evil in enumerate(EVIL):
         folder = make_run(f"run{number}")
         config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -214,9 +202,7 @@ def test_a_published_card_has_the_metadata_of_the_run_alone(
         assert told["model-index"][0]["results"][0]["dataset"]["name"] == terminal(evil)
 
 
-def test_only_files_of_the_run_are_exported_and_only_into_the_folder(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_only_files_of_the_run_are_exported_and_only_into_the_folder(make_run, tmp_path):
     """A run of somebody else's names its files: not any that are outside."""
     folder, target = make_run("run"), tmp_path / "profile"
     target.write_text("mine")
@@ -229,9 +215,7 @@ def test_only_files_of_the_run_are_exported_and_only_into_the_folder(
     assert {path.parent for path in copied} == {tmp_path / "to"}
 
 
-def test_a_configuration_that_multiplies_itself_is_one_sentence(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_configuration_that_multiplies_itself_is_one_sentence(make_run):
     folder = make_run("run")
     lines = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
     (folder / "config.yaml").write_text("\n".join(["a0: &a0 [x, x]", *lines]))

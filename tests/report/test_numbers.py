@@ -1,6 +1,4 @@
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ NAMES = tuple(
 )
 
 
-def test_numbers_of_a_finished_run(make_run: Callable[..., Path]) -> None:
+def test_numbers_of_a_finished_run(make_run):
     run = read_run(make_run("run"))
     assert run.status == "completed"
     assert run.config["algorithm"] == {"name": "fed_darts", "alpha_lr": 3e-4}
@@ -37,7 +35,7 @@ def test_numbers_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     assert (numbers["search_seconds"], numbers["retrain_seconds"]) == (4.5, 3.0)
 
 
-def test_every_metric_has_a_label_of_its_own_and_scores_are_the_larger_the_better() -> None:
+def test_every_metric_has_a_label_of_its_own_and_scores_are_the_larger_the_better():
     assert len({metric.label for metric in METRICS}) == len(NAMES)
     scores = {metric.name for metric in METRICS if metric.is_score}
     models = ("accuracy", "central", "client", "linear", "personalised", "released", "trees")
@@ -46,7 +44,7 @@ def test_every_metric_has_a_label_of_its_own_and_scores_are_the_larger_the_bette
     assert scores == {n for n in NAMES if n.startswith(models)} - {"clients_lost"} - errors
 
 
-def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_and_resumed(tmp_path):
     failed = {"action": "train.search", "client": 0, "reason": "late"}
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
@@ -80,10 +78,10 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     assert run.stage_seconds() == {"search": pytest.approx(100.0 + lost)}
 
 
-def test_traffic_is_told_per_client_and_round(tmp_path: Path) -> None:
+def test_traffic_is_told_per_client_and_round(tmp_path):
     path = tmp_path / "events.jsonl"
 
-    def shares() -> list[str]:
+    def shares():
         section = render_report(tmp_path).partition("Bytes in all rounds")[2].partition("</table>")
         return re.findall(r'<td class="num">([^<]*)</td></tr>', section[0])
 
@@ -102,12 +100,12 @@ def test_traffic_is_told_per_client_and_round(tmp_path: Path) -> None:
     assert shares() == ["30 B", "50 B", "35 B"]
 
 
-def test_a_folder_without_events_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_without_events_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match="holds no events.jsonl"):
         read_run(tmp_path)
 
 
-def test_the_newest_schedule_counts_and_what_was_spent_since(make_run: Callable[..., Path]) -> None:
+def test_the_newest_schedule_counts_and_what_was_spent_since(make_run):
     folder = make_run("run", private=True)
     assert read_run(folder).numbers()["epsilon"] == pytest.approx(5.1001)
     assert read_run(folder).privacy_spent() == {0: 2.9, 1: 2.9}
@@ -120,19 +118,17 @@ def test_the_newest_schedule_counts_and_what_was_spent_since(make_run: Callable[
     assert resumed.privacy_spent() == {}
 
 
-def test_a_run_without_privacy_has_no_epsilon(make_run: Callable[..., Path]) -> None:
+def test_a_run_without_privacy_has_no_epsilon(make_run):
     run = read_run(make_run("run"))
     assert (run.is_private, run.numbers()["epsilon"], run.departures()) == (False, None, [])
 
 
-def test_a_run_that_was_to_be_private_is_so_before_its_clients_accept(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_run_that_was_to_be_private_is_so_before_its_clients_accept(make_run):
     run = read_run(make_run("run", private=True, until="start"))
     assert (run.is_private, run.privacy, run.numbers()["epsilon"]) == (True, None, None)
 
 
-def test_a_client_that_left_counts_once_and_not_if_a_resume_undid_it(tmp_path: Path) -> None:
+def test_a_client_that_left_counts_once_and_not_if_a_resume_undid_it(tmp_path):
     place = {"stage": "search", "action": "train.search", "reason": "its budget has ended"}
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:

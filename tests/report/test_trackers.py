@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,17 +27,15 @@ with TRACKERS[sys.argv[1]](folder) as tracker:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_numbers_of_every_round_and_how_the_run_ended(
-    make_run: Callable[..., Path], fails: bool
-) -> None:
+def test_numbers_of_every_round_and_how_the_run_ended(make_run, fails):
     folder = make_run("run", **({"until": "search", "reason": "disk full"} if fails else {}))
     events = read_events(folder / "events.jsonl")
-    sent: dict[tuple[str, int], dict[str, float]] = {}
-    settings: dict[str, str] = {}
+    sent = {}
+    settings = {}
     ended = []
 
     @contextmanager
-    def kept(run_folder: Path, of_run: Any) -> Iterator[Any]:
+    def kept(run_folder, of_run):
         """Keeps what would be sent."""
         settings.update(of_run)
         try:
@@ -66,9 +61,7 @@ def test_numbers_of_every_round_and_how_the_run_ended(
     assert ended == ["failed" if fails else "finished"]
 
 
-def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr("fednas_flwr.report.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'fednas-flwr\[mlflow\]'"):
         check(compose("trackers=[mlflow]", f"run_dir={tmp_path / 'run'}"))
@@ -82,9 +75,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("mlflow", "*.db"), ("wandb", "*.wandb")])
-def test_the_packages_take_it(
-    make_run: Callable[..., Path], tmp_path: Path, name: str, kind: str
-) -> None:
+def test_the_packages_take_it(make_run, tmp_path, name, kind):
     pytest.importorskip(name)
     environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db", "WANDB_MODE": "offline"}
     done = subprocess.run(
