@@ -10,6 +10,8 @@ from fednas_flwr.report.cell_pictures import edge_labels
 from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.numbers import Run
 
+from .conftest import cell_of
+
 
 def _valid(figure):
     """Plotly's own check of every property."""
@@ -37,11 +39,12 @@ def test_the_partition_has_a_row_per_class_and_a_column_per_client():
     assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (0, 6)
     assert len(set(heat.y)) == 2  # equal names would fall on one row
     assert plots.partition({}) is None
+    assert plots.partition({"class_names": ["a"], "counts": None}) is None  # of a private run
 
 
 def test_a_large_partition_keeps_a_bounded_height():
-    event = {"class_names": [f"class {i}" for i in range(100)], "counts": [[1] * 100] * 100}
-    figure = _valid(plots.partition(event | {"clients": list(range(100))}))
+    event = {"class_names": [f"class {i}" for i in range(100)], "clients": list(range(100))}
+    figure = _valid(plots.partition(event | {"counts": [[1] * 100] * 100}))
     assert 400 < figure.layout.height < 1000
 
 
@@ -74,12 +77,10 @@ def test_edges_are_named_by_target_then_source(edges, first, last):
 
 
 def test_alphas_are_shares_over_few_rounds_with_first_and_last():
-    events = [
-        {"round": n, "ops": ["none", "skip"], "alphas": {"cell": [[0.0, 0.01 * n]] * 3}}
-        for n in range(1, 501)
-    ]
-    edges = [{"op": "skip", "source": s, "target": t} for s, t in ((0, 1), (0, 2), (1, 2))]
-    events = [{"event": "alphas", **event, "cells": {"cell": edges}} for event in events]
+    edges = {"cell": cell_of([(0, 1), (0, 2), (1, 2)], ["skip"] * 3)}
+    event = {"event": "alphas", "ops": ["none", "skip"], "cells": edges}
+    alphas = {n: {"cell": [[0.0, 0.01 * n]] * 3} for n in range(1, 501)}
+    events = [event | {"round": n, "alphas": rows} for n, rows in alphas.items()]
     figure = _valid(plots.alphas(Run(Path(), {}, events))["cell"])
     rounds = [frame.name for frame in figure.frames]
     assert len(rounds) <= 60
@@ -101,7 +102,3 @@ def test_noised_accuracies_stay_inside_the_picture():
         shown = _valid(_accuracies({"clients": close, "central": central}, private=True))
         assert list(shown.layout.xaxis.range) == pytest.approx([start, 1])
     assert _accuracies({"clients": [{"client": 2}]}) is None
-
-
-def test_a_private_partition_has_no_picture():
-    assert plots.partition({"class_names": ["a"], "counts": None}) is None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -13,6 +10,8 @@ from fednas_flwr.api import check, compose
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.report.trackers import check_trackers, tracking
 from fednas_flwr.runs.events import read_events
+
+from ..processes import told
 
 REPLAYED = """
 import sys
@@ -30,9 +29,7 @@ with TRACKERS[sys.argv[1]](folder) as tracker:
 def test_numbers_of_every_round_and_how_the_run_ended(make_run, fails):
     folder = make_run("run", **({"until": "search", "reason": "disk full"} if fails else {}))
     events = read_events(folder / "events.jsonl")
-    sent = {}
-    settings = {}
-    ended = []
+    sent, settings, ended = {}, {}, []
 
     @contextmanager
     def kept(run_folder, of_run):
@@ -50,12 +47,10 @@ def test_numbers_of_every_round_and_how_the_run_ended(make_run, fails):
             listen(event)
         if fails:
             raise OSError("disk full")
-    rounds = [e for e in events if e["event"] == "round"]
-    for event in rounds:
+    for event in [e for e in events if e["event"] == "round"]:
         of_round = sent[event["stage"], event["round"]]
         known = {name: v for name, v in event["metrics"].items() if v is not None}
-        assert known.items() <= of_round.items()
-        assert of_round["seconds"] == event["seconds"]
+        assert (known | {"seconds": event["seconds"]}).items() <= of_round.items()
     assert ("evaluate", 0) in sent or fails
     assert settings["algorithm.name"] == "fed_darts"
     assert ended == ["failed" if fails else "finished"]
@@ -78,12 +73,5 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(monkeypatch, 
 def test_the_packages_take_it(make_run, tmp_path, name, kind):
     pytest.importorskip(name)
     environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/runs.db", "WANDB_MODE": "offline"}
-    done = subprocess.run(
-        [sys.executable, "-c", REPLAYED, name, str(make_run("run"))],
-        env=os.environ | environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    told("-c", REPLAYED, name, make_run("run"), env=environment, cwd=tmp_path)
     assert list(tmp_path.rglob(kind))
