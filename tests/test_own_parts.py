@@ -1,7 +1,5 @@
 """Ops, losses, networks and metrics of one's own: every space, privacy, workers, resume, export."""
 
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -33,6 +31,7 @@ from fednas_flwr.settings.registry import OWN, TABLES, packed
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 from fednas_flwr.spaces.operations import MixedOp, OwnOp
 
+from .processes import told
 from .reference_engine import REFERENCE, by
 
 IMAGES = {
@@ -91,9 +90,9 @@ def test_every_space_offers_it(name, norm):
         assert bool((alphas.grad[:, -len(added)] != 0).all())
     trained = [n for n, p in supernet.weights().items() if "own" in n or ".wide." in n]
     assert trained
-    lead = {kind: torch.zeros(len(space.edges), len(space.ops)) for kind in space.kinds}
-    for alphas in lead.values():
-        alphas[:, -len(added)] = 9
+    alphas = torch.zeros(len(space.edges), len(space.ops))
+    alphas[:, -len(added)] = 9
+    lead = dict.fromkeys(space.kinds, alphas)
     genotype = space.derive(lead)
     assert {edge.op for edges in genotype.cells.values() for edge in edges} == {added[0]}
     network = space.network(genotype).eval()
@@ -158,16 +157,16 @@ def test_an_op_that_is_wrong_is_told_in_one_sentence(make, message):
 
 
 def test_names_are_checked():
-    with pytest.raises(ConfigError, match="op=wide exists"):
-        register_op("wide", wide)
-    with pytest.raises(ConfigError, match="network=linear exists"):
-        register_network("linear", small)
-    with pytest.raises(ConfigError, match="metric=AUROC exists"):
-        register_metric("AUROC", lambda p, y: 0.0)
-    with pytest.raises(ConfigError, match="own_ops=nope must be the name of an op"):
-        space_of("nasbench201", ops=("nope",))
-    with pytest.raises(ConfigError, match="own_ops=none must be the name .* none of none, skip"):
-        space_of("nasbench201", ops=("none",))
+    for register, name, own, words in (
+        (register_op, "wide", wide, "op=wide exists"),
+        (register_network, "linear", small, "network=linear exists"),
+        (register_metric, "AUROC", lambda p, y: 0.0, "metric=AUROC exists"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            register(name, own)
+    for op, words in (("nope", "the name of an op"), ("none", "the name .* none of none, skip")):
+        with pytest.raises(ConfigError, match=f"own_ops={op} must be {words}"):
+            space_of("nasbench201", ops=(op,))
 
 
 def test_a_loss_sees_one_record_at_a_time():
@@ -192,11 +191,9 @@ def test_a_model_with_an_op_is_exported(tmp_path):
     cell = tuple(Edge("wide" if s == 0 else "blur", s, t) for s, t in edges)
     save_genotype(tmp_path / "cell.json", Genotype("nasbench201", {"cell": cell}))
     settings = ("stages=[retrain,evaluate,export]", f"genotype={tmp_path / 'cell.json'}")
-    config = compose(
-        *("dataset.limit_train=300", "retrain.rounds=2", "search_space.own_ops=[wide,blur]"),
-        *(f"run_dir={tmp_path / 'run'}", f"dataset.cache={tmp_path}", *settings),
-    )
-    folder = run(config).folder
+    own = ("dataset.limit_train=300", "retrain.rounds=2", "search_space.own_ops=[wide,blur]")
+    places = (f"run_dir={tmp_path / 'run'}", f"dataset.cache={tmp_path}")
+    folder = run(compose(*own, *places, *settings)).folder
     images = np.random.default_rng(0).integers(0, 256, (5, 1, 8, 8), dtype=np.uint8)
     session = onnxruntime.InferenceSession(folder / "model.onnx")
     (shares,) = session.run(["probabilities"], {"images": images})
@@ -267,9 +264,8 @@ def test_processes_of_this_machine_know_them(tmp_path, monkeypatch):
 def test_workers_of_ray_know_them(tmp_path):
     (tmp_path / "own.py").write_text(OWN_FILE)
     settings = [*SMALL, *USED, f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'ray'}"]
-    command = [sys.executable, "-m", "fednas_flwr", "run", "--with", str(tmp_path / "own.py")]
-    done = subprocess.run([*command, *settings, "runtime=ray"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    own = ("run", "--with", tmp_path / "own.py")
+    told("-m", "fednas_flwr", *own, *settings, "runtime=ray")
     here = run(composed(tmp_path / "here", *USED))
     for name in ("genotype.json", "model.safetensors"):
         assert (tmp_path / "ray" / name).read_bytes() == (here.folder / name).read_bytes()

@@ -17,13 +17,9 @@ def cell_of(pairs, ops):
     return [{"op": op, "source": s, "target": t} for op, (s, t) in zip(ops, pairs, strict=True)]
 
 
-DARTS_CELL = cell_of(
-    [(0, 2), (1, 2), (0, 3), (2, 3), (0, 4), (3, 4), (1, 5), (4, 5)],
-    [
-        *("sep_conv_3x3", "sep_conv_3x3", "skip_connect", "max_pool_3x3", "skip_connect"),
-        *("sep_conv_3x3", "max_pool_3x3", "dil_conv_5x5"),
-    ],
-)
+DARTS_PAIRS = [(0, 2), (1, 2), (0, 3), (2, 3), (0, 4), (3, 4), (1, 5), (4, 5)]
+DARTS_OPS = ["sep_conv_3x3", "sep_conv_3x3", "skip_connect", "max_pool_3x3", "skip_connect"]
+DARTS_CELL = cell_of(DARTS_PAIRS, [*DARTS_OPS, "sep_conv_3x3", "max_pool_3x3", "dil_conv_5x5"])
 GENOTYPE = {"format": "fednas-genotype", "version": 1, "space": "darts"}
 GENOTYPE |= {"cells": {"normal": DARTS_CELL, "reduction": DARTS_CELL}}
 CONFIG = """\
@@ -40,15 +36,8 @@ privacy: {{name: {privacy}}}
 runtime: {{name: inline}}
 retrain: {{rounds: 2}}
 """
-SEARCH_RELEASE = {
-    "stage": "search",
-    "action": "train.weight_gradient",
-    "splits": ["train"],
-    "noise_multiplier": 1.25,
-    "batch_size": 16,
-    "steps": 1200,
-    "max_grad_norm": 0.5,
-}
+SEARCH_RELEASE = {"stage": "search", "action": "train.weight_gradient", "splits": ["train"]}
+SEARCH_RELEASE |= {"batch_size": 16, "steps": 1200, "noise_multiplier": 1.25, "max_grad_norm": 0.5}
 MEASURED = {"action": "evaluate.model", "splits": ["validation"], "batch_size": None, "steps": 3}
 MEASURED |= {"noise_multiplier": 20.0, "max_grad_norm": 1.0}
 SCHEDULE = [SEARCH_RELEASE, SEARCH_RELEASE | MEASURED]
@@ -103,6 +92,7 @@ def printed(show, *shown, width=200):
 
 def private_client(client, *, train, secure_noise=True):
     """Return a client's part of a ``privacy`` event; its PRV epsilon is 3.1 + client."""
+    epsilons = {"prv": (3.1001 + client, 2.2), "rdp": (3.5 + client, 2.5), "gdp": (None, 2.0)}
     return {
         "client": client,
         "records": {"train": train, "validation": 200, "test": 100},
@@ -110,11 +100,7 @@ def private_client(client, *, train, secure_noise=True):
         "rates": [16 / train, 1.0],
         "secure_noise": secure_noise,
         "covers": [{"stage": "search", "rounds": 3 - client, "of": 3}],
-        "epsilon": {
-            "prv": {"train": 3.1001 + client, "validation": 2.2},
-            "rdp": {"train": 3.5 + client, "validation": 2.5},
-            "gdp": {"train": None, "validation": 2.0},
-        },
+        "epsilon": {k: {"train": a, "validation": b} for k, (a, b) in epsilons.items()},
     }
 
 
