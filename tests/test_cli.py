@@ -515,9 +515,7 @@ site --key key | there is no ledger site
 
 @pytest.mark.parametrize("action", ["show", "verify"])
 @pytest.mark.parametrize(("given", "part"), rows(NO_LEDGER))
-def test_looking_for_a_missing_ledger_creates_nothing(
-    ledger, capsys, action, given, part
-):
+def test_looking_for_a_missing_ledger_creates_nothing(ledger, capsys, action, given, part):
     before = set(Path().rglob("*"))
     assert cli.main(["ledger", action, *given.split()]) == cli.USER_ERROR
     assert set(Path().rglob("*")) == before

@@ -12,7 +12,9 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data import loaders
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import Split, augment, epoch_batches, largest_feature, step_batch
-from fednas_flwr.data.records import Column, Records, record_ids, select_records
+from fednas_flwr.data.records import Column, record_ids, select_records
+
+from ..data_sets import records_of
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -99,13 +101,8 @@ def table():
     columns += [rng.integers(0, 2, 400) for _ in range(2)]
     features = np.stack(columns, axis=1).astype(np.float32)
     features[rng.random(400) < 0.2, 1] = np.nan
-    return Records(
-        features=torch.from_numpy(features),
-        labels=torch.zeros(400, dtype=torch.int64),
-        ids=record_ids(row.tobytes() for row in features),
-        class_names=("0",),
-        schema=(*(Column(name) for name in "abc"), Column("d", "category", ("0", "1"))),
-    )
+    schema = (*(Column(name) for name in "abc"), Column("d", "category", ("0", "1")))
+    return records_of(features, schema=schema)
 
 
 def test_a_client_standardises_by_its_own_training_part(table):

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import prepared
 from fednas_flwr.data.prepared import load_partition, save_partition
-from fednas_flwr.data.records import Records, record_ids
+from fednas_flwr.data.records import record_ids
 from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.hydra_config import compose_tree
 
+from ..data_sets import records_of
 from ..processes import told
 
 EVERY = [
@@ -41,12 +42,8 @@ def partition(records, *, name, clients, **changed):
 
 
 def labelled(labels, num_classes):
-    return Records(
-        features=torch.zeros(len(labels), 1),
-        labels=torch.from_numpy(labels.astype(np.int64)),
-        ids=record_ids(str(i).encode() for i in range(len(labels))),
-        class_names=tuple(str(i) for i in range(num_classes)),
-    )
+    names = tuple(map(str, range(num_classes)))
+    return records_of(np.zeros((len(labels), 1)), labels, class_names=names)
 
 
 def assert_covers(parts, num_records):
