@@ -10,6 +10,7 @@ import absl.logging
 import numpy as np
 import pytest
 import torch
+from hydra.core.config_store import ConfigStore
 from hypothesis import settings
 from safetensors.torch import save_file
 
@@ -28,6 +29,7 @@ from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.settings import dump_config, hydra_config
 from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
+from fednas_flwr.settings.registry import OWN, TABLES
 from fednas_flwr.spaces import dp_cells
 
 from .composing import remembering, split
@@ -122,17 +124,10 @@ def made_data(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_overrides(made_data):
     """Hydra overrides of a run on the made data that takes seconds; the cache lies beside it."""
-    return [
-        "dataset=npz",
-        f"dataset.root={made_data}",
-        f"dataset.cache={made_data.parent / 'cache'}",
-        "search_space.channels=4",
-        "retrain.channels=4",
-        "retrain.rounds=2",
-        "rounds=2",
-        "runtime.device=cpu",
-        "trackers=[]",
-    ]
+    data = ["dataset=npz", f"dataset.root={made_data}"]
+    data.append(f"dataset.cache={made_data.parent / 'cache'}")
+    sizes = ["search_space.channels=4", "retrain.channels=4", "retrain.rounds=2", "rounds=2"]
+    return [*data, *sizes, "runtime.device=cpu", "trackers=[]"]
 
 
 @pytest.fixture(scope="session")
@@ -184,7 +179,7 @@ def federate():
     """
 
     def federation(config, *, checkpoints=None):
-        events: list[dict] = []
+        events = []
 
         def emit(event, **fields):
             events.append({"event": event, **fields})
@@ -267,3 +262,14 @@ def finished_run(compose_config, tmp_path_factory, pytestconfig):
         place = tmp_path_factory.getbasetemp() / "finished_runs"
     runs = FinishedRuns(place, tmp_path_factory.mktemp("finished"))
     return lambda *overrides: sound(runs.get(compose_config(*overrides)))
+
+
+@pytest.fixture
+def only_here():
+    """Forget what a test has registered."""
+    before = {group: set(table) for group, table in TABLES.items()}
+    yield
+    for group, table in TABLES.items():
+        for name in set(table) - before[group]:
+            del table[name], OWN[group][name]
+            ConfigStore.instance().repo.get(group, {}).pop(f"{name}.yaml", None)

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
+import torch
 from PIL import Image
 
 from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.readers import DATA_SETS, data_settings
+from fednas_flwr.data.records import Records, record_ids
 
 
 def read(name, path, **given):
@@ -32,3 +35,12 @@ def digit_files():
         image = Image.fromarray(records.features[i, 0].numpy())
         image = image.resize((12, 10)) if i % 2 else image.convert("RGB")
         yield image, int(records.labels[i])
+
+
+def records_of(features, labels=None, *, class_names=None, **more):
+    """Records of arrays, each with an id of its own; all of one class unless labels are given."""
+    labels = np.zeros(len(features)) if labels is None else labels
+    names = class_names or tuple(map(str, range(int(max(labels)) + 1)))
+    ids = record_ids(str(row).encode() for row in range(len(features)))
+    arrays = torch.from_numpy(features), torch.from_numpy(labels.astype(np.int64))
+    return Records(*arrays, ids, names, **more)

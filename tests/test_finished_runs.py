@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from fednas_flwr.runs.run_folder import open_run_folder
-from fednas_flwr.settings import Config
 
 from . import finished_runs
 from .finished_runs import FinishedRuns, digest_of
@@ -16,7 +15,7 @@ from .finished_runs import FinishedRuns, digest_of
 @pytest.fixture
 def make():
     """Stands in for a run: writes its number, and ends with an error where there is no search."""
-    made: list[Config] = []
+    made = []
 
     def fake(config):
         made.append(config)

@@ -1,9 +1,7 @@
 """Words and files of strangers: one function per format, one reader of YAML and JSON."""
 
 import csv
-import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +13,9 @@ from markdown_it import MarkdownIt
 from safetensors.torch import save_file
 
 from fednas_flwr import load
+from fednas_flwr.base import foreign
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.foreign import (
-    LARGEST_BYTES,
-    csv_cell,
-    dump_yaml,
-    load_yaml,
-    markdown,
-    terminal,
-)
+from fednas_flwr.base.foreign import csv_cell, dump_yaml, load_yaml, markdown, terminal
 from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import load_partition
 from fednas_flwr.data.readers import site_dataset
@@ -56,13 +48,13 @@ BAD_YAML = {
     "[" * 50_000: "it is more than 50 levels deep",
     "- " * 50_000: "it is more than 50 levels deep",
     "{a: " * 50_000: "it is more than 50 levels deep",
-    "#" * (LARGEST_BYTES + 1): "it has more than 2,097,152 characters",
+    "#" * (foreign.LARGEST_BYTES + 1): "it has more than 2,097,152 characters",
     "a: 1\na: 2": "a is given twice",
     "a: " + "1" * 5000: "4300 digits",
     "a: 2024-13-45": "month must be in 1..12",
     "!!python/object/apply:os.getcwd []": "could not determine a constructor",
 }
-READERS: dict[str, Callable[[Path], object]] = {
+READERS = {
     "policy.yaml": load_policy,
     "sites.yaml": load_sites,
     "dataset.yaml": lambda path: site_dataset(path, cache="cache"),
@@ -98,12 +90,9 @@ def test_the_package_has_no_other_reader_of_yaml():
     assert found == [PACKAGE / "base" / "foreign.py"]
 
 
-@pytest.mark.parametrize("text", ["a: &a {x: 1}\nb: *a", "a: [&b 1, *b, *b]"])
-def test_a_few_aliases_are_read(text):
-    assert json.dumps(load_yaml(text, "text")) in (
-        '{"a": {"x": 1}, "b": {"x": 1}}',
-        '{"a": [1, 1, 1]}',
-    )
+def test_a_few_aliases_are_read():
+    assert load_yaml("a: &a {x: 1}\nb: *a", "text") == {"a": {"x": 1}, "b": {"x": 1}}
+    assert load_yaml("a: [&b 1, *b, *b]", "text") == {"a": [1, 1, 1]}
 
 
 texts = st.text(max_size=8) | st.sampled_from(["1e5", "-1E-5", "null", "yes", "${x}", "1_0", "="])
@@ -121,15 +110,9 @@ def test_what_is_written_is_read(value):
 @pytest.mark.parametrize("deep", ["[" * 50_000, "[" * 200 + "]" * 200])
 def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path, deep):
     path = written(tmp_path, "file.json", deep)
-    readers: list[Callable[[], object]] = [
-        lambda: load_partition(path),
-        lambda: load_genotype(path),
-        lambda: table_from_json(deep),
-        lambda: Roster.read(path),
-    ]
-    for read in readers:
+    for read in (load_partition, load_genotype, Roster.read, lambda _: table_from_json(deep)):
         with pytest.raises(ConfigError, match="levels deep"):
-            read()
+            read(path)
     (tmp_path / "events.jsonl").write_text(f'{{"event": "a", "b": {deep}}}\n{{"event": "c"}}\n')
     assert read_events(tmp_path / "events.jsonl") == [{"event": "c"}]
 
@@ -183,9 +166,8 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text(
 @given(TEXT, TEXT)
 def test_a_cell_of_markdown_is_one_cell_of_text(first, second):
     table = f"| x{markdown(first)} | x{markdown(second)} |\n| --- | --- |\n"
-    tokens = (
-        MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(table)
-    )
+    dialect = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+    tokens = dialect.parse(table)
     cells = [token.children or [] for token in tokens if token.type == "inline"]
     assert len(cells) == 2
     assert {child.type for cell in cells for child in cell} <= {"text", "text_special"}
@@ -247,8 +229,8 @@ def test_predictions_hold_no_formula(tmp_path, capsys, several):
     with output.open() as file:
         head, *found = csv.reader(file)
     label = head.index("labels" if several else "label")
-    assert [row[label] for row in found] == [f"'{names[0]}", "-1", f"'{names[2]}"]
-    assert [row[head.index("truth")] for row in found] == [f"'{names[0]}", "-1", f"'{names[2]}"]
+    for column in (label, head.index("truth")):
+        assert [row[column] for row in found] == [f"'{names[0]}", "-1", f"'{names[2]}"]
     assert [cell for row in (head, *found) for cell in row if cell != csv_cell(cell)] == []
     # The names themselves are as they were: read again, the table's labels are those of the model.
     model = load(tmp_path)

@@ -1,18 +1,16 @@
 """``--with <file.py>``: names of one's own on the command line."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from hydra.core.config_store import ConfigStore
 
 from fednas_flwr import register_metric
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import VARIABLE, _run, main
 from fednas_flwr.runs.events import read_events
-from fednas_flwr.settings.registry import OWN, TABLES
+
+from .processes import told
 
 MINE = """
 import numpy as np
@@ -32,16 +30,10 @@ RUN = (
 
 
 @pytest.fixture(autouse=True)
-def _only_here(monkeypatch):
-    """Forget what a test has registered."""
+def _forgotten(monkeypatch, only_here):
     monkeypatch.setenv(VARIABLE, "")
-    before = {group: set(table) for group, table in TABLES.items()}
     yield
     _run.cache_clear()
-    for group, table in TABLES.items():
-        for name in set(table) - before[group]:
-            del table[name], OWN[group][name]
-            ConfigStore.instance().repo.get(group, {}).pop(f"{name}.yaml", None)
 
 
 @pytest.fixture
@@ -66,21 +58,11 @@ def test_a_data_set_and_a_score_of_ones_own_are_used(mine, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["sweep", "ray"])
 def test_other_processes_learn_of_what_is_ones_own(mine, tmp_path, where):
-    own = {
-        "sweep": ("-m", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
-        "ray": ("runtime=ray",),
-    }[where]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "fednas_flwr", "run", "--with", str(mine), *RUN, *own),
-            *(f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ("2 of 2 jobs completed" if where == "sweep" else "run completed") in done.stdout
+    joblib = ("-m", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    own = joblib if where == "sweep" else ("runtime=ray",)
+    own = (*own, f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}")
+    said = told("-m", "fednas_flwr", "run", "--with", mine, *RUN, *own)
+    assert ("2 of 2 jobs completed" if where == "sweep" else "run completed") in said
 
 
 @pytest.mark.parametrize(
@@ -89,10 +71,7 @@ def test_other_processes_learn_of_what_is_ones_own(mine, tmp_path, where):
         (None, "is no file: give one of Python"),
         ("import fednas_flwr\nx = 1\nfednas_flwr.registr()\n", "fails in line 3: AttributeError"),
         ("def f(:\n", "fails: SyntaxError"),
-        (
-            "from fednas_flwr import register_data_set\nregister_data_set('digits', {})\n",
-            "dataset=digits exists: choose another name",
-        ),
+        ("import fednas_flwr\nfednas_flwr.register_data_set('digits', {})\n", "digits exists: ch"),
     ],
 )
 def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, capsys):
@@ -100,21 +79,21 @@ def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, c
     if text is not None:
         path.write_text(text)
     assert main(["run", "--with", str(path), "--dry-run"]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert str(path) in told
-    assert told.count("\n") == 1
+    sentence = capsys.readouterr().err
+    assert message in sentence
+    assert str(path) in sentence
+    assert sentence.count("\n") == 1
 
 
 @pytest.mark.run
 @pytest.mark.parametrize("score", [lambda p, y: np.nan, lambda p, y: p[:, 99].mean()])
 def test_a_score_that_fails_ends_the_run_in_one_sentence(score, mine, tmp_path, capsys):
-    register_metric("wrong", score)  # type: ignore[arg-type]
+    register_metric("wrong", score)
     cache, folder = f"dataset.cache={tmp_path / 'cache'}", tmp_path / "run"
     assert main(["run", "--with", str(mine), *RUN, cache, f"run_dir={folder}"]) != 0
     assert "the metric wrong of your own" in capsys.readouterr().err
     assert (folder / "model.onnx").exists()
     with pytest.raises(ConfigError, match="metric=wrong exists"):
-        register_metric("wrong", score)  # type: ignore[arg-type]
+        register_metric("wrong", score)
     with pytest.raises(ConfigError, match="metric=AUROC exists"):
-        register_metric("AUROC", score)  # type: ignore[arg-type]
+        register_metric("AUROC", score)

@@ -1,9 +1,6 @@
 """Ops, losses, networks and metrics of one's own: every space, privacy, workers, resume, export."""
 
-import subprocess
-import sys
 import threading
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -34,6 +31,7 @@ from fednas_flwr.settings.registry import OWN, TABLES, packed
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 from fednas_flwr.spaces.operations import MixedOp, OwnOp
 
+from .processes import told
 from .reference_engine import REFERENCE, by
 
 IMAGES = {
@@ -43,7 +41,7 @@ IMAGES = {
     "dp_cells_darts": {"widths": [4, 4, 8], "head": 8, "activation": "tanh"},
     "mbconv": {"skeleton": "small", "candidates": "proxyless", "width": 1.0},
 }
-SPACES: dict[str, dict[str, Any]] = {**IMAGES, "mlp": {"channels": 8, "num_cells": 2}}
+SPACES = {**IMAGES, "mlp": {"channels": 8, "num_cells": 2}}
 SMALL = ("dataset.limit_train=300", "search_space.channels=4", "rounds=2", "retrain.rounds=2")
 
 
@@ -92,9 +90,9 @@ def test_every_space_offers_it(name, norm):
         assert bool((alphas.grad[:, -len(added)] != 0).all())
     trained = [n for n, p in supernet.weights().items() if "own" in n or ".wide." in n]
     assert trained
-    lead = {kind: torch.zeros(len(space.edges), len(space.ops)) for kind in space.kinds}
-    for alphas in lead.values():
-        alphas[:, -len(added)] = 9
+    alphas = torch.zeros(len(space.edges), len(space.ops))
+    alphas[:, -len(added)] = 9
+    lead = dict.fromkeys(space.kinds, alphas)
     genotype = space.derive(lead)
     assert {edge.op for edges in genotype.cells.values() for edge in edges} == {added[0]}
     network = space.network(genotype).eval()
@@ -159,16 +157,16 @@ def test_an_op_that_is_wrong_is_told_in_one_sentence(make, message):
 
 
 def test_names_are_checked():
-    with pytest.raises(ConfigError, match="op=wide exists"):
-        register_op("wide", wide)
-    with pytest.raises(ConfigError, match="network=linear exists"):
-        register_network("linear", small)
-    with pytest.raises(ConfigError, match="metric=AUROC exists"):
-        register_metric("AUROC", lambda p, y: 0.0)
-    with pytest.raises(ConfigError, match="own_ops=nope must be the name of an op"):
-        space_of("nasbench201", ops=("nope",))
-    with pytest.raises(ConfigError, match="own_ops=none must be the name .* none of none, skip"):
-        space_of("nasbench201", ops=("none",))
+    for register, name, own, words in (
+        (register_op, "wide", wide, "op=wide exists"),
+        (register_network, "linear", small, "network=linear exists"),
+        (register_metric, "AUROC", lambda p, y: 0.0, "metric=AUROC exists"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            register(name, own)
+    for op, words in (("nope", "the name of an op"), ("none", "the name .* none of none, skip")):
+        with pytest.raises(ConfigError, match=f"own_ops={op} must be {words}"):
+            space_of("nasbench201", ops=(op,))
 
 
 def test_a_loss_sees_one_record_at_a_time():
@@ -193,11 +191,9 @@ def test_a_model_with_an_op_is_exported(tmp_path):
     cell = tuple(Edge("wide" if s == 0 else "blur", s, t) for s, t in edges)
     save_genotype(tmp_path / "cell.json", Genotype("nasbench201", {"cell": cell}))
     settings = ("stages=[retrain,evaluate,export]", f"genotype={tmp_path / 'cell.json'}")
-    config = compose(
-        *("dataset.limit_train=300", "retrain.rounds=2", "search_space.own_ops=[wide,blur]"),
-        *(f"run_dir={tmp_path / 'run'}", f"dataset.cache={tmp_path}", *settings),
-    )
-    folder = run(config).folder
+    own = ("dataset.limit_train=300", "retrain.rounds=2", "search_space.own_ops=[wide,blur]")
+    places = (f"run_dir={tmp_path / 'run'}", f"dataset.cache={tmp_path}")
+    folder = run(compose(*own, *places, *settings)).folder
     images = np.random.default_rng(0).integers(0, 256, (5, 1, 8, 8), dtype=np.uint8)
     session = onnxruntime.InferenceSession(folder / "model.onnx")
     (shares,) = session.run(["probabilities"], {"images": images})
@@ -246,7 +242,7 @@ register_loss("focal", focal)
 def test_processes_of_this_machine_know_them(tmp_path, monkeypatch):
     monkeypatch.delenv(processes.ALONE, raising=False)
     monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
-    answered: list[str] = []
+    answered = []
     call = processes._call
 
     def counted(*asked):
@@ -268,9 +264,8 @@ def test_processes_of_this_machine_know_them(tmp_path, monkeypatch):
 def test_workers_of_ray_know_them(tmp_path):
     (tmp_path / "own.py").write_text(OWN_FILE)
     settings = [*SMALL, *USED, f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'ray'}"]
-    command = [sys.executable, "-m", "fednas_flwr", "run", "--with", str(tmp_path / "own.py")]
-    done = subprocess.run([*command, *settings, "runtime=ray"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    own = ("run", "--with", tmp_path / "own.py")
+    told("-m", "fednas_flwr", *own, *settings, "runtime=ray")
     here = run(composed(tmp_path / "here", *USED))
     for name in ("genotype.json", "model.safetensors"):
         assert (tmp_path / "ray" / name).read_bytes() == (here.folder / name).read_bytes()
@@ -283,7 +278,7 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     train, test = TensorDataset(x[:60], y[:60]), TensorDataset(x[60:], y[60:])
     register_data_set("loaders", lambda path: (DataLoader(train, 16), DataLoader(test, 16)))
     register_data_set("one", lambda path: train)
-    register_data_set("wrong", lambda path: iter(train))  # type: ignore[arg-type,return-value]
+    register_data_set("wrong", lambda path: iter(train))
     for name in ("loaders", "one"):
         config = compose(
             *(f"dataset={name}", "algorithm=fedavg", "algorithm.network=small", "clients=2"),
@@ -301,7 +296,7 @@ def test_strategies_of_flower_are_told_what_to_derive_from():
 
     for strategy in (FedAvg, FedAvg()):
         with pytest.raises(ConfigError, match=r"FedDARTS, or .* Flower's strategies train one"):
-            run(compose(), strategy=strategy)  # type: ignore[arg-type]
+            run(compose(), strategy=strategy)
 
 
 def test_mixed_ops_keep_their_names():

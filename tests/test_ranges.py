@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, get_type_hints
 
 import pytest
 
@@ -13,19 +13,11 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.protocol.sum_requests import REQUESTS
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
+from fednas_flwr.settings import parser
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SGD, Adam, Configuration, Range
-from fednas_flwr.settings.parser import (
-    Between,
-    Checked,
-    Distinct,
-    Length,
-    OneOf,
-    Where,
-    constraints,
-    parse,
-)
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, constraints, parse
 from fednas_flwr.settings.registry import OWN, TABLES, algorithms, carry
 from fednas_flwr.spaces import SEARCH_SPACES
 
@@ -36,9 +28,7 @@ ARM = "{lr: 0.1, weight_decay: 0, momentum: 0, alpha_lr: 0, alpha_weight_decay: 
 RUNS = [  # together they have every class of settings
     ["algorithm=feathers", f"algorithm.configurations=[{ARM}]", "dataset.limit_train=5"],
     [
-        "algorithm=fednas",
-        "search_space=darts",
-        "training.class_factors={a: 0.5}",
+        *("algorithm=fednas", "search_space=darts", "training.class_factors={a: 0.5}"),
         "dataset.std=[0.5]",
     ],
     ["algorithm=fedprox_darts", "partition=quantity", "partition.fractions=[0.5,0.5]"],
@@ -50,11 +40,8 @@ RUNS = [  # together they have every class of settings
     ["algorithm=fedex", "partition=label_groups", "partition.clients_per_group=[1,2]"],
     ["algorithm=fdnas", f"algorithm.hardware={COST}", *MBCONV],
     [
-        "algorithm=cfdnas",
-        "algorithm.group_by=tag",
-        "algorithm.num_groups=null",
-        f"algorithm.group_hardware={{a: {COST}}}",
-        *MBCONV,
+        *("algorithm=cfdnas", "algorithm.group_by=tag", "algorithm.num_groups=null"),
+        *(f"algorithm.group_hardware={{a: {COST}}}", *MBCONV),
     ],
     ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
     [
@@ -69,14 +56,8 @@ RUNS = [  # together they have every class of settings
     ["algorithm=successive_halving", "algorithm.pool.limits.parameters=1000000"],
 ]
 FREE = {  # numbers of any size
-    ("AdapterSettings", "mean"),
-    ("ImageFolder", "mean"),
-    ("Images", "mean"),
-    ("DifferentialPrivacy", "test_seed"),
-    ("LabelGroups", "groups"),
-    ("LabelGroups", "seed"),
-    ("QuantityPartition", "seed"),
-    ("RandomPartition", "seed"),
+    *("AdapterSettings.mean", "ImageFolder.mean", "Images.mean", "DifferentialPrivacy.test_seed"),
+    *("LabelGroups.groups", "LabelGroups.seed", "QuantityPartition.seed", "RandomPartition.seed"),
 }
 
 
@@ -98,7 +79,7 @@ def wrong_values(value, constraint):
     """Return values of a field that a constraint of it, or of its entries, refuses."""
     if isinstance(constraint, Where):
         return []  # conditions have tests of their own
-    if isinstance(constraint, Distinct):
+    if isinstance(constraint, parser.Distinct):
         return [[*value, *value]] if isinstance(value, list) and value else []
     if isinstance(constraint, Length):
         if isinstance(value, dict):
@@ -107,7 +88,7 @@ def wrong_values(value, constraint):
         one = "x" if isinstance(value, str) else (value or [])[:1]
         return [one * int(n) for n in sizes if n not in constraint.size and n < 10**6]
     if isinstance(constraint, OneOf):
-        wrong: list[Any] = ["nothing", "", constraint.names[0].upper()]
+        wrong = ["nothing", "", constraint.names[0].upper()]
     else:
         below = constraint.low if constraint.above else constraint.low - 1
         above = constraint.high if constraint.below else constraint.high * 2 + 1
@@ -157,7 +138,7 @@ def test_every_number_of_a_setting_has_a_range():
     entries = [*algorithms().values(), *SEARCH_SPACES.values()]
     assert {entry.settings for entry in entries} <= kinds
     without = {
-        (kind.__name__, name)
+        f"{kind.__name__}.{name}"
         for kind in kinds
         for name, hint in get_type_hints(kind).items()
         if re.search(r"\b(int|float)\b", str(hint)) and not constraints(kind)[name]

@@ -31,7 +31,7 @@ def test_tables_are_those_of_the_result_files():
 def test_every_row_has_three_seeds():
     for name in set(re.findall(r"<!-- table:(\w+) -->", TEXT)) - {"papers"}:  # which says so
         runs = json.loads((ROOT / "scripts" / "results" / f"{name}.json").read_text())["runs"]
-        rows: dict[str, set[int]] = {}
+        rows = {}
         for run in runs:
             rows.setdefault(json.dumps(run["group"], sort_keys=True), set()).add(run["seed"])
         assert {row: seeds for row, seeds in rows.items() if len(seeds) < 3} == {}, name

@@ -86,6 +86,7 @@ SIZES = ("dataset.image_size=8", "retrain.channels=4", "retrain.num_cells=1")
 FEW = ("algorithm.eta=2", "algorithm.local_epochs=1", "search_space.num_cells=1")
 DATA_FREE = ("algorithm.draws=4", "algorithm.shortlist={keep: 2, scores: [multiply_adds]}")
 MLP = ("search_space=mlp_small", "'dataset.ranges={age: [0, 120], chol: [0, 600]}'")
+TYPED = ("dataset=csv", "dataset.root=<file>", *MLP)
 IMAGE = ("dataset=image_folder", "dataset.root=<folder>")
 THIN = (*SIZES, *DATA_FREE, "search_space.num_cells=1", "evaluation.baselines=0")
 COMMANDS = {  # row, fragments of code in it, further settings, data, sizes
@@ -95,13 +96,7 @@ COMMANDS = {  # row, fragments of code in it, further settings, data, sizes
     "arrays with several labels": (SEVERAL, [0], (), arrays, ("rounds=1", *SIZES[1:])),
     "columns of labels": (SEVERAL, [2, 3], MLP[:1], marks, ("rounds=1",)),
     "lists of labels": (SEVERAL, [2, 4], MLP[:1], lists, ("rounds=1",)),
-    "private table": (
-        PRIVATE,
-        [0],
-        ("dataset=csv", "dataset.root=<file>", *MLP),
-        plain,
-        (*DATA_FREE, "evaluation.baselines=0"),
-    ),
+    "private table": (PRIVATE, [0], TYPED, plain, (*DATA_FREE, "evaluation.baselines=0")),
     "private images": (PRIVATE, [0], IMAGE, image_folder, THIN),
 }
 
@@ -125,9 +120,6 @@ def test_a_row_that_names_data_runs(case, tmp_path, capsys):
     settings = [*shlex.split(words), *SMALL, *sizes]
     settings += [f"run_dir={run}", f"dataset.cache={tmp_path / 'cache'}"]
     assert main(["run", *settings]) == 0, capsys.readouterr().err
-    last = read_events(run / "events.jsonl")[-1]
-    assert (last["event"], last["status"]) == ("run_finished", "completed")
-    beside = sorted((run / "baselines").iterdir()) if (run / "baselines").exists() else []
-    for folder in beside:
-        (*_, end) = read_events(folder / "events.jsonl")
-        assert end["status"] == "completed", (folder, end)
+    for path in (run / "events.jsonl", *run.glob("baselines/*/events.jsonl")):
+        (*_, last) = read_events(path)
+        assert (last["event"], last["status"]) == ("run_finished", "completed"), path

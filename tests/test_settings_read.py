@@ -51,7 +51,7 @@ DECISIONS = ("retrains_by_gradients",)  # beside the checks: what it decides, ro
 @contextmanager
 def recorded():
     """Yield the dotted names of the settings that are read meanwhile."""
-    read: set[str] = set()
+    read = set()
 
     def noting(instance, name):
         value = object.__getattribute__(instance, name)
@@ -100,17 +100,8 @@ CELLS = ["search_space=dp_cells_small", "search_space.widths=[2]", "retrain=dp_c
 TABLE = ["search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"]
 DP = ["privacy=dp", "privacy.epsilon=30", "search_space.norm=group", "retrain.norm=group"]
 SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu", "trackers=[]"]
-NAMES = {
-    f"{group}.name"
-    for group in (
-        "algorithm",
-        "search_space",
-        "privacy",
-        "server_optimizer",
-        "partition",
-        "runtime",
-    )
-}
+CHOSEN = ("algorithm", "search_space", "privacy", "server_optimizer", "partition", "runtime")
+NAMES = {f"{group}.name" for group in CHOSEN}
 GIVEN = ["algorithm.network=linear"]
 
 RUNS = {name: [*IMAGES] for name in algorithms()} | {
@@ -136,11 +127,8 @@ RUNS = {name: [*IMAGES] for name in algorithms()} | {
     "zero_cost, searched only": [*IMAGES, "algorithm.draws=2", "stages=[search]"],
     "fdnas": [*MBCONV, "partition=label_groups", "partition.groups=[[0,1],[2]]"],
     "cfdnas": [
-        *MBCONV,
-        "algorithm.group_by=tag",
-        "algorithm.num_groups=null",
-        "algorithm.client_tags=[a,b]",
-        "algorithm.group_rounds=1",
+        *(*MBCONV, "algorithm.group_by=tag", "algorithm.num_groups=null"),
+        *("algorithm.client_tags=[a,b]", "algorithm.group_rounds=1"),
     ],
     "dpnas": [*CELLS],
     "fedavg": [*GIVEN],

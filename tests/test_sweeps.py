@@ -1,7 +1,6 @@
 """Sweeps that Hydra's own launchers and sweepers run, and files of the user's own."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from fednas_flwr import api, cli
 from fednas_flwr.cli import run as sweeps
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, user_settings
+
+from .processes import told
 
 FEDNAS = [sys.executable, "-m", "fednas_flwr"]
 ENOUGH_S = 900.0
@@ -26,16 +27,8 @@ def brief(tiny_overrides):
 
 def sweep(folder, *arguments):
     """Run ``fednas run -m`` in a process of its own, as joblib needs it; return its output."""
-    done = subprocess.run(
-        [*FEDNAS, "run", "-m", *arguments, f"hydra.sweep.dir={folder}"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=ENOUGH_S,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    command = ("-m", "fednas_flwr", "run", "-m", *arguments, f"hydra.sweep.dir={folder}")
+    return told(*command, env={"OMP_NUM_THREADS": "1"}, timeout=ENOUGH_S)
 
 
 def test_groups_and_baselines_are_no_jobs(compose_config, tmp_path, capsys):
@@ -61,12 +54,9 @@ def test_a_launcher_runs_two_jobs_at_once(name, brief, tmp_path):
     folder = tmp_path / "sweep"
     output = sweep(folder, *brief, "seed=1,2", *LAUNCHERS[name])
     assert "2 of 2 jobs completed" in output
-    spans = []
-    for name in ("0_seed-1", "1_seed-2"):
-        events = read_events(folder / name / "events.jsonl")
-        assert events[-1]["status"] == "completed"
-        spans.append((events[0]["time"], events[-1]["time"]))
-    assert max(begin for begin, _ in spans) < min(end for _, end in spans)
+    runs = [read_events(folder / job / "events.jsonl") for job in ("0_seed-1", "1_seed-2")]
+    assert [events[-1]["status"] for events in runs] == ["completed"] * 2
+    assert max(events[0]["time"] for events in runs) < min(events[-1]["time"] for events in runs)
 
 
 @pytest.mark.slow
@@ -98,17 +88,13 @@ def test_the_best_trial_of_optuna_is_the_first_line(brief, tmp_path):
 def test_two_metrics_give_a_front_and_a_failing_trial_does_not_stop_the_others(brief, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     folder = tmp_path / "sweep"
-    done = subprocess.run(
-        [
-            *(*FEDNAS, "run", "-m", *brief, f"hydra.sweep.dir={folder}"),
-            *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"),
-            *("hydra.sweeper.sampler.seed=3", "sweep.metric=[central_accuracy,num_parameters]"),
-            "algorithm.weights.lr=choice(.1,.2,1e30)",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=ENOUGH_S,
-    )
+    command = [
+        *(*FEDNAS, "run", "-m", *brief, f"hydra.sweep.dir={folder}"),
+        *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"),
+        *("hydra.sweeper.sampler.seed=3", "sweep.metric=[central_accuracy,num_parameters]"),
+        "algorithm.weights.lr=choice(.1,.2,1e30)",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ENOUGH_S)
     failed = list(folder.rglob("error.txt"))
     assert done.returncode == (cli.RUN_FAILED if failed else 0), done.stderr
     assert f"{3 - len(failed)} of 3 jobs completed" in done.stdout, done.stderr
@@ -131,9 +117,8 @@ def test_experiments_in_a_folder_of_ones_own(tmp_path, capsys):
     hasty = compose_tree(["+haste=great", where])
     given = user_settings(["+haste=great", "clients=2", where])
     assert (hasty["rounds"], given.typed) == (2, ["clients"])
-    assert expand_sweep(["experiment=mine", where, "seed=1,2"])[1] == [
-        *("experiment=mine", where, "seed=2")
-    ]
+    _, second = expand_sweep(["experiment=mine", where, "seed=1,2"])
+    assert second == ["experiment=mine", where, "seed=2"]
     assert cli.main(["run", where, "experiment=mime"]) == cli.USER_ERROR
     assert "(nearest: mine)" in capsys.readouterr().err
 
@@ -155,13 +140,10 @@ def test_hydra_informs(capsys):
     assert cli.main(["run", "algorithm=zero_cost", *shortlist, "--cfg", "job"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
     assert tree["algorithm"]["shortlist"] == {"keep": 5, "scores": ["zen"]}
-    done = subprocess.run([*FEDNAS, "run", "--info", "searchpath"], capture_output=True, text=True)
-    assert "file://" in done.stdout, done.stderr
-    environment = os.environ | {"COMP_LINE": "fednas run algorithm=fed_"}
-    completed = subprocess.run(
-        [*FEDNAS, "-sc", "query=bash"], capture_output=True, text=True, env=environment
-    )
-    assert "algorithm=fed_darts" in completed.stdout.split(), completed.stderr
+    assert "file://" in told("-m", "fednas_flwr", "run", "--info", "searchpath")
+    typed = {"COMP_LINE": "fednas run algorithm=fed_"}
+    completed = told("-m", "fednas_flwr", "-sc", "query=bash", env=typed)
+    assert "algorithm=fed_darts" in completed.split()
 
 
 def test_a_runs_configuration_repeats_it(brief, tmp_path, capsys):
@@ -170,7 +152,9 @@ def test_a_runs_configuration_repeats_it(brief, tmp_path, capsys):
     assert cli.main(["run", config, f"run_dir={tmp_path / 'second'}"]) == 0
     first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
     assert first.read_bytes() == second.read_bytes()
-    assert cli.main(["run", config, "seeed=2"]) == cli.USER_ERROR
-    assert "(nearest: seed)" in capsys.readouterr().err
-    assert cli.main(["run", config, "algorithm=fnas"]) == cli.USER_ERROR
-    assert "only single values are set" in capsys.readouterr().err
+    for more, words in (
+        ("seeed=2", "(nearest: seed)"),
+        ("algorithm=fnas", "only single values are"),
+    ):
+        assert cli.main(["run", config, more]) == cli.USER_ERROR
+        assert words in capsys.readouterr().err

@@ -39,36 +39,17 @@ class Network:
     description: dict[str, Any]
 
 
+PLAIN = {"name": "cell", "deep": True, "maybe": None, "limit": None, "paths": [[1, 2], []]}
+PLAIN |= {"costs": [[None, 1.5]], "description": {"shape": [3, 8, 8], "deep": None}}
+CONVERTED = {"optimizer": Optimizer(0.5, 3), "stages": (Optimizer(1.0, 0),)}
+CONVERTED |= {"splits": ("train", "test"), "rates": {"weights": 1.0}}
+NETWORK = Network(**PLAIN, **CONVERTED)
+
+
 def values(**changes):
     """Return what parses to :data:`NETWORK`, as JSON gives it, with some keys changed."""
-    return {
-        "name": "cell",
-        "deep": True,
-        "optimizer": {"lr": 0.5, "steps": 3},
-        "maybe": None,
-        "limit": None,
-        "paths": [[1, 2], []],
-        "costs": [[None, 1.5]],
-        "splits": ["train", "test"],
-        "stages": [{"lr": 1, "steps": 0}],
-        "rates": {"weights": 1},
-        "description": {"shape": [3, 8, 8], "deep": None},
-    } | changes
-
-
-NETWORK = Network(
-    name="cell",
-    deep=True,
-    optimizer=Optimizer(0.5, 3),
-    maybe=None,
-    limit=None,
-    paths=[[1, 2], []],
-    costs=[[None, 1.5]],
-    splits=("train", "test"),
-    stages=(Optimizer(1.0, 0),),
-    rates={"weights": 1.0},
-    description={"shape": [3, 8, 8], "deep": None},
-)
+    given = {"optimizer": {"lr": 0.5, "steps": 3}, "stages": [{"lr": 1, "steps": 0}]}
+    return PLAIN | given | {"splits": ["train", "test"], "rates": {"weights": 1}} | changes
 
 
 def refused(**changes):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,7 @@ class Walk:
     """
 
     def __init__(self, folder):
-        self.folder, self.printed = folder, ""
-        self._shells: list[int] = []
+        self.folder, self.printed, self._shells = folder, "", []
 
     def through(self, page, **replaced):
         """Write and run the blocks of a page."""
@@ -45,14 +45,10 @@ class Walk:
     def _run(self, commands):
         output = self.folder / "printed.txt"  # a pipe would wait for what goes on in the background
         with output.open("w") as file:
-            shell = subprocess.Popen(
-                ["bash", "-euo", "pipefail", "-c", commands],
-                cwd=self.folder,
-                env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            own = {"cwd": self.folder, "env": os.environ | {"PATH": path}}
+            own |= {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+            shell = subprocess.Popen(["bash", "-euo", "pipefail", "-c", commands], **own)
             self._shells.append(shell.pid)
             code = shell.wait()
         printed = output.read_text()
@@ -63,10 +59,8 @@ class Walk:
         """End what runs in the background."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             for group in self._shells:
-                try:
+                with suppress(ProcessLookupError):
                     os.killpg(group, number)
-                except ProcessLookupError:
-                    continue
 
 
 @pytest.fixture
@@ -82,7 +76,7 @@ def free_port(count=1):
     while True:
         with socket.socket() as first:
             first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
+            port = first.getsockname()[1]
         if port + count < 2**16 and all(_is_free(port + i) for i in range(count)):
             return port
 

@@ -29,15 +29,20 @@ from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import Amount, LocalTraining, Personalise
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.search.candidate import Candidate
-from fednas_flwr.settings.optimizers import SGD
 from fednas_flwr.settings.run_settings import SecureSumSettings
 
-from .asked import smallest
+from .asked import PLAIN, smallest
 
 NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
+SITES = ("runtime=deployment", "runtime.superlink=site", "partition=sites")
+DP = ("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group")
 AUGMENTED = ["dataset.crop_padding=3", "dataset.flip=true", "dataset.cutout=3"]
 MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ([0.2, 0.3, 0.4], [0.3, 0.2, 0.1]))
-STEP = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)
+STEP = PLAIN
+CELLS = (
+    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=1"),
+    *("search_space.widths=[4,4,8]", "search_space.head=8"),
+)
 
 
 def ask(client, action, settings, states=None):
@@ -51,6 +56,11 @@ def packed(network):
 
 def flat(tensors):
     return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
+
+
+def whole(split):
+    """Return all inputs and labels of a split."""
+    return split.batch(torch.arange(len(split)), "cpu")
 
 
 def augmented(split, rows, generator):
@@ -81,8 +91,7 @@ def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config,
     strategy.load_into(network)
 
     split, factors = fed.clients[0].split("train+validation"), torch.tensor([0.5, 1.0, 0.25])
-    assert split.mean == (0.2, 0.3, 0.4)
-    assert split.std == (0.3, 0.2, 0.1)
+    assert (split.mean, split.std) == ((0.2, 0.3, 0.4), (0.3, 0.2, 0.1))
     for number in (1, 2):
         sgd = config.retrain.weights.at_round(number, 2)
         optimizer = torch.optim.SGD(
@@ -107,9 +116,8 @@ def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config,
 
 
 def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
-    fnas = federate(
-        compose_config("algorithm=fnas", "clients=1", "search_space.norm=group", *AUGMENTED)
-    )
+    config = compose_config("algorithm=fnas", "clients=1", "search_space.norm=group", *AUGMENTED)
+    fnas = federate(config)
     client, supernet = fnas.clients[0], supernet_space(fnas.config, fnas.data[0]).supernet().train()
     reply = ask(client, "train.gradients", smallest()["train.gradients"], packed(supernet))
     for state, name, tensors in (
@@ -117,27 +125,21 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
         ("alphas", "validation", supernet.alphas()),
     ):
         split = getattr(client.data, name)
-        x, y = augmented(
-            split, torch.arange(len(split)), make_generator(fnas.config.seed, "search", 1, 0, name)
-        )
+        generator = make_generator(config.seed, "search", 1, 0, name)
+        x, y = augmented(split, torch.arange(len(split)), generator)
         loss = F.cross_entropy(supernet(x), y, reduction="sum") / len(split)
         gradients = torch.autograd.grad(loss, list(tensors.values()))
         expected = torch.cat([g.flatten() for g in gradients]) * len(client.data.train)
         torch.testing.assert_close(reply.states[state]["float32"], expected, rtol=1e-3, atol=1e-3)
 
-    config = compose_config(
-        *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=1"),
-        *("search_space.widths=[4,4,8]", "search_space.head=8", *AUGMENTED),
-    )
+    config = compose_config(*CELLS, *AUGMENTED)
     client = federate(config).clients[0]
     supernet = client.make_space().supernet().train()
     path = [5] * 15
     asked = replace(smallest(weights=STEP)["train.candidate"], candidates=[path])
     reply = ask(client, "train.candidate", asked, {"weights": packed(supernet)["weights"]})
-    split = client.data.train
-    x, y = augmented(
-        split, torch.arange(len(split)), make_generator(config.seed, "search", 1, 0, "train")
-    )
+    split, generator = client.data.train, make_generator(config.seed, "search", 1, 0, "train")
+    x, y = augmented(split, torch.arange(len(split)), generator)
     F.cross_entropy(Candidate(supernet, path)(x), y).backward()
     weights = supernet.weights().values()
     moved = [w.detach() - (0.0 if w.grad is None else 0.1 * w.grad) for w in weights]
@@ -147,14 +149,9 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
 
 def test_class_factors_weigh_the_steps_of_candidates(compose_config, federate):
     """Halved losses are half a step, to the bit."""
-    config = compose_config(
-        *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=1"),
-        *("search_space.widths=[4,4,8]", "search_space.head=8"),
-    )
-    halved = replace(
-        config,
-        training=replace(config.training, class_factors={str(label): 0.5 for label in range(3)}),
-    )
+    config = compose_config(*CELLS)
+    factors = dict.fromkeys(("0", "1", "2"), 0.5)
+    halved = replace(config, training=replace(config.training, class_factors=factors))
     supernet = federate(config).clients[0].make_space().supernet().train()
     start, found = {"weights": packed(supernet)["weights"]}, []
     for own, lr in ((config, 0.0625), (halved, 0.125)):
@@ -181,42 +178,36 @@ def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuse
 ):
     """The policy of a site says whether it has a part in sums, not the run."""
     site = site_of(tmp_path)
-    config = compose_config(
-        *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=1"),
-        *("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group"),
-        "dataset.class_names=['0','1','2']",
-    )
+    config = compose_config(*SITES, "clients=1", *DP, "dataset.class_names=['0','1','2']")
     data = make_data(compose_config("clients=1"))
-    plain = make_client(config, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
-    assert plain.sums is None
-    summed = replace(config, secure_sum=SecureSumSettings())
+
+    def client_of(config):
+        guard = make_site_guard(site)
+        return make_client(config, 0, data=data, networks={}, site=site, guard=guard)
+
+    assert client_of(config).sums is None
     with pytest.raises(ConfigError, match="this site's policy has no section secure_sum"):
-        make_client(summed, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
+        client_of(replace(config, secure_sum=SecureSumSettings()))
     site_of(tmp_path, secure_sum={"roster": "ab" * 32, "least_sites": 2, "colluding": 0})
     with pytest.raises(ConfigError, match="the policy has secure_sum but the node lacks roster"):
-        make_client(config, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
+        client_of(config)
 
 
 def test_personalised_metrics_are_of_test_records_after_local_training(compose_config, federate):
-    config = compose_config(
-        "clients=1", "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}"
-    )
-    client = federate(config).clients[0]
+    fractions = "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}"
+    client = federate(compose_config("clients=1", fractions)).clients[0]
     description = {"name": "linear", "input_shape": [3, 8, 8], "num_classes": 3}
     network = make_network(description)
-    states, split = packed(network), client.split("train")
+    states = packed(network)
     local = LocalTraining(description, "train", Amount(1, None, None), STEP, 0.0, 0.0)
     reply = ask(client, "evaluate.personalised", Personalise(local=local), states)
-    x, y = split.batch(torch.arange(len(split)), "cpu")
+    x, y = whole(client.split("train"))
     F.cross_entropy(network(x), y).backward()
     torch.optim.SGD(network.parameters(), lr=0.1).step()
-    test = client.data.test
-    x, y = test.batch(torch.arange(len(test)), "cpu")
-    with torch.no_grad():
-        expected = F.cross_entropy(network(x), y).item()
-    sizes = {len(s) for s in vars(client.data).values()}
-    assert len(sizes) == 3
-    assert reply.num_examples == len(test)
+    x, y = whole(client.data.test)
+    expected = F.cross_entropy(network(x), y).item()
+    assert len({len(s) for s in vars(client.data).values()}) == 3
+    assert reply.num_examples == len(y)
     assert reply.metrics["loss"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -248,10 +239,10 @@ def test_the_servers_test_set_is_normalised_as_the_training_is(linear_run, noise
     y = torch.from_numpy(data["y_test"])
     with torch.no_grad():
         logits = load(linear_run.folder).network(x)
-    found = evaluated["central"]
-    assert found["num_examples"] == len(y)
-    assert found["loss"] == pytest.approx(F.cross_entropy(logits, y).item(), rel=1e-5)
-    assert found["accuracy"] == int((logits.argmax(1) == y).sum()) / len(y)
+    expected = {"num_examples": len(y), "loss": F.cross_entropy(logits, y).item()}
+    expected["accuracy"] = int((logits.argmax(1) == y).sum()) / len(y)
+    found = {name: evaluated["central"][name] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
@@ -280,23 +271,14 @@ def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
 
 
 def test_the_servers_own_test_set_of_real_sites_is_normalised_as_the_training_is(compose_config):
-    real = ["runtime=deployment", "runtime.superlink=site", "partition=sites"]
-    config = compose_config(*real, *NORMALISED)
     properties = {"input_shape": [3, 8, 8], "schema": [], "class_names": ["0", "1", "2"]}
-    properties |= {"image_shape": [], "transform": []}
-    properties |= {
-        "multi_label": False,
-        "target": [],
-        "mean": [0.2, 0.3, 0.4],
-        "std": [0.3, 0.2, 0.1],
-    }
+    properties |= {"image_shape": [], "transform": [], "multi_label": False, "target": []}
+    properties |= {"mean": [0.2, 0.3, 0.4], "std": [0.3, 0.2, 0.1]}
     # what the sites say, not the run
-    assert make_server_data(compose_config(*real), properties).mean == (0.2, 0.3, 0.4)
-    prepared = make_server_data(config, properties)
-    assert prepared.mean == (0.2, 0.3, 0.4)
-    assert prepared.std == (0.3, 0.2, 0.1)
-    split = server_split(prepared.server_test, prepared.mean, prepared.std)
-    x, _ = split.batch(torch.arange(len(split)), "cpu")
+    assert make_server_data(compose_config(*SITES), properties).mean == (0.2, 0.3, 0.4)
+    prepared = make_server_data(compose_config(*SITES, *NORMALISED), properties)
+    assert (prepared.mean, prepared.std) == ((0.2, 0.3, 0.4), (0.3, 0.2, 0.1))
+    x, _ = whole(server_split(prepared.server_test, prepared.mean, prepared.std))
     pixels = prepared.server_test.features
     torch.testing.assert_close(x, (pixels / 255 - MEAN) / STD, rtol=1e-5, atol=1e-5)
 
@@ -305,10 +287,7 @@ def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_con
     fractions = {"train": 0.2, "validation": 0.7, "test": 0.1}
     site = site_of(tmp_path, fractions=fractions) | {"split-key": "of the site"}
     runs = compose_config("clients=1", "dataset.split_key=the run")
-    private = compose_config(
-        *("clients=1", "privacy=dp", "algorithm=dp_fnas", "dataset.split_key=the run"),
-        *("search_space.norm=group", "retrain.norm=group"),
-    )
+    private = compose_config("clients=1", *DP, "dataset.split_key=the run")
     prepared, _ = data = make_data(runs)
     alone = make_client(runs, 0, data=data, networks={}, site={"split-key": "of the site"})
     gated = make_client(private, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
@@ -321,9 +300,6 @@ def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_con
 
 
 def test_a_metric_that_one_client_lacks_is_averaged_over_those_that_have_it():
-    replies = [
-        Reply(10, {"train_loss": 1.0}),
-        Reply(30, {"train_loss": 3.0, "validation_loss": 2.0}),
-        Reply(10, {"validation_loss": 4.0}),
-    ]
+    told = [(10, {"train_loss": 1.0}), (30, {"train_loss": 3.0, "validation_loss": 2.0})]
+    replies = [Reply(*one) for one in (*told, (10, {"validation_loss": 4.0}))]
     assert mean_metrics(replies) == {"train_loss": 2.5, "validation_loss": 2.5}

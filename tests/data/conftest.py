@@ -4,6 +4,8 @@ import torch
 
 from fednas_flwr.data.records import Records, record_ids
 
+from ..data_sets import read
+
 
 @pytest.fixture(scope="session")
 def images():
@@ -31,3 +33,14 @@ def table_csv(tmp_path):
         "p3,40,yes,3.5,B,0\n"
     )
     return path
+
+
+@pytest.fixture
+def table_of(tmp_path):
+    """``table_of(text, **settings)``: the records of a CSV file."""
+
+    def made(text, **settings):
+        (tmp_path / "t.csv").write_text(text)
+        return read("csv", tmp_path / "t.csv", **settings)[0]
+
+    return made

@@ -1,7 +1,6 @@
 """Columns of a file are read at once, and each cell is as if it were read by itself."""
 
 import csv
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ CELL = st.text("ab01.,\"\n '#;\u00e4", max_size=4)
 
 @given(st.lists(st.lists(CELL, min_size=3, max_size=3), min_size=1, max_size=6), st.booleans())
 def test_an_even_file_is_read_as_any_other(tmp_path_factory, rows, is_quoted):
-    path: Path = tmp_path_factory.mktemp("tables") / "t.csv"
+    path = tmp_path_factory.mktemp("tables") / "t.csv"
     quoting = csv.QUOTE_ALL if is_quoted else csv.QUOTE_MINIMAL
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, quoting=quoting).writerows([["x", "y", "z"], *rows])

@@ -1,10 +1,8 @@
 """Features of a backbone: frozen, of one record each, cached, and a part of the exported model."""
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +24,6 @@ from fednas_flwr.deploy.dry_run import estimate
 from fednas_flwr.pipeline.beginning import SITE_PROPERTIES
 from fednas_flwr.pipeline.feasible import check_run
 from fednas_flwr.server.reply_checks import misfits
-from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.data_settings import Backbone as Settings
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
@@ -40,36 +37,33 @@ HEADS = (
 )
 
 
-def named(weights: Path, **more: object) -> dict[str, object]:
+def named(weights, **more):
     return {"name": TINY, "weights": str(weights), "image_size": 32, **more}
 
 
-def overrides(weights: Path) -> list[str]:
+def overrides(weights):
     return [f"dataset.backbone={{name: {TINY}, weights: '{weights}', image_size: 32}}"]
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_features_depend_on_no_other_record_in_any_bit(
-    weights: Path, kind: str, channels: int
-) -> None:
+def test_features_depend_on_no_other_record_in_any_bit(weights, kind, channels):
     images = np.random.default_rng(0).integers(0, 256, (70, channels, 28, 28), np.uint8)
     backbone = load_backbone(Settings(**named(weights)))
     transform = Scattering(images.shape[1:], scales=2, angles=8) if kind == SCATTERING else backbone
     features = transformed(some_records(images), transform).features
     for gone in (0, 1, 33, 63, 69):
         kept = [row for row in range(70) if row != gone]
-        assert torch.equal(
-            transformed(some_records(images[kept]), transform).features, features[kept]
-        )
+        without = transformed(some_records(images[kept]), transform).features
+        assert torch.equal(without, features[kept])
 
 
-def some_records(images: np.ndarray) -> Records:
+def some_records(images):
     ids = np.array([f"{row:032d}" for row in range(len(images))], "S32")
     return Records(torch.from_numpy(images), torch.zeros(len(images)).long(), ids, ("a", "b"))
 
 
-def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights: Path) -> None:
+def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights):
     backbone = load_backbone(Settings(**named(weights)))
     images = torch.rand(4, 1, 9, 9, generator=torch.Generator().manual_seed(0))
     before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
@@ -88,16 +82,13 @@ def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights: Path) ->
     assert expected.std() > 0.5
 
 
-def test_prepared_features_are_those_of_the_raw_images_and_of_the_weights(
-    tmp_path: Path, weights: Path
-) -> None:
+def test_prepared_features_are_those_of_the_raw_images_and_of_the_weights(tmp_path, weights):
     settings = {"cache": tmp_path, "name": "digits", "limit_train": 70, "limit_test": 5}
     plain, made = prepared(**settings), prepared(**settings, backbone=named(weights))
     backbone = load_backbone(Settings(**named(weights)))
     assert made.input_shape == backbone.output_shape
-    torch.testing.assert_close(
-        made.train.features, backbone(plain.train.features / 255), rtol=1e-4, atol=1e-4
-    )
+    expected = backbone(plain.train.features / 255)
+    torch.testing.assert_close(made.train.features, expected, rtol=1e-4, atol=1e-4)
     assert made.train.ids.tolist() == plain.train.ids.tolist()
     assert (made.mean, made.std, made.uses_own_statistics) == ((0.0,), (1.0,), False)
     (note,) = reading_notes(made)
@@ -111,23 +102,20 @@ def test_prepared_features_are_those_of_the_raw_images_and_of_the_weights(
     assert not torch.equal(other.train.features, made.train.features)
 
 
-def test_encoded_images_are_read_at_the_backbones_size(tmp_path: Path, weights: Path) -> None:
+def test_encoded_images_are_read_at_the_backbones_size(tmp_path, weights):
     rng = np.random.default_rng(0)
     for i in range(12):
         pixels = rng.integers(0, 256, (40 + i, 50, 3), dtype=np.uint8)
         (tmp_path / "data" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / "data" / "ab"[i % 2] / f"{i}.png")
-    made = prepared(
-        "image_folder",
-        **{"cache": tmp_path / "cache", "root": tmp_path / "data", "server_test": False},
-        backbone=named(weights),
-    )
+    place = {"cache": tmp_path / "cache", "root": tmp_path / "data", "server_test": False}
+    made = prepared("image_folder", **place, backbone=named(weights))
     assert made.inputs.shape == (3, 32, 32)
     declared = made.inputs, transform_of(parse_dataset(weights))
     assert declared[0].transform == declared[1]
 
 
-def parse_dataset(weights: Path) -> object:
+def parse_dataset(weights):
     from fednas_flwr.data.readers import data_settings
 
     dataset = data_settings("image_folder", {"cache": "none", "backbone": named(weights)})
@@ -135,7 +123,7 @@ def parse_dataset(weights: Path) -> object:
     return dataset
 
 
-def test_sites_with_other_weights_do_not_join(weights: Path, tmp_path: Path) -> None:
+def test_sites_with_other_weights_do_not_join(weights, tmp_path):
     made = prepared("digits", cache=tmp_path, limit_train=70, backbone=named(weights))
     own = {name: [] for name in SITE_PROPERTIES} | {"transform": list(made.transform)}
     other = own | {"transform": [*made.transform[:3], "0" * 64]}
@@ -144,9 +132,7 @@ def test_sites_with_other_weights_do_not_join(weights: Path, tmp_path: Path) -> 
     assert "scattering or backbone" in unfit[1]
 
 
-def test_a_run_without_the_backbone_of_its_sites_is_refused(
-    compose_config: Callable[..., Config], weights: Path
-) -> None:
+def test_a_run_without_the_backbone_of_its_sites_is_refused(compose_config, weights):
     config = compose_config("dataset.server_test=false")
     names = {"class_names": ["a", "b"], "multi_label": False, "mean": [0.0], "std": [1.0]}
     names["target"] = []
@@ -161,7 +147,7 @@ def test_a_run_without_the_backbone_of_its_sites_is_refused(
         make_server_data(shared, {**names, **shapes, "transform": told})
 
 
-def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weights: Path) -> None:
+def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weights):
     for name in ("recommended", "recommended_private"):
         chosen = [f"experiment=search/{name}", *overrides(weights)]
         with pytest.warns(match="scattering") if "private" in name else nullcontext():
@@ -177,18 +163,15 @@ def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weight
             parse_config(compose_tree(typed), user=user_settings(typed))
 
 
-def test_tables_have_no_backbone(tmp_path: Path, weights: Path) -> None:
+def test_tables_have_no_backbone(tmp_path, weights):
     np.savez(tmp_path / "rows.npz", x_train=np.random.rand(30, 4), y_train=np.arange(30) % 2)
+    place = {"cache": tmp_path, "root": tmp_path / "rows.npz", "server_test": False}
     with pytest.raises(ConfigError, match="needs images, but the records have the shape"):
-        prepared(
-            "npz",
-            **{"cache": tmp_path, "root": tmp_path / "rows.npz", "server_test": False},
-            backbone=named(weights),
-        )
+        prepared("npz", **place, backbone=named(weights))
 
 
-def test_few_images_are_told_that_a_backbone_would_help(tmp_path: Path, weights: Path) -> None:
-    def lines(**given: object) -> str:
+def test_few_images_are_told_that_a_backbone_would_help(tmp_path, weights):
+    def lines(**given):
         data = prepared("digits", cache=tmp_path, limit_train=70, **given)
         fractions = {"train": 0.5, "validation": 0.4, "test": 0.1}
         return "\n".join(summary(data, [np.arange(70)], ["a"], key=b"k", fractions=fractions))
@@ -199,15 +182,13 @@ def test_few_images_are_told_that_a_backbone_would_help(tmp_path: Path, weights:
 
 @pytest.mark.run
 def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
-    compose_config: Callable[..., Config], made_data: Path, tmp_path: Path, weights: Path
-) -> None:
+    compose_config, made_data, tmp_path, weights
+):
     """In ONNX, too, which the export compares with torch; and the weights' file may be gone."""
     gone = tmp_path / "gone.safetensors"
     gone.write_bytes(weights.read_bytes())
-    config = compose_config(
-        *HEADS, "search_space.skip=linear", *overrides(gone), f"run_dir={tmp_path / 'run'}"
-    )
-    result = run(config)
+    own = (*HEADS, "search_space.skip=linear", *overrides(gone))
+    result = run(compose_config(*own, f"run_dir={tmp_path / 'run'}"))
     gone.unlink()
     forget_frozen()
     central = result.scores["central"]
@@ -232,9 +213,7 @@ def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
 
 
 @pytest.mark.run
-def test_a_private_search_on_features_runs(
-    compose_config: Callable[..., Config], tmp_path: Path, weights: Path
-) -> None:
+def test_a_private_search_on_features_runs(compose_config, tmp_path, weights):
     config = compose_config(
         *("algorithm=dp_fnas", "privacy=dp", *HEADS, "search_space.norm=group"),
         *("retrain.norm=group", "privacy.epsilon=50", "search_space.skip=linear", "clients=2"),
@@ -246,9 +225,7 @@ def test_a_private_search_on_features_runs(
 
 
 @pytest.mark.run
-def test_a_dry_run_tells_the_time_of_features(
-    compose_config: Callable[..., Config], tmp_path: Path, weights: Path
-) -> None:
+def test_a_dry_run_tells_the_time_of_features(compose_config, tmp_path, weights):
     config = compose_config(*HEADS, *overrides(weights), f"run_dir={tmp_path}")
     first = estimate(config).lines()[0]
     assert first.startswith("backbone features: ")
@@ -256,9 +233,7 @@ def test_a_dry_run_tells_the_time_of_features(
 
 
 @pytest.mark.run
-def test_fine_tuning_begins_with_the_weights_and_is_a_candidate(
-    compose_config: Callable[..., Config], tmp_path: Path, weights: Path
-) -> None:
+def test_fine_tuning_begins_with_the_weights_and_is_a_candidate(compose_config, tmp_path, weights):
     given = [f"algorithm.network={TINY}", f"algorithm.weights={weights}", "algorithm.image_size=32"]
     config = compose_config("algorithm=fedavg", *given, f"run_dir={tmp_path / 'run'}")
     check_run(config)
@@ -274,9 +249,7 @@ def test_fine_tuning_begins_with_the_weights_and_is_a_candidate(
     assert {"found", "found_skip", "linear", "fine_tuned"} <= names
 
 
-def test_fine_tuning_is_not_private_and_its_file_is_read_first(
-    compose_config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_fine_tuning_is_not_private_and_its_file_is_read_first(compose_config, tmp_path):
     given = ["algorithm=fedavg", f"algorithm.network={TINY}", "algorithm.weights=nothing.pth"]
     with pytest.raises(ConfigError, match="have batch normalisation; set dataset.backbone.name="):
         compose_config(*given, "privacy=dp")

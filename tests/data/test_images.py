@@ -21,8 +21,7 @@ def save_image(path, *, value=100, size=(6, 4), mode="L"):
 def test_digits_are_real_and_span_the_bytes():
     train, test = read("digits", Path())
     assert test is None
-    assert train.features.shape == (1797, 1, 8, 8)
-    assert train.features.dtype == torch.uint8
+    assert (train.features.shape, train.features.dtype) == ((1797, 1, 8, 8), torch.uint8)
     # 0..16 times 255 / 16: 16 becomes 255, and 8 becomes 127.5, rounded to even
     assert set(train.features.unique().tolist()) == {round(i * 255 / 16) for i in range(17)}
     assert train.labels[:10].tolist() == list(range(10))
@@ -66,8 +65,7 @@ def test_folder_of_classes(tmp_path):
     (tmp_path / "cat" / "notes.txt").write_text("no image")
     train, test = read("image_folder", tmp_path)
     assert test is None
-    assert train.class_names == ("cat", "dog")
-    assert train.labels.tolist() == [0, 0, 1]
+    assert (train.class_names, train.labels.tolist()) == (("cat", "dog"), [0, 0, 1])
     assert train.features.shape == (3, 1, 4, 6)
     assert train.features[:, 0, 0, 0].tolist() == [30, 20, 10]
     pixels = [bytes([value] * 24) for value in (30, 20, 10)]
@@ -89,15 +87,11 @@ def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_p
     (tmp_path / "a").mkdir()
     for name, (pixels, options) in stored.items():
         Image.fromarray(pixels).save(tmp_path / "a" / f"{name}.png", **options)
-    found = [
-        read("image_folder", tmp_path, **how)[0].ids.tolist()
-        for how in ({"image_size": 5}, {"image_size": 8, "channels": 1}, {"image_size": 9})
-    ]
-    assert found[0] == found[1] == found[2]
-    one, two, three, four, five, six = found[0]
-    assert one == two == three
-    assert four == five
-    assert len({one, four, six}) == 3
+    for how in ({"image_size": 5}, {"image_size": 8, "channels": 1}, {"image_size": 9}):
+        ids = read("image_folder", tmp_path, **how)[0].ids.tolist()
+        one, _, _, four, _, six = ids
+        assert ids == [one, one, one, four, four, six]
+        assert len({one, four, six}) == 3
     # as those of the same pixels in an array
     arrays = [colours.transpose(2, 0, 1)[None], gray[None, None]]
     told = [records_from_arrays(x, np.zeros(1), ("a",)).ids[0] for x in arrays]

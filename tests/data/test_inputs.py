@@ -7,8 +7,6 @@ repeated here.
 
 import gzip
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -31,7 +29,7 @@ Y = (AGE + RNG.normal(0, 8, N) > 50).astype(int)
 DAYS = pd.date_range("2021-01-01", periods=N, freq="9D")
 
 
-def said(path: Path, name: str, **given: object) -> str:
+def said(path, name, **given):
     """What a run says of data before it begins, or the sentence that refuses it."""
     try:
         data = prepared(name, root=path, cache=path.parent / "cache", server_test=False, **given)
@@ -40,10 +38,10 @@ def said(path: Path, name: str, **given: object) -> str:
         return f"refused: {error}"
 
 
-def column(cells: object, name: str = "x") -> Callable[[Path], Path]:
+def column(cells, name="x"):
     """A table with one more column."""
 
-    def write(folder: Path) -> Path:
+    def write(folder):
         table = pd.DataFrame({name: cells, "age": AGE, "y": Y})
         table.to_csv(folder / "t.csv", index=False)
         return folder / "t.csv"
@@ -51,20 +49,20 @@ def column(cells: object, name: str = "x") -> Callable[[Path], Path]:
     return write
 
 
-def labels(cells: object) -> Callable[[Path], Path]:
+def labels(cells):
     """A table with other labels."""
 
-    def write(folder: Path) -> Path:
+    def write(folder):
         pd.DataFrame({"age": AGE, "y": cells}).to_csv(folder / "t.csv", index=False)
         return folder / "t.csv"
 
     return write
 
 
-def lines(change: Callable[[list[str]], list[str]]) -> Callable[[Path], Path]:
+def lines(change):
     """A table whose lines are changed."""
 
-    def write(folder: Path) -> Path:
+    def write(folder):
         text = pd.DataFrame({"age": AGE, "lab": AGE * 2, "y": Y}).to_csv(index=False)
         (folder / "t.csv").write_text("\n".join(change(text.splitlines())) + "\n")
         return folder / "t.csv"
@@ -72,14 +70,14 @@ def lines(change: Callable[[list[str]], list[str]]) -> Callable[[Path], Path]:
     return write
 
 
-def mostly(usual: object, other: object, every: int) -> list[object]:
+def mostly(usual, other, every):
     return [other if i % every == 0 else cell for i, cell in enumerate(np.broadcast_to(usual, N))]
 
 
-def content(change: Callable[[bytes], bytes]) -> Callable[[Path], Path]:
+def content(change):
     """A table's file whose content is changed."""
 
-    def write(folder: Path) -> Path:
+    def write(folder):
         path = lines(list)(folder)
         path.write_bytes(change(path.read_bytes()))
         return path
@@ -87,10 +85,10 @@ def content(change: Callable[[bytes], bytes]) -> Callable[[Path], Path]:
     return write
 
 
-def parquet_of(names: list[str], cells: list[object]) -> Callable[[Path], Path]:
+def parquet_of(names, cells):
     """A Parquet file with two columns more than the label."""
 
-    def write(folder: Path) -> Path:
+    def write(folder):
         columns = [pa.array(cells), pa.array(AGE), pa.array(Y)]
         parquet.write_table(pa.Table.from_arrays(columns, [*names, "y"]), folder / "t.parquet")
         return folder / "t.parquet"
@@ -98,7 +96,7 @@ def parquet_of(names: list[str], cells: list[object]) -> Callable[[Path], Path]:
     return write
 
 
-def after_an_empty_sheet(folder: Path) -> Path:
+def after_an_empty_sheet(folder):
     with pd.ExcelWriter(folder / "t.xlsx") as book:
         pd.DataFrame().to_excel(book, sheet_name="about")
         pd.DataFrame({"age": AGE, "y": Y}).to_excel(book, sheet_name="data")
@@ -237,7 +235,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("case", TABLES)
-def test_what_is_said_of_a_table(tmp_path: Path, case: str) -> None:
+def test_what_is_said_of_a_table(tmp_path, case):
     write, expected = TABLES[case]
     found = said(write(tmp_path), "csv")
     assert pd.Series([found]).str.contains(expected, regex=True).all(), found
@@ -246,7 +244,7 @@ def test_what_is_said_of_a_table(tmp_path: Path, case: str) -> None:
 PLAIN = pd.DataFrame({"age": AGE, "lab": AGE * 2, "y": Y})
 
 
-def test_the_index_of_a_parquet_file_is_a_column(tmp_path: Path) -> None:
+def test_the_index_of_a_parquet_file_is_a_column(tmp_path):
     PLAIN.set_index("age").to_parquet(tmp_path / "t.parquet")
     assert said(tmp_path / "t.parquet", "csv").startswith("numbers: age, lab")
     PLAIN.sample(frac=1, random_state=0).to_parquet(tmp_path / "t.parquet")  # one without a name
@@ -254,7 +252,7 @@ def test_the_index_of_a_parquet_file_is_a_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["names of rows", "a named index", "another library"])
-def test_a_frame_is_read_as_its_file(tmp_path: Path, form: str) -> None:
+def test_a_frame_is_read_as_its_file(tmp_path, form):
     path = tmp_path / ("t.csv" if form == "names of rows" else "t.parquet")
     frame: object
     if form == "names of rows":
@@ -271,12 +269,12 @@ def test_a_frame_is_read_as_its_file(tmp_path: Path, form: str) -> None:
         assert found.labels.tolist() == Y.tolist()
 
 
-def test_a_sheet_may_begin_anywhere(tmp_path: Path) -> None:
+def test_a_sheet_may_begin_anywhere(tmp_path):
     PLAIN.to_excel(tmp_path / "t.xlsx", index=False, startrow=3, startcol=2)
     assert said(tmp_path / "t.xlsx", "csv").startswith("numbers: age, lab | ")
 
 
-def fill(folder: Path, places: tuple[str, ...], save: Callable[[np.ndarray, Path], object]) -> Path:
+def fill(folder, places, save):
     """Eight gray images in two folders."""
     for i in range(8):
         path = folder / "images" / places[i % len(places)].format("ab"[i % 2]) / f"{i}"
@@ -285,13 +283,11 @@ def fill(folder: Path, places: tuple[str, ...], save: Callable[[np.ndarray, Path
     return folder / "images"
 
 
-def folder_of(
-    suffix: str, mode: str = "L", format: str | None = None, **kept: str
-) -> Callable[[Path], Path]:
+def folder_of(suffix, mode="L", format=None, **kept):
     """Images saved in another way, or other files beside them."""
 
-    def write(folder: Path) -> Path:
-        def save(pixels: np.ndarray, path: Path) -> None:
+    def write(folder):
+        def save(pixels, path):
             Image.fromarray(pixels).convert(mode).save(path.with_suffix(suffix), format=format)
 
         fill(folder, ("{}",), save)
@@ -302,10 +298,10 @@ def folder_of(
     return write
 
 
-def placed(*places: str, more: str = "", hidden: str = "") -> Callable[[Path], Path]:
+def placed(*places, more="", hidden=""):
     """Images in other places."""
 
-    def write(folder: Path) -> Path:
+    def write(folder):
         root = fill(folder, places, lambda pixels, path: gray(pixels, path.with_suffix(".png")))
         (root / more).mkdir(exist_ok=True)
         if hidden:
@@ -316,29 +312,29 @@ def placed(*places: str, more: str = "", hidden: str = "") -> Callable[[Path], P
     return write
 
 
-def gray(pixels: np.ndarray, path: Path) -> None:
+def gray(pixels, path):
     Image.fromarray(pixels).save(path)
 
 
-def gaps(folder: Path) -> Path:
+def gaps(folder):
     """Fractions, some of them missing in half of the images."""
 
-    def save(pixels: np.ndarray, path: Path) -> None:
+    def save(pixels, path):
         missing = np.nan if int(path.name) % 2 else 0
         gray(np.where(pixels > 200, missing, pixels / 255).astype("f4"), path.with_suffix(".tif"))
 
     return fill(folder, ("{}",), save)
 
 
-def scans(**tags: object) -> Callable[[Path], Path]:
+def scans(**tags):
     """DICOM images of 16 bits."""
 
-    def write(folder: Path) -> Path:
+    def write(folder):
         pydicom = pytest.importorskip("pydicom")
         from pydicom.dataset import FileDataset, FileMetaDataset
         from pydicom.uid import ExplicitVRLittleEndian, generate_uid
 
-        def save(pixels: np.ndarray, path: Path) -> None:
+        def save(pixels, path):
             meta = FileMetaDataset()
             meta.TransferSyntaxUID = ExplicitVRLittleEndian
             meta.MediaStorageSOPInstanceUID = generate_uid()
@@ -378,7 +374,7 @@ IMAGES = {
 
 
 @pytest.mark.parametrize("case", IMAGES)
-def test_what_is_said_of_images(tmp_path: Path, case: str) -> None:
+def test_what_is_said_of_images(tmp_path, case):
     write, expected = IMAGES[case]
     found = said(write(tmp_path), "image_folder", image_size=8, channels=1)
     assert re.match(f"{expected}.*" if expected else "$", found), found
@@ -429,14 +425,14 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("case", ARRAYS)
-def test_what_is_said_of_arrays(tmp_path: Path, case: str) -> None:
+def test_what_is_said_of_arrays(tmp_path, case):
     arrays, expected = ARRAYS[case]
     np.savez(tmp_path / "a.npz", **arrays)
     found = said(tmp_path / "a.npz", "npz")
     assert pd.Series([found]).str.contains(expected, regex=True).all(), found
 
 
-def test_class_names_say_which_class_a_text_is(tmp_path: Path) -> None:
+def test_class_names_say_which_class_a_text_is(tmp_path):
     np.savez(tmp_path / "a.npz", X=PIXELS, y=np.array(["cat", "dog"])[Y])
     data = prepared(
         "npz",
@@ -464,7 +460,7 @@ LABELS = {
 
 
 @pytest.mark.parametrize("case", LABELS)
-def test_what_is_said_of_a_labels_file(tmp_path: Path, case: str) -> None:
+def test_what_is_said_of_a_labels_file(tmp_path, case):
     rows, expected = LABELS[case]
     (tmp_path / "images").mkdir()
     for i in range(3):
@@ -486,7 +482,7 @@ ASKED = {  # of a model whose table had these columns
 
 
 @pytest.mark.parametrize("case", ASKED)
-def test_a_model_is_given_no_settings(tmp_path: Path, case: str) -> None:
+def test_a_model_is_given_no_settings(tmp_path, case):
     table = PLAIN.assign(seen=DAYS.strftime("%Y-%m-%d"))[["age", "seen", "lab", "y"]]
     table.to_csv(tmp_path / "t.csv", index=False)
     data = prepared("csv", root=tmp_path / "t.csv", cache=tmp_path / "c", server_test=False)
@@ -509,7 +505,7 @@ UNLIKE = {  # what is given to a model, and what is said of it
 
 
 @pytest.mark.parametrize("case", UNLIKE)
-def test_what_is_unlike_training_is_said(tmp_path: Path, case: str) -> None:
+def test_what_is_unlike_training_is_said(tmp_path, case):
     FRAME[["age", "sex", "y"]].to_csv(tmp_path / "t.csv", index=False)
     data = prepared("csv", root=tmp_path / "t.csv", cache=tmp_path / "c", server_test=False)
     frame, expected = UNLIKE[case]

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from fednas_flwr import compose, load, run
@@ -41,6 +40,9 @@ def by_findings(root):
     return written(root, [head, *rows])
 
 
+FINDINGS = {"labels_file": "labels.csv", "label_separator": "|"}
+
+
 def shades(records):
     return records.features[:, 0, 0, 0].tolist()
 
@@ -48,17 +50,10 @@ def shades(records):
 def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path):
     root = by_findings(tmp_path)
     picture(root / "images_2" / "extra.png", 99)
-    train, test = read(
-        "labelled_images",
-        root,
-        labels_file="labels.csv",
-        label="Finding Labels",
-        label_separator="|",
-        id_column="Patient ID",
-    )
-    assert test is None
+    chosen = {"label": "Finding Labels", "id_column": "Patient ID"}
+    train, test = read("labelled_images", root, **FINDINGS, **chosen)
+    assert (test, train.class_names) == (None, ("Mass", "Nodule"))
     assert shades(train) == [0, 10, 20, 30]
-    assert train.class_names == ("Mass", "Nodule")
     assert train.labels.tolist() == [[1, 1], [0, 0], [0, 1], [1, 0]]
     assert train.by_person
     assert train.ids[0] == train.ids[1] != train.ids[2]
@@ -71,8 +66,7 @@ def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path):
     root = written(tmp_path, lines)
     train, _ = read("labelled_images", root, labels_file="labels.csv", labels=["nodule", "mass"])
     assert shades(train) == [20, 0]  # in the order of the table
-    assert train.class_names == ("nodule", "mass")
-    assert train.labels.tolist() == [[1, 0], [1, 1]]
+    assert (train.class_names, train.labels.tolist()) == (("nodule", "mass"), [[1, 0], [1, 1]])
     assert train.columns["site"].tolist() == ["x", "y"]
     chosen = {"labels_file": "labels.csv", "label": "sex", "class_names": ["m", "f"]}
     one, _ = read("labelled_images", root, **chosen)
@@ -85,7 +79,7 @@ def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path):
 def test_a_broken_image_takes_its_row_with_it(tmp_path):
     root = by_findings(tmp_path)
     (root / "images_1" / "a.png").write_bytes(b"none")
-    own = {"labels_file": "labels.csv", "label_separator": "|", "id_column": "Patient ID"}
+    own = FINDINGS | {"id_column": "Patient ID"}
     with pytest.raises(ConfigError, match="1 of 4 files cannot be read as an image"):
         read("labelled_images", root, **own)
     train, _ = read("labelled_images", root, **own, corrupt="skip")
@@ -112,9 +106,8 @@ def test_a_table_that_does_not_fit_is_one_sentence(line, settings, sentence, tmp
     if line:
         with (root / "labels.csv").open("a") as file:
             file.write(f"{line}\n")
-    own = {"labels_file": "labels.csv", "label_separator": "|", **settings}
     with pytest.raises(ConfigError, match=sentence) as raised:
-        read("labelled_images", root, **own)
+        read("labelled_images", root, **FINDINGS | settings)
     assert "\n" not in str(raised.value)
 
 
@@ -122,17 +115,17 @@ def test_names_that_two_images_share_must_be_paths(tmp_path):
     root = by_findings(tmp_path)
     picture(root / "images_2" / "a.png", 77)
     with pytest.raises(ConfigError, match="share their names with others: a.png; give paths"):
-        read("labelled_images", root, labels_file="labels.csv", label_separator="|")
+        read("labelled_images", root, **FINDINGS)
     text = (root / "labels.csv").read_text().replace("\na.png", "\nimages_2/a.png")
     (root / "labels.csv").write_text(text)
-    train, _ = read("labelled_images", root, labels_file="labels.csv", label_separator="|")
+    train, _ = read("labelled_images", root, **FINDINGS)
     assert shades(train)[0] == 77
 
 
 def test_a_changed_table_is_read_again(tmp_path):
     root = by_findings(tmp_path / "data")
-    own = {"labels_file": "labels.csv", "label_separator": "|", "server_test": False}
-    terms = {"cache": tmp_path / "cache", "name": "labelled_images", "root": root, **own}
+    terms = {"cache": tmp_path / "cache", "name": "labelled_images", "root": root}
+    terms |= FINDINGS | {"server_test": False}
     assert prepared(**terms).train.labels[1].tolist() == [0, 0]
     text = (root / "labels.csv").read_text().replace("b.png,p1,", "b.png,p1,Mass")
     (root / "labels.csv").write_text(text)
@@ -154,17 +147,16 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path):
             lines.append(f"{i}.png,p{i // 3},{';'.join(found)}")
         (tmp_path / "data" / part / "labels.csv").write_text("\n".join(lines) + "\n")
     folder = tmp_path / "run"
-    run(
-        compose(
-            *("algorithm=fedavg", "algorithm.network=linear", "clients=2", "retrain.rounds=5"),
-            *("stages=[retrain,evaluate,export]", "dataset=labelled_images", "runtime.device=cpu"),
-            *(f"dataset.root={tmp_path / 'data'}", f"dataset.cache={tmp_path / 'cache'}"),
-            *("dataset.labels_file=labels.csv", 'dataset.label_separator=";"'),
-            *("dataset.id_column=patient", "dataset.image_size=8", "dataset.channels=1"),
-            *("dataset.crop_padding=0", "dataset.flip=false", "retrain.weights.lr=0.05"),
-            *("trackers=[]", f"run_dir={folder}"),
-        )
+    config = compose(
+        *("algorithm=fedavg", "algorithm.network=linear", "clients=2", "retrain.rounds=5"),
+        *("stages=[retrain,evaluate,export]", "dataset=labelled_images", "runtime.device=cpu"),
+        *(f"dataset.root={tmp_path / 'data'}", f"dataset.cache={tmp_path / 'cache'}"),
+        *("dataset.labels_file=labels.csv", 'dataset.label_separator=";"'),
+        *("dataset.id_column=patient", "dataset.image_size=8", "dataset.channels=1"),
+        *("dataset.crop_padding=0", "dataset.flip=false", "retrain.weights.lr=0.05"),
+        *("trackers=[]", f"run_dir={folder}"),
     )
+    run(config)
     (evaluated,) = (e for e in read_events(folder / "events.jsonl") if e["event"] == "evaluated")
     reported = evaluated["central"]["accuracy"]
     found = load(folder).predict(tmp_path / "data" / "test" / "labels.csv")
@@ -173,10 +165,7 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path):
     assert found.names[0] == "600.png"
     again = load(folder).predict(tmp_path / "data" / "test")
     assert again.accuracy is None  # of files alone no labels are known
-    assert torch.equal(
-        torch.tensor(sorted(again.probabilities[:, 0])),
-        torch.tensor(sorted(found.probabilities[:, 0])),
-    )
+    assert sorted(again.probabilities[:, 0]) == sorted(found.probabilities[:, 0])
 
 
 def test_fednas_data_shows_them(tmp_path, capsys):

@@ -9,19 +9,12 @@ from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data import loaders
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.loaders import (
-    Split,
-    augment,
-    concat_splits,
-    epoch_batches,
-    largest_feature,
-    make_client_data,
-    oversampled,
-    server_split,
-    step_batch,
-)
-from fednas_flwr.data.records import Column, Records, record_ids, select_records
+from fednas_flwr.data.loaders import Split, augment, epoch_batches, largest_feature, step_batch
+from fednas_flwr.data.records import Column, record_ids, select_records
+
+from ..data_sets import records_of
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -29,7 +22,7 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 def client_data(records, indices, *, mean=MEAN, std=STD, fractions=FRACTIONS):
     prepared = Prepared(records, None, mean, std)
-    return make_client_data(prepared, np.asarray(indices), key=b"site", fractions=fractions)
+    return loaders.make_client_data(prepared, np.asarray(indices), key=b"site", fractions=fractions)
 
 
 def test_parts_are_disjoint_and_the_same_for_any_partition(images):
@@ -64,7 +57,7 @@ def test_a_split_knows_the_records_of_each_person(images):
     data = client_data(replace(images, ids=ids, id_column="patient"), np.arange(0, 600, 2))
     held = [set(persons[s.rows].tolist()) for s in (data.train, data.validation, data.test)]
     assert sum(map(len, held)) == len(set.union(*held)) == len(set(persons[::2].tolist()))
-    both = concat_splits(data.train, data.validation)
+    both = loaders.concat_splits(data.train, data.validation)
     for split in (data.train, both):
         found = split.records_of(torch.arange(split.num_units))
         assert torch.cat(found).sort().values.tolist() == list(range(len(split)))
@@ -76,20 +69,19 @@ def test_a_split_knows_the_records_of_each_person(images):
     alone = client_data(images, np.arange(600)).train
     assert alone.num_units == len(alone)
     assert [r.tolist() for r in alone.records_of(torch.tensor([4, 2]))] == [[4], [2]]
-    assert (
-        replace(data.test, rows=torch.empty(0).long(), persons=torch.empty(0).long()).num_units == 0
-    )
+    nobody = torch.empty(0).long()
+    assert replace(data.test, rows=nobody, persons=nobody).num_units == 0
 
 
 def test_the_servers_records(images):
-    split = server_split(select_records(images, np.arange(20)), MEAN, STD)
+    split = loaders.server_split(select_records(images, np.arange(20)), MEAN, STD)
     assert len(split) == 20
     assert torch.equal(split.batch(torch.arange(20), "cpu")[1], images.labels[:20])
 
 
 def test_concat_splits(images):
     data = client_data(images, np.arange(300))
-    both = concat_splits(data.train, data.validation)
+    both = loaders.concat_splits(data.train, data.validation)
     assert both.rows.tolist() == data.train.rows.tolist() + data.validation.rows.tolist()
 
 
@@ -105,24 +97,12 @@ def test_a_client_without_training_records(images):
 def table():
     """Two numeric columns with missing numbers, one constant, two one-hot; 400 rows."""
     rng = np.random.default_rng(0)
-    features = np.stack(
-        [
-            rng.normal(50, 10, 400),
-            rng.exponential(3, 400),
-            np.full(400, 7.1),
-            rng.integers(0, 2, 400),
-            rng.integers(0, 2, 400),
-        ],
-        axis=1,
-    ).astype(np.float32)
+    columns = [rng.normal(50, 10, 400), rng.exponential(3, 400), np.full(400, 7.1)]
+    columns += [rng.integers(0, 2, 400) for _ in range(2)]
+    features = np.stack(columns, axis=1).astype(np.float32)
     features[rng.random(400) < 0.2, 1] = np.nan
-    return Records(
-        features=torch.from_numpy(features),
-        labels=torch.zeros(400, dtype=torch.int64),
-        ids=record_ids(row.tobytes() for row in features),
-        class_names=("0",),
-        schema=(*(Column(name) for name in "abc"), Column("d", "category", ("0", "1"))),
-    )
+    schema = (*(Column(name) for name in "abc"), Column("d", "category", ("0", "1")))
+    return records_of(features, schema=schema)
 
 
 def test_a_client_standardises_by_its_own_training_part(table):
@@ -146,7 +126,7 @@ def test_a_client_standardises_by_its_own_training_part(table):
 
 def test_a_batch_leaves_the_records_as_they_are(table):
     before = table.features.clone()
-    server_split(table, (), ()).batch(torch.arange(400), "cpu")
+    loaders.server_split(table, (), ()).batch(torch.arange(400), "cpu")
     torch.testing.assert_close(table.features, before, equal_nan=True, rtol=0, atol=0)
 
 
@@ -172,10 +152,8 @@ def test_an_epoch_covers_all_examples_once(size, batch, seed):
 def test_steps_go_through_shuffled_epochs(size, batch, epoch):
     per_epoch = len(list(epoch_batches(size, batch_size=batch, generator=make_generator(0))))
     steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
-    batches = [
-        step_batch(size, batch_size=batch, step=step, seed=1, purpose=("search", 2))
-        for step in steps
-    ]
+    own = {"batch_size": batch, "seed": 1, "purpose": ("search", 2)}
+    batches = [step_batch(size, step=step, **own) for step in steps]
     generator = make_generator(1, "search", 2, epoch)
     expected = list(epoch_batches(size, batch_size=batch, generator=generator))
     assert all(torch.equal(a, b) for a, b in zip(batches, expected, strict=True))
@@ -184,9 +162,8 @@ def test_steps_go_through_shuffled_epochs(size, batch, epoch):
 def test_a_full_batch_is_in_order_and_draws_nothing():
     generator = make_generator(0)
     before = generator.get_state()
-    assert [b.tolist() for b in epoch_batches(4, batch_size=None, generator=generator)] == [
-        [0, 1, 2, 3]
-    ]
+    (whole,) = epoch_batches(4, batch_size=None, generator=generator)
+    assert whole.tolist() == [0, 1, 2, 3]
     assert torch.equal(generator.get_state(), before)
     assert step_batch(3, batch_size=None, step=9, seed=0, purpose=()).tolist() == [0, 1, 2]
 
@@ -222,8 +199,7 @@ def slow_augment(x, *, generator, crop_padding, flip, cutout):
     for i in range(batch):
         image = functional.pad(x[i], (crop_padding,) * 4)
         image = image[:, tops[i] : tops[i] + height, lefts[i] : lefts[i] + width]
-        image = image.flip(2) if flips[i] else image
-        image = image.clone()
+        image = (image.flip(2) if flips[i] else image).clone()
         top, left = rows[i] - cutout // 2, columns[i] - cutout // 2
         image[:, max(top, 0) : max(top + cutout, 0), max(left, 0) : max(left + cutout, 0)] = 0
         out.append(image)
@@ -282,17 +258,17 @@ def test_batches_and_augmentation_on_the_gpu(images):
 def test_oversampling_repeats_rarer_classes_evenly():
     labels = torch.tensor([0, 0, 0, 0, 0, 2, 2, 1, 0])
     split = Split(torch.zeros(9, 1), labels, torch.tensor([8, 1, 2, 5, 3, 6, 7, 4]), (0.0,), (1.0,))
-    rows = oversampled(split).rows
+    rows = loaders.oversampled(split).rows
     assert labels[rows].bincount().tolist() == [5, 5, 5]
     assert rows.bincount(minlength=9).tolist() == [0, 1, 1, 1, 1, 3, 2, 5, 1]
-    assert len(oversampled(replace(split, rows=split.rows[:0])).rows) == 0
+    assert len(loaders.oversampled(replace(split, rows=split.rows[:0])).rows) == 0
 
 
-@given(
-    st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=2), min_size=1),
-    st.tuples(st.floats(-5, 5), st.floats(-5, 5)),
-    st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)),
-)
+def pairs(low, high, **form):
+    return st.tuples(*[st.floats(low, high, **form)] * 2)
+
+
+@given(st.lists(pairs(-1e6, 1e6, width=32), min_size=1), pairs(-5, 5), pairs(0.1, 9))
 def test_the_largest_feature_is_that_of_all_normalised_ones(rows, mean, std):
     features = torch.tensor(rows)
     split = Split(features, torch.zeros(len(rows)).long(), torch.arange(len(rows)), mean, std)
@@ -309,10 +285,8 @@ def test_the_largest_feature_of_images_is_that_of_black_or_white(images):
 
 
 def test_missing_numbers_are_no_large_features():
-    split = Split(
-        torch.tensor([[torch.nan, 1.0], [torch.nan, -3.0]]),
-        *(torch.zeros(2).long(), torch.arange(2), (0.0, 0.0), (1.0, 1.0)),
-    )
+    features = torch.tensor([[torch.nan, 1.0], [torch.nan, -3.0]])
+    split = Split(features, torch.zeros(2).long(), torch.arange(2), (0.0, 0.0), (1.0, 1.0))
     assert largest_feature(split) == (1, 3.0)
     empty = replace(split, rows=torch.arange(0))
     assert largest_feature(empty) == (0, 0.0)

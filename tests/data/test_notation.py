@@ -26,11 +26,11 @@ SIGNS = {"none": "", "point": ".", "comma": ",", "blank": " ", "apostrophe": "'"
 NOTATIONS = [Notation(d, t) for d in DECIMALS for t in THOUSANDS if d != t]
 
 
-def cells(*texts: str) -> Cells:
+def cells(*texts):
     return Cells(texts)
 
 
-def found(*columns: Cells, points_are_decimal: bool = True, **given: str) -> Notation:
+def found(*columns, points_are_decimal=True, **given):
     return find_notation(
         {f"c{i}": column for i, column in enumerate(columns)},
         replace(ANY_FORM, **given),
@@ -39,7 +39,7 @@ def found(*columns: Cells, points_are_decimal: bool = True, **given: str) -> Not
     )
 
 
-def written(number: float, notation: Notation) -> str:
+def written(number, notation):
     plain = f"{number:,.2f}"
     signs = {",": SIGNS[notation.thousands], ".": SIGNS[notation.decimal]}
     return "".join(signs.get(sign, sign) for sign in plain)
@@ -47,14 +47,14 @@ def written(number: float, notation: Notation) -> str:
 
 @pytest.mark.parametrize("notation", NOTATIONS, ids=str)
 @given(number=st.floats(-1e9, 1e9))
-def test_a_number_is_read_as_it_was_written(notation: Notation, number: float) -> None:
+def test_a_number_is_read_as_it_was_written(notation, number):
     text = written(number, notation)
     assert notation.reads(text)
     assert float(notation.plain(text)) == float(f"{number:.2f}")
 
 
 @pytest.mark.parametrize("notation", NOTATIONS, ids=str)
-def test_a_notation_is_found(notation: Notation) -> None:
+def test_a_notation_is_found(notation):
     column = cells(*(written(x, notation) for x in (1234567.25, 12.5, -3.75, 1000)), "")
     assert found(column) == notation
     assert found(column, cells("7", "12", "", "0", "5")) == notation
@@ -67,9 +67,7 @@ def test_a_notation_is_found(notation: Notation) -> None:
         (["1.234", "975"], False, "dataset.thousands=point or dataset.decimal=point"),
     ],
 )
-def test_two_readings_are_asked_for(
-    column: list[str], points_are_decimal: bool, settings: str
-) -> None:
+def test_two_readings_are_asked_for(column, points_are_decimal, settings):
     with pytest.raises(ConfigError, match=f"two readings: {column[0]} in column c0 .*{settings}"):
         found(cells(*column), points_are_decimal=points_are_decimal)
     assert found(cells(*column), decimal="comma", thousands="point") == Notation("comma", "point")
@@ -77,14 +75,14 @@ def test_two_readings_are_asked_for(
     assert found(cells("1,234", "975"), cells("1,234.5")).thousands == "comma"
 
 
-def test_columns_in_two_notations_are_refused() -> None:
+def test_columns_in_two_notations_are_refused():
     with pytest.raises(ConfigError, match="column c1 .1,5. in another way than those of c0"):
         found(cells("1.25", "2.5"), cells("1,5", "2,25"))
     assert found(cells("a,b", "c"), cells("1.5")) == PLAIN
     assert found(Cells(["1.234", "975"], np.array([True, True])), points_are_decimal=False) == PLAIN
 
 
-def test_dates() -> None:
+def test_dates():
     texts = cells("2024-05-31", "2024-05-31T12:00:00+01:00", "2024-05-31 12:00Z", "31.5.2024", "")
     day = days_of(cells("2024-05-31"), None)[0]
     assert days_of(texts, None)[:4].tolist() == [day, day + 0.5, day + 0.5, day]
@@ -101,7 +99,7 @@ def test_dates() -> None:
         assert math.isnan(days_of(cells(text), None)[0])
 
 
-def test_codes_that_mean_the_same_are_one() -> None:
+def test_codes_that_mean_the_same_are_one():
     assert distinct(["1.0", "2", "1", "2.0", ""]) == ("1", "2")
     assert distinct(["True", "TRUE", "false"]) == ("TRUE", "false")
     assert distinct(["01", "1", "2"]) == ("01", "1", "2")

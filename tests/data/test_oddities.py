@@ -6,7 +6,9 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.oddities import oddities
-from fednas_flwr.data.records import CATEGORY, Column, Records, record_ids
+from fednas_flwr.data.records import CATEGORY, Column
+
+from ..data_sets import records_of
 
 N = 200
 RNG = np.random.default_rng(0)
@@ -23,23 +25,12 @@ def table(columns, labels=LABELS):
         else:
             schema.append(Column(name))
             features.append(cells)
-    return Records(
-        torch.from_numpy(np.stack(features, axis=1).astype(np.float32)),
-        torch.from_numpy(labels),
-        record_ids(str(i).encode() for i in range(len(labels))),
-        tuple(str(i) for i in range(int(labels.max()) + 1)),
-        schema=tuple(schema),
-        label="y",
-    )
+    rows = np.stack(features, axis=1).astype(np.float32)
+    return records_of(rows, labels, schema=tuple(schema), label="y")
 
 
 def images(pixels, labels=LABELS, classes=2):
-    return Records(
-        torch.from_numpy(pixels),
-        torch.from_numpy(labels),
-        record_ids(str(i).encode() for i in range(len(labels))),
-        tuple(str(i) for i in range(classes)),
-    )
+    return records_of(pixels, labels, class_names=tuple(map(str, range(classes))))
 
 
 CLEAN = {

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 
@@ -13,9 +11,12 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import prepared
 from fednas_flwr.data.prepared import load_partition, save_partition
-from fednas_flwr.data.records import Records, record_ids
+from fednas_flwr.data.records import record_ids
 from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.hydra_config import compose_tree
+
+from ..data_sets import records_of
+from ..processes import told
 
 EVERY = [
     {"name": "iid", "clients": 7},
@@ -41,12 +42,8 @@ def partition(records, *, name, clients, **changed):
 
 
 def labelled(labels, num_classes):
-    return Records(
-        features=torch.zeros(len(labels), 1),
-        labels=torch.from_numpy(labels.astype(np.int64)),
-        ids=record_ids(str(i).encode() for i in range(len(labels))),
-        class_names=tuple(str(i) for i in range(num_classes)),
-    )
+    names = tuple(map(str, range(num_classes)))
+    return records_of(np.zeros((len(labels), 1)), labels, class_names=names)
 
 
 def assert_covers(parts, num_records):
@@ -134,9 +131,8 @@ def test_label_groups_are_those_of_fdnas(images):
 
 def test_label_groups_with_given_clients(images):
     groups = ((9,), tuple(range(9)))
-    parts = partition(
-        images, name="label_groups", clients=4, seed=0, groups=groups, clients_per_group=(1, 3)
-    )
+    chosen = {"name": "label_groups", "clients": 4, "groups": groups, "clients_per_group": (1, 3)}
+    parts = partition(images, seed=0, **chosen)
     assert torch.equal(torch.from_numpy(parts[0]), (images.labels == 9).nonzero().squeeze(1))
     assert_covers(parts, len(images))
 
@@ -189,24 +185,20 @@ def test_a_class_too_small_for_its_clients():
 def test_saved_partitions_come_back(tmp_path, images):
     parts = partition(images, name="iid", clients=7, seed=0)
     save_partition(tmp_path / "partition.json", parts)
-    assert [p.tolist() for p in load_partition(tmp_path / "partition.json")] == [
-        p.tolist() for p in parts
-    ]
+    loaded = load_partition(tmp_path / "partition.json")
+    assert [p.tolist() for p in loaded] == [p.tolist() for p in parts]
     assert [path.name for path in tmp_path.iterdir()] == ["partition.json"]
+
+
+NO_JSON = ("{", "[" * 50_000 + "]" * 50_000, "[]", '{"clients": []}')
+NO_LISTS = ([[0, 1], []], [[0, 1], [1, 2]], [[1, 0], [2]], [[-1, 0], [2]], [[0.5], [2]])
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "cannot be read as a saved partition"),
-        ("[" * 50_000 + "]" * 50_000, "cannot be read as a saved partition"),
-        ("[]", "cannot be read as a saved partition"),
-        (json.dumps({"clients": []}), "cannot be read as a saved partition"),
-        (json.dumps({"clients": [[0, 1], []]}), "saved partition: expected a list"),
-        (json.dumps({"clients": [[0, 1], [1, 2]]}), "saved partition: expected a list"),
-        (json.dumps({"clients": [[1, 0], [2]]}), "saved partition: expected a list"),
-        (json.dumps({"clients": [[-1, 0], [2]]}), "saved partition: expected a list"),
-        (json.dumps({"clients": [[0.5], [2]]}), "saved partition: expected a list"),
+        *((text, "cannot be read as a saved partition") for text in NO_JSON),
+        *((json.dumps({"clients": of}), "saved partition: expected a list") for of in NO_LISTS),
     ],
 )
 def test_files_that_hold_no_partition(tmp_path, content, message):
@@ -227,5 +219,4 @@ def test_iid_does_not_pay_for_flwr_datasets():
         "heavy = {'flwr_datasets', 'datasets', 'pandas', 'sklearn', 'torchvision', 'PIL'}\n"
         "print(sorted(heavy & sys.modules.keys()))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    assert told("-c", program) == "[]\n"

@@ -73,16 +73,10 @@ def test_onnx_computes_the_same(tmp_path):
     transform = Scattering((3, 16, 16), scales=2, angles=4)
     images = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     file = tmp_path / "transform.onnx"
+    form = {"dynamo": False, "input_names": ["images"], "dynamic_axes": {"images": {0: "batch"}}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter, which announces its age
-        torch.onnx.export(
-            transform,
-            (images[:2],),
-            str(file),
-            dynamo=False,
-            input_names=["images"],
-            dynamic_axes={"images": {0: "batch"}},
-        )
+        torch.onnx.export(transform, (images[:2],), str(file), **form)
     (found,) = onnxruntime.InferenceSession(str(file)).run(None, {"images": images.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), transform(images), rtol=1e-3, atol=1e-3)
 
@@ -103,8 +97,6 @@ def test_prepared_features_are_those_of_the_raw_images(tmp_path):
     transform = Scattering((1, 8, 8), **SIZES)
     assert features.input_shape == transform.output_shape == (3, 4, 4)
     for made, raw in ((features.train, plain.train), (features.server_test, plain.server_test)):
-        assert made is not None
-        assert raw is not None
         expected = transform(raw.features / 255)
         torch.testing.assert_close(made.features, expected, rtol=1e-4, atol=1e-4)
         assert made.ids.tolist() == raw.ids.tolist()
@@ -113,9 +105,8 @@ def test_prepared_features_are_those_of_the_raw_images(tmp_path):
         assert torch.equal(x, made.features[[1, 3]])
         assert torch.equal(y, raw.labels[[1, 3]])
     (note,) = reading_notes(features)
-    assert re.fullmatch(
-        r"scattering features: \(\d+, \d+, \d+\), \d+ MB, [\d.]+ s, [\d.]+ s per 1,000 images", note
-    )
+    sizes = r"\(\d+, \d+, \d+\), \d+ MB"
+    assert re.fullmatch(rf"scattering features: {sizes}, [\d.]+ s, [\d.]+ s per 1,000 images", note)
     again = prepared(**settings, scattering={"scales": 1, "angles": 3})
     assert again.input_shape == (4, 4, 4)
     assert not features.uses_own_statistics
@@ -138,11 +129,8 @@ def test_features_are_not_augmented_and_what_asks_for_it_is_refused(compose_conf
 
 @pytest.mark.run
 def test_an_exported_model_takes_raw_images(compose_config, made_data, tmp_path):
-    overrides = (
-        *("dataset.scattering={scales: 2, angles: 2}", "search_space.skip=linear"),
-        f"run_dir={tmp_path / 'run'}",
-    )
-    result = run(compose_config(*overrides))
+    overrides = ("dataset.scattering={scales: 2, angles: 2}", "search_space.skip=linear")
+    result = run(compose_config(*overrides, f"run_dir={tmp_path / 'run'}"))
     central = result.scores["central"]
     model, images = load(result.folder), np.load(made_data)
     names = [model.class_names[label] for label in images["y_test"]]

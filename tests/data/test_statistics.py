@@ -6,19 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.data.records import Column, Records, record_ids
+from fednas_flwr.data.records import Column
 from fednas_flwr.data.statistics import REACH, Moments, bounded, column_moments, pooled
+
+from ..data_sets import records_of
 
 
 def table(features):
     """A table of two columns of numbers and one category."""
-    return Records(
-        features=torch.from_numpy(features.astype(np.float32)),
-        labels=torch.zeros(len(features), dtype=torch.int64),
-        ids=record_ids(row.tobytes() for row in features),
-        class_names=("a",),
-        schema=(Column("x"), Column("y"), Column("z", "category", ("only",))),
-    )
+    schema = (Column("x"), Column("y"), Column("z", "category", ("only",)))
+    return records_of(features.astype(np.float32), schema=schema)
 
 
 ONE_COLUMN = table(np.zeros((1, 1)))
@@ -27,15 +24,13 @@ ONE_COLUMN = table(np.zeros((1, 1)))
 @given(st.lists(st.integers(0, 2), min_size=6, max_size=60), st.integers(0, 2**32 - 1))
 def test_pooled_statistics_are_those_of_all_records_together(owners, seed):
     rng = np.random.default_rng(seed)
-    features = np.column_stack(
-        [rng.normal(1e4, 3, len(owners)), rng.exponential(2, len(owners)), rng.random(len(owners))]
-    )
+    size = len(owners)
+    columns = [rng.normal(1e4, 3, size), rng.exponential(2, size), rng.random(size)]
+    features = np.column_stack(columns)
     features[rng.random(len(owners)) < 0.3, 1] = np.nan
     records = table(features)
-    moments = [
-        column_moments(records, torch.from_numpy(np.flatnonzero(np.array(owners) == owner)))
-        for owner in range(3)
-    ]
+    parts = [np.flatnonzero(np.array(owners) == owner) for owner in range(3)]
+    moments = [column_moments(records, torch.from_numpy(part)) for part in parts]
     found = pooled(moments, records)
     numbers = records.features[:, :2].double().numpy()
     known = [column[~np.isnan(column)] for column in numbers.T]

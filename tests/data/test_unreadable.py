@@ -2,11 +2,8 @@
 
 import csv
 import io
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, datetime
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,7 +31,7 @@ ROWS = [
     ["p4", "-1e3", "2024-05-31 12:30", "2", "1,5", "2"],
     ["p4", "7", "1999-01-01", "south", 'x "y" z', "died"],
 ]
-TABLE: dict[str, Any] = {
+TABLE = {
     "name": "csv",
     "label": "outcome",
     "class_names": ["died", "left", "2"],
@@ -45,29 +42,11 @@ TABLE: dict[str, Any] = {
     "categories": {"ward": ["north", "south", "2"]},
     "statistics": {"age": [50, 20], "seen": [19300, 200]},
 }
+AGES = {"name": "csv", "id_column": None, "numeric": ["age"], "statistics": {"age": [0, 1]}}
 # what stands in no cell of its kind
-NO_NUMBER = [
-    "old",
-    "1e39",
-    "-1e39",
-    "1e400",
-    "inf",
-    "-Infinity",
-    "1_000",
-    "0x10",
-    "١",
-    "5 0",
-    "1\0",
-]
-NO_DATE = [
-    *NO_NUMBER[:1],
-    "2024-13-01",
-    "2024-02-30",
-    "0000-01-01",
-    "12345-01-01",
-    "5",
-    "31.31.2024",
-]
+NO_NUMBER = ["old", "1e39", "-1e39", "1e400", "inf", "-Infinity"]
+NO_NUMBER += ["1_000", "0x10", "١", "5 0", "1\0"]
+NO_DATE = ["old", "2024-13-01", "2024-02-30", "0000-01-01", "12345-01-01", "5", "31.31.2024"]
 NO_NAME = ["east", "North", " north", "2.0", "02", "north\0", "north\nsouth", '"', "x" * 300_000]
 WRONG = {
     "patient": ["", "NA", "nan ", "\u2028", "\x1f"],
@@ -105,21 +84,26 @@ def assert_untouched(found, alone, *, left_out, place):
     others = np.arange(len(found.train))
     others = others if left_out else np.delete(others, place)
     a, b = found.train, alone.train
-    assert a.ids[others].tolist() == b.ids.tolist()
-    assert a.labels[others].tolist() == b.labels.tolist()
+    for mine, other in ((a.ids, b.ids), (a.labels.numpy(), b.labels.numpy())):
+        assert mine[others].tolist() == other.tolist()
     assert a.features[others].numpy().tobytes() == b.features.numpy().tobytes()
-    assert a.features.shape[1:] == b.features.shape[1:]
-    assert found.inputs == alone.inputs
+    assert (a.features.shape[1:], found.inputs) == (b.features.shape[1:], alone.inputs)
     told = [note for note in a.notes if "left out" in note and "does not name" not in note]
     assert len(told) == left_out
     if left_out:
         assert f"1 of {len(b) + 1} records" in told[0] or "1 broken images" in told[0]
 
 
-def write_csv(path, rows):
+def write_csv(path, rows, header=HEADER):
     with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([HEADER, *rows])
+        csv.writer(file).writerows([header, *rows])
     return path
+
+
+def of_ages(folder, name, cells):
+    """Write a table of ages and one more column."""
+    path = folder / f"{len(list(folder.iterdir()))}.csv"
+    return write_csv(path, [(f"{age}", cell) for age, cell in enumerate(cells)], ["age", name])
 
 
 def with_cell(column, cell, *, place):
@@ -172,9 +156,8 @@ def test_a_table_is_read_alike_with_and_without_leaving_out(tmp_path):
             form = replace(form, separator=",")
         plain = read_texts(path, form)[0]
         read_strictly = read_texts(path, replace(form, corrupt="skip"))[0]
-        assert {n: c.tolist() for n, c in plain.items()} == {
-            n: c.tolist() for n, c in read_strictly.items()
-        }
+        cells, strictly = ({n: c.tolist() for n, c in t.items()} for t in (plain, read_strictly))
+        assert cells == strictly
 
 
 @pytest.mark.parametrize(
@@ -197,47 +180,26 @@ def test_what_is_not_of_one_record_is_refused(tmp_path, text, message):
 
 def test_a_list_of_labels_is_left_out_by_itself(tmp_path):
     good, wrong = ["a;b", "", "c", "a"], ["a;d", "d"]
-    own = {"name": "csv", "label": "found", "label_separator": ";", "id_column": None}
-    own |= {"class_names": [*"abc"], "numeric": ["age"], "statistics": {"age": [0, 1]}}
-
-    def written(cells):
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows(
-                [["age", "found"], *([f"{i}", c] for i, c in enumerate(cells))]
-            )
-        return path
-
-    alone = read(written(good), own)
+    own = AGES | {"label": "found", "label_separator": ";", "class_names": [*"abc"]}
+    alone = read(of_ages(tmp_path, "found", good), own)
     for cell in wrong:
-        found = read(written([*good, cell]), own)
+        found = read(of_ages(tmp_path, "found", [*good, cell]), own)
         assert_untouched(found, alone, left_out=True, place=len(good))
 
 
 def test_a_number_to_predict_is_left_out_by_itself(tmp_path):
-    own = {"name": "csv", "label": "days", "id_column": None, "numeric": ["age"]}
-    own |= {"statistics": {"age": [0, 1]}, "target_range": [0, 60]}
-
-    def written(cells):
-        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.csv"
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows(
-                [["age", "days"], *([f"{i}", c] for i, c in enumerate(cells))]
-            )
-        return path
-
+    own = AGES | {"label": "days", "target_range": [0, 60]}
     good = ["1", "2.5", "-3", "1e38", "60.0000001"]  # also far beyond the range
-    alone = read(written(good), own)
+    alone = read(of_ages(tmp_path, "days", good), own)
     assert alone.train.is_regression
     assert alone.target == pytest.approx((30, 60 / 12**0.5, 0, 60))
     for cell in [*NO_NUMBER, "", "NA", "nan", "9" * 200_000, "2024-05-31"]:
-        found = read(written([*good, cell]), own)
+        found = read(of_ages(tmp_path, "days", [*good, cell]), own)
         assert_untouched(found, alone, left_out=True, place=len(good))
 
 
 def test_no_record_tells_a_private_site_that_numbers_are_predicted(tmp_path):
-    own = {"name": "csv", "label": "days", "id_column": None, "numeric": ["age"]}
-    own |= {"statistics": {"age": [0, 1]}}
+    own = AGES | {"label": "days"}
     path = tmp_path / "table.csv"
     path.write_text("age,days\n" + "".join(f"{i},{i * 1.1:.1f}\n" for i in range(60)))
     assert not read(path, own).train.is_regression
@@ -247,8 +209,7 @@ def test_no_record_tells_a_private_site_that_numbers_are_predicted(tmp_path):
 
 
 def test_a_column_per_label_is_left_out_by_itself(tmp_path):
-    own = {"name": "csv", "labels": ["a", "b"], "id_column": None, "numeric": ["age"]}
-    own |= {"statistics": {"age": [0, 1]}}
+    own = AGES | {"labels": ["a", "b"]}
     path = tmp_path / "alone.csv"
     path.write_text("age,a,b\n1,0,1\n2,yes,no\n")
     alone = read(path, own)
@@ -272,10 +233,7 @@ EXCEL_CELLS = [
     *(("outcome", cell, True) for cell in (None, "east", 3, False)),
     *(("patient", cell, False) for cell in (7, 2.5, "x", datetime(2024, 5, 31), True, 2**53)),
     *(("age", cell, False) for cell in (None, "5", 2**60, "NA", 1e-300)),
-    *(
-        ("seen", cell, False)
-        for cell in (None, datetime(9999, 12, 31), "0001-01-01", date(1999, 1, 1))
-    ),
+    *(("seen", c, False) for c in (None, datetime(9999, 12, 31), "0001-01-01", date(1999, 1, 1))),
     *(("ward", cell, False) for cell in (None, 2, "2", 2.0)),
     *(("note", cell, False) for cell in (None, 1, 2.5, "t", datetime(2024, 5, 31), True)),
 ]
@@ -297,16 +255,8 @@ def test_a_cell_of_excel_changes_no_other_record(tmp_path):
         assert_untouched(found, alone, left_out=left_out, place=2)
 
 
-PARQUET = pa.schema(
-    [
-        ("patient", pa.int64()),
-        ("age", pa.float64()),
-        ("seen", pa.date32()),
-        ("ward", pa.int64()),
-        ("note", pa.timestamp("us")),
-        ("outcome", pa.bool_()),
-    ]
-)
+KINDS = [pa.int64(), pa.float64(), pa.date32(), pa.int64(), pa.timestamp("us"), pa.bool_()]
+PARQUET = pa.schema(zip(HEADER, KINDS, strict=True))
 PARQUET_ROWS = [[2**53 + i, 1.5 * i, 19000 + i, i % 2, 10**15 + i, i % 2 == 0] for i in range(1, 6)]
 PARQUET_CELLS = [
     ("patient", None, True),
@@ -340,7 +290,7 @@ def test_a_cell_of_parquet_changes_no_other_record(tmp_path):
     alone = read(written("alone.parquet", PARQUET_ROWS), own)
     assert len(np.unique(alone.train.ids)) == 5
     for number, (column, cell, left_out) in enumerate(PARQUET_CELLS):
-        new: list[Any] = [77, 2.5, 18000, 1, 10**15, True]
+        new = [77, 2.5, 18000, 1, 10**15, True]
         new[HEADER.index(column)] = cell
         rows = [*PARQUET_ROWS[:2], new, *PARQUET_ROWS[2:]]
         found = read(written(f"{number}.parquet", rows), own)
@@ -353,14 +303,8 @@ def png(value, *, mode="L", size=(8, 8)):
     return buffer.getvalue()
 
 
-BROKEN = [
-    b"",
-    b"nothing",
-    png(1)[:40],
-    png(1)[:-30],
-    png(1)[:30] + b"\xff" * 40,
-    b"II*\0" + b"\xff" * 60,
-]
+BROKEN = [b"", b"nothing", png(1)[:40], png(1)[:-30]]
+BROKEN += [png(1)[:30] + b"\xff" * 40, b"II*\0" + b"\xff" * 60]
 ODD = [png(9, size=(8, 9)), png(9, mode="RGB"), png(9, mode="I;16"), png(9, mode="RGBA")]
 IMAGES = {"class_names": ["a", "b"], "image_size": 8, "channels": 1}
 
@@ -370,12 +314,8 @@ def test_an_array_entry_changes_no_other_record(tmp_path):
     rows, pixels = rng.normal(size=(6, 3)), rng.integers(0, 256, (6, 8, 8), np.uint8)
     labels, marks = np.arange(6) % 2, np.array([[0, 1], [1, 1]] * 3)
     encoded = [png(10 * i) for i in range(6)]
-    table = {
-        "name": "npz",
-        "class_names": ["a", "b"],
-        "statistics": {f"x{i}": [0, 1] for i in range(3)},
-    }
     images = {"name": "npz", "class_names": ["a", "b"]}
+    table = images | {"statistics": {f"x{i}": [0, 1] for i in range(3)}}
     kinds = [  # features, labels, what the further record has, how it is read, whether it can be
         *((rows, labels, (row, 1), table, True) for row in ([np.inf, 0, 0], [0, -1e39, 0])),
         (rows, labels, ([np.nan, 0, 0], 1), table, False),
@@ -388,7 +328,7 @@ def test_an_array_entry_changes_no_other_record(tmp_path):
     ]
 
     def written(name, x, y):
-        arrays: dict[str, Any] = {"y_train": np.array(y)}
+        arrays = {"y_train": np.array(y)}
         if isinstance(x, list):
             arrays["train_bytes"] = np.frombuffer(b"".join(x), np.uint8)
             arrays["train_off"] = np.cumsum([0, *map(len, x)])
@@ -420,7 +360,7 @@ def test_a_file_in_a_folder_changes_no_other_record(tmp_path):
         return write
 
     good = png(77)
-    added: list[tuple[str, Callable[[Path], object], bool, bool]] = [
+    added = [
         *(("a/new.png", put(content), False, True) for content in (*BROKEN, None)),
         *(("a/new.png", put(content), False, False) for content in (*ODD, good)),
         ("a/new.dcm", put(b"no DICOM"), False, True),
@@ -440,11 +380,8 @@ def test_a_file_in_a_folder_changes_no_other_record(tmp_path):
         root = fill(f"{number}", persons=persons)
         write(root / place)
         found = read(root, own)
-        at = (
-            sorted([*(p for p in root.rglob("*.png") if p.is_file())]).index(root / place)
-            if not left_out
-            else 0
-        )
+        files = sorted(path for path in root.rglob("*.png") if path.is_file())
+        at = 0 if left_out else files.index(root / place)
         assert_untouched(found, without, left_out=left_out, place=at)
 
 
@@ -522,9 +459,7 @@ def test_a_private_site_cannot_refuse_for_one_record(tmp_path):
 
 
 @pytest.mark.parametrize("content", [png(9), b"no image"], ids=["readable", "broken"])
-def test_memory_is_refused_whether_or_not_an_image_can_be_read(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_memory_is_refused_whether_or_not_an_image_can_be_read(tmp_path, content):
     described = IMAGES | {"name": "image_folder", "image_size": 16384}
     settings = dataset_of(tmp_path, described)
     assert isinstance(settings, EncodedImages)

@@ -6,6 +6,8 @@ import pytest
 
 from fednas_flwr.report import cell_pictures
 
+from .conftest import cell_of
+
 
 def cell_svg(edges, *, title):
     """Return the picture of a cell, whose width is the one that is told."""
@@ -32,11 +34,8 @@ def _boxes(root):
 def _random_cell(seed, nodes):
     draw = random.Random(seed)
     ops = ["sep_conv_3x3", "max_pool_3x3", "skip_connect", "dil_conv_5x5"]
-    return [
-        {"op": draw.choice(ops), "source": source, "target": target}
-        for target in range(2, nodes + 2)
-        for source in sorted(draw.sample(range(target), 2))
-    ]
+    pairs = [(s, t) for t in range(2, nodes + 2) for s in sorted(draw.sample(range(t), 2))]
+    return cell_of(pairs, draw.choices(ops, k=len(pairs)))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -66,8 +65,8 @@ def test_straight_pieces_of_lines_run_through_no_label(seed):
 
 
 def test_a_darts_cell_shows_inputs_nodes_ops_and_the_joined_output():
-    from_one = [{"op": "skip_connect", "source": 0, "target": n} for n in range(2, 6)]
-    edges = from_one + [{"op": "sep_conv_3x3", "source": 1, "target": n} for n in range(2, 6)]
+    pairs = [(source, target) for source in (0, 1) for target in range(2, 6)]
+    edges = cell_of(pairs, ["skip_connect"] * 4 + ["sep_conv_3x3"] * 4)
     root = _parse(cell_svg(edges, title="normal cell"))
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert texts[:7] == ["c(k−2)", "c(k−1)", "0", "1", "2", "3", "c(k)"]
@@ -85,8 +84,7 @@ def test_an_unused_input_is_drawn():
 def test_a_nasbench_cell_ends_in_its_last_node_and_none_is_dashed():
     ops = {(0, 1): "nor_conv_3x3", (0, 2): "none", (1, 2): "avg_pool_3x3"}
     ops |= {(0, 3): "skip_connect", (1, 3): "none", (2, 3): "nor_conv_1x1"}
-    edges = [{"op": op, "source": a, "target": b} for (a, b), op in ops.items()]
-    svg = cell_svg(edges, title="cell")
+    svg = cell_svg(cell_of(ops, ops.values()), title="cell")
     texts = [text.text for text in _parse(svg).iter(f"{SVG}text")]
     assert texts == ["input", "1", "2", "output", *ops.values()]
     assert svg.count("stroke-dasharray") == 2

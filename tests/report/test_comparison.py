@@ -1,14 +1,10 @@
 import csv
-import io
 import json
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
-from rich.console import Console
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.report.comparison import (
@@ -23,12 +19,12 @@ from fednas_flwr.report.comparison import (
 from fednas_flwr.report.plots import fronts
 from fednas_flwr.report.templates import sentence
 
+from .conftest import lacking, printed, with_config, with_events
+
 KINDS = ("csv", "md", "json", "html")
 
 
-def test_seeds_are_one_group_with_mean_and_deviation(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_seeds_are_one_group_with_mean_and_deviation(make_run, tmp_path):
     accuracies = {1: 0.90, 2: 0.93, 10: 0.87}
     for seed, accuracy in accuracies.items():
         make_run(f"sweep/darts_{seed}", seed=seed, accuracy=accuracy)
@@ -48,14 +44,12 @@ def test_seeds_are_one_group_with_mean_and_deviation(
     assert "test F1" not in head  # it is the same in both
 
 
-def test_what_analyse_trains_of_a_run_is_compared_only_where_it_is_named(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_analyse_trains_of_a_run_is_compared_only_where_it_is_named(make_run, tmp_path):
     make_run("variants/run")
     for seed, name in enumerate(("found", "pools-max")):
         make_run(f"variants/run/variants/{name}", seed=seed)
 
-    def folders(given: Path) -> list[str]:
+    def folders(given):
         groups = compare_runs([given]).groups
         return [Path(folder).name for group in groups for folder in group.folders]
 
@@ -63,10 +57,9 @@ def test_what_analyse_trains_of_a_run_is_compared_only_where_it_is_named(
     assert sorted(folders(tmp_path / "variants" / "run" / "variants")) == ["found", "pools-max"]
 
 
-def test_only_settings_that_differ_have_columns(make_run: Callable[..., Path]) -> None:
+def test_only_settings_that_differ_have_columns(make_run):
     first, second = make_run("a"), make_run("b")
-    config = second / "config.yaml"
-    config.write_text(config.read_text().replace("channels: 8", "channels: 16"))
+    with_config(second, search_space={"channels": 16})
     groups = compare_runs([first, second]).groups
     assert [group.settings for group in groups] == [
         {"search_space.channels": "8"},
@@ -74,21 +67,17 @@ def test_only_settings_that_differ_have_columns(make_run: Callable[..., Path]) -
     ]
 
 
-def test_a_narrow_screen_shows_every_group_and_number(make_run: Callable[..., Path]) -> None:
+def test_a_narrow_screen_shows_every_group_and_number(make_run):
     names = ["fed_darts", "fnas", "random_search", "vanilla", "fednas"]
     comparison = compare_runs([make_run(name, algorithm=name) for name in names])
-    out = io.StringIO()
-    print_comparison(comparison, Console(file=out, width=70))
-    text = out.getvalue()
+    text = printed(print_comparison, comparison, width=70)
     assert max(len(line) for line in text.splitlines()) <= 70
     assert all(text.count(f" {name} ") == 2 for name in names)  # as name and as setting
     assert text.count(" 90.0 ") == len(names)
     assert "…" not in text
 
 
-def test_what_is_not_counted_is_named_with_its_reason(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_is_not_counted_is_named_with_its_reason(make_run, tmp_path):
     make_run("all/a_good")
     make_run("all/b_failed", seed=2, until="search")
     make_run("all/c_killed", seed=3, until="start")
@@ -103,54 +92,45 @@ def test_what_is_not_counted_is_named_with_its_reason(
     assert "killed" in reasons["c_killed"]
     assert "same settings and seed" in reasons["d_double"]
     assert "no events.jsonl" in reasons["e_stillborn"]
-    out = io.StringIO()
-    print_comparison(comparison, Console(file=out, width=200))
-    assert all(name in out.getvalue() for name in reasons)
+    assert lacking(printed(print_comparison, comparison), *reasons) == []
 
 
-def test_the_files_agree(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_files_agree(make_run, tmp_path):
     folders = [make_run(f"run{seed}", seed=seed, accuracy=0.8 + 0.05 * seed) for seed in (1, 2)]
     comparison = compare_runs([*folders, make_run("other", algorithm="fnas", until="search")])
     paths = write_comparison(comparison, tmp_path / "out")
     assert [path.name for path in paths] == [f"compare.{kind}" for kind in KINDS]
     html = paths[3].read_text(encoding="utf-8")
-    assert "87.5 ± 3.5" in html
-    assert "disk full" in html
-    assert "drawFigure(place, figure" in html
+    assert lacking(html, "87.5 ± 3.5", "disk full", "drawFigure(place, figure") == []
     assert len(html) < 100_000
     (row,) = csv.DictReader(paths[0].read_text().splitlines())
     document = json.loads(paths[2].read_text())
     (group,) = document["groups"]
     central = group["metrics"]["central_accuracy"]
-    assert central["values"] == [pytest.approx(0.85), pytest.approx(0.9)]
-    assert float(row["central_accuracy_mean"]) == pytest.approx(central["mean"])
-    assert float(row["central_accuracy_deviation"]) == pytest.approx(central["deviation"])
+    assert central["values"] == pytest.approx([0.85, 0.9])
+    for name in ("mean", "deviation"):
+        assert float(row[f"central_accuracy_{name}"]) == pytest.approx(central[name])
     assert row["seeds"] == "1 2"
-    assert "| 87.5 ± 3.5 |" in paths[1].read_text()
-    assert "disk full" in paths[1].read_text()
+    assert lacking(paths[1].read_text(), "| 87.5 ± 3.5 |", "disk full") == []
     assert len(document["not_counted"]) == 1
 
 
-def test_nothing_finished_gives_a_table_without_rows(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_nothing_finished_gives_a_table_without_rows(make_run, tmp_path):
     comparison = compare_runs([make_run("run", until="search")])
     assert comparison.groups == ()
-    print_comparison(comparison, Console(file=io.StringIO()))
+    printed(print_comparison, comparison)
     paths = write_comparison(comparison, tmp_path / "out")
     assert "disk full" in paths[1].read_text()
 
 
-def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
+def test_folders_without_runs_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         compare_runs([tmp_path])
     with pytest.raises(ConfigError, match="missing is not a folder"):
         compare_runs([tmp_path / "missing"])
 
 
-def test_the_epsilon_of_private_runs_has_a_column(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_epsilon_of_private_runs_has_a_column(make_run, tmp_path):
     folders = [make_run("private", private=True), make_run("plain")]
     folders.append(make_run("seeded", private=True, secure_noise=False, algorithm="fnas"))
     comparison = compare_runs(folders)
@@ -159,18 +139,13 @@ def test_the_epsilon_of_private_runs_has_a_column(
     assert cells == ["5.10", "–", "5.10 (test seed: no privacy)"]
     paths = write_comparison(comparison, tmp_path / "out")
     rows = list(csv.DictReader(paths[0].read_text().splitlines()))
-    assert [(row["epsilon_mean"], row["test_seed"]) for row in rows] == [
-        ("5.1001", "0"),
-        ("", "0"),
-        ("5.1001", "1"),
-    ]
+    assert [row["epsilon_mean"] for row in rows] == ["5.1001", "", "5.1001"]
+    assert [row["test_seed"] for row in rows] == ["0", "0", "1"]
     groups = json.loads(paths[2].read_text())["groups"]
     assert [group["test_seed"] for group in groups] == [False, False, True]
 
 
-def test_differences_are_of_runs_with_the_same_seed(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_differences_are_of_runs_with_the_same_seed(make_run, tmp_path):
     ours, theirs = {1: 0.90, 2: 0.80, 3: 0.85}, {2: 0.75, 3: 0.82, 4: 0.10}
     for name, accuracies in (("fed_darts", ours), ("fnas", theirs)):
         for seed, accuracy in accuracies.items():
@@ -184,25 +159,22 @@ def test_differences_are_of_runs_with_the_same_seed(
         compare_runs([tmp_path / "sweep"], against="feathers")
 
 
-def test_folders_that_were_named_give_the_names(make_run: Callable[..., Path]) -> None:
+def test_folders_that_were_named_give_the_names(make_run):
     plain, private = make_run("plain"), make_run("eps8", private=True)
     assert [group.name for group in compare_runs([plain, private]).groups] == ["plain", "eps8"]
 
 
-def test_a_name_has_what_differs_most_first(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_name_has_what_differs_most_first(make_run, tmp_path):
     for algorithm in ("fed_darts", "fnas", "feathers"):
         for channels in (8, 16):
             folder = make_run(f"sweep/{algorithm}_{channels}", algorithm=algorithm)
-            config = (folder / "config.yaml").read_text()
-            (folder / "config.yaml").write_text(
-                config.replace("channels: 8", f"channels: {channels}")
-            )
+            with_config(folder, search_space={"channels": channels})
     names = [group.name for group in compare_runs([tmp_path / "sweep"]).groups]
     assert sorted(names)[0] == "feathers, channels=16"
     assert len({*names}) == 6
 
 
-def test_latex_has_the_table_and_escapes(make_run: Callable[..., Path]) -> None:
+def test_latex_has_the_table_and_escapes(make_run):
     runs = [make_run("a_1", accuracy=0.9), make_run("b_2", algorithm="fnas", accuracy=0.8)]
     lines = as_latex(compare_runs(runs)).splitlines()
     assert lines[0] == "\\begin{tabular}{lrrrr}"
@@ -214,9 +186,7 @@ def test_latex_has_the_table_and_escapes(make_run: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("over", ["rounds", "time", "traffic"])
 @pytest.mark.parametrize("suffix", ["pdf", "svg", "png"])
-def test_curves_are_a_picture(
-    make_run: Callable[..., Path], tmp_path: Path, suffix: str, over: str
-) -> None:
+def test_curves_are_a_picture(make_run, tmp_path, suffix, over):
     pytest.importorskip("matplotlib")
     runs = [make_run(f"run{seed}", seed=seed) for seed in (1, 2)]
     path = tmp_path / f"curves.{suffix}"
@@ -227,7 +197,7 @@ def test_curves_are_a_picture(
 
 
 @pytest.mark.parametrize(("sign", "front"), [(1, [1.0, 3.0]), (-1, [1.0, 2.0])])
-def test_the_front_has_what_no_other_beats(sign: int, front: list[float]) -> None:
+def test_the_front_has_what_no_other_beats(sign, front):
     points = [("a", 1.0, 0.5), ("b", 2.0, 0.4), ("c", 3.0, 0.9), ("d", 3.0, 0.8), ("e", 4.0, 0.9)]
     rows = [{"network": name, "latency_ms": x, "test": y} for name, x, y in points]
     (name, figure), *others = fronts(
@@ -240,19 +210,15 @@ def test_the_front_has_what_no_other_beats(sign: int, front: list[float]) -> Non
     assert figure["layout"]["xaxis"]["title"]["text"] == "latency (ms)"
 
 
-def with_resamples(folder: Path, values: list[float], **config: str) -> Path:
+def with_resamples(folder, values, **config):
     """Give a run's test score resamples, and its data set other settings."""
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    for event in events:
+
+    def resampled(event):
         if event["event"] == "evaluated":
             event["central"] |= {"resamples": {"accuracy": values}}
             event["central"]["intervals"] = {"accuracy": [0.8, 0.97]}
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
-    settings["dataset"] |= config
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+
+    return with_config(with_events(folder, resampled), dataset=config)
 
 
 @pytest.mark.parametrize(
@@ -263,8 +229,8 @@ def with_resamples(folder: Path, values: list[float], **config: str) -> Path:
     ],
 )
 def test_one_seed_has_the_interval_of_its_test_records_or_says_that_it_has_none(
-    make_run: Callable[..., Path], tmp_path: Path, root: str, shown: str, of: str
-) -> None:
+    make_run, tmp_path, root, shown, of
+):
     plain = with_resamples(make_run("plain"), [0.88 + 0.001 * k for k in range(41)], root=root)
     private = make_run("eps8", accuracy=0.8, algorithm="fnas")
     with_resamples(private, [0.8] * 41, root="patients.csv")
@@ -276,15 +242,13 @@ def test_one_seed_has_the_interval_of_its_test_records_or_says_that_it_has_none(
     assert float(row["difference_mean"]) == pytest.approx(0.1)
     assert (row["difference_of"], other["difference_of"]) == (of, "")
     assert (row["difference_low"] == "") == (not of)
-    console = Console(file=io.StringIO(), width=200)
-    print_comparison(comparison, console)
     page = write_comparison(comparison, tmp_path / "out")[-1].read_text()
-    for text in (console.file.getvalue(), page, as_markdown(comparison)):
+    for text in (printed(print_comparison, comparison), page, as_markdown(comparison)):
         assert ("says nothing of other seeds" in text) == bool(of)
         assert ("One seed alone tells nothing about chance" in text) == (not of)
 
 
-def test_what_privacy_costs_is_one_sentence(make_run: Callable[..., Path]) -> None:
+def test_what_privacy_costs_is_one_sentence(make_run):
     plain = make_run("plain", accuracy=0.9)
     private = make_run("eps8", accuracy=0.8, private=True)
     text = sentence("costs_of_privacy", compare_runs([plain, private]))

@@ -1,11 +1,9 @@
 """How decided the edges of made cells are, by hand, and what a report says of it."""
 
-import io
 import re
 import statistics
 
 import pytest
-from rich.console import Console
 
 from fednas_flwr.report import cell_pictures
 from fednas_flwr.report.html_report import write_report
@@ -14,13 +12,15 @@ from fednas_flwr.report.terminal import print_summary
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
+from .conftest import cell_of, printed
+
 OPS = ["none", "skip", "conv"]
 PAIRS = [(0, 1), (0, 2), (1, 2)]
 
 
 def snapshot(number, rows, ops=("conv", "conv", "none")):
-    cell = [{"op": op, "source": s, "target": t} for op, (s, t) in zip(ops, PAIRS, strict=True)]
-    return {"round": number, "ops": OPS, "alphas": {"cell": rows}, "cells": {"cell": cell}}
+    told = {"round": number, "ops": OPS, "alphas": {"cell": rows}}
+    return told | {"cells": {"cell": cell_of(PAIRS, ops)}}
 
 
 def test_leads_and_spreads_by_hand():
@@ -32,16 +32,13 @@ def test_leads_and_spreads_by_hand():
     ]
     grows, jumping, still = cell_pictures.derived_edges(snapshots)
     assert (grows.op, grows.next_op, grows.label) == ("conv", "skip", "input → 1")
-    assert grows.lead == pytest.approx(0.96)
-    assert grows.spread == pytest.approx(0.01 * statistics.stdev(range(5)))
-    assert grows.is_decided
+    spreads = (0.01 * statistics.stdev(range(5)), statistics.stdev(jumps[-5:]))
+    assert (grows.lead, grows.spread) == pytest.approx((0.96, spreads[0]))
     assert jumping.next_op == "none"  # the first of equals
-    assert jumping.lead == pytest.approx(0.2)
-    assert jumping.spread == pytest.approx(statistics.stdev(jumps[-5:]))
-    assert not jumping.is_decided
-    assert (still.op, still.next_op) == ("none", "skip")
-    assert still.spread == 0.0
-    assert not still.is_decided  # .003 is no lead, however still it stands
+    assert (jumping.lead, jumping.spread) == pytest.approx((0.2, spreads[1]))
+    assert (still.op, still.next_op, still.spread) == ("none", "skip", 0.0)
+    # .003 is no lead, however still it stands
+    assert [e.is_decided for e in (grows, jumping, still)] == [True, False, False]
     assert sentence("decided", [grows, jumping, still], cell_pictures).startswith(
         "Decided: 1 of 3 edges."
     )
@@ -62,13 +59,10 @@ def test_an_op_that_was_taken_in_place_of_the_largest_is_behind():
 
 def test_a_cell_that_keeps_some_edges_has_no_none_to_compare_with():
     """DARTS: 5 candidate edges of two nodes, of which 4 stay, named by their nodes."""
-    kept = [{"op": "conv", "source": s, "target": t} for s, t in ((0, 2), (1, 2), (0, 3), (2, 3))]
-    rows = [[9.0, 0.1 * row, 1.0] for row in range(5)]
-    events = [
-        {"round": n, "ops": OPS, "alphas": {"normal": rows}, "cells": {"normal": kept}}
-        for n in (1, 2)
-    ]
-    found = cell_pictures.derived_edges(events)
+    kept = {"normal": cell_of([(0, 2), (1, 2), (0, 3), (2, 3)], ["conv"] * 4)}
+    event = {"ops": OPS, "cells": kept}
+    event |= {"alphas": {"normal": [[9.0, 0.1 * row, 1.0] for row in range(5)]}}
+    found = cell_pictures.derived_edges([event | {"round": n} for n in (1, 2)])
     assert [edge.label for edge in found] == ["c(k−2) → 0", "c(k−1) → 0", "c(k−2) → 1", "0 → 1"]
     assert [edge.next_op for edge in found] == ["skip"] * 4
     assert [edge.lead for edge in found] == pytest.approx([1.0, 0.9, 0.8, 0.6])
@@ -95,9 +89,7 @@ def test_the_report_warns_of_a_cell_that_is_hardly_decided(lead, warns, tmp_path
     page = write_report(tmp_path).read_text()
     assert f"Decided: {0 if warns else 3} of 3 edges" in page
     assert ("The search has left 3 of 3 edges open" in page) == warns
-    console = Console(file=io.StringIO())
-    print_summary(tmp_path, console)
-    shown = console.file.getvalue()
+    shown = printed(print_summary, tmp_path)
     assert re.search(rf"edges decided +│ +{0 if warns else 3} of 3", shown)
 
 

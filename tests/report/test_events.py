@@ -14,17 +14,17 @@ from fednas_flwr.runs.events import (
 
 
 def test_events_come_back_and_reach_the_listeners(tmp_path):
-    seen: list[dict] = []
+    seen = []
     with EventLog(tmp_path / "new" / "events.jsonl", listeners=[seen.append]) as log:
         log.emit("warning", message="ä <b>")
         log.emit("alphas", round=1, alphas={"normal": torch.tensor([[1.0, 2.0]])})
     events = read_events(tmp_path / "new" / "events.jsonl")
     assert events == seen
-    assert [event["event"] for event in events] == ["warning", "alphas"]
-    assert events[0]["message"] == "ä <b>"
-    assert events[1]["alphas"] == {"normal": [[1.0, 2.0]]}
-    assert events[0]["time"].endswith("+00:00")
-    assert 0 <= events[0]["elapsed"] <= events[1]["elapsed"]
+    warning, alphas = events
+    assert (warning["event"], warning["message"]) == ("warning", "ä <b>")
+    assert (alphas["event"], alphas["alphas"]) == ("alphas", {"normal": [[1.0, 2.0]]})
+    assert warning["time"].endswith("+00:00")
+    assert 0 <= warning["elapsed"] <= alphas["elapsed"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("-inf"), torch.nan])
@@ -64,32 +64,21 @@ def test_what_json_cannot_hold_writes_nothing(tmp_path):
 
 
 def test_later_rounds_replace_earlier_ones():
+    places = [("search", 1), ("search", 2), ("search", 3), ("retrain", 2), ("search", 2)]
     events = [
         {"event": "round", "stage": stage, "round": number, "seconds": seconds}
-        for stage, number, seconds in [
-            ("search", 1, 1.0),
-            ("search", 2, 2.0),
-            ("search", 3, 3.0),
-            ("retrain", 2, 9.0),
-            ("search", 2, 20.0),
-        ]
+        for (stage, number), seconds in zip(places, (1.0, 2.0, 3.0, 9.0, 20.0), strict=True)
     ]
-    found = latest_rounds(events, "search")
-    assert [(event["round"], event["seconds"]) for event in found] == [
-        (1, 1.0),
-        (2, 20.0),
-        (3, 3.0),
-    ]
+    assert latest_rounds(events, "search") == [events[0], events[4], events[2]]
 
 
 def test_clients_are_printed_by_their_names_and_stay_numbers():
     partition = {"event": "partition", "clients": [0, 2], "names": ["cleveland", "va"]}
     names = names_by_client(partition)
     failed = with_names({"event": "client_failed", "client": 2, "round": 2}, names)
-    assert f"client {failed['client']}" == "client va"
+    assert f"client {failed['client']} in round {failed['round']}" == "client va in round 2"
     assert failed == {"event": "client_failed", "client": 2, "round": 2}
     assert json.dumps(failed["client"]) == "2"
-    assert f"{failed['round']}" == "2"
     shown = with_names({"clients": [{"client": 0, "n": 1}, {"client": 1}, 2]}, names)["clients"]
     assert [str(one["client"]) for one in shown[:2]] + [str(shown[2])] == ["cleveland", "1", "va"]
     assert with_names({"clients": {"0": 1}}, names) == {"clients": {"0": 1}}

@@ -16,34 +16,16 @@ CONFIGURATION = {"lr": 0.0123, "weight_decay": 1e-4, "momentum": 0.9, "dropout":
 
 
 def phase(stage, number, **changes):
-    told = {
-        "stage": stage,
-        "round": number,
-        "entropy": 1.5 / number,
-        "kappa": 6 - number,
-        "loss_bound": 5.0,
-        "rewards": {"0": 0.25, "2": None, "1": -0.5},
-        "noise": 0.0,
-        "estimates": [0.125, -0.25, None],
-        "best": 0,
-        "configuration": CONFIGURATION,
-        "seconds": 3.0,
-        "bytes_sent": 300,
-        "bytes_received": 0,
-    }
-    return told | changes
+    told = {"stage": stage, "round": number, "entropy": 1.5 / number, "kappa": 6 - number}
+    told |= {"loss_bound": 5.0, "rewards": {"0": 0.25, "2": None, "1": -0.5}, "noise": 0.0}
+    told |= {"estimates": [0.125, -0.25, None], "best": 0, "configuration": CONFIGURATION}
+    return told | {"seconds": 3.0, "bytes_sent": 300, "bytes_received": 0} | changes
 
 
 def round_event(stage, number, rounds):
-    sizes = {"bytes_sent": 1300, "bytes_received": 500, "exchanges": 2}
-    metrics = {"lr": 0.0123, "train_loss": 1.0}
-    return {
-        "stage": stage,
-        "round": number,
-        "rounds": rounds,
-        "seconds": 4.0,
-        "metrics": metrics,
-    } | sizes
+    told = {"bytes_sent": 1300, "bytes_received": 500, "exchanges": 2, "seconds": 4.0}
+    told |= {"metrics": {"lr": 0.0123, "train_loss": 1.0}}
+    return told | {"stage": stage, "round": number, "rounds": rounds}
 
 
 @pytest.fixture

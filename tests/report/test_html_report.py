@@ -1,10 +1,8 @@
 import json
 import re
 import shlex
-from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,17 @@ from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
-from .conftest import EVIL, emit_rounds, make_hostile
+from .conftest import (
+    EVIL,
+    PARTITION,
+    ROUND,
+    emit,
+    emit_rounds,
+    lacking,
+    make_hostile,
+    with_config,
+    with_events,
+)
 
 VOID = {"meta", "link", "input", "br", "img", "hr", "path", "rect", "circle"}
 OUTSIDE = re.compile(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", re.IGNORECASE)
@@ -24,20 +32,15 @@ OUTSIDE = re.compile(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", re.IGNORECASE)
 class Page(HTMLParser):
     """Ids, links, tags and texts of a page; fails on tags that do not match."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__()
-        self.ids: list[str] = []
-        self.addresses: list[str] = []
-        self.tags: list[str] = []
-        self.scripts: list[str] = []
-        self.plots: list[str] = []
-        self.text = ""
-        self._open: list[str] = []
+        self.ids, self.addresses, self.tags, self.scripts, self.plots = [], [], [], [], []
+        self.text, self._open = "", []
         self.feed(path.read_text(encoding="utf-8"))
         self.close()
         assert self._open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         values = dict(attrs)
         self.tags.append(tag)
         self.ids += [values["id"]] if values.get("id") else []
@@ -46,18 +49,24 @@ class Page(HTMLParser):
         if tag not in VOID:
             self._open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         if tag not in VOID:
             assert self._open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self._open and self._open[-1] == "script":
             self.scripts.append(data)
         elif self._open and self._open[-1] != "style":
             self.text += data
 
 
-def test_the_page_of_a_finished_run(make_run: Callable[..., Path]) -> None:
+def page_of(folder):
+    """Return the report that is written of a run, and its words with single blanks."""
+    page = Page(write_report(folder))
+    return page, " ".join(page.text.split())
+
+
+def test_the_page_of_a_finished_run(make_run):
     folder = make_run("run")
     path = write_report(folder)
     assert path == folder / "report.html"
@@ -66,8 +75,8 @@ def test_the_page_of_a_finished_run(make_run: Callable[..., Path]) -> None:
     sections += "partition failures run".split()
     assert [i for i in page.ids if i in sections] == sections
     assert len(page.ids) == len(set(page.ids))
-    for part in ("digits, 3 clients", "90.0 %", "75.0 %", "12.3 k", "6.7 M", "abc1234"):
-        assert part in page.text
+    shown = ("digits, 3 clients", "90.0 %", "75.0 %", "12.3 k", "6.7 M", "abc1234")
+    assert lacking(page.text, *shown) == []
     assert "Configurations chosen" not in page.text
     assert page.tags.count("svg") == 2
     figures = json.loads(page.scripts[0])
@@ -77,7 +86,7 @@ def test_the_page_of_a_finished_run(make_run: Callable[..., Path]) -> None:
         assert [frame["name"] for frame in figures[f"alphas_{kind}"]["frames"]] == ["1", "2", "3"]
 
 
-def test_the_page_needs_no_network(make_run: Callable[..., Path]) -> None:
+def test_the_page_needs_no_network(make_run):
     path = write_report(make_run("run"))
     page = Page(path)
     assert all(address.startswith(("#", "data:")) for address in page.addresses)
@@ -85,72 +94,55 @@ def test_the_page_needs_no_network(make_run: Callable[..., Path]) -> None:
         assert not target.startswith("#") or target[1:] in page.ids
     text = path.read_text(encoding="utf-8")
     assert not OUTSIDE.search(text)
-    assert "@import" not in text
-    assert "url(" not in text
+    assert lacking(text, "@import", "url(") == ["@import", "url("]
     assert len(text) < 1.5e6
-    assert [tag for tag in page.tags if tag in ("iframe", "img", "object", "embed")] == []
+    assert not {"iframe", "img", "object", "embed"} & set(page.tags)
 
 
 @pytest.mark.parametrize("evil", EVIL)
-def test_what_others_wrote_is_escaped(make_run: Callable[..., Path], evil: str) -> None:
+def test_what_others_wrote_is_escaped(make_run, evil):
     """The page has the same elements, ids and scripts whatever clients and others have written."""
     plain, page = (
         Page(write_report(make_hostile(make_run(name), words)))
         for name, words in (("plain", "plain words"), ("evil", evil))
     )
     assert page.text.count("\n".join(evil.splitlines())) >= plain.text.count("plain words") // 3
-    assert page.tags == plain.tags
-    assert page.ids == plain.ids
+    assert (page.tags, page.ids, page.scripts[1:]) == (plain.tags, plain.ids, plain.scripts[1:])
     assert json.loads(page.scripts[0])
-    assert page.scripts[1:] == plain.scripts[1:]
     links = [address for address in page.addresses if not address.startswith("#")]
     assert links[0] == "data:,"
     assert [link[:2] for link in links[1:]] == ["./"]  # a path in any browser, of no scheme
 
 
-def test_a_run_that_failed_in_search_has_only_what_it_reached(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_run_that_failed_in_search_has_only_what_it_reached(make_run):
     page = Page(write_report(make_run("run", until="search")))
     assert "Why the run failed" in page.text
     assert {"search", "alphas", "partition"} <= set(page.ids)
     assert not {"retrain", "network", "clients-results", "baselines"} & set(page.ids)
 
 
-def test_a_run_that_has_just_started(make_run: Callable[..., Path]) -> None:
+def test_a_run_that_has_just_started(make_run):
     page = Page(write_report(make_run("run", until="start")))
     assert "unfinished" in page.text
     assert not {"search", "partition", "clients-results"} & set(page.ids)
 
 
-def test_a_run_without_search_alphas_partition_and_config(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "events.jsonl") as log:
-        log.emit("stage_started", stage="retrain", rounds=1)
-        log.emit(
-            "round",
-            stage="retrain",
-            round=1,
-            rounds=1,
-            seconds=0.1,
-            metrics={},
-            bytes_sent=0,
-            bytes_received=0,
-            clients={},
-        )
-        log.emit("derived", genotype=None, num_parameters=5, multiply_adds=None)
-        log.emit("evaluated", central=None, clients=[], linear=None)
+def test_a_run_without_search_alphas_partition_and_config(tmp_path):
+    emit(tmp_path, "stage_started", stage="retrain", rounds=1)
+    emit(tmp_path, "round", **ROUND, stage="retrain", round=1, rounds=1)
+    emit(tmp_path, "derived", genotype=None, num_parameters=5, multiply_adds=None)
+    emit(tmp_path, "evaluated", central=None, clients=[], linear=None)
     page = Page(write_report(tmp_path))
     assert "retrain" in page.ids
-    assert page.plots == []
-    assert page.tags.count("svg") == 0
+    assert (page.plots, page.tags.count("svg")) == ([], 0)
 
 
-def test_an_empty_file_of_events(tmp_path: Path) -> None:
+def test_an_empty_file_of_events(tmp_path):
     (tmp_path / "events.jsonl").touch()
     assert "unfinished" in Page(write_report(tmp_path)).text
 
 
-def test_a_notebook_shows_a_picture_of_the_report(make_run: Callable[..., Path]) -> None:
+def test_a_notebook_shows_a_picture_of_the_report(make_run):
     result = Result(make_run("run"))
     html = result.plot()._repr_html_()
     assert html.startswith("<iframe")
@@ -162,29 +154,25 @@ def test_a_notebook_shows_a_picture_of_the_report(make_run: Callable[..., Path])
         result.plot("oddity")
 
 
-def test_a_run_that_goes_on_says_where_it_is(make_run: Callable[..., Path]) -> None:
+def test_a_run_that_goes_on_says_where_it_is(make_run):
     folder = make_run("run", until="start")
     assert "live" not in Page(write_report(folder)).ids
     with EventLog(folder / "events.jsonl") as log:
         emit_rounds(log, "search", range(1, 3), 5)
-    page = Page(write_report(folder))
+    page, text = page_of(folder)
     assert page.ids.index("live") < page.ids.index("answer")
-    text = " ".join(page.text.split())
     assert "Search, round 2 of 5, about 4.5 s left in this stage; train accuracy 40.0 %" in text
 
 
-def test_a_failed_write_leaves_the_old_report(
-    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_report(make_run, monkeypatch):
     folder = make_run("run")
     path = write_report(folder)
     before = path.read_bytes()
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         raise OSError("no space left")
 
-    with EventLog(folder / "events.jsonl") as log:
-        log.emit("warning", message="late")
+    emit(folder, "warning", message="late")
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="no space"):
         write_report(folder)
@@ -192,86 +180,72 @@ def test_a_failed_write_leaves_the_old_report(
     assert [p.name for p in folder.iterdir() if p.name.endswith(".tmp")] == []
 
 
-def test_the_page_of_a_private_run(make_run: Callable[..., Path]) -> None:
-    page = Page(write_report(make_run("run", private=True)))
+def test_the_page_of_a_private_run(make_run):
+    page, text = page_of(make_run("run", private=True))
     assert page.ids.index("cost") < page.ids.index("privacy") < page.ids.index("partition")
     assert "#privacy" in page.addresses
-    text = " ".join(page.text.split())
-    for part in (
+    parts = (
         "State (5.11, 1e-05)-differential privacy per record, add/remove",
         "at delta 1e-05, per record, add/remove",
-        "Poisson sampling",
-        "0.032 to 0.0533",
-        "epsilon, validation (PRV)",
-        "GDP (approximation, no bound)",
-        "2.90 of 8",
-        "Loss, noised",
-        "validation accuracy, noised",
-        "accuracy, with the noise that it added",
-        "declared by the clients",
-        "Client 1 left the run. Dropped replies",
+        *("Poisson sampling", "0.032 to 0.0533", "epsilon, validation (PRV)"),
+        *("GDP (approximation, no bound)", "2.90 of 8", "Loss, noised"),
+        *("validation accuracy, noised", "accuracy, with the noise that it added"),
+        *("declared by the clients", "Client 1 left the run. Dropped replies"),
         "left the run: its budget has ended",
-    ):
-        assert part in text
-    assert "Linear model" not in text
-    assert "Test seed" not in text
+    )
+    assert lacking(text, *parts, "Linear model", "Test seed") == ["Linear model", "Test seed"]
     figures = json.loads(page.scripts[0])
     assert "partition" not in figures
-    low, high = figures["clients"]["layout"]["xaxis"]["range"]
-    assert (low, high) == (-0.05, 1.03)
+    assert figures["clients"]["layout"]["xaxis"]["range"] == [-0.05, 1.03]
 
 
-def test_a_test_seed_is_a_clear_warning(make_run: Callable[..., Path]) -> None:
+def test_a_test_seed_is_a_clear_warning(make_run):
     page = Page(write_report(make_run("run", private=True, secure_noise=False)))
     assert page.text.count("Test seed: no privacy. Noise and sampling of client 2") == 2
     assert "would hold if" in page.text
 
 
-def test_a_private_run_that_just_started_knows_no_epsilon(make_run: Callable[..., Path]) -> None:
+def test_a_private_run_that_just_started_knows_no_epsilon(make_run):
     page = Page(write_report(make_run("run", private=True, until="start")))
     assert "privacy" in page.ids
     assert "no epsilon is known" in page.text
 
 
-def test_a_run_without_privacy_has_no_such_section(make_run: Callable[..., Path]) -> None:
+def test_a_run_without_privacy_has_no_such_section(make_run):
     page = Page(write_report(make_run("run")))
     assert "privacy" not in page.ids
     assert "noised" not in page.text
     assert "Epsilon to statenone" in page.text.replace("\n", "")
 
 
-def test_a_resumed_private_run_says_that_its_table_holds_the_rest(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_resumed_private_run_says_that_its_table_holds_the_rest(make_run):
     folder = make_run("run", private=True)
     assert "since the run was resumed" not in Page(write_report(folder)).text
     accepted = read_run(folder).privacy
-    assert accepted is not None
     rest = [accepted["schedule"][0] | {"steps": 77}]
-    with EventLog(folder / "events.jsonl") as log:
-        log.emit("run_started", resumed=True)
-        log.emit("privacy", schedule=rest, clients=accepted["clients"])
-    text = Page(write_report(folder)).text
+    emit(folder, "run_started", resumed=True)
+    emit(folder, "privacy", schedule=rest, clients=accepted["clients"])
+    _, text = page_of(folder)
     assert "What is released, at most, since the run was resumed" in text
-    assert "counts as booked before" in " ".join(text.split())
+    assert "counts as booked before" in text
     assert "1,200" not in text
 
 
-def test_a_run_that_stopped_early_tells_how_far_it_came(make_run: Callable[..., Path]) -> None:
+def test_a_run_that_stopped_early_tells_how_far_it_came(make_run):
     folder = make_run("run", private=True, until="search")
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    kept = [e for e in events if not (e["event"] == "round" and e["round"] == 3)]
-    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in kept))
-    shown = dict(score_tables.setting_rows(read_run(folder)))
-    assert shown["rounds"] == "2 of 3"
-    assert shown["retrain.rounds"] == "0 of 2"
-    assert shown["clients"] == "3, 1 left before the end"
-    page = " ".join(Page(write_report(folder)).text.split())
-    assert "Not all of it was released" in page
-    assert "Search, 2 of 3 rounds" in page
+
+    def without_round_3(event):
+        if event["event"] == "round" and event["round"] == 3:
+            event["event"] = "lost"
+
+    shown = dict(score_tables.setting_rows(read_run(with_events(folder, without_round_3))))
+    told = [shown[name] for name in ("rounds", "retrain.rounds", "clients")]
+    assert told == ["2 of 3", "0 of 2", "3, 1 left before the end"]
+    parts = ("Not all of it was released", "Search, 2 of 3 rounds")
+    assert lacking(page_of(folder)[1], *parts) == []
 
 
-def test_a_run_without_a_round_does_not_praise_its_clients(make_run: Callable[..., Path]) -> None:
+def test_a_run_without_a_round_does_not_praise_its_clients(make_run):
     folder = make_run("run", until="start")
     text = Page(write_report(folder)).text
     assert "every client answered" not in text
@@ -281,31 +255,17 @@ def test_a_run_without_a_round_does_not_praise_its_clients(make_run: Callable[..
 
 
 @pytest.mark.parametrize("stage", ["search", "start"])
-def test_a_search_that_did_not_run_was_not_private(
-    make_run: Callable[..., Path], stage: str
-) -> None:
-    folder = make_run("run", until=stage)
-    config = (folder / "config.yaml").read_text()
-    aware = "dp_aware: {max_grad_norm: 0.1, noise_multiplier: 0.2}"
-    (folder / "config.yaml").write_text(config.replace("alpha_lr: 3e-4", aware))
+def test_a_search_that_did_not_run_was_not_private(make_run, stage):
+    aware = {"dp_aware": {"max_grad_norm": 0.1, "noise_multiplier": 0.2}}
+    folder = with_config(make_run("run", until=stage), algorithm=aware)
     page = write_report(folder).read_text(encoding="utf-8")
     assert ("<dt>the search was</dt>" in page) == (stage == "search")
 
 
-def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
-    make_run: Callable[..., Path],
-) -> None:
+def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(make_run):
     folder = make_run("run", until="start")
-    splits = [{"train": 20, "validation": 5, "test": 5}] * 2
-    with EventLog(folder / "events.jsonl") as log:
-        log.emit(
-            "partition",
-            class_names=["zero", "one"],
-            counts=[[10, 20], [5, 5]],
-            splits=splits,
-            clients=[0, 2],
-            server_test=0,
-        )
+    two = {"counts": [[10, 20], [5, 5]], "clients": [0, 2], "splits": PARTITION["splits"][:2]}
+    emit(folder, "partition", **PARTITION | two)
     run = read_run(folder)
     assert dict(score_tables.setting_rows(run))["clients"] == "2 of 3"
     path = write_report(folder)
@@ -315,7 +275,7 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(
     assert figures["partition"]["data"][0]["x"] == ["0", "2"]
 
 
-def test_lines_to_copy_are_safe_in_a_folder_of_any_name(make_run: Callable[..., Path]) -> None:
+def test_lines_to_copy_are_safe_in_a_folder_of_any_name(make_run):
     folder = make_hostile(make_run('a"b $(touch x)'), "words")
     text = Page(write_report(folder)).text
     assert shlex.split(re.search("fednas predict .*", text)[0])[2] == folder.name

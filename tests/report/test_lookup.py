@@ -16,8 +16,9 @@ from rich.console import Console
 from fednas_flwr import cli
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.report.lookup import found_cell, print_lookup, read_cell, read_table
-from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
+
+from .conftest import cell_of, emit
 
 COLUMNS = ["cifar10_test_12ep", "val_acc_epochs_12"]
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
@@ -28,21 +29,13 @@ CELLS = list(itertools.product(OPS, repeat=6))
 
 def made_rows(cells, seed=0):
     """Return accuracies with many ties, and columns that are none."""
-    rng = random.Random(seed)
-    return [
-        {
-            "index": number,
-            "arch_str": FORM.format(*cell),
-            "cifar10_test_12ep": rng.randrange(400) / 10,
-            "val_acc_epochs_12": rng.randrange(60),
-            "seed": 777,
-            "params(M)": 0.1 * number,
-            "FLOPs": 7.0 * number,
-            "latency_ms": rng.random(),
-            "train_loss": rng.random(),
-        }
-        for number, cell in enumerate(cells)
-    ]
+    rng, rows = random.Random(seed), []
+    for number, cell in enumerate(cells):
+        row = {"index": number, "arch_str": FORM.format(*cell), "seed": 777}
+        row |= dict(zip(COLUMNS, (rng.randrange(400) / 10, rng.randrange(60)), strict=True))
+        row |= {"params(M)": 0.1 * number, "FLOPs": 7.0 * number}
+        rows.append(row | {"latency_ms": rng.random(), "train_loss": rng.random()})
+    return rows
 
 
 def some_cells(count, seed=1):
@@ -52,13 +45,6 @@ def some_cells(count, seed=1):
 def write(path, rows):
     pd.DataFrame(rows).to_csv(path, index=False)
     return path
-
-
-def edges(cell):
-    return [
-        {"op": op, "source": source, "target": target}
-        for op, (source, target) in zip(cell, PAIRS, strict=True)
-    ]
 
 
 def slow_percentiles(columns):
@@ -77,14 +63,12 @@ def slow_percentiles(columns):
 def make_run(tmp_path):
     """Return a function that writes a run that derived a cell."""
 
-    def make(name, cell, space="nasbench201", rounds=()):
+    def make(name, cell, space="nasbench201"):
         folder = tmp_path / name
-        with EventLog(folder / "events.jsonl") as log:
-            log.emit("run_started", resumed=False)
-            for number, derived in enumerate(rounds, 1):
-                log.emit("alphas", round=number, ops=OPS, alphas={}, cells={"cell": edges(derived)})
-            if cell is not None:
-                log.emit("derived", genotype={"space": space, "cells": {"cell": edges(cell)}})
+        emit(folder, "run_started", resumed=False)
+        if cell is not None:
+            cells = {"cell": cell_of(PAIRS, cell)}
+            emit(folder, "derived", genotype={"space": space, "cells": cells})
         return folder
 
     return make
@@ -143,13 +127,8 @@ def test_files_of_many_forms_are_the_same_table(tmp_path, form):
 
 
 def test_other_spellings_and_several_rows_per_cell(tmp_path):
-    spelt = {
-        "none": "zero",
-        "skip_connect": "Identity",
-        "nor_conv_1x1": "conv1x1",
-        "nor_conv_3x3": "conv_3x3",
-        "avg_pool_3x3": "avg-pool-3x3",
-    }
+    others = ("zero", "Identity", "conv1x1", "conv_3x3", "avg-pool-3x3")
+    spelt = dict(zip(OPS, others, strict=True))
     first, second = some_cells(2)
     rows = [
         {"text": "x", "a": FORM.format(*(spelt[op] for op in cell)), "test": accuracy}
@@ -174,6 +153,9 @@ def test_other_texts_are_no_cells(text):
         read_cell(text)
 
 
+TWO_COLUMNS = "expected the columns of numbers params, test: name one or more of accuracies by `"
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -181,10 +163,7 @@ def test_other_texts_are_no_cells(text):
         ("", "is not a table that pandas reads"),
         ("a,b\n1,2\n", "no column holds cells as |op~0|"),
         (f"cell,test\n{FORM.format(*CELLS[0])},1\nrubbish,2\n", "no column holds cells"),
-        (
-            f"cell,params,test\n{FORM.format(*CELLS[0])},1,2\n",
-            "expected the columns of numbers params, test: name one or more of accuracies by `",
-        ),
+        (f"cell,params,test\n{FORM.format(*CELLS[0])},1,2\n", TWO_COLUMNS),
         (b"\x1f\x8bnot gzip", "table"),
     ],
 )
@@ -195,10 +174,9 @@ def test_what_is_no_table_is_refused_in_one_sentence(tmp_path, make_run, capsys,
     folder = make_run("run", CELLS[0])
     assert cli.main(["lookup", str(folder), "--table", str(path)]) == cli.USER_ERROR
     output = capsys.readouterr()
-    assert output.out == ""
     assert sentence in output.err
     assert str(path) in output.err
-    assert output.err.count("\n") == 1
+    assert (output.out, output.err.count("\n")) == ("", 1)
 
 
 @pytest.mark.parametrize(
@@ -243,10 +221,10 @@ def test_several_runs_are_shown_with_their_mean_and_worst(tmp_path, make_run):
             name, *values = (cell.strip() for cell in line.strip("│").split("│"))
             found[Path(name).name] = [float(value) for value in values]
     expected = [[*table.accuracies[c], table.percentiles[c]] for c in cells[:3]]
-    for k in range(3):
-        assert found[f"run{k}"] == pytest.approx(expected[k], abs=0.06)
-    assert found["mean"] == pytest.approx(list(map(fmean, zip(*expected, strict=True))), abs=0.06)
-    assert found["worst"] == pytest.approx(list(map(min, zip(*expected, strict=True))), abs=0.06)
+    by_column = [*zip(*expected, strict=True)]
+    expected += [[*map(fmean, by_column)], [*map(min, by_column)]]
+    for name, values in zip(("run0", "run1", "run2", "mean", "worst"), expected, strict=True):
+        assert found[name] == pytest.approx(values, abs=0.06)
 
 
 @pytest.mark.run

@@ -41,13 +41,9 @@ def installed(tmp_path_factory):
 def test_a_wheel_has_every_file_of_the_package_and_of_conf(installed):
     for folder, place in ((ROOT / "fednas_flwr", ""), (ROOT / "conf", "conf")):
         files = [p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-        missing = [
-            path
-            for path in files
-            if not (installed / "fednas_flwr" / place / path.relative_to(folder)).is_file()
-        ]
+        wheel = installed / "fednas_flwr" / place
         assert files
-        assert missing == []
+        assert [p for p in files if not (wheel / p.relative_to(folder)).is_file()] == []
     page = installed / "fednas_flwr" / "report" / "page"
     assert all((page / name).is_file() for name in TEMPLATES + VERBATIM)
 

@@ -10,14 +10,16 @@ from fednas_flwr.report.cell_pictures import edge_labels
 from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.numbers import Run
 
+from .conftest import cell_of
 
-def _valid(figure: dict | None) -> go.Figure:
+
+def _valid(figure):
     """Plotly's own check of every property."""
     assert figure is not None
     return go.Figure(figure)
 
 
-def test_curves_draw_what_was_measured_with_a_gap_where_it_was_not() -> None:
+def test_curves_draw_what_was_measured_with_a_gap_where_it_was_not():
     series = {"train": [1.0, 0.5, 1 / 3], "validation": [0.5, None, 0.5], "late": [None, None, 1]}
     figure = _valid(plots.curves([1, 2, 3], series, "loss"))
     assert [trace.name for trace in figure.data] == ["train", "validation"]
@@ -27,7 +29,7 @@ def test_curves_draw_what_was_measured_with_a_gap_where_it_was_not() -> None:
     assert plots.curves([1], {"train": [1.0]}, "loss") is None  # one dot is no curve
 
 
-def test_the_partition_has_a_row_per_class_and_a_column_per_client() -> None:
+def test_the_partition_has_a_row_per_class_and_a_column_per_client():
     counts = [[1, 2], [3, 0], [5, 6]]
     event = {"class_names": ["a" * 30, "a" * 30], "counts": counts, "clients": [0, 1, 2]}
     figure = _valid(plots.partition(event))
@@ -37,20 +39,21 @@ def test_the_partition_has_a_row_per_class_and_a_column_per_client() -> None:
     assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (0, 6)
     assert len(set(heat.y)) == 2  # equal names would fall on one row
     assert plots.partition({}) is None
+    assert plots.partition({"class_names": ["a"], "counts": None}) is None  # of a private run
 
 
-def test_a_large_partition_keeps_a_bounded_height() -> None:
-    event = {"class_names": [f"class {i}" for i in range(100)], "counts": [[1] * 100] * 100}
-    figure = _valid(plots.partition(event | {"clients": list(range(100))}))
+def test_a_large_partition_keeps_a_bounded_height():
+    event = {"class_names": [f"class {i}" for i in range(100)], "clients": list(range(100))}
+    figure = _valid(plots.partition(event | {"counts": [[1] * 100] * 100}))
     assert 400 < figure.layout.height < 1000
 
 
-def _accuracies(evaluated: dict, *, private: bool = False) -> dict | None:
+def _accuracies(evaluated, *, private=False):
     config = {"privacy": {"name": "dp" if private else "none"}}
     return plots.client_accuracy(Run(Path(), config, [{"event": "evaluated", **evaluated}]))
 
 
-def test_client_accuracy_has_bars_mean_and_the_server() -> None:
+def test_client_accuracy_has_bars_mean_and_the_server():
     clients = [{"client": c, "accuracy": a, "num_examples": 7} for c, a in enumerate([0.5, 0.7])]
     clients.append({"client": 2, "accuracy": None, "num_examples": 0})
     figure = _valid(_accuracies({"clients": clients, "central": {"accuracy": 0.65}}))
@@ -68,18 +71,16 @@ def test_client_accuracy_has_bars_mean_and_the_server() -> None:
     ("edges", "first", "last"),
     [(14, "c(k−2) → 0", "2 → 3"), (6, "input → 1", "2 → output"), (4, "edge 0", "edge 3")],
 )
-def test_edges_are_named_by_target_then_source(edges: int, first: str, last: str) -> None:
+def test_edges_are_named_by_target_then_source(edges, first, last):
     labels = edge_labels(edges)
     assert (len(labels), labels[0], labels[-1]) == (edges, first, last)
 
 
-def test_alphas_are_shares_over_few_rounds_with_first_and_last() -> None:
-    events = [
-        {"round": n, "ops": ["none", "skip"], "alphas": {"cell": [[0.0, 0.01 * n]] * 3}}
-        for n in range(1, 501)
-    ]
-    edges = [{"op": "skip", "source": s, "target": t} for s, t in ((0, 1), (0, 2), (1, 2))]
-    events = [{"event": "alphas", **event, "cells": {"cell": edges}} for event in events]
+def test_alphas_are_shares_over_few_rounds_with_first_and_last():
+    edges = {"cell": cell_of([(0, 1), (0, 2), (1, 2)], ["skip"] * 3)}
+    event = {"event": "alphas", "ops": ["none", "skip"], "cells": edges}
+    alphas = {n: {"cell": [[0.0, 0.01 * n]] * 3} for n in range(1, 501)}
+    events = [event | {"round": n, "alphas": rows} for n, rows in alphas.items()]
     figure = _valid(plots.alphas(Run(Path(), {}, events))["cell"])
     rounds = [frame.name for frame in figure.frames]
     assert len(rounds) <= 60
@@ -91,7 +92,7 @@ def test_alphas_are_shares_over_few_rounds_with_first_and_last() -> None:
     assert plots.alphas(Run(Path(), {}, [])) == {}
 
 
-def test_noised_accuracies_stay_inside_the_picture() -> None:
+def test_noised_accuracies_stay_inside_the_picture():
     clients = [{"client": 0, "accuracy": -0.1}, {"client": 1, "accuracy": 1.2, "num_examples": 7}]
     figure = _valid(_accuracies({"clients": [*clients, {"client": 2}]}, private=True))
     assert list(figure.layout.xaxis.range) == [-0.1, 1.2]
@@ -101,7 +102,3 @@ def test_noised_accuracies_stay_inside_the_picture() -> None:
         shown = _valid(_accuracies({"clients": close, "central": central}, private=True))
         assert list(shown.layout.xaxis.range) == pytest.approx([start, 1])
     assert _accuracies({"clients": [{"client": 2}]}) is None
-
-
-def test_a_private_partition_has_no_picture() -> None:
-    assert plots.partition({"class_names": ["a"], "counts": None}) is None

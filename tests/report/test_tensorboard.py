@@ -4,15 +4,22 @@ from fednas_flwr.report.trackers import TRACKERS
 from fednas_flwr.runs.events import read_events
 
 from ..processes import told
+from .conftest import ROUND
+
+
+def written(folder, events):
+    """Return what TensorBoard reads of the events."""
+    with TRACKERS["tensorboard"](folder) as writer:
+        for event in events:
+            writer(event)
+    read = EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    return read
 
 
 def test_every_metric_is_a_scalar_over_rounds(make_run):
     folder = make_run("run")
-    with TRACKERS["tensorboard"](folder) as writer:
-        for event in read_events(folder / "events.jsonl"):
-            writer(event)
-    read = EventAccumulator(str(folder / "tensorboard"))
-    read.Reload()
+    read = written(folder, read_events(folder / "events.jsonl"))
     tags = set(read.Tags()["scalars"])
     assert {"search/train_loss", "search/skip_share", "retrain/mb_sent"} <= tags
     loss = [(scalar.step, round(scalar.value, 3)) for scalar in read.Scalars("search/train_loss")]
@@ -22,20 +29,8 @@ def test_every_metric_is_a_scalar_over_rounds(make_run):
 
 
 def test_a_number_that_is_missing_is_left_out(tmp_path):
-    event = {
-        "event": "round",
-        "time": "2026-01-01T00:00:00+00:00",
-        "stage": "search",
-        "round": 1,
-        "seconds": 1.0,
-        "metrics": {"train_loss": None},
-        "bytes_sent": 0,
-        "bytes_received": 0,
-    }
-    with TRACKERS["tensorboard"](tmp_path) as writer:
-        writer(event)
-    read = EventAccumulator(str(tmp_path / "tensorboard"))
-    read.Reload()
+    event = {"event": "round", "time": "2026-01-01T00:00:00+00:00", "stage": "search", "round": 1}
+    read = written(tmp_path, [ROUND | event | {"metrics": {"train_loss": None}}])
     assert read.Tags()["scalars"] == ["search/seconds", "search/mb_sent", "search/mb_received"]
 
 
@@ -50,11 +45,7 @@ def test_reports_do_not_load_torch():
 
 def test_what_clients_of_a_private_run_measured_is_called_noised(make_run):
     folder = make_run("run", private=True)
-    with TRACKERS["tensorboard"](folder) as writer:
-        for event in read_events(folder / "events.jsonl"):
-            writer(event)
-    read = EventAccumulator(str(folder / "tensorboard"))
-    read.Reload()
+    read = written(folder, read_events(folder / "events.jsonl"))
     tags = set(read.Tags()["scalars"])
     assert {"search/validation_loss_noised", "search/alpha_entropy", "retrain/mb_sent"} <= tags
     assert not {"search/validation_loss", "evaluate/linear_accuracy"} & tags

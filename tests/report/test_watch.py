@@ -5,28 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from starlette.applications import Starlette
-from starlette.types import Message
 
 from fednas_flwr.cli import main
 from fednas_flwr.report.watch import make_app
 from fednas_flwr.runs.events import EventLog
 
 
-def get(app: Starlette, path: str, *, name: str = "localhost", method: str = "GET") -> tuple:
+def get(app, path, *, name="localhost", method="GET"):
     """Return status and text of an app's answer to a request for a path, under a host's name."""
     scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode()}
     scope |= {"query_string": b"", "headers": [(b"host", name.encode())], "http_version": "1.1"}
-    sent: list[Message] = []
+    sent = []
 
-    async def receive() -> Message:
+    async def receive():
         return {"type": "http.request", "body": b""}
 
-    async def send(message: Message) -> None:
+    async def send(message):
         sent.append(message)
 
     asyncio.run(app(scope, receive, send))
@@ -34,11 +30,11 @@ def get(app: Starlette, path: str, *, name: str = "localhost", method: str = "GE
 
 
 @pytest.fixture
-def folder(make_run: Callable[..., Path]) -> Path:
+def folder(make_run):
     return make_run("run")
 
 
-def test_the_page_is_the_report_and_changes_with_the_run(folder: Path) -> None:
+def test_the_page_is_the_report_and_changes_with_the_run(folder):
     page = make_app(folder)
     (_, before), (_, first) = get(page, "/version"), get(page, "/")
     assert f'const shown = "{before}"' in first
@@ -53,13 +49,13 @@ def test_the_page_is_the_report_and_changes_with_the_run(folder: Path) -> None:
     assert f'const shown = "{version}"' in second
 
 
-def test_a_torn_line_of_a_run_that_is_writing_is_no_error(folder: Path) -> None:
+def test_a_torn_line_of_a_run_that_is_writing_is_no_error(folder):
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": "warning", "message": "half"})[:20])
     assert get(make_app(folder), "/")[0] == 200
 
 
-def test_nothing_but_the_page_is_served(folder: Path) -> None:
+def test_nothing_but_the_page_is_served(folder):
     page = make_app(folder)
     for path in ("/events.jsonl", "/config.yaml", "/../events.jsonl", "/%2e%2e/events.jsonl"):
         assert get(page, path)[0] == 404
@@ -67,9 +63,7 @@ def test_nothing_but_the_page_is_served(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "192.168.0.7", "Box.example"])
-def test_a_strangers_name_for_this_machine_is_refused_wherever_it_listens(
-    folder: Path, host: str
-) -> None:
+def test_a_strangers_name_for_this_machine_is_refused_wherever_it_listens(folder, host):
     """As a page of a stranger would use that has its name resolved to this machine's address."""
     page = make_app(folder, host=host)
     listening = f"[{host}]" if ":" in host else host
@@ -83,9 +77,7 @@ def test_a_strangers_name_for_this_machine_is_refused_wherever_it_listens(
             assert text.startswith("This page has another name: open it as localhost")
 
 
-def test_what_cannot_be_served_is_one_sentence(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_served_is_one_sentence(folder, tmp_path, capsys):
     assert main(["watch", str(tmp_path)]) == 2
     assert "holds no events.jsonl" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:

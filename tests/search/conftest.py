@@ -72,12 +72,7 @@ def net():
 def batch():
     """``batch(size, seed)``: features [B, 4] in double precision and labels [B] of 3 classes."""
 
-    def make(size, seed):
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
-        return x, torch.randint(0, 3, (size,), generator=generator)
-
-    return make
+    return lambda size, seed: tensors_of((4,), 3, size, torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
@@ -104,3 +99,14 @@ def untouched():
         return check
 
     return remember
+
+
+def copies(named):
+    """Return copies of tensors, by their names."""
+    return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+
+def tensors_of(shape, classes, size, generator):
+    """Return made inputs [size, *shape] in double precision, and labels."""
+    x = torch.randn(size, *shape, generator=generator, dtype=torch.float64)
+    return x, torch.randint(classes, (size,), generator=generator)

@@ -25,9 +25,8 @@ rewards = st.floats(-10, 10)
 
 def paper_faithful(*, alpha, beta):
     """The constants with which the update is Eq. 6 and pi is the plain softmax(r)."""
-    return replace(
-        SETTINGS, beta=beta, step_size=alpha, retention=alpha, temperature=1.0, scaled=False
-    )
+    constants = {"step_size": alpha, "retention": alpha, "temperature": 1.0, "scaled": False}
+    return replace(SETTINGS, beta=beta, **constants)
 
 
 arms = st.integers(1, 40)
@@ -130,14 +129,18 @@ def test_draws_are_different_arms_and_repeatable(case, data):
     assert drawn == bandit.draw(count, make_generator(1, "draw"))
 
 
-def test_draws_follow_pi():
-    bandit = Bandit(replace(SETTINGS, temperature=1.0, scaled=False), torch.tensor([0.0, 1.0, 2.0]))
+def assert_drawn(draw, probabilities):
+    """Check the shares of 20,000 draws, to five standard deviations."""
     generator, counts = make_generator(1, "draws"), [0, 0, 0]
     for _ in range(20_000):
-        counts[bandit.draw(1, generator)[0]] += 1
-    found = torch.tensor(counts) / 20_000
-    # Five standard deviations of a share of 20,000 draws.
-    assert float((found - bandit.probabilities()).abs().max()) < 5 * math.sqrt(0.25 / 20_000)
+        counts[draw(generator)] += 1
+    difference = torch.tensor(counts) / 20_000 - probabilities
+    assert float(difference.abs().max()) < 5 * math.sqrt(0.25 / 20_000)
+
+
+def test_draws_follow_pi():
+    bandit = Bandit(replace(SETTINGS, temperature=1.0, scaled=False), torch.tensor([0.0, 1.0, 2.0]))
+    assert_drawn(lambda generator: bandit.draw(1, generator)[0], bandit.probabilities())
 
 
 @given(cases)
@@ -200,9 +203,8 @@ def simulate(constants, *, phases=30, num_arms=60, seed=1):
         size = 0.05 * 0.95**phase
         chosen = bandit.draw(bandit.num_trials(), generator)
         noise = torch.randn(len(chosen), generator=generator, dtype=torch.float64).tolist()
-        bandit = bandit.updated(
-            {a: size * (float(quality[a]) + 0.05 * n) for a, n in zip(chosen, noise, strict=True)}
-        )
+        pairs = zip(chosen, noise, strict=True)
+        bandit = bandit.updated({a: size * (float(quality[a]) + 0.05 * n) for a, n in pairs})
         entropies.append(bandit.entropy())
         hits += phase >= phases - 10 and bandit.best() in good
     return entropies, hits / 10
@@ -238,9 +240,10 @@ def test_theorem_2_corrected():
     assert inside / (4 * draws) > 0.997 - 5 * math.sqrt(0.003 / (4 * draws))
 
 
-@given(
-    st.floats(-2, 2), st.floats(-2, 2), st.floats(0.1, 1.0), st.lists(st.floats(-1, 1), max_size=20)
-)
+near, drifting = st.floats(-2, 2), st.lists(st.floats(-1, 1), max_size=20)
+
+
+@given(near, near, st.floats(0.1, 1.0), drifting)
 def test_theorem_3_corrected(estimate, mean, retention, drifts):
     """|rho^k r_j - mu_{j+k}| <= |rho^k r_j - mu_j| + k delta: the mean drifts by delta a phase."""
     constants = replace(SETTINGS, retention=retention)
@@ -259,9 +262,8 @@ discounts = st.floats(0, 1)
 
 
 def rounds_over(num_configurations, most=8):
-    trial = st.builds(
-        Trial, st.integers(0, num_configurations - 1), st.floats(0, 5), st.floats(0.5, 100)
-    )
+    numbers = st.integers(0, num_configurations - 1)
+    trial = st.builds(Trial, numbers, st.floats(0, 5), st.floats(0.5, 100))
     return st.lists(st.lists(trial, min_size=1, max_size=6), max_size=most)
 
 
@@ -290,11 +292,8 @@ def oracle(num_configurations, rounds, schedule, discount):
         gradient = np.where(np.abs(excess) > EQUAL, excess, 0) / theta
         trace.append(weights @ losses)
         norms.append(np.abs(gradient).max())
-        scale = {
-            "aggressive": norms[-1],
-            "adaptive": np.sqrt(np.square(norms).sum()),
-            "constant": 1.0,
-        }[schedule]
+        adaptive = np.sqrt(np.square(norms).sum())
+        scale = {"aggressive": norms[-1], "adaptive": adaptive, "constant": 1.0}[schedule]
         if scale > 0:
             step = np.sqrt(2 * np.log(num_configurations)) * (gradient / scale)
             theta = theta * np.exp(step.min() - step)
@@ -304,14 +303,8 @@ def oracle(num_configurations, rounds, schedule, discount):
     return theta
 
 
-drawn = st.lists(
-    st.lists(
-        st.tuples(st.integers(0, 7), st.integers(0, 300), st.integers(1, 50)),
-        min_size=1,
-        max_size=6,
-    ),
-    max_size=4,
-)
+drawn_trials = st.tuples(st.integers(0, 7), st.integers(0, 300), st.integers(1, 50))
+drawn = st.lists(st.lists(drawn_trials, min_size=1, max_size=6), max_size=4)
 
 
 @given(drawn, schedules, st.sampled_from([0.0, 0.5, 0.9, 1.0]))
@@ -334,11 +327,8 @@ def test_theta_stays_a_distribution(case, schedule, discount):
 
 @given(st.floats(0, 2), st.floats(0.01, 2), schedules)
 def test_the_better_of_two_gains_on_the_other_and_on_the_untried(loss, gap, schedule):
-    better, worse, untried = (
-        theta_after(3, [[Trial(0, loss, 1), Trial(1, loss + gap, 1)]], schedule)
-        .probabilities()
-        .tolist()
-    )
+    theta = theta_after(3, [[Trial(0, loss, 1), Trial(1, loss + gap, 1)]], schedule)
+    better, worse, untried = theta.probabilities()
     assert better > untried > worse
 
 
@@ -357,19 +347,14 @@ def test_the_best_configuration_wins_in_the_end():
         for _ in range(150):
             arms = [theta.draw(generator) for _ in range(10)]
             noise = 0.02 * torch.randn(10, generator=generator, dtype=torch.float64)
-            theta = theta.updated(
-                [Trial(a, means[a] + float(n), 1) for a, n in zip(arms, noise, strict=True)]
-            )
+            pairs = zip(arms, noise.tolist(), strict=True)
+            theta = theta.updated([Trial(a, means[a] + n, 1) for a, n in pairs])
         assert theta.best() == 1, schedule
 
 
 def test_draws_follow_theta():
     theta = theta_after(3, [[Trial(0, 0.1, 1), Trial(1, 0.5, 1), Trial(2, 0.4, 1)]], "constant")
-    generator, counts = make_generator(1, "draws"), [0, 0, 0]
-    for _ in range(20_000):
-        counts[theta.draw(generator)] += 1
-    difference = torch.tensor(counts) / 20_000 - theta.probabilities()
-    assert float(difference.abs().max()) < 5 * math.sqrt(0.25 / 20_000)
+    assert_drawn(theta.draw, theta.probabilities())
 
 
 def test_a_round_without_answers_changes_nothing():

@@ -21,6 +21,7 @@ from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 from ..reference_engine import by
+from .conftest import tensors_of
 from .test_local_search import optimizers_of
 
 SPACE = DPCellSpace(input_shape=(2, 6, 5), num_classes=3, widths=(4, 4, 8), head=8)
@@ -38,21 +39,11 @@ def test_candidates_are_trained_one_after_the_other(dp_aware):
         supernet, twin = (SPACE.supernet().double().train() for _ in range(2))
     twin.load_state_dict(supernet.state_dict())
     generator, noise, again = (make_generator(0, name) for name in ("records", "noise", "noise"))
-    batches = [
-        (
-            torch.randn(3, *SPACE.input_shape, generator=generator, dtype=torch.float64),
-            torch.randint(3, (3,), generator=generator),
-        )
-        for _ in range(4)
-    ]
+    batches = [tensors_of(SPACE.input_shape, 3, 3, generator) for _ in range(4)]
     constants = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    gradients = (
-        ExactGradients(lambda: iter(batches), num_steps=4)
-        if dp_aware is None
-        else ClippedGradients(
-            lambda: iter(batches), num_steps=4, dp_aware=dp_aware, generator=noise
-        )
-    )
+    own = {} if dp_aware is None else {"dp_aware": dp_aware, "generator": noise}
+    kind = ExactGradients if dp_aware is None else ClippedGradients
+    gradients = kind(lambda: iter(batches), num_steps=4, **own)
     weights = supernet.weights()
     optimizer = Optimizer(weights, torch.optim.SGD(weights.values(), **constants))
     train_candidates(supernet, list(PATHS.values()), gradients, optimizer, steps=2)
@@ -142,15 +133,13 @@ def test_a_path_is_the_supernet_with_all_other_ops_at_zero(engine, norm):
         assert columns[:, 0].tolist() == (alphas_EO + gumbel_EO).argmax(-1).tolist()
         own = path.weights()
         loss = F.cross_entropy(dense, y)
-        by_gates, *by_weights = torch.autograd.grad(
-            loss, [gates_E, *own.values()], allow_unused=True
-        )
+        leaves = [gates_E, *own.values()]
+        by_gates, *by_weights = torch.autograd.grad(loss, leaves, allow_unused=True)
         p_EO = ((alphas_EO + gumbel_EO) / 2.0).softmax(-1)
         p_E1, chosen_EO = p_EO.gather(1, columns), torch.zeros(6, 5).scatter(1, columns, 1.0)
         expected = by_gates[:, None] * p_E1 * (chosen_EO - p_EO) / 2.0
-        alphas, *weights = torch.autograd.grad(
-            F.cross_entropy(single, y), [*path.alphas().values(), *own.values()], allow_unused=True
-        )
+        loss, leaves = F.cross_entropy(single, y), [*path.alphas().values(), *own.values()]
+        alphas, *weights = torch.autograd.grad(loss, leaves, allow_unused=True)
         torch.testing.assert_close(alphas, expected, rtol=1e-8, atol=1e-11)
         for (name, weight), mine, other in zip(own.items(), weights, by_weights, strict=True):
             mine, other = (torch.zeros_like(weight) if g is None else g for g in (mine, other))

@@ -12,6 +12,8 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search import proxyless
 from fednas_flwr.spaces.mbconv import NEVER, MBConvSpace, Skeleton
 
+from .conftest import tensors_of
+
 DRAWS = 4000
 ALPHAS = torch.tensor([[0.5, -1.0, 0.2, 1.5], [0.0, 2.0, -0.5, NEVER]], dtype=torch.float64)
 
@@ -37,9 +39,7 @@ def supernet():
 
 @pytest.fixture
 def tiny_batch():
-    generator = make_generator(0, "batch")
-    x = torch.randn(6, 2, 4, 4, generator=generator, dtype=torch.float64)
-    return x, torch.randint(3, (6,), generator=generator)
+    return tensors_of((2, 4, 4), 3, 6, make_generator(0, "batch"))
 
 
 def frequencies(paths, num_ops):
@@ -96,9 +96,8 @@ def test_full_gradient_is_autograds_through_the_softmax(batch):
     alphas = ALPHAS.clone().requires_grad_()
     probabilities = alphas.softmax(-1).gather(-1, paths)
     for index in itertools.product(*map(range, batch)):
-        (expected,) = torch.autograd.grad(
-            (probabilities * gates[index]).sum(), [alphas], retain_graph=True
-        )
+        loss = (probabilities * gates[index]).sum()
+        (expected,) = torch.autograd.grad(loss, [alphas], retain_graph=True)
         found = proxyless.alpha_gradient(gates, alphas, paths)[index]
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
@@ -155,11 +154,7 @@ def test_the_mean_over_drawn_pairs_is_that_over_all_pairs():
 reals = st.floats(-60, 60)
 
 
-@given(
-    old=st.lists(reals, min_size=5, max_size=5),
-    steps=st.lists(reals, min_size=2, max_size=2),
-    pair=st.permutations(range(5)),
-)
+@given(old=st.tuples(*[reals] * 5), steps=st.tuples(reals, reals), pair=st.permutations(range(5)))
 def test_rescaling_keeps_every_unsampled_probability(old, steps, pair):
     """Also for alphas so far apart that exp would overflow single precision."""
     old_EO = torch.tensor([old], dtype=torch.float64)
@@ -188,20 +183,15 @@ def test_gate_gradients_of_every_path_equal_finite_differences(supernet, tiny_ba
             missing = [[o for o in range(3) if o not in row] for row in TINY.offered]
             choices = [[[a, *o, *m] for a, o, m in zip(active, others, missing, strict=True)]]
         else:
-            choices = [
-                [[a, o] for a, o in zip(active, other, strict=True)]
-                for other in itertools.product(*others)
-            ]
+            choices = [[*zip(active, other, strict=True)] for other in itertools.product(*others)]
         one_hot = F.one_hot(torch.tensor(active), 3).double()
         for paths in map(torch.tensor, choices):
             gradients, _ = proxyless.gate_gradient(supernet, tiny_batch, paths)
             for block, position in itertools.product(range(2), range(paths.shape[1])):
                 moved = torch.zeros_like(one_hot)
                 moved[block, paths[block, position]] = 1e-5
-                above, below = (
-                    dense_loss(supernet, tiny_batch, one_hot + sign * moved).item()
-                    for sign in (1, -1)
-                )
+                sides = (one_hot + sign * moved for sign in (1, -1))
+                above, below = (dense_loss(supernet, tiny_batch, side).item() for side in sides)
                 expected = (above - below) / 2e-5
                 assert gradients[block, position].item() == pytest.approx(expected, abs=1e-6)
 

@@ -10,16 +10,10 @@ import torch
 from torch import nn
 
 from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.search import optimizer_step
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate, train_candidates
-from fednas_flwr.search.optimizer_step import (
-    Optimizer,
-    Optimizers,
-    make_adam,
-    make_sgd,
-    no_moments,
-    train,
-)
+from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd, no_moments
 from fednas_flwr.search.proxyless import SampledPaths, search_paths
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.dp_cells import DPCellSpace
@@ -201,7 +195,7 @@ def candidates(stream, gradients, optimizers):
 
 
 def weights_alone(stream, gradients, optimizers):
-    train(stream.network, gradients, optimizers.weights)
+    optimizer_step.train(stream.network, gradients, optimizers.weights)
 
 
 STREAMS = {

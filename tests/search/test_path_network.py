@@ -9,23 +9,17 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.privacy.mechanism.clipping import (
-    Relaxation,
-    clipped_alpha_gradient_sum,
-    clipped_gradient_sum,
-)
+from fednas_flwr.privacy.mechanism import clipping
+from fednas_flwr.search import proxyless
 from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search.proxyless import (
     PathNetwork,
-    active_gates,
     alpha_gradient,
-    cost_gradient,
     covering_paths,
     draw_paths,
     drawable_alphas,
     gate_gradient,
     offered_ops,
-    uniform_alphas,
 )
 from fednas_flwr.settings import Hardware
 from fednas_flwr.spaces.costs import HardwareLoss
@@ -33,6 +27,7 @@ from fednas_flwr.spaces.darts import DARTSSpace
 
 from ..small_spaces import PATH_COSTS as COSTS
 from ..small_spaces import PATH_SPACE as SPACE
+from .conftest import tensors_of
 
 MULTIPLICATIVE, ADDITIVE = (
     HardwareLoss.of(COSTS, Hardware(None, "ms", 8.0, form, 0.7, 0.6))
@@ -52,9 +47,7 @@ def supernet():
 
 @pytest.fixture(scope="module")
 def records():
-    generator = make_generator(1, "batch")
-    x = torch.randn(6, 2, 4, 4, generator=generator, dtype=torch.float64)
-    return x, torch.randint(3, (6,), generator=generator)
+    return tensors_of((2, 4, 4), 3, 6, make_generator(1, "batch"))
 
 
 def paths(supernet, mode, seed=0):
@@ -85,7 +78,7 @@ def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, sup
     lengths = clip_to(gradients, 1.0)[1]
     norm = sorted(lengths)[3]  # some are clipped, some are not
     expected, _ = clip_to(gradients, norm)
-    sums = clipped_gradient_sum(
+    sums = clipping.clipped_gradient_sum(
         network,
         *records,
         loss=CLASSIFICATION.plain_losses,
@@ -118,13 +111,13 @@ def test_alphas_are_clipped_by_record_through_the_gates(mode, hardware, supernet
                 return CLASSIFICATION.plain_losses(output, labels)
             return hardware(CLASSIFICATION.plain_losses(output[0], labels), output[1])
 
-        found = clipped_alpha_gradient_sum(
+        found = clipping.clipped_alpha_gradient_sum(
             PathNetwork(supernet, drawn, None if hardware is None else COSTS),
             *records,
             loss=losses,
             alphas=supernet.alphas(),
-            relaxation=Relaxation(
-                {"blocks": active_gates(drawn, like=alphas)},
+            relaxation=clipping.Relaxation(
+                {"blocks": proxyless.active_gates(drawn, like=alphas)},
                 lambda kind, g, drawn=drawn: alpha_gradient(g, alphas, drawn),
             ),
             max_norm=norm,
@@ -139,10 +132,9 @@ def test_the_additive_cost_is_a_part_of_its_own_that_knows_no_record(mode, super
     alphas, drawn = supernet.alphas()["blocks"], paths(supernet, mode)
     plain, _ = gate_gradient(supernet, records, drawn)
     both, _ = gate_gradient(supernet, records, drawn, hardware=ADDITIVE)
-    found = cost_gradient(ADDITIVE, supernet, drawn)
-    torch.testing.assert_close(
-        found, alpha_gradient(both - plain, alphas, drawn), rtol=1e-9, atol=1e-13
-    )
+    found = proxyless.cost_gradient(ADDITIVE, supernet, drawn)
+    expected = alpha_gradient(both - plain, alphas, drawn)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-13)
     assert found.abs().max() > 1e-3
 
 
@@ -157,7 +149,8 @@ def test_no_alphas_that_a_server_can_send_draw_what_is_not_offered(values, mode)
     offered = offered_ops(supernet)
     assert offered.tolist() == [[True] * 4, [True] * 4, [True, True, True, False]]
     for seed in range(5):
-        for drawn in (drawable_alphas(supernet), uniform_alphas(drawable_alphas(supernet))):
+        alphas = drawable_alphas(supernet)
+        for drawn in (alphas, proxyless.uniform_alphas(alphas)):
             found = draw_paths(drawn, mode=mode, generator=make_generator(seed, "paths"))
             computed = found[:, :1] if mode == "full" else found
             assert bool(offered.gather(1, computed).all())

@@ -8,16 +8,10 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.search import proxyless
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.optimizer_step import make_sgd
-from fednas_flwr.search.proxyless import (
-    SampledPaths,
-    alpha_gradient,
-    draw_paths,
-    gate_gradient,
-    search_paths,
-    uniform_alphas,
-)
+from fednas_flwr.search.proxyless import SampledPaths, draw_paths, gate_gradient, search_paths
 from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.costs import HardwareLoss
@@ -25,6 +19,7 @@ from fednas_flwr.spaces.mbconv import NEVER
 
 from ..small_spaces import PATH_COSTS as COSTS
 from ..small_spaces import PATH_SPACE as SPACE
+from .conftest import tensors_of
 from .test_local_search import optimizers_of
 
 WEIGHTS = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
@@ -42,9 +37,7 @@ def supernet():
 
 def batches(count, start=0):
     for seed in range(start, start + count):
-        generator = make_generator(seed, "batch")
-        x = torch.randn(5, 2, 4, 4, generator=generator, dtype=torch.float64)
-        yield x, torch.randint(3, (5,), generator=generator)
+        yield tensors_of((2, 4, 4), 3, 5, make_generator(seed, "batch"))
 
 
 class AlphasOnly(ExactGradients):
@@ -57,13 +50,9 @@ class AlphasOnly(ExactGradients):
 def search(supernet, *, steps=4, mode="two", warm_up=False, hardware=None):
     """Search for one pass; return where the gradients came from."""
     gradients = ExactGradients(lambda: batches(steps), lambda: batches(steps + 2, start=100))
-    search_paths(
-        supernet,
-        gradients,
-        optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED),
-        SampledPaths(mode, warm_up, hardware),
-        generator=make_generator(0, "paths"),
-    )
+    optimizers = optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
+    paths, generator = SampledPaths(mode, warm_up, hardware), make_generator(0, "paths")
+    search_paths(supernet, gradients, optimizers, paths, generator=generator)
     return gradients
 
 
@@ -81,13 +70,12 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
         before = copy.deepcopy(supernet.state_dict())
         if not warm_up:
             draw_paths(alphas, mode="two", generator=again)  # of the alpha step
-        drawn_from = uniform_alphas(alphas) if warm_up else alphas
+        drawn_from = proxyless.uniform_alphas(alphas) if warm_up else alphas
         path = draw_paths(drawn_from, mode="one", generator=again)[:, 0].tolist()
         network = SPACE.network(SPACE.genotype(path)).double()
         network.load_state_dict({name: before[f"body.{name}"] for name in network.state_dict()})
-        sgd = torch.optim.SGD(
-            network.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True
-        )
+        settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+        sgd = torch.optim.SGD(network.parameters(), **settings)
         for name, weight in network.named_parameters():
             if name in momenta:
                 sgd.state[weight]["momentum_buffer"] = momenta[name]
@@ -143,7 +131,7 @@ def test_a_full_alpha_step_is_adams_on_the_gate_gradient(supernet):
     generator, again = (make_generator(0, "paths") for _ in range(2))
     for batch in batches(3):
         paths = draw_paths(twin, mode="full", generator=again)
-        twin.grad = alpha_gradient(gate_gradient(supernet, batch, paths)[0], twin, paths)
+        twin.grad = proxyless.alpha_gradient(gate_gradient(supernet, batch, paths)[0], twin, paths)
         adam.step()
         alpha_step(supernet, batch, optimizers, "full", generator)
         draw_paths(twin, mode="one", generator=again)  # of the weight step
@@ -162,10 +150,9 @@ def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
 
     task, cost = losses.mean().requires_grad_(), COSTS.expected(alphas.softmax(-1))
     by_task, by_alphas = torch.autograd.grad(hardware(task, cost), [task, alphas])
-    expected = by_task * alpha_gradient(plain, alphas, paths) + by_alphas
-    torch.testing.assert_close(
-        alpha_gradient(found, alphas, paths), expected, rtol=1e-9, atol=1e-12
-    )
+    expected = by_task * proxyless.alpha_gradient(plain, alphas, paths) + by_alphas
+    found = proxyless.alpha_gradient(found, alphas, paths)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert by_alphas.abs().max() > 1e-3
 
 
@@ -183,10 +170,8 @@ def test_a_pass_counts_both_splits_and_trains_both_states(supernet, mode):
     gradients = search(supernet, mode=mode)
     seen = gradients.train_tally, gradients.validation_tally
     assert tuple(tally.num_examples for tally in seen) == (20, 20)
-    changed = {
-        n for n, tensor in supernet.state_dict().items() if not torch.equal(tensor, before[n])
-    }
-    assert {"alphas.blocks", "body.before.0.0.weight"} <= changed
+    for name in ("alphas.blocks", "body.before.0.0.weight"):
+        assert not torch.equal(supernet.state_dict()[name], before[name])
 
 
 def test_warm_up_trains_uniform_paths_and_no_alphas(supernet):

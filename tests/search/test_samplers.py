@@ -82,12 +82,9 @@ def test_expected_reinforce_gradient_is_the_objectives(baseline, temperature):
     assert log_probs.exp().max() > 2 / 24
     expected = (log_probs.exp() * (rewards - weight * log_probs)).sum()
     exact = torch.autograd.grad(-expected, list(policy.parameters()), retain_graph=True)
-    losses = [
-        reinforce_loss(
-            log_probs[i, None], rewards[i, None], baseline=baseline, entropy_weight=weight
-        )
-        for i in range(24)
-    ]
+    given = {"baseline": baseline, "entropy_weight": weight}
+    pairs = zip(log_probs[:, None], rewards[:, None], strict=True)
+    losses = [reinforce_loss(*pair, **given) for pair in pairs]
     mean = sum(p.item() * loss for p, loss in zip(log_probs.exp(), losses, strict=True))
     estimated = torch.autograd.grad(mean, list(policy.parameters()))
     for one, other in zip(estimated, exact, strict=True):
@@ -151,10 +148,9 @@ def test_the_baseline_is_a_moving_average_of_regularised_rewards():
     controller = make_sampler("controller", SMALL)
     controller.entropy_weight = 0.0
     paths = controller.sample(4, make_generator(0, "draws"))
-    assert controller.learn(paths, [0.2, 0.4, 0.6, 0.8])["controller_baseline"] == pytest.approx(
-        0.5
-    )
-    assert controller.learn(paths, [1.0] * 4)["controller_baseline"] == pytest.approx(0.55)
+    for rewards, baseline in (([0.2, 0.4, 0.6, 0.8], 0.5), ([1.0] * 4, 0.55)):
+        told = controller.learn(paths, rewards)
+        assert told["controller_baseline"] == pytest.approx(baseline)
     entropy = controller.learn(paths, [0.0] * 4)["controller_entropy"]
     assert entropy == pytest.approx(math.log(3), abs=0.1)
 
@@ -165,9 +161,8 @@ def weighted_moments(batches, decay):
     """
     last = len(batches) - 1
     shares = [decay ** (last - t) * (1 - decay) ** (t > 0) for t in range(last + 1)]
-    weights = np.concatenate(
-        [np.full(len(b), w / len(b)) for b, w in zip(batches, shares, strict=True)]
-    )
+    parts = zip(batches, shares, strict=True)
+    weights = np.concatenate([np.full(len(b), w / len(b)) for b, w in parts])
     assert weights.sum() == pytest.approx(1)
     rewards = np.concatenate(batches)
     mean = np.average(rewards, weights=weights)

@@ -22,18 +22,18 @@ from fednas_flwr.spaces.adapters import OPS, AdapterSpace
 TINY, CELL = "test_efficientnet", "cell"
 
 
+SETTINGS = {"input_shape": (3, 8, 8), "num_classes": 3, "norm": "group", "backbone": TINY}
+SETTINGS |= {"image_size": 32, "mean": [0.2, 0.3, 0.4], "std": [0.5, 0.6, 0.7]}
+
+
 @pytest.fixture
 def space(weights):
-    return AdapterSpace(
-        input_shape=(3, 8, 8),
-        num_classes=3,
-        norm="group",
-        backbone=TINY,
-        weights=str(weights),
-        image_size=32,
-        mean=[0.2, 0.3, 0.4],
-        std=[0.5, 0.6, 0.7],
-    )
+    return AdapterSpace(**SETTINGS, weights=str(weights))
+
+
+@pytest.fixture
+def genotype(space):
+    return space.random_genotype(torch.Generator().manual_seed(0))
 
 
 def images(number=4):
@@ -49,17 +49,15 @@ def shaken(network):
     return network
 
 
-def test_the_first_network_is_the_frozen_one(space):
-    network = space.network(space.random_genotype(torch.Generator().manual_seed(0)))
+def test_the_first_network_is_the_frozen_one(space, genotype):
+    network = space.network(genotype)
     assert not network(images()).any()
     with torch.no_grad():
         network.classifier.weight.normal_()
-    moments = (torch.tensor(values)[:, None, None] for values in (space.std, space.mean))
-    std, mean = moments
+    std, mean = (torch.tensor(values)[:, None, None] for values in (space.std, space.mean))
     frozen = space.frozen()
-    features = functional.layer_norm(
-        Pretrained.forward(frozen, images() * std + mean), frozen.output_shape
-    )
+    found = Pretrained.forward(frozen, images() * std + mean)
+    features = functional.layer_norm(found, frozen.output_shape)
     torch.testing.assert_close(network(images()), network.classifier(features))
 
 
@@ -82,17 +80,15 @@ def test_a_supernet_weighs_the_ops_of_each_stage(space):
     genotype = space.random_genotype(torch.Generator().manual_seed(3))
     path = space.path(genotype)
     derived = space.network(genotype).eval()
-    own = {name: p for name, p in body.named_parameters()}
-    with torch.no_grad():
-        for name, parameter in derived.named_parameters():
-            parameter.copy_(own[name])
+    own = dict(body.named_parameters())
+    for name, parameter in derived.named_parameters():
+        parameter.data.copy_(own[name])
     one_hot = functional.one_hot(torch.tensor(path), len(OPS)).float()
     torch.testing.assert_close(body(images(), {CELL: one_hot}), derived(images()))
     other = torch.rand(4, *one_hot.shape, generator=torch.Generator().manual_seed(2))
     alone = [body(images()[i : i + 1], {CELL: other[i]}) for i in range(4)]
-    torch.testing.assert_close(
-        body(images(), {CELL: other}), torch.cat(alone), rtol=1e-4, atol=1e-4
-    )
+    together = body(images(), {CELL: other})
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
     assert (alone[0] - derived(images()[:1])).abs().max() > 1e-3
 
 
@@ -108,13 +104,10 @@ def test_a_low_rank_op_is_linear_and_a_bottleneck_is_not(space):
         torch.testing.assert_close(op(tokens), op(x).flatten(2).mT)
 
 
-def test_a_state_dict_holds_the_frozen_tensors(space, weights):
-    genotype = space.random_genotype(torch.Generator().manual_seed(0))
+def test_a_state_dict_holds_the_frozen_tensors(space, genotype):
     network = shaken(space.network(genotype)).eval()
     state = network.state_dict()
-    settings = {"backbone": TINY, "image_size": 32, "mean": space.mean, "std": space.std}
-    shapes = {"input_shape": (3, 8, 8), "num_classes": 3, "norm": "group"}
-    empty = AdapterSpace(**shapes, **settings, weights=None).network(genotype).eval()
+    empty = AdapterSpace(**SETTINGS, weights=None).network(genotype).eval()
     assert not torch.equal(empty(images()), network(images()))
     empty.load_state_dict(state)
     assert torch.equal(empty(images()), network(images()))
@@ -145,21 +138,15 @@ def composed(*overrides):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        ("algorithm=fed_darts",),
-        ("algorithm=random_search",),
-        ("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=90"),
-    ],
-    ids=lambda overrides: overrides[0],
-)
+@pytest.mark.parametrize("algorithm", ["fed_darts", "random_search", "dp_fnas"])
 def test_a_search_sends_adapters_and_delivers_the_whole(tmp_path, weights, made_data, algorithm):
     gone = tmp_path / "gone.safetensors"
     gone.write_bytes(weights.read_bytes())
     data = ("dataset=npz", f"dataset.root={made_data}", f"dataset.cache={tmp_path / 'c'}")
     sizes = ("rounds=1", "retrain.rounds=1", "clients=2", f"run_dir={tmp_path / 'run'}")
-    result = run(composed(*data, *algorithm, *chosen(gone), *sizes))
+    private = ["privacy=dp", "privacy.epsilon=90"] if algorithm == "dp_fnas" else []
+    own = [f"algorithm={algorithm}", *private]
+    result = run(composed(*data, *own, *chosen(gone), *sizes))
     rounds = [e for e in read_events(result.folder / EVENTS_FILE) if e["event"] == "round"]
     whole = sum(tensor.numel() for tensor in load_file(gone).values()) * 4
     assert rounds

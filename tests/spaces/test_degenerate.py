@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -67,10 +68,8 @@ def is_degenerate_by_hand(genotype):
 
 def log_probability(space, genotype, alphas):
     (kind,) = space.cell_kinds
-    rows = alphas[kind].double().log_softmax(-1)
-    return float(
-        sum(row[space.ops.index(e.op)] for row, e in zip(rows, genotype.cells[kind], strict=True))
-    )
+    rows = zip(alphas[kind].double().log_softmax(-1), genotype.cells[kind], strict=True)
+    return float(sum(row[space.ops.index(edge.op)] for row, edge in rows))
 
 
 def test_of_the_nasbench201_cells_those_are_degenerate_that_no_path_trains():
@@ -82,9 +81,8 @@ def test_of_the_nasbench201_cells_those_are_degenerate_that_no_path_trains():
 @pytest.mark.parametrize("seed", range(40))
 def test_no_gradient_reaches_a_cell_that_is_degenerate_and_some_one_that_is_not(seed):
     """Of the convolutions: a norm behind a node that nothing enters still has a bias to learn."""
-    genotype = NB201.genotype(
-        torch.randint(3, (6,), generator=make_generator(seed, "cell")).tolist()
-    )
+    ops = torch.randint(3, (6,), generator=make_generator(seed, "cell"))
+    genotype = NB201.genotype(ops.tolist())
     with seeded(seed, "network"):
         network = NB201.network(genotype).double()
     network(torch.randn(4, 3, 8, 8, dtype=torch.float64)).square().sum().backward()
@@ -94,26 +92,16 @@ def test_no_gradient_reaches_a_cell_that_is_degenerate_and_some_one_that_is_not(
 
 
 def test_the_ops_called_weightless_have_no_weights_and_all_others_have():
-    made = {
-        **{
-            op: nasbench201.make_operation(op, 4, norm="group", affine=False)
-            for op in NB201.ops[1:]
-        },
-        **{
-            f"darts/{op}": darts.make_operation(op, 4, stride=1, norm="group", affine=False)
-            for op in DARTS.ops[1:]
-        },
-        **{f"mlp/{op}": mlp.make_operation(op, 4, norm="group") for op in MLP.ops[1:]},
-        **{
-            f"dp/{op}": dp_cells._make_op(op, 4, norm="group", groups=2)
-            for space in (DP_CELLS, DP_DARTS)
-            for op in space.ops
-            if op != "none"
-        },
-    }
-    for name, module in made.items():
-        weights = sum(parameter.numel() for parameter in module.parameters())
-        assert (weights == 0) is (name.split("/")[-1] in WEIGHTLESS), name
+    fixed = {"norm": "group", "affine": False}
+    for make, spaces in (
+        (partial(nasbench201.make_operation, **fixed), [NB201]),
+        (partial(darts.make_operation, stride=1, **fixed), [DARTS]),
+        (partial(mlp.make_operation, norm="group"), [MLP]),
+        (partial(dp_cells._make_op, norm="group", groups=2), [DP_CELLS, DP_DARTS]),
+    ):
+        for op in {op for space in spaces for op in space.ops} - {"none"}:
+            weights = sum(parameter.numel() for parameter in make(op, 4).parameters())
+            assert (weights == 0) is (op in WEIGHTLESS), op
 
 
 @given(seed=st.integers(0, 2**31), scale=st.floats(0.01, 30))
@@ -165,21 +153,15 @@ def test_where_all_edges_are_alive_one_op_changes_at_the_least_loss(seed, name):
         }
     derived = space.derive(alphas)
     after = {kind: [e.op for e in edges] for kind, edges in derived.cells.items()}
-    changed = [
-        (kind, index)
-        for kind in before
-        for index, (old, new) in enumerate(zip(before[kind], after[kind], strict=True))
-        if old != new
-    ]
-    assert len(changed) == 1
+    assert [*map(len, after.values())] == [*map(len, before.values())]
+    edges = [(kind, index) for kind in before for index in range(len(before[kind]))]
+    ((kind, index),) = [(k, i) for k, i in edges if before[k][i] != after[k][i]]
     losses = {
-        (kind, index, op): float(row[space.ops.index(before[kind][index])] - row[column])
-        for kind in before
-        for index, row in enumerate(rows[kind].double().log_softmax(-1))
-        for column, op in enumerate(space.ops)
-        if op not in WEIGHTLESS
+        (k, i, op): float(row[space.ops.index(before[k][i])] - row[space.ops.index(op)])
+        for k in before
+        for i, row in enumerate(rows[k].double().log_softmax(-1))
+        for op in {*space.ops} - {*WEIGHTLESS}
     }
-    kind, index = changed[0]
     assert math.isclose(losses[kind, index, after[kind][index]], min(losses.values()), rel_tol=1e-9)
 
 
@@ -189,21 +171,16 @@ def test_other_whole_graphs_are_derived_and_drawn_as_ever(name):
     space, compared = SPACES[name], 0
     for seed in range(100):
         alphas = alphas_of(space, seed)
-        argmax = space.genotype(alphas["cell"].argmax(-1).tolist())
-        first = space.genotype(
-            torch.randint(
-                len(space.ops), (space.cell_kinds["cell"],), generator=make_generator(seed, "draw")
-            ).tolist()
-        )
-        for genotype, made in (
-            (argmax, space.derive(alphas)),
+        generator, size = make_generator(seed, "draw"), (space.cell_kinds["cell"],)
+        first = torch.randint(len(space.ops), size, generator=generator)
+        for ops, made in (
+            (alphas["cell"].argmax(-1), space.derive(alphas)),
             (first, space.random_genotype(make_generator(seed, "draw"))),
         ):
-            if not space.is_degenerate(genotype):
-                compared += 1
-                assert made == genotype
-            else:
-                assert made != genotype
+            genotype = space.genotype(ops.tolist())
+            alive = not space.is_degenerate(genotype)
+            assert (made == genotype) is alive
+            compared += alive
     assert compared > 150
 
 
@@ -224,10 +201,8 @@ def test_draws_of_nasbench201_are_uniform_over_what_is_left():
     draws = [NB201.random_genotype(generator) for _ in range(4000)]
     for edge in range(6):
         for op in NB201.ops:
-            share, drawn = (
-                sum(cell.cells["cell"][edge].op == op for cell in cells) / len(cells)
-                for cells in (left, draws)
-            )
+            counts = [sum(c.cells["cell"][edge].op == op for c in cells) for cells in (left, draws)]
+            share, drawn = counts[0] / len(left), counts[1] / len(draws)
             assert abs(share - drawn) < 5 * math.sqrt(share * (1 - share) / len(draws))
 
 
@@ -237,9 +212,8 @@ def test_an_op_behind_a_node_that_nothing_enters_does_not_count(space):
     genotype = space.genotype([0] * space.cell_kinds["cell"])
     edges = list(genotype.cells["cell"])
     behind = next(i for i, e in enumerate(edges) if (e.source, e.target) == (1, 3))
-    edges[behind] = dataclasses.replace(edges[behind], op=space.ops[-1])
-    if space.name == "nasbench201":
-        edges[behind] = dataclasses.replace(edges[behind], op="nor_conv_3x3")
+    op = "nor_conv_3x3" if space.name == "nasbench201" else space.ops[-1]
+    edges[behind] = dataclasses.replace(edges[behind], op=op)
     altered = dataclasses.replace(genotype, cells={"cell": tuple(edges)})
     assert space.is_degenerate(altered)
     edges[0] = dataclasses.replace(edges[0], op="skip_connect")  # 0 -> 1

@@ -9,31 +9,16 @@ from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.spaces import latency_tables
-from fednas_flwr.spaces.latency_tables import (
-    Conditions,
-    LatencyTable,
-    MeasuredLayer,
-    Timing,
-    from_json,
-    measure_latency,
-    summarise,
-    to_json,
-)
+from fednas_flwr.spaces.latency_tables import MeasuredLayer, from_json, summarise, to_json
 from fednas_flwr.spaces.mbconv import Layer
 
 CPU = torch.device("cpu")
 SMALL = Layer("conv", (2, 4, 4), (2, 4, 4), 1, 1, 1)
 LARGE = Layer("conv", (64, 32, 32), (64, 32, 32), 1, 7, 1)
-TABLE = LatencyTable(
-    machine="a machine",
-    device="cpu",
-    clock="process_time",
-    threads=1,
-    batch_size=2,
-    norm="batch",
-    torch="2.11",
-    layers=[MeasuredLayer(*SMALL, 0.25, 0.125), MeasuredLayer(*LARGE, 7.5, 0.0)],
-)
+MEASURED = {"machine": "a machine", "device": "cpu", "clock": "process_time", "threads": 1}
+MEASURED |= {"batch_size": 2, "norm": "batch", "torch": "2.11"}
+LAYERS = [MeasuredLayer(*SMALL, 0.25, 0.125), MeasuredLayer(*LARGE, 7.5, 0.0)]
+TABLE = latency_tables.LatencyTable(**MEASURED, layers=LAYERS)
 
 
 def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monkeypatch):
@@ -54,28 +39,24 @@ def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monk
         module.number = len(made) - 1
         return module
 
-    under = Conditions(CPU, threads=2, batch_size=4, passes=5)
+    under = latency_tables.Conditions(CPU, threads=2, batch_size=4, passes=5)
     assert latency_tables._clock(under).__name__ == "timer"  # two threads: wall time
     assert latency_tables._clock(replace(under, threads=1)).__name__ == "process_time"
     monkeypatch.setattr(latency_tables, "_clock", lambda *_: timer)
     threads = torch.get_num_threads()
-    table, timings = measure_latency(
-        [SMALL, LARGE, SMALL, LARGE, SMALL],
-        remember,
-        under,
-        norm="group",
-        networks=[(nn.Flatten(), (2, 3))],
+    layers, networks = [SMALL, LARGE, SMALL, LARGE, SMALL], [(nn.Flatten(), (2, 3))]
+    table, timings = latency_tables.measure_latency(
+        layers, remember, under, norm="group", networks=networks
     )
     assert len(timings) == 1
     assert made == [SMALL, LARGE] == list(table.timings)
     assert torch.get_num_threads() == threads
-    assert (table.threads, table.batch_size, table.norm) == (2, 4, "group")
-    assert table.clock == "timer"
+    assert (table.threads, table.batch_size, table.norm, table.clock) == (2, 4, "group", "timer")
     assert (table.latency_ms(LARGE), table.latency_ms(SMALL)) == (7000.0, 1000.0)
 
 
 def test_median_and_spread_are_those_of_the_quartiles():
-    assert summarise([5.0, 1.0, 100.0, 2.0, 3.0]) == Timing(3.0, 5.0 - 2.0)
+    assert summarise([5.0, 1.0, 100.0, 2.0, 3.0]) == latency_tables.Timing(3.0, 5.0 - 2.0)
 
 
 def test_a_table_survives_its_file_and_lists_a_layer_per_line():

@@ -9,32 +9,18 @@ from torchvision.models import mobilenet_v2
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.spaces import mbconv
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
-from fednas_flwr.spaces.mbconv import (
-    CANDIDATES,
-    NEVER,
-    SKELETONS,
-    MBConvSpace,
-    Skeleton,
-    make_layer,
-)
-
-SMALL = MBConvSpace(
-    input_shape=(3, 8, 8),
-    num_classes=5,
-    skeleton=SKELETONS["small"],
-    candidates=CANDIDATES["proxyless"],
-)
-WITH_ZERO = [column for column, name in enumerate(SMALL.ops) if name == "zero"]
+from fednas_flwr.spaces.mbconv import NEVER, SKELETONS, MBConvSpace, Skeleton, make_layer
 
 
 def space_of(skeleton, size, *, candidates="fdnas", classes=10):
-    return MBConvSpace(
-        input_shape=(3, size, size),
-        num_classes=classes,
-        skeleton=SKELETONS[skeleton],
-        candidates=CANDIDATES[candidates],
-    )
+    named = {"skeleton": SKELETONS[skeleton], "candidates": mbconv.CANDIDATES[candidates]}
+    return MBConvSpace(input_shape=(3, size, size), num_classes=classes, **named)
+
+
+SMALL = space_of("small", 8, candidates="proxyless", classes=5)
+WITH_ZERO = [column for column, name in enumerate(SMALL.ops) if name == "zero"]
 
 
 def all_of(space, op):
@@ -94,12 +80,9 @@ def test_skeletons_have_the_published_depth(skeleton, size, blocks, last):
 
 def test_an_mbconv_counted_by_hand():
     """16 -> 24 channels, expansion 3, kernel 5, stride 2 on 9x9: 5x5 remains."""
-    space = MBConvSpace(
-        input_shape=(3, 9, 9),
-        num_classes=2,
-        skeleton=Skeleton(16, 1, 16, ((24, 1),), (1,), 32),
-        candidates=("mbconv3_5x5", "mbconv6_3x3"),
-    )
+    skeleton = Skeleton(16, 1, 16, ((24, 1),), (1,), 32)
+    named = {"skeleton": skeleton, "candidates": ("mbconv3_5x5", "mbconv6_3x3")}
+    space = MBConvSpace(input_shape=(3, 9, 9), num_classes=2, **named)
     layer = space.plan.blocks[0][0]
     assert layer.output_shape == (24, 5, 5)
     module = make_layer(layer, norm="batch")
@@ -119,10 +102,8 @@ def test_layers_of_the_plan_add_up_to_the_network(skeleton):
     modules = [make_layer(layer, norm="batch") for layer in layers]
     network = space.network(genotype)
     assert sum(map(count_parameters, modules)) == count_parameters(network)
-    assert sum(
-        count_multiply_adds(module, layer.input_shape)
-        for module, layer in zip(modules, layers, strict=True)
-    ) == count_multiply_adds(network, space.input_shape)
+    costs = map(count_multiply_adds, modules, [layer.input_shape for layer in layers])
+    assert sum(costs) == count_multiply_adds(network, space.input_shape)
     x = torch.randn(2, 3, 32, 32)
     for layer, module in zip(layers, modules, strict=True):
         x = module(x)
@@ -163,12 +144,10 @@ def test_a_path_is_the_derived_network_with_its_weights(seed):
 def test_only_the_active_path_is_trained_and_only_sampled_ops_run():
     with seeded(0, "supernet"):
         supernet = SMALL.supernet()
-    ran = []
-    for index, block in enumerate(supernet.body.blocks):
-        for name, op in block.ops.items():
-            op.register_forward_hook(
-                lambda op, x, out, key=(index, name): ran.append((key, out.requires_grad))
-            )
+    ran, blocks = [], enumerate(supernet.body.blocks)
+    ops = {(i, name): op for i, block in blocks for name, op in block.ops.items()}
+    for key, op in ops.items():
+        op.register_forward_hook(lambda *seen, key=key: ran.append((key, seen[2].requires_grad)))
     paths = [[0, 3], [6, 1], [2, 4], [1, 6], [5, 0], [3, 2]]
     gates = torch.tensor([[1.0, 0.0]] * 6, requires_grad=True)
     supernet.body(torch.randn(2, 3, 8, 8), {"blocks": gates}, paths).sum().backward()
@@ -176,13 +155,8 @@ def test_only_the_active_path_is_trained_and_only_sampled_ops_run():
     others = {(i, SMALL.ops[b]) for i, (_, b) in enumerate(paths) if SMALL.ops[b] != "zero"}
     assert {key for key, has_graph in ran if has_graph} == active
     assert {key for key, has_graph in ran if not has_graph} == others
-    trained = {
-        (index, name)
-        for index, block in enumerate(supernet.body.blocks)
-        for name, op in block.ops.items()
-        if any(p.grad is not None for p in op.parameters())
-    }
-    assert trained == active
+    trained = (key for key, op in ops.items() if any(p.grad is not None for p in op.parameters()))
+    assert {*trained} == active
 
 
 def test_gates_of_every_example_give_its_own_gradient():
@@ -193,9 +167,8 @@ def test_gates_of_every_example_give_its_own_gradient():
     paths = [[0, 3], [6, 1], [2, 4], [1, 6], [5, 0], [3, 2]]
 
     def gradient(x, gates):
-        loss = F.cross_entropy(
-            supernet.body(x, {"blocks": gates}, paths), torch.arange(len(x)), reduction="sum"
-        )
+        logits = supernet.body(x, {"blocks": gates}, paths)
+        loss = F.cross_entropy(logits, torch.arange(len(x)), reduction="sum")
         return torch.autograd.grad(loss, [gates])[0]
 
     shared = torch.tensor([[1.0, 0.0]] * 6, dtype=torch.float64)

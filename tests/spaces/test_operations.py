@@ -1,18 +1,13 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.spaces import darts, nasbench201
-from fednas_flwr.spaces.operations import (
-    FactorizedReduce,
-    MixedOp,
-    channels_last,
-    drop_path,
-    make_norm,
-    num_groups,
-)
+from fednas_flwr.spaces import darts, nasbench201, operations
+from fednas_flwr.spaces.operations import MixedOp, channels_last, drop_path, make_norm, num_groups
 
 
 def images(*shape, dtype=torch.float64):
@@ -42,14 +37,13 @@ def test_average_pool_counts_only_real_pixels():
 
 @pytest.mark.parametrize("size", [4, 7])
 def test_factorized_reduce_reads_even_and_odd_pixels(size):
-    module = FactorizedReduce(3, 5, norm="group", affine=False).double()
+    module = operations.FactorizedReduce(3, 5, norm="group", affine=False).double()
     module.norm = nn.Identity()
     x = images(2, 3, size, size)
     relu = F.pad(x.relu(), (0, size % 2, 0, size % 2))
     even, odd = relu[:, :, ::2, ::2], relu[:, :, 1::2, 1::2]
-    expected = torch.cat(
-        [F.conv2d(even, module.conv_even.weight), F.conv2d(odd, module.conv_odd.weight)], dim=1
-    )
+    halves = F.conv2d(even, module.conv_even.weight), F.conv2d(odd, module.conv_odd.weight)
+    expected = torch.cat(halves, dim=1)
     torch.testing.assert_close(module(x), expected, rtol=0, atol=1e-12)
 
 
@@ -70,9 +64,8 @@ def test_groups_divide_the_channels_and_hold_at_least_two():
 
 
 def test_mixed_op_is_the_weighted_sum_without_none():
-    mixed = MixedOp(
-        darts.OPS, lambda op: darts.make_operation(op, 4, stride=1, norm="group", affine=False)
-    ).double()
+    make = partial(darts.make_operation, channels=4, stride=1, norm="group", affine=False)
+    mixed = MixedOp(darts.OPS, make).double()
     assert "none" not in mixed.ops
     x = images(2, 4, 5, 5)
     weights = torch.rand(8, dtype=torch.float64, requires_grad=True)
@@ -85,9 +78,8 @@ def test_mixed_op_is_the_weighted_sum_without_none():
 
 
 def test_mixed_op_takes_weights_of_every_example():
-    mixed = MixedOp(
-        nasbench201.OPS, lambda op: nasbench201.make_operation(op, 4, norm="group", affine=False)
-    ).double()
+    make = partial(nasbench201.make_operation, channels=4, norm="group", affine=False)
+    mixed = MixedOp(nasbench201.OPS, make).double()
     x = images(3, 4, 5, 5)
     weights = torch.rand(3, 5, dtype=torch.float64)
     rows = [mixed(x[i : i + 1], weights[i]) for i in range(3)]

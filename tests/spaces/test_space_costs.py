@@ -20,12 +20,8 @@ from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.spaces.space import CELL
 
-SPACE = MBConvSpace(
-    input_shape=(3, 28, 28),
-    num_classes=5,
-    skeleton=SKELETONS["small"],
-    candidates=CANDIDATES["proxyless"],
-)
+SMALL = {"skeleton": SKELETONS["small"], "candidates": CANDIDATES["proxyless"]}
+SPACE = MBConvSpace(input_shape=(3, 28, 28), num_classes=5, **SMALL)
 
 
 def genotypes(count):
@@ -39,9 +35,7 @@ def test_multiply_adds_are_those_of_torchs_counter():
         counted = count_multiply_adds(SPACE.network(genotype), SPACE.input_shape)
         assert costs.of_path(SPACE.path(genotype)) == counted
         assert costs.lowest < counted < costs.highest
-    smallest = SPACE.genotype(
-        [row.index(min(row)) for row in costs.per_op_EO.nan_to_num(9e9).tolist()]
-    )
+    smallest = SPACE.genotype(costs.per_op_EO.nan_to_num(9e9).argmin(1).tolist())
     assert count_multiply_adds(SPACE.network(smallest), SPACE.input_shape) == costs.lowest
 
 
