@@ -220,7 +220,6 @@ class RoundStrategy(Strategy, Generic[S]):
         checkpoints: CheckpointFolder | None = None,
         schedule: Sequence[PlannedRelease] = (),
     ) -> None:
-        """See the class."""
         self.config, self.settings = config, cast(S, config.algorithm)
         self.stage = "search" if description is None else "retrain"
         self.space, self.prepared = cast(SearchSpace, space), cast(Prepared, prepared)

@@ -38,8 +38,7 @@ def strategy_of(config: Config, stage: str) -> type[RoundStrategy[Any]]:
         raise ValueError(f"algorithm={config.algorithm.name} does not search")
     if chosen is None:
         chosen = FedSGD if retrains_by_gradients(config) else FedAvg
-    strategy: type[RoundStrategy[Any]] = imported(chosen)
-    return strategy
+    return imported(chosen)
 
 
 def make_search(

@@ -138,8 +138,7 @@ def _norm(request: Request, supernet_norm: str | None) -> str | None:
     name = described.get("name", SUPERNET)
     if ACTIONS[request.action].of_supernet or name == SUPERNET:
         return supernet_norm
-    norm: str | None = described.get("norm", "batch" if name in NORMED_NETWORKS else None)
-    return norm
+    return described.get("norm", "batch" if name in NORMED_NETWORKS else None)
 
 
 def check_fields(action: str, reply: Reply) -> None:

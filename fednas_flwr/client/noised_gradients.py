@@ -59,7 +59,6 @@ class NoisedGradients:
     def __init__(
         self, client: Client, request: Request, *, steps: int = 1, auxiliary_weight: float = 0.0
     ) -> None:
-        """See the class."""
         self._client, self._guard, self._request = client, client.private_guard, request
         self._planned, self._steps = request.releases, steps
         self._auxiliary_weight = auxiliary_weight

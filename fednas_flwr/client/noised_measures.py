@@ -48,7 +48,6 @@ class NoisedMeasures:
     """
 
     def __init__(self, client: Client, request: Request) -> None:
-        """See the class."""
         self._client, self._guard, self._request = client, client.private_guard, request
 
     def mean(

@@ -125,7 +125,6 @@ class _Recorder(SteppedGrid):
     """
 
     def __init__(self, config: Config) -> None:
-        """See the class."""
         super().__init__(config)
         privacy = config.privacy
         assert isinstance(privacy, DifferentialPrivacy)

@@ -260,7 +260,6 @@ class MeasuringGrid(SteppedGrid):
     """
 
     def __init__(self, config: Config) -> None:
-        """See the class."""
         super().__init__(config)
         self.properties: Mapping[int, Mapping[str, Any]] = {}
         self.clients_s: dict[tuple[Any, ...], list[float]] = {}

@@ -62,7 +62,6 @@ class InProcessGrid(Grid):
     server_node_id = SERVER_NODE_ID
 
     def __init__(self, client_app: ClientApp, num_clients: int) -> None:
-        """See the class."""
         flower_patches.begin_task(SERVER_NODE_ID)
         self._client_app = client_app
         self._run = Run.create_empty(run_id=1)
@@ -462,8 +461,7 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
 
         def answer(taken: Taken) -> list[Message]:
             messages, arrays = zip(*taken, strict=True)
-            replies: list[Message] = result(actor.answer.remote(messages, *arrays))
-            return replies
+            return result(actor.answer.remote(messages, *arrays))
 
         return answer
 

@@ -363,8 +363,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, outputs, H / stride, W / stride]``, sides rounded up."""
         residual = self.second(self.relu(self.first(x)))
-        out: Tensor = self.relu(residual + self.shortcut(every_second(x) if self.halves else x))
-        return out
+        return self.relu(residual + self.shortcut(every_second(x) if self.halves else x))
 
 
 def resnet8(input_shape: tuple[int, ...], num_classes: int, *, width: int, norm: Norm) -> nn.Module:

@@ -275,8 +275,7 @@ def _scored_first(config: Config) -> dict[str, Any] | None:
     if pool is None or not pool.chosen_scores(config.search_space.name):
         return None
     rewarded = read_run(Path(str(config.run_dir))).of_kind("rewarded")
-    first: dict[str, Any] | None = rewarded[0]["genotypes"][0] if rewarded else None
-    return first
+    return rewarded[0]["genotypes"][0] if rewarded else None
 
 
 def _data_free(config: Config) -> Config:
@@ -314,8 +313,7 @@ def _shipped(name: str, **changed: object) -> AlgorithmSettings:
     file = f"algorithm/{name}.yaml"
     settings = {**read_yaml(conf_folder() / file, file), **changed}
     kind = algorithms()[name].settings
-    parsed: AlgorithmSettings = parse(kind, settings, key="algorithm", defaults=True)
-    return parsed
+    return parse(kind, settings, key="algorithm", defaults=True)
 
 
 def _nearest_resnet(shape: tuple[int, ...], num_classes: int, wanted: int) -> str:

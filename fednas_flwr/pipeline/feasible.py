@@ -401,8 +401,7 @@ def _batch_size(config: Config, stage: str) -> int | None:
     if stage == "retrain":
         return retraining
     algorithm = config.algorithm.whole_search(config).algorithm
-    size: int | None = getattr(algorithm, "batch_size", retraining)
-    return size
+    return getattr(algorithm, "batch_size", retraining)
 
 
 def _error_of_one_record(network: nn.Module, shape: tuple[int, ...]) -> ValueError | None:

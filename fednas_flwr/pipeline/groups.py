@@ -124,8 +124,7 @@ def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
     """Return the groups by similar updates, the same again if the run is resumed."""
     algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
     if path.exists():
-        found: Groups = load_json(path.read_text())
-        return found
+        return load_json(path.read_text())
     assert isinstance(strategy, FDNAS)  # as the configuration has it
     assert algorithm.num_groups is not None
     present = set(run.cohort.clients)

@@ -227,14 +227,12 @@ class AtSite(Settings):
     @property
     def described(self) -> Description | None:
         """Description of the network that it names or trains; None is the supernet."""
-        named: Description | None = getattr(self.loop or self, "network", None)
-        return named
+        return getattr(self.loop or self, "network", None)
 
     def num_steps(self, records: Mapping[str, int]) -> int:
         """Steps of its local training, or ``local_steps``; of each candidate or trial."""
         if self.loop is None:
-            steps: int = getattr(self, "local_steps", 1)
-            return steps
+            return getattr(self, "local_steps", 1)
         return self.loop.amount.most_steps(sum(records[p] for p in splits_of(self.loop.split)))
 
     def with_steps(self, steps: int) -> Self:
@@ -725,8 +723,7 @@ def decode(action: str, values: object) -> Settings:
         ConfigError: There is no such action, or the values are not such a request.
     """
     check_choice("action", action, sr.REQUESTS)
-    request: Settings = ps.parse(sr.REQUESTS[action], values, key="")
-    return request
+    return ps.parse(sr.REQUESTS[action], values, key="")
 
 
 def decode_properties(action: str, values: object, *, masked: bool = False) -> Any:

@@ -62,8 +62,7 @@ class Candidate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [B, classes]."""
-        logits: Tensor = self.body(x, path=self.path)
-        return logits
+        return self.body(x, path=self.path)
 
 
 def all_alike(supernet: Supernet) -> list[list[int]]:

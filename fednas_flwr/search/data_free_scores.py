@@ -100,8 +100,7 @@ def combine(values: Sequence[Mapping[str, float]]) -> list[float]:
         column_N = column_N.nan_to_num(nan=-math.inf)
         ranks_N = torch.searchsorted(column_N.sort().values, column_N, right=True)
         total += (ranks_N.double() / len(values)).log()
-    result: list[float] = total.tolist()
-    return result
+    return total.tolist()
 
 
 def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
@@ -327,8 +326,7 @@ def _of_small_images(space: SearchSpace) -> SearchSpace:
         return space
     shape = space.input_shape
     sides = [min(size, LARGEST_SIDE) for size in shape[1:]]
-    smaller: SearchSpace = replace(space, input_shape=(shape[0], *sides))
-    return smaller
+    return replace(space, input_shape=(shape[0], *sides))
 
 
 def _draw_weights(network: nn.Module, init: Callable[[Tensor], Tensor]) -> None:
@@ -349,8 +347,7 @@ def _noise(count: int, shape: tuple[int, ...], generator: torch.Generator) -> Te
     frequency_HW = torch.hypot(rows_H[:, None], columns_W)
     spectrum = torch.fft.fft2(white) / frequency_HW.clamp(min=1 / max(shape[1:]))
     noise = torch.fft.ifft2(spectrum).real
-    result: Tensor = noise / noise.std(dim=(1, 2, 3), keepdim=True)
-    return result
+    return noise / noise.std(dim=(1, 2, 3), keepdim=True)
 
 
 def _entropy(feature: Tensor) -> Tensor:
@@ -360,8 +357,7 @@ def _entropy(feature: Tensor) -> Tensor:
     covariance = centred_PC.T @ centred_PC / len(centred_PC)
     eigenvalues = torch.linalg.eigvalsh(covariance).clamp(min=0)
     shares = eigenvalues / eigenvalues.sum().clamp(min=torch.finfo(feature.dtype).tiny)
-    entropy: Tensor = torch.special.entr(shares).sum()
-    return entropy
+    return torch.special.entr(shares).sum()
 
 
 def _jacobian(g_in: Tensor, g_out: Tensor) -> Tensor:

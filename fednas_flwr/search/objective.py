@@ -227,8 +227,7 @@ class Objective:
 
 def _own_losses(loss: OwnLoss, logits: Tensor, labels: Tensor) -> Tensor:
     """The losses [B] of records by a user's function, which is shown one at a time."""
-    losses: Tensor = torch.vmap(partial(_own_loss, loss))(logits, labels)
-    return losses
+    return torch.vmap(partial(_own_loss, loss))(logits, labels)
 
 
 def _own_loss(loss: OwnLoss, logits: Tensor, label: Tensor) -> Tensor:

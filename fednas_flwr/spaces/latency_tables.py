@@ -255,8 +255,7 @@ def from_json(text: str, *, origin: str = "latency table") -> LatencyTable:
     """
     hint = ": measure anew by `fednas latency measure`"
     fields = read_document(text, origin=origin, format=FORMAT, version=VERSION, hint=hint)
-    table: LatencyTable = parse(LatencyTable, fields, key=origin)
-    return table
+    return parse(LatencyTable, fields, key=origin)
 
 
 def median_table(tables: Sequence[LatencyTable]) -> LatencyTable:

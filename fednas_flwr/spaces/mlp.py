@@ -56,8 +56,7 @@ class MLPCell(SearchCell):
     def leave(self, weights_EO: Tensor, state: Tensor, indices: list[int]) -> Tensor:
         """Compute the mixed ops of the edges that leave a state, [B, edges, W]."""
         source, _ = EDGES[indices[0]]
-        out: Tensor = self.leaving[source](state, weights_EO[..., indices, :])
-        return out
+        return self.leaving[source](state, weights_EO[..., indices, :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,5 +187,4 @@ class ParallelLayers(nn.Module):
         activated = [f(part) for f, part in zip(self.activations, parts, strict=True)]
         out = self.norm(torch.cat(activated, dim=1))
         out_BOEW = out.view(len(out), len(activated), weights_EO.shape[-2], -1)
-        mixed: Tensor = (out_BOEW * weights_EO.mT[..., None]).sum(1)
-        return mixed
+        return (out_BOEW * weights_EO.mT[..., None]).sum(1)

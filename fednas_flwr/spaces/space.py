@@ -97,8 +97,7 @@ class Supernet(nn.Module):
         """
         if op_weights is None:
             op_weights = {kind: alphas.softmax(dim=-1) for kind, alphas in self.alphas().items()}
-        logits: Tensor = self.body(x, op_weights)
-        return logits
+        return self.body(x, op_weights)
 
 
 @dataclass(frozen=True, kw_only=True)

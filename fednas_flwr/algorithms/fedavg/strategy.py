@@ -86,7 +86,6 @@ class ServerOptimizer:
     """
 
     def __init__(self, settings: ServerAdagrad) -> None:
-        """See the class."""
         kind = {"adam": FedAdam, "yogi": FedYogi, "adagrad": FedAdagrad}[settings.name]
         constants = {"eta": settings.lr, "tau": settings.tau}
         if isinstance(settings, ServerAdam):

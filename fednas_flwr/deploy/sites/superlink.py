@@ -38,7 +38,7 @@ class Guard:
         for_all: Beginnings of the paths that other machines may ask.
     """
 
-    def __init__(self, app: ASGIApp, for_all: tuple[str, ...]) -> None:  # noqa: D107
+    def __init__(self, app: ASGIApp, for_all: tuple[str, ...]) -> None:
         self.app, self.for_all = app, for_all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

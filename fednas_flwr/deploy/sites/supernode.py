@@ -32,7 +32,6 @@ class ImpatientStore:
     """
 
     def __init__(self, store: ObjectStore) -> None:
-        """See the class."""
         self._store = store
         self._waiting: dict[str, float] = {}  # object -> since when
 

@@ -56,7 +56,7 @@ class Mark:
         RuntimeError: There is a key but no mark.
     """
 
-    def __init__(self, key_path: Path) -> None:  # noqa: D107
+    def __init__(self, key_path: Path) -> None:
         self.key_path, self.path = key_path, key_path.with_name(key_path.name + ".mark")
         new = not key_path.exists()
         if not new and not self.path.exists():

@@ -315,8 +315,7 @@ class Clipping(Checked):
 
 def _norms(rows: Tensor) -> Tensor:
     """Return the norms of rows [B, ...], float64 [B]."""
-    norms_B: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return norms_B
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
 def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:

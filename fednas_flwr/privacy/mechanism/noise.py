@@ -84,8 +84,7 @@ def _discrete_laplace(words: Words, size: int, sigma: int) -> np.ndarray:
     magnitudes = (rests + np.uint64(sigma) * _geometric(words, len(rests))).view(np.int64)
     negative = (words(len(rests)) & np.uint64(1)).astype(bool)
     keep = (magnitudes > 0) | ~negative
-    proposals: np.ndarray = np.where(negative, -magnitudes, magnitudes)[keep]
-    return proposals
+    return np.where(negative, -magnitudes, magnitudes)[keep]
 
 
 def _geometric(words: Words, count: int) -> np.ndarray:

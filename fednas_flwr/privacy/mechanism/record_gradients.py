@@ -272,8 +272,7 @@ def _computed_with(
 def _pool(layer: Any, _: RecordWeights, x: Tensor) -> Tensor:
     """Return the same as ever, computed with channels of all records innermost: faster on CPU."""
     if x.dim() != 4 or getattr(layer, "return_indices", False):
-        out: Tensor = type(layer).forward(layer, x)
-        return out
+        return type(layer).forward(layer, x)
     B, C, H, W = x.shape
     x_SP = _Transposed.apply(x.reshape(B * C, H * W))
     x_1PHW = x_SP.view(1, H, W, B * C).permute(0, 3, 1, 2)

@@ -64,7 +64,6 @@ class SumSite:
     def __init__(
         self, index: int, keys: SiteKeys, roster: Roster, terms: SumTerms, journal: Path
     ) -> None:
-        """See the class."""
         if roster.fingerprint != terms.roster:
             raise ConfigError(
                 f"refused by the policy, rule secure_sum.roster: the roster has the fingerprint "
