@@ -29,7 +29,7 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol import states as st
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
-from fednas_flwr.search.batch_gradients import alpha_entropy
+from fednas_flwr.search.local_search import alpha_entropy
 from fednas_flwr.search.optimizer_step import after_prefix, no_moments
 from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.exchange import Exchange, Participants

@@ -26,8 +26,7 @@ from fednas_flwr.models.networks import Description, make_device, make_network, 
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
-from fednas_flwr.privacy.policy import AUTOMATIC, Policy, load_policy, parse_policy
+from fednas_flwr.privacy.policy import AUTOMATIC, Policy, SumTerms, load_policy, parse_policy
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.search.objective import Objective, Regression

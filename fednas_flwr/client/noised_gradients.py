@@ -30,9 +30,8 @@ from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.secure_sum.masks import Cells
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search import proxyless as px
-from fednas_flwr.search.batch_gradients import Batch
 from fednas_flwr.search.candidate import PREFIX, Pool, Relaxed
-from fednas_flwr.search.objective import Output
+from fednas_flwr.search.objective import Batch, Output
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, trainable_weights
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.mbconv import CELL

@@ -22,6 +22,7 @@ NUMBER_LOSSES: dict[str, Callable[..., Tensor]] = {
     names.HUBER: functional.huber_loss,  # squared up to one deviation
 }
 
+Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B] or [B, L]
 Output = Tensor | tuple[Tensor, Tensor]  # logits; in training maybe also those of an auxiliary head
 
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.batch_gradients import Batch
-from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective
 from fednas_flwr.search.optimizer_step import Gradients, Optimizers
 from fednas_flwr.settings.optimizers import Gates
 from fednas_flwr.settings.parser import Checked

@@ -14,7 +14,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import describe_network, supernet_space
 from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
-from fednas_flwr.search.batch_gradients import BatchGradients
+from fednas_flwr.search.exact_gradients import BatchGradients
 
 CONSTANT = ["algorithm.weights.lr=0.05", "algorithm.weights.min_lr=0.05"]
 SEARCH = [

@@ -18,7 +18,7 @@ from fednas_flwr.protocol.states import MOMENTS
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import create_run_folder
-from fednas_flwr.server.limits import distance
+from fednas_flwr.server.reply_checks import distance
 from fednas_flwr.settings import dump_config
 
 LINEAR = (

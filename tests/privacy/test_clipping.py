@@ -19,7 +19,7 @@ from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
-from fednas_flwr.search.batch_gradients import BatchGradients, trainable_weights
+from fednas_flwr.search.exact_gradients import BatchGradients, trainable_weights
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mlp import MLPSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space

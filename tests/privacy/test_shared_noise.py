@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_shared_noise
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, share_sigma
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_shared_noise, share_sigma
+from fednas_flwr.privacy.policy import SumTerms
 
 from .divergences import sum_divergence
 

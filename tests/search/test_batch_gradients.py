@@ -9,15 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.search.batch_gradients import (
+from fednas_flwr.search.exact_gradients import (
     BatchGradients,
+    ExactGradients,
     Tally,
-    alpha_entropy,
-    beta_gradient,
     periodic_gradients,
-    rising,
 )
-from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.local_search import alpha_entropy, beta_gradient, rising
 from fednas_flwr.search.optimizer_step import (
     Optimizer,
     clip_gradients,

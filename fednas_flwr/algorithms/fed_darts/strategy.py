@@ -12,8 +12,7 @@ from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalSearch, Search
-from fednas_flwr.search.batch_gradients import rising
-from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.local_search import Alternating, rising
 
 
 class FedDARTS(RoundStrategy[FedDARTSSettings]):

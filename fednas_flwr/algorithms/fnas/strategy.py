@@ -19,7 +19,7 @@ from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import pack
-from fednas_flwr.search.batch_gradients import beta_gradient, rising
+from fednas_flwr.search.local_search import beta_gradient, rising
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 
 

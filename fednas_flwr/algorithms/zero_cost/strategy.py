@@ -22,8 +22,7 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import describe_network, described_space
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.search.data_free_scores import measure
-from fednas_flwr.search.data_free_search import Scored, Scores, search, shortlisted
+from fednas_flwr.search.data_free_scores import Scored, Scores, measure, search, shortlisted
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.names import FOUND
 from fednas_flwr.settings.registry import packed
@@ -54,7 +53,7 @@ class ScoredDraws:
         """All drawn networks, best first.
 
         Args:
-            **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
+            **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_scores.search`.
         """
         scores, shortlist = partial(_scores, self.config, self.space), self.choice.shortlist
         chosen = self.choice.chosen_scores(self.space.name)

@@ -199,7 +199,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     from fednas_flwr.data.readers import site_dataset
     from fednas_flwr.data.summary import reading_notes
     from fednas_flwr.pipeline.feasible import check_features
-    from fednas_flwr.server.limits import MORE_RECORDS
+    from fednas_flwr.server.reply_checks import MORE_RECORDS
     from fednas_flwr.settings.configuration import parse_config
     from fednas_flwr.settings.hydra_config import compose_tree
 

@@ -20,8 +20,7 @@ import numpy as np
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.anchor import connect
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
-from fednas_flwr.privacy.policy import refused
+from fednas_flwr.privacy.policy import SumTerms, refused
 from fednas_flwr.protocol.keys import Context, Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.secure_sum import masks
 
