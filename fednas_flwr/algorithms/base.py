@@ -56,8 +56,7 @@ def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
 
 def data_set_of(config: Config) -> str | None:
     """Id that private sites' policies give their data; None without privacy."""
-    privacy = config.privacy
-    return privacy.data_set if isinstance(privacy, DifferentialPrivacy) else None
+    return config.dp.data_set if config.dp else None
 
 
 def local_steps(config: Config, stage: str) -> int | None:
@@ -65,8 +64,8 @@ def local_steps(config: Config, stage: str) -> int | None:
 
     None without privacy, and where its unit is the client, which trains by epochs.
     """
-    privacy = config.privacy
-    if not isinstance(privacy, DifferentialPrivacy) or not by_record(config):
+    privacy = config.dp
+    if not privacy or not by_record(config):
         return None
     return privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps
 
@@ -225,7 +224,7 @@ class RoundStrategy(Strategy, Generic[S]):
         self.space, self.prepared = cast(SearchSpace, space), cast(Prepared, prepared)
         self.description = dict(description or {"name": SUPERNET})
         self.found_configuration = configuration
-        self.is_private = isinstance(config.privacy, DifferentialPrivacy)
+        self.is_private = config.dp is not None
         self.schedule, self.momentum = schedule, self._momentum()
         self.layouts, self.states = self._initial(network)
         self._velocity: st.Packed = {}

@@ -57,7 +57,7 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
             reached for ten minutes; or the run did: the message is then the server's error, the
             cause its log.
     """
-    folder = Path(str(config.run_dir))
+    folder = config.folder
     bundle = write_bundle(folder / BUNDLE)
     run_config = write_run_config(folder / RUN_CONFIG_FILE, config, resumed=resumed)
     assert isinstance(config.runtime, Deployment)

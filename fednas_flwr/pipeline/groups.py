@@ -33,7 +33,7 @@ from fednas_flwr.runs.events import Event, EventLog
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GROUPS_FILE, create_run_folder
 from fednas_flwr.server.cohort import CONNECT, QuorumError
-from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings import Config
 from fednas_flwr.spaces.costs import check_hardware
 
 Groups = dict[str, list[int]]
@@ -178,8 +178,7 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
         create_run_folder(config)
     log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
     # private clients have committed to all that the run asks of them, under its name
-    private = isinstance(run.config.privacy, DifferentialPrivacy)
-    called = run.cohort.run if private else f"{run.cohort.run}.{name}"
+    called = run.cohort.run if run.config.dp else f"{run.cohort.run}.{name}"
     return replace(
         run,
         config=config,

@@ -85,7 +85,7 @@ def noised_statistics(
     schedule: Sequence[PlannedRelease],
     log: EventLog,
     *,
-    data_set: str,
+    data_set: str | None,
 ) -> stats.Statistics:
     """Return the statistics that the clients' noised releases tell, one of each client.
 

@@ -57,7 +57,7 @@ from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.settings import Config, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import ACCURACY, AUROC, DECIDED, R2
 from fednas_flwr.settings.optimizers import Configuration
@@ -89,7 +89,7 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     with log.attempt(resumed=resumed, circumstances=circumstances):
         # A resumed run books under another name, since what it repeats is released again; but one
         # that people have approved meanwhile keeps the name that they have approved.
-        earlier = read_events(Path(str(config.run_dir)) / EVENTS_FILE) if resumed else []
+        earlier = read_events(config.folder / EVENTS_FILE) if resumed else []
         run = begin(config, grid, log, circumstances, earlier=earlier)
         with suppress(OutOfTimeError):
             _run_and_report_spending(run)
@@ -126,7 +126,7 @@ def _run_and_report_spending(run: Run) -> None:
     try:
         _run_from_search(run)
     finally:
-        if isinstance(run.config.privacy, DifferentialPrivacy):
+        if run.config.dp:
             _report_spending(run)
 
 
@@ -234,7 +234,7 @@ def _evaluate(
     config, prepared = run.config, run.prepared
     device = networks.make_device(config.runtime.device)
     with run.stage("evaluate"):
-        shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
+        shows_clients = not (config.secure_sum or config.dp)
         central, validation = None, None
         released = _released_scores(run, description, states)
         objective = make_objective(config, prepared, torch.device("cpu"))

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from fednas_flwr.settings import names
@@ -743,6 +744,16 @@ class Config(ps.Checked):
             f"sampling.per_round={number:g} with clients={self.clients}: expected a whole number "
             "of them, or a share below 1; set sampling=null for all",
         )
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, of a run that has one."""
+        return Path(str(self.run_dir))
+
+    @property
+    def dp(self) -> DifferentialPrivacy | None:
+        """Privacy of a run whose clients noise what they tell; None of others."""
+        return self.privacy if isinstance(self.privacy, DifferentialPrivacy) else None
 
     @property
     def asked(self) -> int:
