@@ -566,9 +566,8 @@ class RoundStrategy(Strategy, Generic[S]):
             sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
             self._round, self._phase, self._client_metrics = server_round, 0, {}
             self.cohort.seconds.clear()
-            if (sampling := self.cohort.sampling) is not None:
-                self._participants = sampling.participants(self.stage, server_round)
-                self._asked = set()
+            self._participants = self.cohort.participants(self.stage, server_round)
+            self._asked = set()
             planned = self._affordable(server_round, num_rounds, longest_s)
             metrics = dict(self.run_round(server_round, planned)) | self._alpha_metrics()
             metrics |= centrally(server_round)

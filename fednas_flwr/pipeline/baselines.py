@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from fednas_flwr.algorithms.fedavg.strategy import planned_rounds
@@ -40,7 +39,7 @@ from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.registry import algorithm_of, algorithms
 from fednas_flwr.settings.run_settings import CellSpace, Retrain
 from fednas_flwr.settings.unused import without_effect
-from fednas_flwr.spaces.costs import cost_by, count_multiply_adds
+from fednas_flwr.spaces.costs import count_multiply_adds, ranges_of_cost
 from fednas_flwr.spaces.genotype import Genotype, from_json, save_genotype
 
 AFFORDED = 2  # random networks, where nobody says how many
@@ -255,9 +254,7 @@ def _front(config: Config, derived: Event) -> list[Genotype]:
         return []
     event = read_run(config.folder).of_kind("rewarded")[0]
     genotypes = [from_json(json.dumps(genotype)) for genotype in event["genotypes"]]
-    cost = cost_by(space, pool.limits.table)
-    by_cost = sorted(range(len(genotypes)), key=lambda place: cost(genotypes[place]))
-    parts = [part for part in np.array_split(by_cost, COSTS) if len(part)]
+    parts = ranges_of_cost(genotypes, space, pool.limits.table, count=COSTS)
     best = [genotypes[max(part, key=event["rewards"].__getitem__)] for part in parts]
     found = from_json(json.dumps(derived["network"]["genotype"]))
     return [genotype for genotype in best if genotype != found]

@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from flwr.serverapp import Grid
 
 from fednas_flwr.algorithms.base import RoundStrategy, data_set_of
-from fednas_flwr.algorithms.fedavg.strategy import planned_rounds, trained_on
+from fednas_flwr.algorithms.fedavg.strategy import median_records, planned_rounds
 from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import simulated_properties
@@ -86,9 +85,7 @@ def begin(
     splits: Sequence[Mapping[str, int]] = [
         known.get("splits", dict.fromkeys(SPLITS, 0)) for known in cohort.properties.values()
     ]
-    trained = trained_on(config.retrain.evaluate_every)
-    records = [sum(sizes[name] for name in trained) for sizes in splits]
-    rounds = planned_rounds(config.retrain, median(records))
+    rounds = planned_rounds(config.retrain, median_records(config.retrain, splits))
     config = replace(config, retrain=replace(config.retrain, rounds=rounds))
     config = schedule.for_classes(config, prepared.train)
     if config.samples:

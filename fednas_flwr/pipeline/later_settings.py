@@ -215,8 +215,7 @@ def _ask(run: Run) -> LatencyTable:
     assert isinstance(space, MBConvSpace)  # as the configuration has it
     request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, data_set=data_set_of(config))
     tables: list[LatencyTable] = []
-    sampling = run.cohort.sampling
-    participants = None if sampling is None else sampling.participants("latency", 1)
+    participants = run.cohort.participants("latency", 1)
     wanted = len(participants.clients) if participants else run.cohort.num_clients
     for client, reply in run.cohort.ask(
         Exchange("query.latency", stage="latency", settings=request, participants=participants)

@@ -100,7 +100,7 @@ def noised_statistics(
         QuorumError: Too few clients answer; the message says why.
     """
     (planned,) = [release for release in schedule if release.kind == STATISTICS]
-    num_columns, sampling = prepared.train.num_numeric, cohort.sampling
+    num_columns = prepared.train.num_numeric
     layout = Layout.of({STATISTICS: torch.zeros(3 * num_columns)})
     total, weights, variance = torch.zeros(3 * num_columns, dtype=torch.float64), 0.0, 0.0
     for client, reply in cohort.ask(
@@ -111,7 +111,7 @@ def noised_statistics(
             settings=TellStatistics(data_set=data_set),
             layouts={STATISTICS: layout},
             releases=schedule,
-            participants=None if sampling is None else sampling.participants(STATISTICS, 1),
+            participants=cohort.participants(STATISTICS, 1),
         )
     ):
         weight = reply.num_examples

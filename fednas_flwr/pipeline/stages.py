@@ -376,10 +376,8 @@ def _released_scores(
 
 def _testers(run: Run) -> list[int]:
     """Return the clients that test the network: as many as a round asks."""
-    clients, sampling = run.cohort.clients, run.cohort.sampling
-    if sampling is None:
-        return clients
-    return sorted(set(clients) & set(sampling.participants("evaluate", 1).clients))
+    clients, asked = run.cohort.clients, run.cohort.participants("evaluate", 1)
+    return clients if asked is None else sorted(set(clients) & set(asked.clients))
 
 
 def _ask_tests(

@@ -39,17 +39,10 @@ MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule fo
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
 LARGEST_TABLE = 2**20  # characters of a table of latencies: some 5,000 layers
 LARGEST_RECORD = 2**28  # values of its features
-LONGEST_TEXT = 200  # characters of a tag or of a name
 MOST_SUMS = 10**6
 SCORES = ("f1", "auroc", "average_precision", "sensitivity", "specificity", *names.NUMBER_METRICS)
 
 
-def is_line(text: str) -> bool:
-    """Whether it is a line of text that a person can be shown."""
-    return len(text) <= LONGEST_TEXT and text.isprintable()
-
-
-Line = Annotated[str, ps.Where(is_line, "a line of text")]
 Number = Annotated[int, ps.Between(0, MAX_EXAMPLES)]
 Shape = Annotated[
     list[Number],
@@ -265,23 +258,23 @@ class Identity(TypedDict):
 class ClientProperties(Identity, total=False):
     """Properties of the reply of a private client to ``query.describe``: no record decides them."""
 
-    tag: Line
-    hardware: Line
+    tag: ps.Line
+    hardware: ps.Line
     versions: Annotated[
-        dict[str, Line], ps.Where(lambda of: all(map(is_line, of)), "lines by name")
+        dict[str, ps.Line], ps.Where(lambda of: all(map(ps.is_line, of)), "lines by name")
     ]
     keeps_model: Annotated[bool, ps.Where(bool, "true")]
     input_shape: Shape
     image_shape: Shape
-    transform: list[Line]
+    transform: list[ps.Line]
     schema: list[Column]
     mean: list[Coordinate]
     std: list[Annotated[float, ps.Between(0, LARGEST_NUMBER, above=True)]]
-    class_names: list[Line]
+    class_names: list[ps.Line]
     multi_label: bool
     target: Annotated[list[Coordinate], ps.Length(ps.Between(0, 4))]
     splits: Declared
-    data_set: Line
+    data_set: ps.Line
     budget: Budget
     secure_noise: bool
     unit: Annotated[str, ps.OneOf(names.UNITS)]

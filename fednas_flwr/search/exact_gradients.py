@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
-from fednas_flwr.search.candidate import Pool, Relaxed, by_member
+from fednas_flwr.search.candidate import PREFIX, Pool, Relaxed
 from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective, heads
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
 from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
@@ -268,7 +268,11 @@ class ExactGradients(BatchGradients):
     def weights(self, network: nn.Module) -> Gradient:
         """The gradient on the step's train batch; of a pool each member's."""
         if isinstance(network, Pool):
-            return by_member(network, self.weights)
+            return {
+                f"{PREFIX}.{index}.{name}": value
+                for index, member in enumerate(network.members)
+                for name, value in self.weights(member).items()
+            }
         with computed_in(self.precision, self.train_batch):
             return self.weight_gradient(network, self.train_batch)
 

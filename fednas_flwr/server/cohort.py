@@ -30,7 +30,7 @@ from fednas_flwr.protocol.messages import Header, Reply
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
 from fednas_flwr.server import reply_checks as checks
-from fednas_flwr.server.exchange import Exchange, Sampling, Sent, share_scales
+from fednas_flwr.server.exchange import Exchange, Participants, Sampling, Sent, share_scales
 from fednas_flwr.server.secure_sums import PendingSum
 
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
@@ -114,6 +114,11 @@ class Cohort:
     _refused: Counter[int] = field(default_factory=Counter, init=False)  # refused replies
     _limited: set[int] = field(default_factory=set, init=False)  # once held to the largest share
     _missed: set[int] = field(default_factory=set, init=False)  # without a reply when last asked
+
+    def participants(self, stage: str, server_round: int) -> Participants | None:
+        """The clients of a round, from 1, of a stage; None if it asks all."""
+        sampling = self.sampling
+        return None if sampling is None else sampling.participants(stage, server_round)
 
     def connect(
         self,

@@ -161,6 +161,10 @@ class Retrain(ps.Checked):
     drop_path_prob: opt.ShareBelow1
     weights: opt.SGD
 
+    def local_steps(self, records: float) -> int:
+        """The steps that so many records take in a client's part of a round."""
+        return self.local_epochs * max(1, math.ceil(records / self.batch_size))
+
     @property
     def planned(self) -> int:
         """The number of rounds, in a run that knows it."""

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings.parser import Between, Checked, Where, parse
+from fednas_flwr.settings.parser import LONGEST_LINE, Between, Checked, Line, parse
 from fednas_flwr.spaces.genotype import read_document
 from fednas_flwr.spaces.mbconv import Layer
 
@@ -34,15 +34,6 @@ LONGEST_MS = 1e9  # whose sum over a network is finite
 
 Sized = tuple[nn.Module, tuple[int, ...]]  # a module and the shape of one example
 Size = Annotated[int, Between(0, 2**31 - 1)]
-LONGEST_LINE = 200
-
-
-def is_line(text: str) -> bool:
-    """Tell whether a text is one line that is not too long."""
-    return len(text) <= LONGEST_LINE and text.isprintable()
-
-
-Line = Annotated[str, Where(is_line, "a line of text")]
 
 
 @dataclass(frozen=True)

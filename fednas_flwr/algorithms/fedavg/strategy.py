@@ -6,7 +6,6 @@ an optimiser of the server.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import cast
@@ -44,8 +43,14 @@ def planned_rounds(retrain: Retrain, records: float) -> int:
     """The rounds of retraining: as set, or by the records that the median client trains on."""
     if retrain.rounds is not None:
         return retrain.rounds
-    steps = retrain.local_epochs * max(1, math.ceil(records / retrain.batch_size))
-    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, round(LOCAL_STEPS / steps)))
+    rounds = round(LOCAL_STEPS / retrain.local_steps(records))
+    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, rounds))
+
+
+def median_records(retrain: Retrain, declared: Iterable[Mapping[str, int]]) -> float:
+    """The records that the median client retrains on, of those that clients declare by split."""
+    names = trained_on(retrain.evaluate_every)
+    return median(sum(splits.get(name, 0) for name in names) for splits in declared)
 
 
 def training_settings(config: Config, configuration: Configuration | None) -> tuple[SGD, float]:
@@ -207,11 +212,9 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
         steps = local_steps(self.config, self.stage)
         if steps is not None:
             return steps
+        declared = (of.get("splits", {}) for of in self.cohort.properties.values())
         retrain = self.config.retrain
-        declared = [of.get("splits", {}) for of in self.cohort.properties.values()]
-        names = trained_on(retrain.evaluate_every)
-        records: float = median(sum(splits.get(name, 0) for name in names) for splits in declared)
-        return retrain.local_epochs * max(1, math.ceil(records / retrain.batch_size))
+        return retrain.local_steps(median_records(retrain, declared))
 
     @classmethod
     def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
