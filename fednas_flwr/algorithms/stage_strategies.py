@@ -1,7 +1,5 @@
 """The stages of an algorithm: their strategies, the releases and the clients of their rounds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -13,8 +13,6 @@ Tensor suffixes: B batch, C channels, H height, W width; in shapes of weights O 
 kernel size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

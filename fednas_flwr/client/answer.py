@@ -4,8 +4,6 @@ A private site admits a request by its policy and the run's commitment (:func:`a
 reads a record. Main function: :func:`answer`.
 """
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import asdict, replace
 from typing import Any, get_type_hints

@@ -6,8 +6,6 @@ measures by noised means, and it tells public properties. Such an action builds 
 without data, lets the guard refuse, rehearses on made-up records, and only then reads records.
 """
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Clients with their release guards, of real sites and of simulated ones."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace

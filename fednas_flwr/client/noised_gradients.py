@@ -8,8 +8,6 @@ gradient is clipped, and no other moves.
 Tensor suffixes: B records, E blocks, O ops, K ops that are computed in a block.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -7,8 +7,6 @@ stands beside it, and sums of it are exact: see :mod:`fednas_flwr.privacy.mechan
 Tensor suffixes: B rows of a micro-batch, V values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

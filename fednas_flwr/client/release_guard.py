@@ -8,8 +8,6 @@ a caller's word for a norm: noise is scaled by the one that comes with the sum, 
 functions that clip return.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -16,8 +16,6 @@ the server, and add nothing, as policies expect.
 Main function: :func:`audit_run`.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import secrets

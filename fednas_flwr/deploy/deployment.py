@@ -4,8 +4,6 @@ The server app prints its events as lines of the run's log, where :func:`deploy`
 a person sees what an inline run shows. Main function: :func:`deploy`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -10,8 +10,6 @@ Main functions: :class:`InProcessGrid`, :func:`ray_grid`, and :func:`check_clust
 before a run begins whether its Ray cluster or SuperLink is there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

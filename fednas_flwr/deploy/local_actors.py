@@ -7,8 +7,6 @@ wherever a client answers.
     python -m fednas_flwr.deploy.local_actors
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager

@@ -5,8 +5,6 @@ with them it is composed here, for the nodes that the federation has. :func:`lau
 any of the three runtimes; all end in :func:`serve`.
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Iterable

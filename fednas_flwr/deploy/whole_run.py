@@ -3,8 +3,6 @@
 What is compared is a run of its own, in a folder of the run's.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 A network is built from its description, JSON values that also travel to clients and into files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ retraining and privacy. Simulated sites have a ledger of their own in each: all 
 into training, as real sites could not give it once more. These train none with privacy.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ that all that reads a run reads a group. What the run itself keeps is who is in 
 (``groups.json``) and how each ended (``group_finished`` events).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping

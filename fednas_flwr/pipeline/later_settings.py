@@ -9,8 +9,6 @@ A run without a table of latencies asks its clients for one before it searches. 
 the run folder (``latency.json``), so a run that is resumed does not ask again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ Without privacy they tell the moments of their columns with what else they say o
 (:func:`noised_statistics`). Either happens once, and a run that is resumed goes on with the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ leave of it. Noise that is given stands; where baselines have a share of the eps
 :func:`check_own_share` refuses what costs more than the rest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

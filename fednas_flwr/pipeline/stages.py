@@ -4,8 +4,6 @@ Runs on the server, over any Grid. Each round leaves a checkpoint, so a run that
 through the same stages again and finds its rounds done.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

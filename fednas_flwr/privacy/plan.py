@@ -4,8 +4,6 @@ A strategy states its :class:`PlannedRelease` of every round, the schedule adds 
 calibrates their noise, a site keeps them in its ledger, and every release is checked against them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ here counts what was spent or how many steps a run has taken: a request that pas
 reservation in the ledger.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ message to a request, and :func:`decode_properties` to what a client says of its
 missing key, or a value of another type or out of range, is refused before anything else is done.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

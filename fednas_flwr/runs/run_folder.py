@@ -1,7 +1,5 @@
 """The folder that holds everything of one run."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

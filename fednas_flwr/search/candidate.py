@@ -11,8 +11,6 @@ member's, so that a member is trained as it would be alone.
 Tensor suffixes: B batch, E edges, O ops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

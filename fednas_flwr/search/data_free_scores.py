@@ -20,8 +20,6 @@ little.
 Tensor suffixes: B batch, C channels, H height, W width, P positions (batch and pixels), N networks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace

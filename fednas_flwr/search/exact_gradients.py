@@ -7,8 +7,6 @@ All functions leave the weights, the alphas and their ``.grad`` as they found th
 running statistics move, as with any forward in training mode.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ regulariser reads no record: it costs no privacy, so a client or the server may 
 with privacy after the noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat

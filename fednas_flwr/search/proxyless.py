@@ -13,8 +13,6 @@ server has sent: :func:`drawable_alphas`.
 Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, the active one first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ honest client keeps to it with certainty, or, where noise has a part in it, but 
 :func:`honest_limits`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

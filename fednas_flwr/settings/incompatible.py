@@ -1,7 +1,5 @@
 """Conclusions from the settings of a run, and settings that exclude each other."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

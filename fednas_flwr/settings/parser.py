@@ -9,8 +9,6 @@ dataclass derived from :class:`Checked` refuses all others, however it is made;
 :func:`constraints` tells them to whoever draws values.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

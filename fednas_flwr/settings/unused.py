@@ -6,8 +6,6 @@ user has set is refused (:func:`check_effect`). A new setting needs a row if som
 it; a test records what runs read and names the settings that lack one.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress

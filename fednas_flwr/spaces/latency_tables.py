@@ -5,8 +5,6 @@
 (Cai et al. 2019, ProxylessNAS, arXiv 1812.00332, section 3.3).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import platform

@@ -15,8 +15,6 @@ layers that read one node are computed as one linear layer per width.
 Tensor suffixes: B batch, E edges, O ops, W width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

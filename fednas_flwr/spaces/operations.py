@@ -13,8 +13,6 @@ they share the ReLU and the pools, and their kernels are stacked into one call o
 Tensor suffixes: B batch, C channels, H height, W width, E edges of a state, O ops.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -7,8 +7,6 @@ space writes a body and a discrete network; the ways between alphas and genotype
 Tensor suffixes: B batch, E edges of a cell, O ops.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

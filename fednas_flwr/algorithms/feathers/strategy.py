@@ -1,7 +1,5 @@
 """FEATHERS: a bandit over hyper-parameters, in the search and again in retraining."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Every round each client searches for some local epochs from the global weights a
 server averages both with weights N_k / N.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy

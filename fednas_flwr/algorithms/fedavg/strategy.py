@@ -4,8 +4,6 @@ FedProx is FedAvg with a proximal term in the clients' steps, FedAdam, FedYogi a
 an optimiser of the server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import cast

@@ -5,8 +5,6 @@ gives the gradients of W, the server steps; exchange 2 gives the gradients of A 
 server steps. DP-FNAS is the same schedule with clients that clip and noise what they return.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

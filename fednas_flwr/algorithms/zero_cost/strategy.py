@@ -3,8 +3,6 @@
 Also the parts of it that choose a pool: what is drawn, within which limits, and how it is ranked.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

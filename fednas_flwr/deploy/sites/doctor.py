@@ -4,8 +4,6 @@ Works on a folder that ``provision`` wrote, of the server or of a site, and chan
 returns what it found, or raises :class:`Trouble` with what to do. Main function: :func:`examine`.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

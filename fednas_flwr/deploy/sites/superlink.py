@@ -9,8 +9,6 @@ that has been away is let in again only after server apps had time to miss it, s
 taken and lost is not waited for.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Callable
 from logging import WARNING

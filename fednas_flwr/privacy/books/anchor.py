@@ -11,8 +11,6 @@ and the site's log all take from it before they are written (:func:`take`). Ever
 from requests and the policy alone, never from records.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import hmac

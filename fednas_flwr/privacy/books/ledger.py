@@ -32,8 +32,6 @@ Guarantee:
     a site spend more than its budget. Whoever can restore old copies of both together can.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -42,8 +42,6 @@ Edge cases:
 Tensor suffixes: B records of a micro-batch, E edges, O ops, K op weights of an edge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ for anything that must be repeatable. Main class: :class:`SecureGenerator`;
 main function: :func:`add_noise`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

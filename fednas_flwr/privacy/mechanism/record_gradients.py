@@ -8,8 +8,6 @@ layer's gradients are kept as the factors of one outer product per record.
 Tensor suffixes: B records of a batch, I inputs and O outputs of a linear layer.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections import Counter
