@@ -192,7 +192,7 @@ def run(
         config = open_run_folder(str(config))
         check_whole(config)
     execute(config, resumed=resumed, listeners=listeners, quiet=quiet)
-    return Result(Path(str(config.run_dir)))
+    return Result(config.folder)
 
 
 def check(config: Config) -> None:
@@ -237,7 +237,7 @@ def execute(
     except (OSError, QuorumError) as error:  # such as a full disk, or clients that are gone
         error.add_note(f"to go on once that is mended: {go_on}")
         raise
-    print_summary(Path(str(config.run_dir)))
+    print_summary(config.folder)
 
 
 def register_algorithm(

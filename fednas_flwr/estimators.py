@@ -5,8 +5,6 @@ same code, and leaves the same run folder. The fitted estimator holds the bytes 
 model, and predicts without that folder.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

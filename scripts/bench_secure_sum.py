@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fednas_flwr.privacy.mechanism.noise import SecureGenerator
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, share_sigma
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator, share_sigma
+from fednas_flwr.privacy.policy import SumTerms
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite

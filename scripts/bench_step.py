@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from fednas_flwr.base.memory import keep_freed_memory
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
-from fednas_flwr.search.batch_gradients import BatchGradients
+from fednas_flwr.search.exact_gradients import BatchGradients
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mbconv import SKELETONS, MBConvSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space

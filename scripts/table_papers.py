@@ -5,9 +5,9 @@
 All rows retrain NAS-Bench-201's cell, one per stage, with the fewest channels (a multiple of 2)
 that give it 25 M multiply-adds, for 20 rounds of one epoch of all 60,000 images; only FedEx and
 FEATHERS tune as they retrain, which is what they are. Batch size and learning rate of the others
-were chosen on 10,000 held-out training images, after ten rounds on 20,000 others. DP-FNAS' search is private, by a budget of
-3.5, and as in the paper the delivered model is not. A search takes about 20 minutes of a quiet core
-and a retraining 30, or 45 without bfloat16.
+were chosen on 10,000 held-out training images, after ten rounds on 20,000 others. DP-FNAS' search
+is private, by a budget of 3.5, and as in the paper the delivered model is not. A search takes about
+20 minutes of a quiet core and a retraining 35, or 50 without bfloat16.
 
 Runs are made in the order of the list, one core each, and go on where they were stopped; ``--for``
 says when to stop. They count whatever commit they are of, which is kept beside each: core-hours are

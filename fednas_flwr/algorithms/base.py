@@ -29,7 +29,7 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol import states as st
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
-from fednas_flwr.search.batch_gradients import alpha_entropy
+from fednas_flwr.search.local_search import alpha_entropy
 from fednas_flwr.search.optimizer_step import after_prefix, no_moments
 from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.exchange import Exchange, Participants
@@ -56,8 +56,7 @@ def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
 
 def data_set_of(config: Config) -> str | None:
     """Id that private sites' policies give their data; None without privacy."""
-    privacy = config.privacy
-    return privacy.data_set if isinstance(privacy, DifferentialPrivacy) else None
+    return config.dp.data_set if config.dp else None
 
 
 def local_steps(config: Config, stage: str) -> int | None:
@@ -65,8 +64,8 @@ def local_steps(config: Config, stage: str) -> int | None:
 
     None without privacy, and where its unit is the client, which trains by epochs.
     """
-    privacy = config.privacy
-    if not isinstance(privacy, DifferentialPrivacy) or not by_record(config):
+    privacy = config.dp
+    if not privacy or not by_record(config):
         return None
     return privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps
 
@@ -220,13 +219,12 @@ class RoundStrategy(Strategy, Generic[S]):
         checkpoints: CheckpointFolder | None = None,
         schedule: Sequence[PlannedRelease] = (),
     ) -> None:
-        """See the class."""
         self.config, self.settings = config, cast(S, config.algorithm)
         self.stage = "search" if description is None else "retrain"
         self.space, self.prepared = cast(SearchSpace, space), cast(Prepared, prepared)
         self.description = dict(description or {"name": SUPERNET})
         self.found_configuration = configuration
-        self.is_private = isinstance(config.privacy, DifferentialPrivacy)
+        self.is_private = config.dp is not None
         self.schedule, self.momentum = schedule, self._momentum()
         self.layouts, self.states = self._initial(network)
         self._velocity: st.Packed = {}
@@ -568,9 +566,8 @@ class RoundStrategy(Strategy, Generic[S]):
             sent, received = self.cohort.bytes_sent, self.cohort.bytes_received
             self._round, self._phase, self._client_metrics = server_round, 0, {}
             self.cohort.seconds.clear()
-            if (sampling := self.cohort.sampling) is not None:
-                self._participants = sampling.participants(self.stage, server_round)
-                self._asked = set()
+            self._participants = self.cohort.participants(self.stage, server_round)
+            self._asked = set()
             planned = self._affordable(server_round, num_rounds, longest_s)
             metrics = dict(self.run_round(server_round, planned)) | self._alpha_metrics()
             metrics |= centrally(server_round)

@@ -1,7 +1,5 @@
 """Sums of gradients that clients return, and the server's steps along them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The stages of an algorithm: their strategies, the releases and the clients of their rounds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +17,7 @@ from fednas_flwr.privacy.plan import PlannedRelease, of_clients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.exchange import Sampling
-from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings import Config
 from fednas_flwr.settings.incompatible import by_client, retrains_by_gradients
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import Configuration
@@ -38,8 +36,7 @@ def strategy_of(config: Config, stage: str) -> type[RoundStrategy[Any]]:
         raise ValueError(f"algorithm={config.algorithm.name} does not search")
     if chosen is None:
         chosen = FedSGD if retrains_by_gradients(config) else FedAvg
-    strategy: type[RoundStrategy[Any]] = imported(chosen)
-    return strategy
+    return imported(chosen)
 
 
 def make_search(
@@ -111,8 +108,8 @@ def make_retraining(
 
 def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[PlannedRelease]]:
     """Releases of each round of a stage of a private run, of a client that the round asks."""
-    strategy, privacy = strategy_of(config, stage), config.privacy
-    assert isinstance(privacy, DifferentialPrivacy)
+    strategy, privacy = strategy_of(config, stage), config.dp
+    assert privacy
     rounds = [
         strategy.releases(
             config.algorithm, PrivateRound(config, privacy, stage, number, num_rounds)

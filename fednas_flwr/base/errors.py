@@ -22,7 +22,7 @@ class MissingSettingError(ConfigError):
         keys: The settings' dotted names.
     """
 
-    def __init__(self, *keys: str) -> None:  # noqa: D107
+    def __init__(self, *keys: str) -> None:
         more = f", and so is {', '.join(keys[1:])}" if keys[1:] else ""
         super().__init__(f"{keys[0]} is missing{more}: give it, too.")
         self.key = keys[0]

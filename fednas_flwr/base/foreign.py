@@ -6,8 +6,6 @@ Text goes into a file through the one function of that file's format: :func:`mar
 interpolation, and limited in size, depth, and nodes that aliases multiply.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

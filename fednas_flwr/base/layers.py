@@ -13,8 +13,6 @@ Tensor suffixes: B batch, C channels, H height, W width; in shapes of weights O 
 kernel size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -51,8 +49,7 @@ def stacking(stack: Stack) -> Iterator[None]:
 
 def called(module: nn.Module, x: Tensor) -> Tensor:
     """Return a module's output, as it computes it itself."""
-    out: Tensor = module(x)
-    return out
+    return module(x)
 
 
 def computed(module: nn.Module, x: Tensor) -> Tensor:
@@ -130,8 +127,7 @@ def depthwise(
         [B, sum of O, ceil(H / stride), ceil(W / stride)].
     """
     x_BCHW, *weights = _autocast(x_BCHW, *weights)
-    out: Tensor = _Depthwise.apply(x_BCHW, stride, dilation, *weights)
-    return out
+    return _Depthwise.apply(x_BCHW, stride, dilation, *weights)
 
 
 def pointwise(x_BCHW: Tensor, weight: Tensor, *, groups: int = 1) -> Tensor:
@@ -156,8 +152,7 @@ def convolution(
     x_BCHW, weight = _autocast(x_BCHW, weight)
     if weight.dim() == 4:
         return F.conv2d(x_BCHW, weight, None, stride, padding, dilation, groups)
-    out: Tensor = _Convolution.apply(x_BCHW, weight, stride, padding, dilation, groups)
-    return out
+    return _Convolution.apply(x_BCHW, weight, stride, padding, dilation, groups)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

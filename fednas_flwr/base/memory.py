@@ -1,7 +1,5 @@
 """The machine's memory: whether a run fits, what is told if not, and keeping what is freed."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -6,8 +6,6 @@ nothing, and ends with this process, as all that it has forked do.
 Main functions: :class:`Forks` and :func:`beside`.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ A seed is derived by hashing these parts, so that no draw depends on process sta
 in which clients run. Privacy noise and Poisson masks never come from here.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ exit code 1; ``--debug`` shows the full trace. torch is imported only when a run
 mistakes are told at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Commands about machines: provision, key, doctor, latency."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

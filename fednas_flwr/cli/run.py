@@ -1,7 +1,5 @@
 """``fednas run``: one run, a run that goes on, or a sweep by Hydra; ``fednas data`` before any."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

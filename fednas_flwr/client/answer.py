@@ -4,8 +4,6 @@ A private site admits a request by its policy and the run's commitment (:func:`a
 reads a record. Main function: :func:`answer`.
 """
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import asdict, replace
 from typing import Any, get_type_hints
@@ -138,8 +136,7 @@ def _norm(request: Request, supernet_norm: str | None) -> str | None:
     name = described.get("name", SUPERNET)
     if ACTIONS[request.action].of_supernet or name == SUPERNET:
         return supernet_norm
-    norm: str | None = described.get("norm", "batch" if name in NORMED_NETWORKS else None)
-    return norm
+    return described.get("norm", "batch" if name in NORMED_NETWORKS else None)
 
 
 def check_fields(action: str, reply: Reply) -> None:

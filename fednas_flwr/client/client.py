@@ -21,8 +21,7 @@ from fednas_flwr.data.statistics import Moments, Statistics, are_within
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.protocol.states import Packed, load_states, network_states
-from fednas_flwr.search.batch_gradients import Batch
-from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective
 from fednas_flwr.settings.names import FLOAT32, SPLITS
 from fednas_flwr.spaces.space import SearchSpace
 

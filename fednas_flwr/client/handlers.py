@@ -6,8 +6,6 @@ measures by noised means, and it tells public properties. Such an action builds 
 without data, lets the guard refuse, rehearses on made-up records, and only then reads records.
 """
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,9 +36,9 @@ from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.sum_requests import Settings, answer_sum
 from fednas_flwr.search import exact_gradients as exact
 from fednas_flwr.search import optimizer_step as opt
-from fednas_flwr.search.batch_gradients import Batch, periodic_gradients
 from fednas_flwr.search.candidate import Candidate, Pool, all_alike
 from fednas_flwr.search.local_search import train_candidates
+from fednas_flwr.search.objective import Batch
 from fednas_flwr.spaces.costs import measure_space, timed_space
 from fednas_flwr.spaces.latency_tables import Conditions, to_json
 from fednas_flwr.spaces.space import Supernet
@@ -199,7 +197,7 @@ def take_gradients(
             for state in states:
                 gradients.rehearse(state, network, *chosen)
     parameters = st.network_states(network)
-    sums, batch_size = periodic_gradients(
+    sums, batch_size = exact.periodic_gradients(
         lambda: {state: gradients.sums(state, network) for state in states},
         parameters,
         steps=asked.local_steps,

@@ -6,8 +6,6 @@ test records and never leaves. A file from a server is tensors and JSON, and not
 executed. Main function: :func:`keep`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

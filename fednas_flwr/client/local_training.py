@@ -4,8 +4,6 @@
 trains the network in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import partial

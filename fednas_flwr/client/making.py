@@ -1,7 +1,5 @@
 """Clients with their release guards, of real sites and of simulated ones."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,12 +24,11 @@ from fednas_flwr.models.networks import Description, make_device, make_network, 
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
-from fednas_flwr.privacy.policy import AUTOMATIC, Policy, load_policy, parse_policy
+from fednas_flwr.privacy.policy import AUTOMATIC, Policy, SumTerms, load_policy, parse_policy
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.search.objective import Objective, Regression
-from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded, names
+from fednas_flwr.settings import Config, dump_config, expanded, names
 from fednas_flwr.settings.data_settings import Npz
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.registry import TABLES
@@ -142,7 +139,7 @@ def simulated_properties(
     """
     if not config.samples or config.runtime.name == "deployment":
         return None
-    if isinstance(config.privacy, DifferentialPrivacy):
+    if config.dp:
         return None
     prepared, parts = data
     names = list(prepared.train.class_names)
@@ -221,8 +218,8 @@ def _simulated_guard(
     config: Config, index: int, records: Records, rows: np.ndarray
 ) -> ReleaseGuard | None:
     """Return the guard of a simulated private client, None without privacy."""
-    privacy = config.privacy
-    if not isinstance(privacy, DifferentialPrivacy):
+    privacy = config.dp
+    if not privacy:
         return None
     if has_real_sites(config):
         raise ConfigError(
@@ -291,7 +288,7 @@ def make_sum_site(config: Config, index: int) -> SumSite | None:
         return None
     if config.run_dir is None:
         raise ConfigError("secure_sum=true needs a run folder: set run_dir=<folder>.")
-    folders = [Path(config.run_dir) / "sites" / f"client-{i}" for i in range(config.clients)]
+    folders = [config.folder / "sites" / f"client-{i}" for i in range(config.clients)]
     keys = [SiteKeys.at(folder / "sum.keys") for folder in folders]
     roster = Roster(tuple(key.public(f"client-{i}") for i, key in enumerate(keys)))
     terms = _simulated_terms(config, roster.fingerprint)
@@ -307,11 +304,11 @@ def _simulated_terms(config: Config, fingerprint: str) -> SumTerms:
 
 def simulated_site(config: Config, index: int) -> Path | None:
     """Return the folder of a simulated site's policy, ledger and key, None without a run folder."""
-    assert isinstance(config.privacy, DifferentialPrivacy)
-    sites = config.privacy.sites
+    assert config.dp
+    sites = config.dp.sites
     if sites is not None:
         return expanded("privacy.sites", sites) / f"client-{index}"
-    return None if config.run_dir is None else Path(config.run_dir) / "sites" / f"client-{index}"
+    return None if config.run_dir is None else config.folder / "sites" / f"client-{index}"
 
 
 def simulated_ledger(folder: Path) -> tuple[Path, Path]:
@@ -343,8 +340,8 @@ def num_units(records: Records, rows: np.ndarray) -> int:
 
 def _policy_text(config: Config, records: Records, rows: np.ndarray) -> str:
     """Return the policy of a simulated site that lets a run's configuration pass, as YAML."""
-    privacy = config.privacy
-    assert isinstance(privacy, DifferentialPrivacy)
+    privacy = config.dp
+    assert privacy
     norms = (part.max_grad_norm for part in (privacy.weights, privacy.alphas))
     unit = names.PERSON if records.by_person and privacy.unit == names.RECORD else privacy.unit
     section = {

@@ -8,8 +8,6 @@ gradient is clipped, and no other moves.
 Tensor suffixes: B records, E blocks, O ops, K ops that are computed in a block.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,9 +28,8 @@ from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.secure_sum.masks import Cells
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search import proxyless as px
-from fednas_flwr.search.batch_gradients import Batch
 from fednas_flwr.search.candidate import PREFIX, Pool, Relaxed
-from fednas_flwr.search.objective import Output
+from fednas_flwr.search.objective import Batch, Output
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, trainable_weights
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.mbconv import CELL
@@ -59,7 +56,6 @@ class NoisedGradients:
     def __init__(
         self, client: Client, request: Request, *, steps: int = 1, auxiliary_weight: float = 0.0
     ) -> None:
-        """See the class."""
         self._client, self._guard, self._request = client, client.private_guard, request
         self._planned, self._steps = request.releases, steps
         self._auxiliary_weight = auxiliary_weight

@@ -7,8 +7,6 @@ stands beside it, and sums of it are exact: see :mod:`fednas_flwr.privacy.mechan
 Tensor suffixes: B rows of a micro-batch, V values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,7 +46,6 @@ class NoisedMeasures:
     """
 
     def __init__(self, client: Client, request: Request) -> None:
-        """See the class."""
         self._client, self._guard, self._request = client, client.private_guard, request
 
     def mean(

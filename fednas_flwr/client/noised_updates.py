@@ -5,8 +5,6 @@ moves is clipped and noised as one vector (McMahan et al. 2018, arXiv 1710.06963
 by the clients and without sampling of clients).
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ machine, its libraries and threads, and one structure of a network: all of these
 function: :func:`rehearse`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -8,8 +8,6 @@ a caller's word for a norm: noise is scaled by the one that comes with the sum, 
 functions that clip return.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -73,8 +71,7 @@ class Commitment:
 
 def read_commitment(text: str) -> Commitment:
     """Return the commitment that a ledger has kept as text."""
-    commitment: Commitment = parse(Commitment, json.loads(text), key="commitment")
-    return commitment
+    return parse(Commitment, json.loads(text), key="commitment")
 
 
 def schedule_hash(run: str, text: str) -> str:
@@ -123,7 +120,7 @@ class ReleaseGuard:
         ConfigError: The policy does not know the id.
     """
 
-    def __init__(  # noqa: D107
+    def __init__(
         self, policy: Policy, ledger: Ledger, generator: SecureGenerator, *, data_set: str
     ) -> None:
         if data_set not in policy.data_sets:

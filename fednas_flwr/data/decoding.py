@@ -3,8 +3,6 @@
 :func:`decode_images` is for data sets, :func:`decode_like` for prediction; both take the same way.
 """
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ that its features depend on no other record, in any bit (together they round by 
 they cost no privacy.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

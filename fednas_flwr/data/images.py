@@ -5,8 +5,6 @@ first column names the files; as in any table a record has a class or several la
 may say whose each image is.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@
 readings are left. What was decided is kept with the model, which reads files in the same way.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

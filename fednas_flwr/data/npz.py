@@ -3,8 +3,6 @@
 Nothing is normalised here, and nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Each sentence depends on records, so that whoever reads it learns of them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata

@@ -7,8 +7,6 @@ a few lines of numpy here, because importing flwr-datasets takes several seconds
 run should not pay.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping, Sequence

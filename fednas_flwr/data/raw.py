@@ -4,8 +4,6 @@ What training does to records is done here by the same functions, with what the 
 :class:`~fednas_flwr.data.records.Inputs` say. Labels that the data has come along, by name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, fields, replace

@@ -8,8 +8,6 @@ complex numbers, Fourier transforms are products with matrices of cosines and si
 Shapes: B batch, C channels, H height, W width, J scales, L angles, K paths, M and N padded sides.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

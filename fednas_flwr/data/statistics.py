@@ -7,8 +7,6 @@ Private clients tell noised means of :func:`bounded_powers` instead, which :func
 Tensor suffixes: N records, D columns of numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

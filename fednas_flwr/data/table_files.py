@@ -5,8 +5,6 @@ What has two readings is asked for. How numbers and dates are written is for
 :mod:`fednas_flwr.data.notation`.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import gzip

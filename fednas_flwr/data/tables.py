@@ -5,8 +5,6 @@ with statistics that were given or found together (:mod:`fednas_flwr.data.statis
 read by :mod:`fednas_flwr.data.table_files`; :func:`encode_rows` is for training and prediction.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections import Counter

@@ -16,8 +16,6 @@ the server, and add nothing, as policies expect.
 Main function: :func:`audit_run`.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import secrets
@@ -35,6 +33,7 @@ import torch
 from flwr.app import Message
 from torch import Tensor, nn
 
+from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.answer import admit, answer, asked_kinds, begin_sum
 from fednas_flwr.client.client import Client
@@ -57,7 +56,8 @@ from fednas_flwr.protocol.sum_requests import Summed, answer_sum, by_text
 from fednas_flwr.search.candidate import Pool
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.secure_sums import MaskedSum, PendingSum
-from fednas_flwr.settings import Config, DifferentialPrivacy, with_runtime
+from fednas_flwr.settings import Config, with_runtime
+from fednas_flwr.settings.incompatible import by_client
 from fednas_flwr.settings.names import CLIENT, LARGEST_EPSILON, SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
 
@@ -85,8 +85,8 @@ def audit_run(config: Config, *, confidence: float = 0.9999) -> list[audit.Findi
             confidence is out of range.
         QuorumError: Clients refuse, as they would in the run.
     """
-    privacy = config.privacy
-    if not isinstance(privacy, DifferentialPrivacy):
+    privacy = config.dp
+    if not privacy:
         raise ConfigError("privacy=none: there is no release to audit; set privacy=dp.")
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence:g}: expected a number between 0 and 1.")
@@ -125,11 +125,8 @@ class _Recorder(SteppedGrid):
     """
 
     def __init__(self, config: Config) -> None:
-        """See the class."""
         super().__init__(config)
-        privacy = config.privacy
-        assert isinstance(privacy, DifferentialPrivacy)
-        self._kinds = partial(asked_kinds, of_client=privacy.unit == CLIENT)
+        self._kinds = partial(asked_kinds, of_client=by_client(config))
         self.asked: dict[str, Request] = {}
         self.awaited: set[str] = set()
 
@@ -174,8 +171,7 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
             with suppress(_AllAskedError):
                 retrain(run, description, None)
         if "evaluate" in keys:
-            assert isinstance(config.privacy, DifferentialPrivacy)
-            data_set, header = config.privacy.data_set, Header("", "evaluate", 0, 1, 0, "")
+            data_set, header = data_set_of(config), Header("", "evaluate", 0, 1, 0, "")
             settings = rq.Evaluate(network=description, split="test", data_set=data_set)
             asked = Request("evaluate.model", header, settings, statistics=run.cohort.statistics)
             summed = Summed("any", (0,), {}) if config.secure_sum else None

@@ -5,8 +5,6 @@ installed package, so no code of ours travels; a site that runs ``sites.executor
 of a bundle and refuses any other. Main functions: :func:`write_bundle`, :func:`check_bundle`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

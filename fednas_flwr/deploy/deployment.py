@@ -4,8 +4,6 @@ The server app prints its events as lines of the run's log, where :func:`deploy`
 a person sees what an inline run shows. Main function: :func:`deploy`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -57,7 +55,7 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
             reached for ten minutes; or the run did: the message is then the server's error, the
             cause its log.
     """
-    folder = Path(str(config.run_dir))
+    folder = config.folder
     bundle = write_bundle(folder / BUNDLE)
     run_config = write_run_config(folder / RUN_CONFIG_FILE, config, resumed=resumed)
     assert isinstance(config.runtime, Deployment)

@@ -39,7 +39,7 @@ from fednas_flwr.runs.checkpoints import KEEP
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import create_run_folder, free_bytes
-from fednas_flwr.settings import Config, DifferentialPrivacy, dump_config, expanded
+from fednas_flwr.settings import Config, dump_config, expanded
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.run_settings import RayRuntime
 
@@ -152,7 +152,7 @@ def private_terms(config: Config) -> list[str]:
         ConfigError: The run is not private, or its clients' data lies on other machines.
         QuorumError: Clients refuse, as they would in the run.
     """
-    if not isinstance(config.privacy, DifferentialPrivacy):
+    if not config.dp:
         raise ConfigError("privacy=none: nothing is to be calibrated; set privacy=dp.")
     with begun(config, SteppedGrid) as (run, _):
         why = paragraphs("less_than_budget", read_run(run.folder).privacy)
@@ -174,7 +174,7 @@ def begun(config: Config, make_grid: Callable[[Config], G]) -> Iterator[tuple[Ru
         )
     with tempfile.TemporaryDirectory(prefix="fednas-dry-run-") as folder:
         config = _moved(config, Path(folder))
-        with EventLog(Path(str(config.run_dir)) / EVENTS_FILE) as log:
+        with EventLog(config.folder / EVENTS_FILE) as log:
             grid = make_grid(config)
             yield begin(config, grid, log, {}, earlier=[]), grid
 
@@ -190,10 +190,10 @@ def described_at_random(run: Run) -> dict[str, Any]:
 
 def _moved(config: Config, folder: Path) -> Config:
     """Return the configuration of the run that is measured, whose folder is made."""
-    config, privacy = config.algorithm.whole_search(config), config.privacy
+    config, privacy = config.algorithm.whole_search(config), config.dp
     algorithm, _ = config.algorithm.rehearsed(config.search_space.name)
     config = replace(config, algorithm=algorithm)
-    if isinstance(privacy, DifferentialPrivacy) and privacy.sites is not None:
+    if privacy and privacy.sites is not None:
         sites = expanded("privacy.sites", privacy.sites)
         if sites.exists():  # whose real budgets pay nothing
             shutil.copytree(sites, folder / "sites")
@@ -260,7 +260,6 @@ class MeasuringGrid(SteppedGrid):
     """
 
     def __init__(self, config: Config) -> None:
-        """See the class."""
         super().__init__(config)
         self.properties: Mapping[int, Mapping[str, Any]] = {}
         self.clients_s: dict[tuple[Any, ...], list[float]] = {}

@@ -10,8 +10,6 @@ Main functions: :class:`InProcessGrid`, :func:`ray_grid`, and :func:`check_clust
 before a run begins whether its Ray cluster or SuperLink is there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -62,7 +60,6 @@ class InProcessGrid(Grid):
     server_node_id = SERVER_NODE_ID
 
     def __init__(self, client_app: ClientApp, num_clients: int) -> None:
-        """See the class."""
         flower_patches.begin_task(SERVER_NODE_ID)
         self._client_app = client_app
         self._run = Run.create_empty(run_id=1)
@@ -134,9 +131,12 @@ class InProcessGrid(Grid):
         return [reply for message_id in ids for reply in self.pull_messages([message_id])]
 
     def answer_apart(
-        self, messages: Sequence[Message], arrays: Sequence[Mapping[str, ArrayRecord]]
+        self, messages: Sequence[Message], *arrays: Mapping[str, ArrayRecord]
     ) -> list[Message]:
-        """Return the replies to messages whose arrays are apart, by their names."""
+        """Return the replies to messages whose arrays are apart, by their names.
+
+        This is what workers do, one after the other, each in a process of its own.
+        """
         for message, its in zip(messages, arrays, strict=True):
             message.content.update(its)
         return [self.answer(message) for message in messages]
@@ -254,26 +254,6 @@ DIED = "the client's process has died, perhaps for want of memory"
 
 Taken = list[tuple[Message, Any]]  # messages without their arrays, and these
 Answer = Callable[[Taken], list[Message]]
-
-
-class Worker:
-    """Answers messages, one after the other, in a process of its own; any client's."""
-
-    def __init__(self, grid: InProcessGrid) -> None:
-        """Take the grid whose clients it stands for."""
-        flower_patches.begin_task(grid.server_node_id)
-        self._grid = grid
-
-    def answer(
-        self, messages: Sequence[Message], *arrays: Mapping[str, ArrayRecord]
-    ) -> list[Message]:
-        """Return the replies of the clients that messages are for.
-
-        Args:
-            messages: Without their arrays.
-            arrays: Of each message, by their names in its content.
-        """
-        return self._grid.answer_apart(messages, arrays)
 
 
 class WorkerGrid(InProcessGrid):
@@ -442,8 +422,10 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
         settings["_system_config"] = {"max_direct_call_object_size": REPLY_BYTES}
     # null would join what RAY_ADDRESS or a file in /tmp/ray names, be it there or not
     ray.init(address=runtime.ray_address or "local", **settings)
-    make_actor = ray.remote(num_cpus=runtime.client_cpus, num_gpus=runtime.client_gpus)(Worker)
-    clients = ray.put(InProcessGrid(client_app, num_clients))
+    make_actor = ray.remote(num_cpus=runtime.client_cpus, num_gpus=runtime.client_gpus)(
+        InProcessGrid
+    )
+    app = ray.put(client_app)
 
     def result(reference: Any) -> Any:
         while not ray.wait([reference], timeout=POLL_S)[0]:
@@ -457,13 +439,12 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
             raise LostError from error
 
     def start() -> Answer:
-        actor = make_actor.remote(clients)
+        actor = make_actor.remote(app, num_clients)
         result(actor.__ray_ready__.remote())
 
         def answer(taken: Taken) -> list[Message]:
             messages, arrays = zip(*taken, strict=True)
-            replies: list[Message] = result(actor.answer.remote(messages, *arrays))
-            return replies
+            return result(actor.answer_apart.remote(messages, *arrays))
 
         return answer
 

@@ -7,8 +7,6 @@ wherever a client answers.
     python -m fednas_flwr.deploy.local_actors
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -20,7 +18,7 @@ from flwr.app import Message
 
 from fednas_flwr.base.processes import Forks, at_once, cores, is_warm, serve_forks
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid, Taken, Worker, WorkerGrid
+from fednas_flwr.deploy.grids import InProcessGrid, Taken, WorkerGrid
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.registry import packed
@@ -62,14 +60,17 @@ def local_grid(config: Config) -> Iterator[InProcessGrid]:
 
 
 def _answer(config_json: str, taken: Taken) -> list[Message]:
+    return _answered(_clients(config_json), taken)
+
+
+def _answered(clients: InProcessGrid, taken: Taken) -> list[Message]:
     messages, arrays = zip(*taken, strict=True)
-    return _worker(config_json).answer(messages, *arrays)
+    return clients.answer_apart(messages, *arrays)
 
 
 @cache
-def _worker(config_json: str) -> Worker:
-    clients = load_config(config_json).clients
-    return Worker(InProcessGrid(make_client_app(config_json), clients))
+def _clients(config_json: str) -> InProcessGrid:
+    return InProcessGrid(make_client_app(config_json), load_config(config_json).clients)
 
 
 class LocalGrid(WorkerGrid):
@@ -82,7 +83,7 @@ class LocalGrid(WorkerGrid):
         """Return the replies that are there; while there are no workers, that of one client."""
         if not self.num_workers and (taken := self._next(0.0)):
             started = time.monotonic()
-            self._keep(taken, lambda taken: self.answer_apart(*zip(*taken, strict=True)))
+            self._keep(taken, partial(_answered, self))
             self._spent_s += time.monotonic() - started
             if self._spent_s > (SOON_S if is_warm() else PATIENCE_S) and not self.threads:
                 self.begin()

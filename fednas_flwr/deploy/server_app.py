@@ -5,13 +5,10 @@ with them it is composed here, for the nodes that the federation has. :func:`lau
 any of the three runtimes; all end in :func:`serve`.
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -54,7 +51,7 @@ def main(grid: Grid, context: Context) -> None:
 def _run_launched(grid: Grid, context: Context) -> None:
     """Run the configuration that ``fednas run runtime=deployment`` has sent, and print events."""
     config = load_config(str(context.run_config[CONFIG_KEY]))
-    resumed, folder = bool(context.run_config[RESUMED_KEY]), Path(str(config.run_dir))
+    resumed, folder = bool(context.run_config[RESUMED_KEY]), config.folder
     if not resumed and (folder / EVENTS_FILE).exists():
         raise ConfigError(
             f"run_dir={folder} already holds a run on the SuperLink's machine: choose another."
@@ -73,7 +70,7 @@ def _run_overrides(grid: Grid, text: str) -> None:
     from fednas_flwr.report.terminal import ProgressDisplay, print_summary
 
     config, resumed = configure(text, num_nodes=count_nodes(grid))
-    folder = Path(str(config.run_dir))
+    folder = config.folder
     send_along(grid, {CONFIG_KEY: dump_config(config)})
     print(f"run folder: {folder}", flush=True)
     if not (resumed and is_whole(folder)):
@@ -165,7 +162,7 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
     Raises:
         ConfigError: Another process runs in the folder.
     """
-    folder = Path(str(config.run_dir))
+    folder = config.folder
     with ExitStack() as stack:
         stack.enter_context(run_folder.occupied(folder))
         listeners = list(listeners)

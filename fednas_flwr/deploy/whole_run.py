@@ -3,8 +3,6 @@
 What is compared is a run of its own, in a folder of the run's.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,7 +51,7 @@ def run_whole(
         tell: Called with events, which no file keeps, of the networks that are trained beside the
             run's.
     """
-    listeners, folder = list(listeners), Path(str(config.run_dir))
+    listeners, folder = list(listeners), config.folder
     if config.evaluation.deliver == FOUND or "evaluation.deliver" in without_effect(config):
         if not (resumed and is_whole(folder)):
             launch(config, listeners=listeners, resumed=resumed)
@@ -64,7 +62,7 @@ def run_whole(
 
 def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell: Listener) -> None:
     """Search, train the candidates, and then the one that validation records choose."""
-    folder, limit, begun = Path(str(config.run_dir)), config.runtime.time_limit, time.monotonic()
+    folder, limit, begun = config.folder, config.runtime.time_limit, time.monotonic()
 
     def share(step: str, number: int = 1) -> str | None:
         """The time that each of a step's runs may take, at least 1 s; None is any."""
@@ -173,7 +171,7 @@ def _train_baselines(config: Config, tell: Listener) -> None:
     """Train the networks that the run's own is compared with, and write its report anew."""
     if config.evaluation.baselines == 0 or "evaluation.baselines" in without_effect(config):
         return
-    whole = Path(str(config.run_dir))
+    whole = config.folder
     if not is_complete(whole) or not (number := baselines.num_random(config)):  # or out of time
         return
     if config.runtime.name == "deployment" and not (whole / MODEL_FILE).exists():

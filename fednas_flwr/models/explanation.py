@@ -7,8 +7,6 @@ they are named.
 Tensor suffixes: N records, F features, C classes.
 """
 
-from __future__ import annotations
-
 import io
 from base64 import b64encode
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ it is built from and what its inputs are; the ONNX file holds normalisation, cat
 softmax as operators.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ their validation records (:func:`best_threshold`).
 Tensor suffixes: N records, C classes, B bins, R resamples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

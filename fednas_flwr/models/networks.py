@@ -3,8 +3,6 @@
 A network is built from its description, JSON values that also travel to clients and into files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -363,8 +361,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, outputs, H / stride, W / stride]``, sides rounded up."""
         residual = self.second(self.relu(self.first(x)))
-        out: Tensor = self.relu(residual + self.shortcut(every_second(x) if self.halves else x))
-        return out
+        return self.relu(residual + self.shortcut(every_second(x) if self.halves else x))
 
 
 def resnet8(input_shape: tuple[int, ...], num_classes: int, *, width: int, norm: Norm) -> nn.Module:

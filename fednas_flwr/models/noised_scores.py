@@ -9,8 +9,6 @@ nothing but noise can be seen are left out, which reads no record.
 Tensor suffixes: N records, B bins.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 ``forward`` tensors, for those who build on it.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ retraining and privacy. Simulated sites have a ledger of their own in each: all 
 into training, as real sites could not give it once more. These train none with privacy.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from fednas_flwr.algorithms.fedavg.strategy import planned_rounds
@@ -31,13 +28,7 @@ from fednas_flwr.runs.leaderboard import FINALISTS, FRONT, Candidate, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, FINALISTS_FOLDER, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.search.data_free_scores import trusted_scores
-from fednas_flwr.settings import (
-    AlgorithmSettings,
-    Config,
-    DifferentialPrivacy,
-    conf_folder,
-    with_runtime,
-)
+from fednas_flwr.settings import AlgorithmSettings, Config, conf_folder, with_runtime
 from fednas_flwr.settings.data_settings import EncodedImages, Images
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import BATCH, BEST, FOUND, LINEAR, NO_SKIP, QUANTILES
@@ -46,7 +37,7 @@ from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.registry import algorithm_of, algorithms
 from fednas_flwr.settings.run_settings import CellSpace, Retrain
 from fednas_flwr.settings.unused import without_effect
-from fednas_flwr.spaces.costs import cost_by, count_multiply_adds
+from fednas_flwr.spaces.costs import count_multiply_adds, ranges_of_cost
 from fednas_flwr.spaces.genotype import Genotype, from_json, save_genotype
 
 AFFORDED = 2  # random networks, where nobody says how many
@@ -77,7 +68,7 @@ def prepare_baselines(config: Config) -> list[Path]:
     number = num_random(config)
     if not number:
         return []
-    derived = read_run(Path(str(config.run_dir))).of_kind("derived")[0]
+    derived = read_run(config.folder).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
     chosen = _baselines(alike, number, derived, linear=not pools_records(config))
     return _folders(config, BASELINES_FOLDER, dict(chosen))
@@ -98,7 +89,7 @@ def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
     rounds = _rounds(config)
     rounds = rounds if last else -(-rounds // SHARE)
     candidates = _candidates(config)
-    names = finalists(Path(str(config.run_dir))) if last else list(candidates)
+    names = finalists(config.folder) if last else list(candidates)
     trained = {}
     for name in names:
         retrain = replace(candidates[name].retrain, rounds=rounds, evaluate_every=rounds)
@@ -116,7 +107,7 @@ def delivered(config: Config, candidate: Candidate) -> Config:
 
 def _candidates(config: Config) -> dict[str, Config]:
     """Return the configuration of each candidate by its name."""
-    folder = Path(str(config.run_dir))
+    folder = config.folder
     derived = read_run(folder).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
     found = partial(from_json, json.dumps(derived["network"]["genotype"]))
@@ -150,7 +141,7 @@ def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
 
 def _rounds(config: Config) -> int:
     """Return the rounds of retraining of the delivered network."""
-    run = read_run(Path(str(config.run_dir)))
+    run = read_run(config.folder)
     partition, network = run.last("partition"), run.last("derived")["network"]
     share = sum(config.dataset.fractions[name] for name in ("train", "validation"))
     if "splits" in partition:
@@ -164,7 +155,7 @@ def _folders(config: Config, place: str, runs: Mapping[str, Config]) -> list[Pat
     """Return a run folder for each configuration, made where it is missing."""
     folders = []
     for name, one in runs.items():
-        folder = Path(str(config.run_dir)) / place / name
+        folder = config.folder / place / name
         if not (folder / CONFIG_FILE).is_file():
             create_run_folder(replace(one, run_dir=str(folder)))
         folders.append(folder)
@@ -186,7 +177,7 @@ def num_random(config: Config) -> int:
     """Return the number of random networks to compare a finished run with; 0 for no baselines."""
     if config.evaluation.baselines is not None:
         return config.evaluation.baselines
-    return 0 if has_real_sites(config) else affordable(Path(str(config.run_dir)))
+    return 0 if has_real_sites(config) else affordable(config.folder)
 
 
 def affordable(folder: Path) -> int:
@@ -207,8 +198,8 @@ def affordable(folder: Path) -> int:
 def _trained_alike(config: Config, derived: Event) -> Config:
     """Return the configuration of a network that is trained like a run's own, beside it."""
     privacy = config.privacy
-    if isinstance(privacy, DifferentialPrivacy):  # the run's own ledgers pay for no baseline
-        privacy = replace(privacy, sites=None)
+    if config.dp:  # the run's own ledgers pay for no baseline
+        privacy = replace(config.dp, sites=None)
     evaluation = replace(config.evaluation, baselines=0, deliver=FOUND)
     found = _with_found(config, derived)
     dataset = replace(config.dataset, linear_baseline=False)  # fitted for the run already
@@ -248,7 +239,7 @@ def _baselines(
 
 def _given(config: Config, name: str, make: Callable[[], Genotype]) -> tuple[str, Config]:
     """Name and configuration of a baseline whose genotype lies in its folder, where it is made."""
-    file = Path(str(config.run_dir)) / BASELINES_FOLDER / name / GENOTYPE_FILE
+    file = config.folder / BASELINES_FOLDER / name / GENOTYPE_FILE
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         save_genotype(file, make())
@@ -260,11 +251,9 @@ def _front(config: Config, derived: Event) -> list[Genotype]:
     pool, space = getattr(config.algorithm, "pool", None), described_space(derived["network"])[0]
     if pool is None or not pool.front:
         return []
-    event = read_run(Path(str(config.run_dir))).of_kind("rewarded")[0]
+    event = read_run(config.folder).of_kind("rewarded")[0]
     genotypes = [from_json(json.dumps(genotype)) for genotype in event["genotypes"]]
-    cost = cost_by(space, pool.limits.table)
-    by_cost = sorted(range(len(genotypes)), key=lambda place: cost(genotypes[place]))
-    parts = [part for part in np.array_split(by_cost, COSTS) if len(part)]
+    parts = ranges_of_cost(genotypes, space, pool.limits.table, count=COSTS)
     best = [genotypes[max(part, key=event["rewards"].__getitem__)] for part in parts]
     found = from_json(json.dumps(derived["network"]["genotype"]))
     return [genotype for genotype in best if genotype != found]
@@ -275,9 +264,8 @@ def _scored_first(config: Config) -> dict[str, Any] | None:
     pool = getattr(config.algorithm, "pool", None)
     if pool is None or not pool.chosen_scores(config.search_space.name):
         return None
-    rewarded = read_run(Path(str(config.run_dir))).of_kind("rewarded")
-    first: dict[str, Any] | None = rewarded[0]["genotypes"][0] if rewarded else None
-    return first
+    rewarded = read_run(config.folder).of_kind("rewarded")
+    return rewarded[0]["genotypes"][0] if rewarded else None
 
 
 def _data_free(config: Config) -> Config:
@@ -315,8 +303,7 @@ def _shipped(name: str, **changed: object) -> AlgorithmSettings:
     file = f"algorithm/{name}.yaml"
     settings = {**read_yaml(conf_folder() / file, file), **changed}
     kind = algorithms()[name].settings
-    parsed: AlgorithmSettings = parse(kind, settings, key="algorithm", defaults=True)
-    return parsed
+    return parse(kind, settings, key="algorithm", defaults=True)
 
 
 def _nearest_resnet(shape: tuple[int, ...], num_classes: int, wanted: int) -> str:

@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from flwr.serverapp import Grid
 
-from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fedavg.strategy import planned_rounds, trained_on
+from fednas_flwr.algorithms.base import RoundStrategy, data_set_of
+from fednas_flwr.algorithms.fedavg.strategy import median_records, planned_rounds
 from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import simulated_properties
@@ -38,7 +37,7 @@ from fednas_flwr.runs.numbers import of_splits
 from fednas_flwr.runs.run_folder import PARTITION_FILE
 from fednas_flwr.server.cohort import Cohort, Emit, QuorumError, ignore_events
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings import Config
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, PRV, SPLITS
 from fednas_flwr.settings.parser import seconds
@@ -72,7 +71,7 @@ def begin(
         circumstances: Versions and machine.
         earlier: Events of the run that goes on; empty of a new one.
     """
-    limit, folder = config.runtime.time_limit, Path(str(config.run_dir))
+    limit, folder = config.runtime.time_limit, config.folder
     ends_at = None if limit is None else time.monotonic() + seconds(limit)
     name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
     cohort = make_cohort(config, run=name, emit=log.emit)
@@ -80,16 +79,14 @@ def begin(
     for event in earlier:
         if event.get("expelled"):
             cohort.dismiss(event["client"], event["reason"], expelled=True)
-    private = isinstance(config.privacy, DifferentialPrivacy)
     statistics = pooled_statistics.known_statistics(earlier)
-    if prepared.uses_own_statistics and not private:
+    if prepared.uses_own_statistics and not config.dp:
         statistics = statistics or pooled_statistics.found_statistics(prepared, cohort, log)
     splits: Sequence[Mapping[str, int]] = [
         known.get("splits", dict.fromkeys(SPLITS, 0)) for known in cohort.properties.values()
     ]
-    trained = trained_on(config.retrain.evaluate_every)
-    records = [sum(sizes[name] for name in trained) for sizes in splits]
-    rounds = planned_rounds(config.retrain, median(records), prepared.input_shape)
+    records = median_records(config.retrain, splits)
+    rounds = planned_rounds(config.retrain, records, prepared.input_shape)
     config = replace(config, retrain=replace(config.retrain, rounds=rounds))
     config = schedule.for_classes(config, prepared.train)
     if config.samples:
@@ -103,7 +100,7 @@ def begin(
         *(config, folder, grid, log, cohort, checkpoints, prepared, [], circumstances),
         ends_at=ends_at,
     )
-    if private:
+    if config.dp:
         statistics = _agree(run, splits, statistics, resumed=bool(earlier))
     if statistics is not None:
         cohort.statistics = statistics
@@ -113,8 +110,7 @@ def begin(
 
 def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepared:
     """Connect the clients and return the data; of real sites, as the first one describes it."""
-    private = isinstance(config.privacy, DifferentialPrivacy)
-    needed = ("client", *(PROPERTIES if private else ()))
+    needed = ("client", *(PROPERTIES if config.dp else ()))
     if has_real_sites(config):
         alike = (*SITE_PROPERTIES, *(("honest_sites",) if config.secure_sum else ()))
         cohort.connect(grid, needed=(*needed, *alike), alike=alike)
@@ -160,8 +156,7 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         **records,
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
-    private = isinstance(config.privacy, DifferentialPrivacy)
-    if len(prepared.train) and not private:
+    if len(prepared.train) and not config.dp:
         if lines := [*reading_notes(prepared), *oddities(prepared.train)]:
             log.emit("data", found=lines)
 
@@ -177,7 +172,7 @@ def _names(config: Config, cohort: Cohort, prepared: Prepared) -> dict[int, str]
         return names if all(names.values()) and len({*names.values()}) == len(names) else {}
     column = getattr(config.partition, "column", None)
     declared = column is None or column in getattr(config.dataset, "categories", ())
-    if isinstance(config.privacy, DifferentialPrivacy) and not declared:
+    if config.dp and not declared:
         return {}
     found = client_names(prepared.train, config.partition)
     return {client: found[client] for client in clients} if found else {}
@@ -195,7 +190,6 @@ def _agree(
         resumed: True if the run may have released something before.
     """
     config, cohort = run.config, run.cohort
-    assert isinstance(config.privacy, DifferentialPrivacy)
     latest = {stage: run.checkpoints.latest(stage) for stage in ("search", "retrain")}
     done = {stage: point.round for stage, point in latest.items() if point is not None}
     if statistics is not None:
@@ -208,7 +202,7 @@ def _agree(
     run.schedule = schedule.largest_schedule(schedules)
     if statistics is None and any(planned.kind == STATISTICS for planned in run.schedule):
         return pooled_statistics.noised_statistics(
-            run.prepared, cohort, run.schedule, run.log, data_set=config.privacy.data_set
+            run.prepared, cohort, run.schedule, run.log, data_set=data_set_of(config)
         )
     return statistics
 
@@ -238,8 +232,8 @@ def commit(
             person who has not approved it in time.
         ConfigError: No round is done, and too few clients' budgets cover the first stage.
     """
-    privacy, sampling = config.privacy, cohort.sampling
-    assert isinstance(privacy, DifferentialPrivacy)
+    privacy, sampling = config.dp, cohort.sampling
+    assert privacy
     of_all, turns = schedule.largest_schedule(schedules), schedule.turns_of(config, sampling)
     clients, epsilon = [], cache(_epsilon)
     requests = {
@@ -414,7 +408,7 @@ def _growth(
 
 def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Cohort:
     """The server's way to the clients, with the runtime's quorum, deadlines and limits."""
-    privacy, runtime = config.privacy, config.runtime
+    privacy, runtime = config.dp, config.runtime
     return Cohort(
         run=run,
         num_clients=config.clients,
@@ -422,7 +416,7 @@ def make_cohort(config: Config, *, run: str, emit: Emit = ignore_events) -> Coho
         deadline_s=runtime.deadline_s,
         connect_s=runtime.connect_s if isinstance(runtime, Deployment) else CONNECT_S,
         wire=runtime.wire,
-        fewest_records=privacy.fewest_records if isinstance(privacy, DifferentialPrivacy) else 0.0,
+        fewest_records=privacy.fewest_records if privacy else 0.0,
         most_records=runtime.most_records,
         largest_share=runtime.largest_share,
         secure_sum=config.secure_sum is not None,

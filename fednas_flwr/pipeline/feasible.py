@@ -50,8 +50,8 @@ def check_run(config: Config) -> None:
     """
     made = check_buildable(config)
     check_room(config, written_bytes(config, made.networks), "lower the sizes of the networks")
-    if isinstance(config.privacy, DifferentialPrivacy):
-        check_sites(config, config.privacy, made)
+    if config.dp:
+        check_sites(config, config.dp, made)
 
 
 def written_bytes(config: Config, networks: Mapping[str, nn.Module]) -> int:
@@ -201,11 +201,11 @@ def check_buildable(config: Config) -> Made:
         )
     make_objective(config, prepared, torch.device("cpu"))
     _check_images(config.dataset, prepared)
-    if isinstance(config.privacy, DifferentialPrivacy):
+    if config.dp:
         check_public(config, prepared)
         units = [num_units(prepared.train, part) for part in parts]
-        whole = config.privacy.unit == CLIENT
-        _check_delta(config.privacy, number=config.clients if whole else max(units))
+        whole = config.dp.unit == CLIENT
+        _check_delta(config.dp, number=config.clients if whole else max(units))
     networks: dict[str, nn.Module] = {}
     trained: dict[str, nn.Module] = {}
     if genotype is None and searches(config):
@@ -237,7 +237,7 @@ def check_buildable(config: Config) -> Made:
                 f"which it makes 0: raise its sizes ({', '.join(sizes)})."
             ) from error
     check_features(prepared, clients())
-    if not isinstance(config.privacy, DifferentialPrivacy):
+    if not config.dp:
         check_parts(config, prepared, clients(), trained | networks)
     if pools_records(config):
         check_linear_baseline(prepared, clients())
@@ -391,7 +391,7 @@ def pools_records(config: Config) -> bool:
         config.dataset.linear_baseline
         and "evaluate" in config.stages
         and config.runtime.name != "deployment"
-        and not isinstance(config.privacy, DifferentialPrivacy)
+        and not config.dp
     )
 
 
@@ -401,8 +401,7 @@ def _batch_size(config: Config, stage: str) -> int | None:
     if stage == "retrain":
         return retraining
     algorithm = config.algorithm.whole_search(config).algorithm
-    size: int | None = getattr(algorithm, "batch_size", retraining)
-    return size
+    return getattr(algorithm, "batch_size", retraining)
 
 
 def _error_of_one_record(network: nn.Module, shape: tuple[int, ...]) -> ValueError | None:

@@ -5,8 +5,6 @@ that all that reads a run reads a group. What the run itself keeps is who is in 
 (``groups.json``) and how each ended (``group_finished`` events).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +31,7 @@ from fednas_flwr.runs.events import Event, EventLog
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import GROUPS_FILE, create_run_folder
 from fednas_flwr.server.cohort import CONNECT, QuorumError
-from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings import Config
 from fednas_flwr.spaces.costs import check_hardware
 
 Groups = dict[str, list[int]]
@@ -124,8 +122,7 @@ def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
     """Return the groups by similar updates, the same again if the run is resumed."""
     algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
     if path.exists():
-        found: Groups = load_json(path.read_text())
-        return found
+        return load_json(path.read_text())
     assert isinstance(strategy, FDNAS)  # as the configuration has it
     assert algorithm.num_groups is not None
     present = set(run.cohort.clients)
@@ -179,8 +176,7 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
         create_run_folder(config)
     log = EventLog(folder / EVENTS_FILE, [partial(_tell, run.log, name)])
     # private clients have committed to all that the run asks of them, under its name
-    private = isinstance(run.config.privacy, DifferentialPrivacy)
-    called = run.cohort.run if private else f"{run.cohort.run}.{name}"
+    called = run.cohort.run if run.config.dp else f"{run.cohort.run}.{name}"
     return replace(
         run,
         config=config,

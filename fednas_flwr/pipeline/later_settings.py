@@ -9,8 +9,6 @@ A run without a table of latencies asks its clients for one before it searches. 
 the run folder (``latency.json``), so a run that is resumed does not ask again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,8 +29,8 @@ from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import LATENCY_FILE
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.settings import Config, DifferentialPrivacy, Hardware
-from fednas_flwr.settings.incompatible import chooses_rates, follows_noise, is_private
+from fednas_flwr.settings import Config, Hardware
+from fednas_flwr.settings.incompatible import chooses_rates, follows_noise
 from fednas_flwr.settings.names import AUTO, BFLOAT16, FLOAT32, SPLITS
 from fednas_flwr.settings.optimizers import LARGEST_STEP
 from fednas_flwr.spaces.costs import load_table, measure_network, space_costs
@@ -49,8 +47,8 @@ def with_learning_rate(run: Run) -> Config:
 
     A resumed run keeps the one that it began with, whoever is connected now.
     """
-    config, privacy = run.config, run.config.privacy
-    if not isinstance(privacy, DifferentialPrivacy) or not follows_noise(config):
+    config, privacy = run.config, run.config.dp
+    if not privacy or not follows_noise(config):
         return config
     known = read_run(run.folder).last("learning_rate")
     weights, walk = config.retrain.weights, privacy.retrain.noise_walk
@@ -87,7 +85,7 @@ def with_precision(run: Run, config: Config) -> Config:
             config.runtime, "ray_address", None
         )
         has_it = computes_in_bfloat16(make_device(config.runtime.device))
-        suits = gains and has_it and not elsewhere and not is_private(config)
+        suits = gains and has_it and not elsewhere and not config.dp
         precision = BFLOAT16 if suits else FLOAT32
         run.log.emit("precision", precision=precision)
     return replace(config, training=replace(config.training, precision=precision))
@@ -95,8 +93,8 @@ def with_precision(run: Run, config: Config) -> Config:
 
 def explained(run: Run) -> list[str]:
     """Explain each kind of release of a private run, and what its terms follow from."""
-    config, privacy = run.config, run.config.privacy
-    assert isinstance(privacy, DifferentialPrivacy)
+    config, privacy = run.config, run.config.dp
+    assert privacy
     known = [properties["splits"] for properties in run.cohort.properties.values()]
     rated = "retrain" in config.stages and not chooses_rates(config)
     text = render(
@@ -215,8 +213,7 @@ def _ask(run: Run) -> LatencyTable:
     assert isinstance(space, MBConvSpace)  # as the configuration has it
     request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, data_set=data_set_of(config))
     tables: list[LatencyTable] = []
-    sampling = run.cohort.sampling
-    participants = None if sampling is None else sampling.participants("latency", 1)
+    participants = run.cohort.participants("latency", 1)
     wanted = len(participants.clients) if participants else run.cohort.num_clients
     for client, reply in run.cohort.ask(
         Exchange("query.latency", stage="latency", settings=request, participants=participants)

@@ -5,8 +5,6 @@ Without privacy they tell the moments of their columns with what else they say o
 (:func:`noised_statistics`). Either happens once, and a run that is resumed goes on with the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -85,7 +83,7 @@ def noised_statistics(
     schedule: Sequence[PlannedRelease],
     log: EventLog,
     *,
-    data_set: str,
+    data_set: str | None,
 ) -> stats.Statistics:
     """Return the statistics that the clients' noised releases tell, one of each client.
 
@@ -100,7 +98,7 @@ def noised_statistics(
         QuorumError: Too few clients answer; the message says why.
     """
     (planned,) = [release for release in schedule if release.kind == STATISTICS]
-    num_columns, sampling = prepared.train.num_numeric, cohort.sampling
+    num_columns = prepared.train.num_numeric
     layout = Layout.of({STATISTICS: torch.zeros(3 * num_columns)})
     total, weights, variance = torch.zeros(3 * num_columns, dtype=torch.float64), 0.0, 0.0
     for client, reply in cohort.ask(
@@ -111,7 +109,7 @@ def noised_statistics(
             settings=TellStatistics(data_set=data_set),
             layouts={STATISTICS: layout},
             releases=schedule,
-            participants=None if sampling is None else sampling.participants(STATISTICS, 1),
+            participants=cohort.participants(STATISTICS, 1),
         )
     ):
         weight = reply.num_examples

@@ -7,8 +7,6 @@ leave of it. Noise that is given stands; where baselines have a share of the eps
 :func:`check_own_share` refuses what costs more than the rest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -66,8 +64,8 @@ def make_schedules(
         ConfigError: What comes before costs more than the target epsilon, or noise that is given
             more than the baselines leave of it.
     """
-    privacy = config.privacy
-    assert isinstance(privacy, DifferentialPrivacy)
+    privacy = config.dp
+    assert privacy
     sigmas: dict[str, float | None] = {
         **{name: getattr(privacy, name).noise_multiplier for name in CALIBRATED},
         **{name: getattr(privacy, f"{name}_noise_multiplier") for name in ("metrics", STATISTICS)},
@@ -267,8 +265,8 @@ def _scores_noise(config: Config, records: Records) -> float | None:
 
     Where noise is not shared each client adds all of its own.
     """
-    privacy = config.privacy
-    assert isinstance(privacy, DifferentialPrivacy)
+    privacy = config.dp
+    assert privacy
     if privacy.scores_error is None:
         return None
     known = [sum(declared.values()) for declared in records if declared]
@@ -280,17 +278,17 @@ def _scores_noise(config: Config, records: Records) -> float | None:
 
 def for_classes(config: Config, train: records.Records) -> Config:
     """The configuration without a release of scores, but of data with two classes."""
-    if not isinstance(config.privacy, DifferentialPrivacy):
+    if not config.dp:
         return config
     if len(train.class_names) == 2 and not train.multi_label:
         return config
-    return replace(config, privacy=replace(config.privacy, scores_error=None))
+    return replace(config, privacy=replace(config.dp, scores_error=None))
 
 
 def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     """The releases of each round for a client that takes part in it, by stage."""
-    privacy = config.privacy
-    assert isinstance(privacy, DifferentialPrivacy)
+    privacy = config.dp
+    assert privacy
     # whose clients commit to their groups' rounds, too
     config = config.algorithm.whole_search(config)
     rounds: dict[str, list[list[PlannedRelease]]] = {}

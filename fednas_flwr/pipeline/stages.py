@@ -4,8 +4,6 @@ Runs on the server, over any Grid. Each round leaves a checkpoint, so a run that
 through the same stages again and finds its rounds done.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -57,7 +55,7 @@ from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.settings import Config, GivenNetwork
 from fednas_flwr.settings.incompatible import has_real_sites
 from fednas_flwr.settings.names import ACCURACY, AUROC, DECIDED, R2
 from fednas_flwr.settings.optimizers import Configuration
@@ -89,7 +87,7 @@ def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> N
     with log.attempt(resumed=resumed, circumstances=circumstances):
         # A resumed run books under another name, since what it repeats is released again; but one
         # that people have approved meanwhile keeps the name that they have approved.
-        earlier = read_events(Path(str(config.run_dir)) / EVENTS_FILE) if resumed else []
+        earlier = read_events(config.folder / EVENTS_FILE) if resumed else []
         run = begin(config, grid, log, circumstances, earlier=earlier)
         with suppress(OutOfTimeError):
             _run_and_report_spending(run)
@@ -126,7 +124,7 @@ def _run_and_report_spending(run: Run) -> None:
     try:
         _run_from_search(run)
     finally:
-        if isinstance(run.config.privacy, DifferentialPrivacy):
+        if run.config.dp:
             _report_spending(run)
 
 
@@ -234,7 +232,7 @@ def _evaluate(
     config, prepared = run.config, run.prepared
     device = networks.make_device(config.runtime.device)
     with run.stage("evaluate"):
-        shows_clients = not (config.secure_sum or isinstance(config.privacy, DifferentialPrivacy))
+        shows_clients = not (config.secure_sum or config.dp)
         central, validation = None, None
         released = _released_scores(run, description, states)
         objective = make_objective(config, prepared, torch.device("cpu"))
@@ -376,10 +374,8 @@ def _released_scores(
 
 def _testers(run: Run) -> list[int]:
     """Return the clients that test the network: as many as a round asks."""
-    clients, sampling = run.cohort.clients, run.cohort.sampling
-    if sampling is None:
-        return clients
-    return sorted(set(clients) & set(sampling.participants("evaluate", 1).clients))
+    clients, asked = run.cohort.clients, run.cohort.participants("evaluate", 1)
+    return clients if asked is None else sorted(set(clients) & set(asked.clients))
 
 
 def _ask_tests(

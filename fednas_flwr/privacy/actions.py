@@ -5,8 +5,6 @@ nothing beside its header, layout digests and number of examples, which are publ
 and the properties that stand beside its request (``protocol.requests``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 SUPERNET = "supernet"  # name of the network that the run's search space gives

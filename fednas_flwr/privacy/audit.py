@@ -9,8 +9,6 @@ lack of variance.
 Not for choosing noise, and no substitute for an accountant.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

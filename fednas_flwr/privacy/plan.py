@@ -4,8 +4,6 @@ A strategy states its :class:`PlannedRelease` of every round, the schedule adds 
 calibrates their noise, a site keeps them in its ledger, and every release is checked against them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +38,7 @@ class PlannedRelease(Checked):
         max_grad_norm: R, the norm that each record's contribution is clipped to.
         noise_multiplier: sigma; the noise has std ``sigma * R``. None is still to be calibrated.
         shared: True if that is the noise of a secure sum's total, of which each client adds a share
-            (:mod:`fednas_flwr.privacy.mechanism.shared_noise`); else every client adds all of it.
+            (``noise.add_shared_noise``); else every client adds all of it.
         of_client: True if it is not a sum over records but one contribution of the client as a
             whole, all of whose records it reads: the unit of privacy is the client.
     """

@@ -9,8 +9,6 @@ here counts what was spent or how many steps a run has taken: a request that pas
 reservation in the ledger.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ from typing import Annotated, Any
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import load_yaml, read_yaml
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, noise_range
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.settings import names
 from fednas_flwr.settings.data_settings import Fractions
@@ -31,12 +28,41 @@ from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, 
 # Beyond these float arithmetic, not privacy, would decide what a release hides.
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
+LEAST_HONEST = 2  # of one honest site's value and what colluding ones know, the sum hides nothing
 APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 
 def is_name(text: str) -> bool:
     """True if a text can name a data set or an account."""
     return bool(text.strip()) and text.isprintable()
+
+
+@dataclass(frozen=True)
+class SumTerms(Checked):
+    """Terms of secure sums in a site's policy.
+
+    Attributes:
+        roster: Fingerprint of the list of all sites' public keys, 64 hex digits.
+        least_sites: Fewest survivors of an exchange of which the site opens its mask.
+        colluding: How many of them may help the server.
+    """
+
+    roster: Annotated[str, Length(Between(64, 64))]
+    least_sites: Annotated[int, Between(2, names.MOST_SITES)]
+    colluding: Annotated[int, Between(0, names.MOST_SITES)]
+
+    def conflicts(self) -> Iterable[tuple[object, str]]:
+        """Exclude sums that hide no honest site among another one."""
+        yield (
+            self.honest < LEAST_HONEST,
+            f"least_sites={self.least_sites} with colluding={self.colluding}: the sum of one "
+            "honest site is its value; expected least_sites of colluding + 2 or more",
+        )
+
+    @property
+    def honest(self) -> int:
+        """h, the honest survivors that an opened sum has at least."""
+        return self.least_sites - self.colluding
 
 
 @dataclass(frozen=True)
@@ -159,6 +185,22 @@ def check_action(
     if not (is_secure or allowed.test_seed):
         raise refused("test_seed", "test_seed", True, "False")
     return allowed
+
+
+def noise_range(*, num_values: int, num_records: int) -> tuple[float, float]:
+    """Return least and largest noise multiplier with which adding noise cannot fail.
+
+    The grid of :func:`~fednas_flwr.privacy.mechanism.noise.add_noise`, of at most ``2^-24 * s *
+    R``, must be below ``R / (2 * sqrt(d))``, and a sum of norm ``N * R`` within 2^51 cells of at
+    least
+    ``2^-25 * s * R``. Both with a factor of 2 to spare: a site may hold more records than it
+    declares.
+
+    Args:
+        num_values: d, the values of one release.
+        num_records: N, the declared records.
+    """
+    return num_records * 2.0**-25, 2.0**22 / math.sqrt(max(1, num_values))
 
 
 def check_planned(allowed: DataSetPolicy, planned: PlannedRelease, *, num_values: int = 1) -> None:

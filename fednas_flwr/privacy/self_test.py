@@ -8,8 +8,6 @@ of a record: none is known of torch.
 Main function: :func:`largest_size`. Tensor suffix: B rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -60,7 +60,6 @@ class SiteKeys:
     """
 
     def __init__(self, seed: bytes) -> None:
-        """See the class."""
         self._mask = X25519PrivateKey.from_private_bytes(seed[:KEY_BYTES])
         self._signature = Ed25519PrivateKey.from_private_bytes(seed[KEY_BYTES:])
 

@@ -5,8 +5,6 @@ message to a request, and :func:`decode_properties` to what a client says of its
 missing key, or a value of another type or out of range, is refused before anything else is done.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,17 +37,10 @@ MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule fo
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
 LARGEST_TABLE = 2**20  # characters of a table of latencies: some 5,000 layers
 LARGEST_RECORD = 2**28  # values of its features
-LONGEST_TEXT = 200  # characters of a tag or of a name
 MOST_SUMS = 10**6
 SCORES = ("f1", "auroc", "average_precision", "sensitivity", "specificity", *names.NUMBER_METRICS)
 
 
-def is_line(text: str) -> bool:
-    """Whether it is a line of text that a person can be shown."""
-    return len(text) <= LONGEST_TEXT and text.isprintable()
-
-
-Line = Annotated[str, ps.Where(is_line, "a line of text")]
 Number = Annotated[int, ps.Between(0, MAX_EXAMPLES)]
 Shape = Annotated[
     list[Number],
@@ -227,14 +218,12 @@ class AtSite(Settings):
     @property
     def described(self) -> Description | None:
         """Description of the network that it names or trains; None is the supernet."""
-        named: Description | None = getattr(self.loop or self, "network", None)
-        return named
+        return getattr(self.loop or self, "network", None)
 
     def num_steps(self, records: Mapping[str, int]) -> int:
         """Steps of its local training, or ``local_steps``; of each candidate or trial."""
         if self.loop is None:
-            steps: int = getattr(self, "local_steps", 1)
-            return steps
+            return getattr(self, "local_steps", 1)
         return self.loop.amount.most_steps(sum(records[p] for p in splits_of(self.loop.split)))
 
     def with_steps(self, steps: int) -> Self:
@@ -267,23 +256,23 @@ class Identity(TypedDict):
 class ClientProperties(Identity, total=False):
     """Properties of the reply of a private client to ``query.describe``: no record decides them."""
 
-    tag: Line
-    hardware: Line
+    tag: ps.Line
+    hardware: ps.Line
     versions: Annotated[
-        dict[str, Line], ps.Where(lambda of: all(map(is_line, of)), "lines by name")
+        dict[str, ps.Line], ps.Where(lambda of: all(map(ps.is_line, of)), "lines by name")
     ]
     keeps_model: Annotated[bool, ps.Where(bool, "true")]
     input_shape: Shape
     image_shape: Shape
-    transform: list[Line]
+    transform: list[ps.Line]
     schema: list[Column]
     mean: list[Coordinate]
     std: list[Annotated[float, ps.Between(0, LARGEST_NUMBER, above=True)]]
-    class_names: list[Line]
+    class_names: list[ps.Line]
     multi_label: bool
     target: Annotated[list[Coordinate], ps.Length(ps.Between(0, 4))]
     splits: Declared
-    data_set: Line
+    data_set: ps.Line
     budget: Budget
     secure_noise: bool
     unit: Annotated[str, ps.OneOf(names.UNITS)]
@@ -725,8 +714,7 @@ def decode(action: str, values: object) -> Settings:
         ConfigError: There is no such action, or the values are not such a request.
     """
     check_choice("action", action, sr.REQUESTS)
-    request: Settings = ps.parse(sr.REQUESTS[action], values, key="")
-    return request
+    return ps.parse(sr.REQUESTS[action], values, key="")
 
 
 def decode_properties(action: str, values: object, *, masked: bool = False) -> Any:

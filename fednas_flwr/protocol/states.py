@@ -218,7 +218,6 @@ class TrimmedMean:
     """
 
     def __init__(self, trim: int | None) -> None:
-        """See the class."""
         self.trim = trim
         self._states: list[Mapping[str, Packed]] = []
 

@@ -7,8 +7,6 @@ records would have given: its average over one reply is the average over all. Ma
 :class:`Summands`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property

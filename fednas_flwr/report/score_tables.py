@@ -6,8 +6,6 @@ never left out of a maximum. Every epsilon is rounded up. Sentences are macros o
 ``page/sentences.j2``; what one page alone says is in its template.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ asks every few seconds whether it has. Nothing but the page is served, to this m
 a host is given. Main function: :func:`make_app`.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit

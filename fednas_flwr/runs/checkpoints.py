@@ -5,8 +5,6 @@ A checkpoint is two files: ``<stage>-<round>.safetensors`` and, written after it
 for the one before it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

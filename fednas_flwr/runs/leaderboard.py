@@ -5,8 +5,6 @@ for a third of the rounds; the best two of them, and the linear model, for all. 
 these records decide; test records do not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

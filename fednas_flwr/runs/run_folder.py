@@ -1,7 +1,5 @@
 """The folder that holds everything of one run."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -136,7 +134,7 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 def check_whole(config: Config) -> None:
     """Raise ConfigError for the folder of a group: alone it would go on with all clients."""
-    whole = Path(str(config.run_dir)).parents[1]
+    whole = config.folder.parents[1]
     if (whole / GROUPS_FILE).is_file():
         raise ConfigError(
             f"resume={config.run_dir}: it is a group of another run; continue that with "

@@ -6,15 +6,12 @@ takes the place of a supernet in the steps of GDAS (Dong and Yang 2019, arXiv 19
 every edge is computed, and the alphas get a gradient through the softmax that it was drawn by.
 
 The networks of a :class:`Pool` share batches and messages, but no weight: its gradient is each
-member's (:func:`by_member`), so that a member is trained as it would be alone.
+member's, so that a member is trained as it would be alone.
 
 Tensor suffixes: B batch, E edges, O ops.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +19,6 @@ from torch import Tensor, nn
 from fednas_flwr.spaces.dp_cells import EDGES, DPCellNetwork
 from fednas_flwr.spaces.nasbench201 import NASBench201Network, NASBench201Space
 from fednas_flwr.spaces.space import CELL, Supernet
-
-T = TypeVar("T")
 
 PREFIX = "members"
 # whose cells are those of networks of any size
@@ -62,8 +57,7 @@ class Candidate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [B, classes]."""
-        logits: Tensor = self.body(x, path=self.path)
-        return logits
+        return self.body(x, path=self.path)
 
 
 def all_alike(supernet: Supernet) -> list[list[int]]:
@@ -155,20 +149,6 @@ class Pool(nn.Module):
     def __len__(self) -> int:
         """The number of members."""
         return len(self.members)
-
-
-def by_member(pool: Pool, gradient: Callable[[nn.Module], Mapping[str, T]]) -> dict[str, T]:
-    """The gradients of all members, under their names in the pool.
-
-    Args:
-        pool: The members.
-        gradient: Function of one member; returns its gradient by the names of its own parameters.
-    """
-    return {
-        f"{PREFIX}.{index}.{name}": value
-        for index, member in enumerate(pool.members)
-        for name, value in gradient(member).items()
-    }
 
 
 def name_before(name: str, indices: list[int]) -> str:

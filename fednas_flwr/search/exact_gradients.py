@@ -1,7 +1,13 @@
-"""Exact gradients of the next batches: what clients without privacy train by."""
+"""Exact gradients of the next batches: what clients without privacy train by.
 
-from __future__ import annotations
+The weights are those of a supernet or of a derived network. For the alphas there are the first
+order, the second order and the mixed level.
 
+All functions leave the weights, the alphas and their ``.grad`` as they found them. Batch norm's
+running statistics move, as with any forward in training mode.
+"""
+
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
@@ -10,12 +16,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
-from fednas_flwr.search import batch_gradients as bg
-from fednas_flwr.search.candidate import Pool, Relaxed, by_member
+from fednas_flwr.search.candidate import PREFIX, Pool, Relaxed
+from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective, heads
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
 from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32
@@ -25,11 +32,200 @@ from fednas_flwr.spaces.mbconv import CELL
 from fednas_flwr.spaces.space import Supernet
 
 MICRO_BATCH = 128  # records whose gradients are in memory at a time
-Passes = Callable[[], Iterator[bg.Batch]]  # begins another pass over some records
+Passes = Callable[[], Iterator[Batch]]  # begins another pass over some records
 
 
 @dataclass
-class ExactGradients(bg.BatchGradients):
+class Tally:
+    """Running sums over batches; ``loss`` and ``accuracy`` are means over examples.
+
+    The sums stay on the batches' device until they are asked for: no step waits for a GPU.
+    """
+
+    loss_sum: Tensor | float = 0.0
+    correct: Tensor | float = 0.0
+    num_examples: int = 0
+
+    def add(self, losses: Tensor, hits: Tensor | None = None) -> None:
+        """Add a batch: losses [B], and how right predictions were [B] (None leaves it out)."""
+        self.loss_sum = self.loss_sum + losses.detach().sum().double()
+        self.num_examples += len(losses)
+        if hits is not None:
+            self.correct = self.correct + hits.detach().sum()
+
+    @property
+    def loss(self) -> float:
+        """Mean loss; NaN before the first batch."""
+        return float(self.loss_sum) / self.num_examples if self.num_examples else float("nan")
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct predictions; NaN before the first batch."""
+        return float(self.correct) / self.num_examples if self.num_examples else float("nan")
+
+
+@dataclass(kw_only=True)
+class BatchGradients:
+    """Gradients of batches by an objective, and what is seen on the way.
+
+    Attributes:
+        objective: The objective whose losses and hits are taken.
+        auxiliary_weight: Weight of an auxiliary head's loss.
+        precision: Number format, see :func:`computed_in`.
+        train_tally: Tally of train batches, taken before the steps on them.
+        validation_tally: Tally of validation batches.
+    """
+
+    objective: Objective = CLASSIFICATION
+    auxiliary_weight: float = 0.0
+    precision: str = FLOAT32
+    train_tally: Tally = field(default_factory=Tally, init=False)
+    validation_tally: Tally = field(default_factory=Tally, init=False)
+
+    def metrics(self) -> dict[str, float]:
+        """Loss and accuracy on train batches, and loss on validation batches, if there are any."""
+        train, validation, metrics = self.train_tally, self.validation_tally, dict[str, float]()
+        if train.num_examples:
+            metrics |= {"train_loss": train.loss, "train_accuracy": train.accuracy}
+        if validation.num_examples:
+            metrics["validation_loss"] = validation.loss
+        return metrics
+
+    def weight_gradient(
+        self, network: nn.Module, batch: Batch, reduce: Callable[[Tensor], Tensor] = torch.mean
+    ) -> dict[str, Tensor | None]:
+        """The gradient of a batch's mean loss by a network's weights; None where it has none.
+
+        Args:
+            network: In training mode; may return auxiliary logits beside its logits.
+            batch: The records, which are tallied.
+            reduce: Reduction of the records' losses to one, the mean or the sum.
+        """
+        weights, output = trainable_weights(network), network(batch[0])
+        loss, losses = self.objective.batch_loss(output, batch[1], self.auxiliary_weight, reduce)
+        self.train_tally.add(losses, self.objective.hits(heads(output)[0], batch[1]))
+        gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        return dict(zip(weights, gradients, strict=True))
+
+    def weight_gradient_sum(self, network: nn.Module, batch: Batch) -> Tensors:
+        """The sum over a batch of per-sample gradients of the weights, by parameter name.
+
+        ``sum_i grad_W L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 3 before averaging).
+        Parameters that the loss does not depend on get zeros. Alphas are left out.
+        """
+        weights, sums = trainable_weights(network), self.weight_gradient(network, batch, torch.sum)
+        return {n: torch.zeros_like(weights[n]) if g is None else g for n, g in sums.items()}
+
+    def alpha_gradient_sum(
+        self, supernet: Relaxed, batch: Batch
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The sum over a batch of per-sample gradients of the alphas, and the batch's losses.
+
+        ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging).
+        First order: the weights are held fixed.
+
+        Returns:
+            Gradients by cell kind, shaped like the alphas; per-sample losses [B], detached.
+        """
+        alphas = supernet.alphas()
+        losses = self._losses(supernet, {}, batch)
+        return _gradients(losses.sum(), alphas), losses.detach()
+
+    def virtual_step(
+        self, supernet: Relaxed, batch: Batch, *, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Tensor]:
+        """Compute ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
+
+        DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the constants and the momentum v of
+        the weights' SGD, as its authors' experiments do. The weights themselves do not move.
+        """
+        (constants,) = optimizer.param_groups
+        weights = supernet.weights()
+        loss = self._losses(supernet, {}, batch).mean()
+        gradients = _gradients(loss, weights)
+        moved = {}
+        for name, weight in weights.items():
+            velocity = optimizer.state.get(weight, {}).get("momentum_buffer")
+            direction = gradients[name] + constants["weight_decay"] * weight.detach()
+            if velocity is not None:
+                direction = direction + constants["momentum"] * velocity
+            moved[name] = weight.detach() - constants["lr"] * direction
+        return moved
+
+    def second_order_gradient(
+        self,
+        supernet: Relaxed,
+        *,
+        weights: Mapping[str, Tensor],
+        virtual_weights: Mapping[str, Tensor],
+        train_batch: Batch,
+        validation_batch: Batch,
+        inner_lr: float,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The second-order gradient of the alphas, of means over batches.
+
+        ``H = grad_A L_val(A, W') - inner_lr (grad_A L_tr(A, W+) - grad_A L_tr(A, W-)) / (2 r)``
+        with ``W+- = W +- r grad_W' L_val(A, W')`` and ``r = .01 / ||grad_W' L_val||`` (DP-FNAS,
+        Eq. 5; DARTS, Eq. 8). The finite difference is divided by 2 r; two public codes multiply
+        instead. It is exact when the training loss is quadratic in W.
+
+        Args:
+            supernet: The function, with the alphas A.
+            weights: W by parameter name.
+            virtual_weights: W', the weights after one step on the training loss.
+            train_batch: Batch of L_tr.
+            validation_batch: Batch of L_val.
+            inner_lr: Learning rate of the step from W to W'.
+
+        Returns:
+            Gradients by cell kind, shaped like the alphas; losses [B] of the validation batch.
+        """
+        alphas: dict[str, Tensor] = dict(supernet.alphas())
+        leaves = {name: w.detach().requires_grad_() for name, w in virtual_weights.items()}
+        losses = self._losses(supernet, leaves, validation_batch)
+        gradients = _gradients(losses.mean(), alphas | leaves)
+        direction = {name: gradients[name] for name in leaves}
+        norm = math.sqrt(sum(float(g.square().sum()) for g in direction.values()))
+        if norm == 0:  # W' is a stationary point of the validation loss: no correction
+            return {kind: gradients[kind] for kind in alphas}, losses.detach()
+        r = 0.01 / norm
+
+        def train_gradient(sign: float) -> dict[str, Tensor]:
+            shifted = {name: w.detach() + sign * r * direction[name] for name, w in weights.items()}
+            losses = self._losses(supernet, shifted, train_batch)
+            return _gradients(losses.mean(), alphas)
+
+        plus, minus = train_gradient(1), train_gradient(-1)
+        changes = {kind: inner_lr * (plus[kind] - minus[kind]) / (2 * r) for kind in alphas}
+        return {kind: gradients[kind] - changes[kind] for kind in alphas}, losses.detach()
+
+    def mixed_level_gradient(
+        self,
+        supernet: Relaxed,
+        *,
+        train_batch: Batch,
+        validation_batch: Batch,
+        validation_weight: float,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Compute ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
+
+        MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4), the local rule of FedNAS (arXiv
+        2004.08546). Returns also the losses [B] of the validation batch.
+        """
+        alphas = supernet.alphas()
+        train_loss = self._losses(supernet, {}, train_batch).mean()
+        losses = self._losses(supernet, {}, validation_batch)
+        total = train_loss + validation_weight * losses.mean()
+        return _gradients(total, alphas), losses.detach()
+
+    def _losses(self, network: nn.Module, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        x, y = batch
+        logits = functional_call(network, dict(weights), (x,)) if weights else network(x)
+        return self.objective.losses(logits, y)
+
+
+@dataclass
+class ExactGradients(BatchGradients):
     """Mean gradients of batches, a new one of each kind in every step; tallies of the last pass.
 
     Attributes:
@@ -47,9 +243,9 @@ class ExactGradients(bg.BatchGradients):
     _: KW_ONLY
     epochs: int | None = 1
     num_steps: int | None = None
-    train_batch: bg.Batch = field(init=False)
-    validation_batch: bg.Batch = field(init=False)
-    _validation_batches: Iterator[bg.Batch] = field(default=iter(()), init=False)
+    train_batch: Batch = field(init=False)
+    validation_batch: Batch = field(init=False)
+    _validation_batches: Iterator[Batch] = field(default=iter(()), init=False)
 
     def steps(self) -> Iterator[None]:
         """Yield once for every train batch."""
@@ -59,10 +255,10 @@ class ExactGradients(bg.BatchGradients):
                 self.validation_batch = next(self._validation_batches)
             yield
 
-    def _passes(self) -> Iterator[Iterator[bg.Batch]]:
+    def _passes(self) -> Iterator[Iterator[Batch]]:
         """All passes over the train records."""
         for _ in range(self.epochs or 0) if self.num_steps is None else count():
-            self.train_tally, self.validation_tally = bg.Tally(), bg.Tally()
+            self.train_tally, self.validation_tally = Tally(), Tally()
             if self.validation is not None:
                 self._validation_batches = chain.from_iterable(p() for p in repeat(self.validation))
             yield self.train()
@@ -70,7 +266,11 @@ class ExactGradients(bg.BatchGradients):
     def weights(self, network: nn.Module) -> Gradient:
         """The gradient on the step's train batch; of a pool each member's."""
         if isinstance(network, Pool):
-            return by_member(network, self.weights)
+            return {
+                f"{PREFIX}.{index}.{name}": value
+                for index, member in enumerate(network.members)
+                for name, value in self.weights(member).items()
+            }
         with computed_in(self.precision, self.train_batch):
             return self.weight_gradient(network, self.train_batch)
 
@@ -163,7 +363,7 @@ class ClippedGradients(ExactGradients):
 
 
 @dataclass
-class ExactSums(bg.BatchGradients):
+class ExactSums(BatchGradients):
     """Sums of gradients over the next batches: what the clients of FNAS and FedSGD return.
 
     Attributes:
@@ -175,8 +375,8 @@ class ExactSums(bg.BatchGradients):
         inner_lr: Learning rate of that step, above 0.
     """
 
-    train: Iterator[bg.Batch]
-    validation: Iterator[bg.Batch] | None = None
+    train: Iterator[Batch]
+    validation: Iterator[Batch] | None = None
     previous_weights: Mapping[str, Tensor] | None = None
     inner_lr: float = 0.0
 
@@ -189,7 +389,7 @@ class ExactSums(bg.BatchGradients):
         with computed_in(FLOAT32 if second_order else self.precision, batch):
             return self._sums(state, network, batch), len(batch[1])
 
-    def _sums(self, state: str, network: nn.Module, batch: bg.Batch) -> Tensors:
+    def _sums(self, state: str, network: nn.Module, batch: Batch) -> Tensors:
         """The sum over a batch."""
         if state == "weights":
             return self.weight_gradient_sum(network, batch)
@@ -210,8 +410,63 @@ class ExactSums(bg.BatchGradients):
         return sums
 
 
+def periodic_gradients(
+    gradient_sums: Callable[[], Mapping[str, tuple[Tensors, float]]],
+    parameters: Mapping[str, Mapping[str, Tensor]],
+    *,
+    steps: int,
+    local_lrs: Mapping[str, float],
+) -> tuple[dict[str, Tensors], float]:
+    """The gradients of states (weights, alphas, or both) accumulated over local steps.
+
+    After each step but the last every state moves by ``-local_lr`` times its batch's mean gradient,
+    and the next gradients are taken there: the periodic updates that DP-FNAS leaves as future
+    work. With one step and one state this is what ``gradient_sums`` returns.
+
+    Args:
+        gradient_sums: Takes the next batches; returns for each state the sum of its gradients by
+            name, and the batch size B that the sum is divided by.
+        parameters: For each state its parameters by name; moved in place.
+        steps: At least 1.
+        local_lrs: For each state the learning rate of the local steps.
+
+    Returns:
+        For each state the sum over steps of mean gradients, times B, so that dividing by B gives
+        what the local steps moved in all; and B, the first state's mean batch size.
+    """
+    totals: dict[str, Tensors] = {}
+    sizes = []
+    for step in range(1, steps + 1):
+        sums = gradient_sums()
+        sizes.append(next(iter(sums.values()))[1])
+        if steps == 1 == len(sums):
+            return {state: gradients for state, (gradients, _) in sums.items()}, sizes[0]
+        for state, (gradients, batch_size) in sums.items():
+            means = {name: gradient / batch_size for name, gradient in gradients.items()}
+            before = totals.get(state)
+            totals[state] = {n: before[n] + g for n, g in means.items()} if before else means
+            if step < steps:
+                with torch.no_grad():
+                    for name, mean in means.items():
+                        parameters[state][name].sub_(mean, alpha=local_lrs[state])
+    size = sum(sizes) / len(sizes)
+    return {s: {n: g * size for n, g in total.items()} for s, total in totals.items()}, size
+
+
+def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients by name; zeros for what the loss does not depend on.
+
+    A net of two cells, both of them reductions, does not depend on the alphas of normal cells.
+    """
+    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+    }
+
+
 @contextmanager
-def computed_in(precision: str, batch: bg.Batch) -> Iterator[None]:
+def computed_in(precision: str, batch: Batch) -> Iterator[None]:
     """Compute gradients of a batch in a precision, on its device, while in this context.
 
     With ``bfloat16`` torch's autocast computes convolutions and matrix products in it. Parameters,

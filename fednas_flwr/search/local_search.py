@@ -4,19 +4,19 @@
 is lines 4 to 8 of DPNAS' Alg. 1 (Cheng et al. 2022, arXiv 2110.08557).
 
 Three rules for the alpha step: ``first_order`` and ``second_order`` (DARTS, Liu et al., 2019,
-arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS).
+arXiv 1806.09055, Alg. 1) and ``mixed_level`` (MiLeNAS, the rule of FedNAS). beta-DARTS'
+regulariser reads no record: it costs no privacy, so a client or the server may add its gradient,
+with privacy after the noise.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
 import torch
+from torch import Tensor
 
 from fednas_flwr.search import optimizer_step as opt
-from fednas_flwr.search.batch_gradients import beta_gradient
 from fednas_flwr.search.candidate import Candidate, GumbelPath, Relaxed
 from fednas_flwr.settings.optimizers import NonNegative, Positive, Rule
 from fednas_flwr.settings.parser import Checked
@@ -33,7 +33,7 @@ class Alternating(Checked):
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
             the weights that the search began with.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
-            ``batch_gradients.beta_gradient``.
+            ``local_search.beta_gradient``.
         temperature: Temperature of GDAS, above 0: both gradients are of single paths, each drawn
             anew (``candidate.GumbelPath``). None computes all ops.
     """
@@ -120,3 +120,40 @@ def train_candidates(
     chosen = (candidate for path in paths for candidate in repeat(Candidate(supernet, path), steps))
     for candidate, _ in zip(chosen, gradients.steps(), strict=True):
         weights.step(gradients.weights(candidate))
+
+
+def beta_gradient(alphas: Mapping[str, Tensor], *, weight: float) -> dict[str, Tensor]:
+    """The gradient of ``weight * mean_e log sum_o exp(alpha_eo)``.
+
+    ``weight * softmax(alpha_e) / E``, the mean over the edges of all kinds of cells (Beta-Decay:
+    Ye et al. 2022, beta-DARTS, arXiv 2203.01665, Eq. 11 and the authors' code). It holds back the
+    ops that are ahead, so that those that merely train faster, skips and pools, do not run away.
+
+    Args:
+        alphas: By kind of cell, [E, O].
+        weight: At least 0.
+
+    Returns:
+        By kind of cell, shaped like the alphas.
+    """
+    num_edges = sum(len(alpha) for alpha in alphas.values())
+    return {
+        kind: weight / num_edges * torch.softmax(alpha.detach(), dim=-1)
+        for kind, alpha in alphas.items()
+    }
+
+
+def rising(weight: float, server_round: int, num_rounds: int) -> float:
+    """The weight of a round: linear, all of ``weight`` in the last round; from 1."""
+    return weight * server_round / num_rounds
+
+
+def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
+    """The mean entropy over edges of softmax(alphas), in nats, from 0 to ln(ops)."""
+    entropies = [
+        -(torch.softmax(a.detach().double(), -1) * torch.log_softmax(a.detach().double(), -1)).sum(
+            -1
+        )
+        for a in alphas.values()
+    ]
+    return float(torch.cat(entropies).mean())

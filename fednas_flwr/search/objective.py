@@ -22,6 +22,7 @@ NUMBER_LOSSES: dict[str, Callable[..., Tensor]] = {
     names.HUBER: functional.huber_loss,  # squared up to one deviation
 }
 
+Batch = tuple[Tensor, Tensor]  # features [B, ...], labels int64 [B] or [B, L]
 Output = Tensor | tuple[Tensor, Tensor]  # logits; in training maybe also those of an auxiliary head
 
 
@@ -227,8 +228,7 @@ class Objective:
 
 def _own_losses(loss: OwnLoss, logits: Tensor, labels: Tensor) -> Tensor:
     """The losses [B] of records by a user's function, which is shown one at a time."""
-    losses: Tensor = torch.vmap(partial(_own_loss, loss))(logits, labels)
-    return losses
+    return torch.vmap(partial(_own_loss, loss))(logits, labels)
 
 
 def _own_loss(loss: OwnLoss, logits: Tensor, label: Tensor) -> Tensor:

@@ -13,16 +13,13 @@ server has sent: :func:`drawable_alphas`.
 Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, the active one first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.batch_gradients import Batch
-from fednas_flwr.search.objective import CLASSIFICATION, Objective
+from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective
 from fednas_flwr.search.optimizer_step import Gradients, Optimizers
 from fednas_flwr.settings.optimizers import Gates
 from fednas_flwr.settings.parser import Checked

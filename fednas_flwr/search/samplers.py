@@ -224,8 +224,7 @@ class Controller(Sampler):
 
     def draw(self, count: int, generator: torch.Generator) -> list[Path]:
         """Draw paths from the policy, independently."""
-        paths: list[Path] = self.policy.sample(count, generator).tolist()
-        return paths
+        return self.policy.sample(count, generator).tolist()
 
     def learn(self, paths: Sequence[Path], rewards: Sequence[float]) -> dict[str, float]:
         """Take one step; return the baseline and an estimate of the entropy in nats per edge."""

@@ -29,9 +29,8 @@ from fednas_flwr.protocol import messages
 from fednas_flwr.protocol.messages import Header, Reply
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Describe, ExactClientProperties
 from fednas_flwr.protocol.sum_encoding import Summands
-from fednas_flwr.server.exchange import Exchange, Sampling, Sent, share_scales
-from fednas_flwr.server.limits import distance, honest_limits
-from fednas_flwr.server.reply_checks import accept_reply, misfits, outliers
+from fednas_flwr.server import reply_checks as checks
+from fednas_flwr.server.exchange import Exchange, Participants, Sampling, Sent, share_scales
 from fednas_flwr.server.secure_sums import PendingSum
 
 POLL_S, LONGEST_POLL_S = 0.05, 1.0
@@ -116,6 +115,11 @@ class Cohort:
     _limited: set[int] = field(default_factory=set, init=False)  # once held to the largest share
     _missed: set[int] = field(default_factory=set, init=False)  # without a reply when last asked
 
+    def participants(self, stage: str, server_round: int) -> Participants | None:
+        """The clients of a round, from 1, of a stage; None if it asks all."""
+        sampling = self.sampling
+        return None if sampling is None else sampling.participants(stage, server_round)
+
     def connect(
         self,
         grid: Grid,
@@ -171,12 +175,12 @@ class Cohort:
                 del fit[index]
                 reasons.append(f"{self.named(index)}: {terminal(reason[:LONGEST_REASON])}")
 
-        leave_out(misfits({index: reply.properties for index, reply in fit.items()}, alike))
+        leave_out(checks.misfits({index: reply.properties for index, reply in fit.items()}, alike))
         declared: dict[int, dict[str, float]] = {}
         for index, reply in fit.items():
             splits = reply.properties.get("splits", {})
             declared[index] = {"": reply.num_examples, **{f"{s} ": n for s, n in splits.items()}}
-        leave_out(outliers(declared, fewest=self.fewest_records, most=self.most_records))
+        leave_out(checks.outliers(declared, fewest=self.fewest_records, most=self.most_records))
         for client in sorted(set(range(self.num_clients)) - set(fit)):
             self._report_failure(client, CONNECT, "; ".join(reasons))
         if len(fit) < self.quorum:
@@ -444,9 +448,12 @@ class Cohort:
         requests: dict[int, Sent] = {}
         carried = messages.round_sent(exchange.states, action=exchange.action, wire=self.wire)
         records = messages.encode_states(carried)
-        accept = partial(accept_reply, exchange=exchange, wire=self.wire, summands=summands)
-        sent = {name: distance(state, {}) for name, state in messages.restore_sent(carried).items()}
-        limits = partial(honest_limits, exchange, sent=sent, classes=self._num_classes)
+        accept = partial(checks.accept_reply, exchange=exchange, wire=self.wire, summands=summands)
+        sent = {
+            name: checks.distance(state, {})
+            for name, state in messages.restore_sent(carried).items()
+        }
+        limits = partial(checks.honest_limits, exchange, sent=sent, classes=self._num_classes)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             has_left = client in self._left and not exchange.also_left

@@ -1,7 +1,5 @@
 """From a composed tree or its JSON to one checked :class:`~fednas_flwr.settings.Config`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Overrides to settings, and Hydra's own command line: the only module that knows Hydra."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Conclusions from the settings of a run, and settings that exclude each other."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -11,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
-from fednas_flwr.settings import Config, DifferentialPrivacy, GivenNetwork
+from fednas_flwr.settings import Config, GivenNetwork
 from fednas_flwr.settings.names import CLIENT, MOST_SITES
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
 from fednas_flwr.settings.run_settings import SecureSumSettings, TrimmedMeanSettings
@@ -24,19 +22,14 @@ def has_real_sites(config: Config) -> bool:
     return config.runtime.name == "deployment" and config.partition.name == "sites"
 
 
-def is_private(config: Config) -> bool:
-    """Return whether clients noise what they tell."""
-    return isinstance(config.privacy, DifferentialPrivacy)
-
-
 def by_client(config: Config) -> bool:
     """Return whether the unit of a run's privacy is the client."""
-    return isinstance(config.privacy, DifferentialPrivacy) and config.privacy.unit == CLIENT
+    return config.dp is not None and config.dp.unit == CLIENT
 
 
 def by_record(config: Config) -> bool:
     """Return whether it is the record, or the person."""
-    return isinstance(config.privacy, DifferentialPrivacy) and config.privacy.unit != CLIENT
+    return config.dp is not None and config.dp.unit != CLIENT
 
 
 def follows_noise(config: Config) -> bool:
@@ -112,8 +105,8 @@ def holds(config: Config, condition: str) -> bool:
 
 def check_algorithm(config: Config) -> None:
     """Refuse what the entry of the algorithm does not support, then what it alone refuses."""
-    entry, privacy = algorithm_of(config), config.privacy
-    if isinstance(privacy, DifferentialPrivacy) and privacy.unit not in entry.units:
+    entry, privacy = algorithm_of(config), config.dp
+    if privacy and privacy.unit not in entry.units:
         able = sorted(other for other, one in algorithms().items() if privacy.unit in one.units)
         raise ConfigError(
             f"privacy=dp privacy.unit={privacy.unit} with algorithm={config.algorithm.name} is not "
@@ -177,7 +170,7 @@ CLASHES = {
 CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: (
-            is_private(c)
+            c.dp is not None
             and c.rounds * searches(c) + (c.retrain.rounds or 0) * retrains(c) > MOST_PRIVATE_ROUNDS
         ),
         "rounds={c.rounds} with retrain.rounds={c.retrain.rounds} and privacy=dp: expected at most "

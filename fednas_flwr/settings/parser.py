@@ -9,8 +9,6 @@ dataclass derived from :class:`Checked` refuses all others, however it is made;
 :func:`constraints` tells them to whoever draws values.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys
@@ -46,6 +44,7 @@ MISSING = "???"  # Hydra's value for what the user must give
 # Above these no computation can use a number; a whole one could not even be written in a sentence.
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # of a unit of time
 LARGEST = {int: 2**63 - 1, float: sys.float_info.max}
+LONGEST_LINE = 200  # characters
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,14 @@ class Where:
     def check(self, key: str, value: Any, alternative: str) -> None:
         """Raise ConfigError for a value for which it does not hold."""
         check_range(bool(self.holds(value)), key, value, self.expected + alternative)
+
+
+def is_line(text: str) -> bool:
+    """Whether it is a line of text that a person can be shown."""
+    return len(text) <= LONGEST_LINE and text.isprintable()
+
+
+Line = Annotated[str, Where(is_line, "a line of text")]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ simulation carries entries from outside the package to its workers; the server a
 deployment must know the name themselves.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import string

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from fednas_flwr.settings import names
@@ -160,6 +161,10 @@ class Retrain(ps.Checked):
     auxiliary_weight: opt.RateOrZero
     drop_path_prob: opt.ShareBelow1
     weights: opt.SGD
+
+    def local_steps(self, records: float) -> int:
+        """The steps that so many records take in a client's part of a round."""
+        return self.local_epochs * max(1, math.ceil(records / self.batch_size))
 
     @property
     def planned(self) -> int:
@@ -744,6 +749,16 @@ class Config(ps.Checked):
             f"sampling.per_round={number:g} with clients={self.clients}: expected a whole number "
             "of them, or a share below 1; set sampling=null for all",
         )
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, of a run that has one."""
+        return Path(str(self.run_dir))
+
+    @property
+    def dp(self) -> DifferentialPrivacy | None:
+        """Privacy of a run whose clients noise what they tell; None of others."""
+        return self.privacy if isinstance(self.privacy, DifferentialPrivacy) else None
 
     @property
     def asked(self) -> int:

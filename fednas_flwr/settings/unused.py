@@ -6,8 +6,6 @@ user has set is refused (:func:`check_effect`). A new setting needs a row if som
 it; a test records what runs read and names the settings that lack one.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -83,7 +81,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "evaluation.baselines",
-        lambda c: facts.has_real_sites(c) and facts.is_private(c),
+        lambda c: facts.has_real_sites(c) and c.dp,
         "runtime=deployment privacy=dp, whose sites would pay for more networks",
     ),
     Rule(
@@ -188,7 +186,7 @@ RULES: tuple[Rule, ...] = (
         "privacy.search_share",
         # who asks for rewards has no alphas, or on no split of retraining
         lambda c: (
-            facts.is_private(c)
+            c.dp
             and not _is_shared(c, "weights")
             and (algorithm_of(c).asks_rewards or not _is_shared(c, "alphas"))
         ),
@@ -199,7 +197,7 @@ RULES: tuple[Rule, ...] = (
         "privacy.rewards_share",
         # which FEATHERS has beside that of alphas only: it leaves validation records out
         lambda c: (
-            facts.is_private(c)
+            c.dp
             and not (
                 _is_shared(c, "rewards")
                 and (facts.retrains(c) if algorithm_of(c).retraining is None else _has_alphas(c))
@@ -210,7 +208,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "privacy.metrics_noise_multiplier",
-        lambda c: facts.is_private(c) and not _measures(c),
+        lambda c: c.dp and not _measures(c),
         "algorithm={c.algorithm.name}, stages={c.stages} and dataset.fractions="
         "{c.dataset.fractions}, with which nothing is measured on clients' records",
     ),

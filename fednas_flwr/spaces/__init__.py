@@ -57,8 +57,7 @@ class OpEntry(NamedTuple):
 
 def _make(place: str, **settings: Any) -> SearchSpace:
     """Return a space by the place of its class or function, ``<module>:<name>``."""
-    space: SearchSpace = imported(f"fednas_flwr.spaces.{place}")(**settings)
-    return space
+    return imported(f"fednas_flwr.spaces.{place}")(**settings)
 
 
 _SPACES: dict[str, tuple[type[SearchSpaceSettings], str]] = {

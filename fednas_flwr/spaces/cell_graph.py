@@ -9,8 +9,6 @@ and pools, which is how a differentiable search collapses (Zela et al. 2020, arX
 space neither derives nor draws degenerate genotypes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -202,13 +203,6 @@ def layers_of(
     return layers
 
 
-class Prediction(NamedTuple):
-    """A derived network's latency: the sum over a table, and as it was measured."""
-
-    predicted_ms: float
-    measured: lt.Timing
-
-
 def timed_space(space: SearchSpace) -> MBConvSpace:
     """Return a space if latency tables are made of it; ConfigError otherwise."""
     if not isinstance(space, MBConvSpace):
@@ -218,10 +212,11 @@ def timed_space(space: SearchSpace) -> MBConvSpace:
 
 def measure_space(
     space: MBConvSpace, under: lt.Conditions, genotypes: Sequence[Genotype] = ()
-) -> tuple[lt.LatencyTable, list[Prediction]]:
+) -> tuple[lt.LatencyTable, list[tuple[float, lt.Timing]]]:
     """Measure the latency of every different layer of a space; see ``latency_tables``.
 
-    Also how well it predicts the derived networks of ``genotypes``, measured in the same passes.
+    Also the latency of the derived networks of ``genotypes``, as the table predicts it in ms, and
+    as it was measured in the same passes.
     """
     plan = space.plan
     candidates = (layer for row in plan.blocks for layer in row if layer is not None)
@@ -234,7 +229,7 @@ def measure_space(
     )
     costs = space_costs(space, table)
     predicted = (costs.of_path(space.path(genotype)) for genotype in genotypes)
-    return table, [Prediction(*pair) for pair in zip(predicted, measured, strict=True)]
+    return table, list(zip(predicted, measured, strict=True))
 
 
 def measure_network(
@@ -326,6 +321,15 @@ def cost_by(space: SearchSpace, table: str | None) -> Callable[[Genotype], float
             return count_multiply_adds(space.network(genotype), space.input_shape)
 
     return multiply_adds
+
+
+def ranges_of_cost(
+    genotypes: Sequence[Genotype], space: SearchSpace, table: str | None, *, count: int
+) -> list[list[int]]:
+    """The places of genotypes in at most ``count`` ranges of cost, each with equally many."""
+    cost = cost_by(space, table)
+    by_cost = sorted(range(len(genotypes)), key=lambda place: cost(genotypes[place]))
+    return [part.tolist() for part in np.array_split(by_cost, count) if len(part)]
 
 
 def latency_of(space: SearchSpace, table: str) -> Callable[[Genotype], float]:

@@ -13,8 +13,6 @@ edge.
 Tensor suffixes: B batch, E edges, O ops.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -240,12 +240,10 @@ class Block(nn.Module):
         else:
 
             def mixed(index: int, state: Tensor) -> Tensor:
-                out: Tensor = edges[index](state, weights_EO[..., index, :])
-                return out
+                return edges[index](state, weights_EO[..., index, :])
 
             states = summed_states(inputs, EDGES, mixed, nodes=NODES, empty=None)
-        out: Tensor = self.pool(torch.cat(states[1:], dim=1))
-        return out
+        return self.pool(torch.cat(states[1:], dim=1))
 
     @torch.no_grad()
     def bring_near_identity(self) -> None:

@@ -5,8 +5,6 @@ and sent as JSON with a format name and a version, and never evaluated as code. 
 form (:func:`from_json`); whether the ops and edges belong to a space is that space's ``check``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@
 (Cai et al. 2019, ProxylessNAS, arXiv 1812.00332, section 3.3).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import platform
@@ -22,7 +20,7 @@ import torch
 from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings.parser import Between, Checked, Where, parse
+from fednas_flwr.settings.parser import LONGEST_LINE, Between, Checked, Line, parse
 from fednas_flwr.spaces.genotype import read_document
 from fednas_flwr.spaces.mbconv import Layer
 
@@ -34,15 +32,6 @@ LONGEST_MS = 1e9  # whose sum over a network is finite
 
 Sized = tuple[nn.Module, tuple[int, ...]]  # a module and the shape of one example
 Size = Annotated[int, Between(0, 2**31 - 1)]
-LONGEST_LINE = 200
-
-
-def is_line(text: str) -> bool:
-    """Tell whether a text is one line that is not too long."""
-    return len(text) <= LONGEST_LINE and text.isprintable()
-
-
-Line = Annotated[str, Where(is_line, "a line of text")]
 
 
 @dataclass(frozen=True)
@@ -255,8 +244,7 @@ def from_json(text: str, *, origin: str = "latency table") -> LatencyTable:
     """
     hint = ": measure anew by `fednas latency measure`"
     fields = read_document(text, origin=origin, format=FORMAT, version=VERSION, hint=hint)
-    table: LatencyTable = parse(LatencyTable, fields, key=origin)
-    return table
+    return parse(LatencyTable, fields, key=origin)
 
 
 def median_table(tables: Sequence[LatencyTable]) -> LatencyTable:

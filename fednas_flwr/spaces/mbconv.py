@@ -399,22 +399,23 @@ def _candidate(layer: Layer, *, norm: Norm) -> nn.Sequential:
 
 
 def _layers(
-    name: str, inputs: int, outputs: int, *, norm: Norm, relu: bool = False, **sizes: int
+    name: str,
+    inputs: int,
+    outputs: int,
+    *,
+    norm: Norm,
+    relu: bool = False,
+    kernel: int = 1,
+    stride: int = 1,
+    groups: int = 1,
 ) -> OrderedDict[str, nn.Module]:
     """Return a convolution, its norm and, with ``relu``, ReLU6, by their names in a block."""
-    parts = OrderedDict[str, nn.Module]()
-    parts[name] = _convolution(inputs, outputs, **sizes)
-    parts[f"{name}_norm"] = ops.make_norm(outputs, norm=norm, affine=True)
-    if relu:
-        parts[f"{name}_relu"] = nn.ReLU6()
-    return parts
-
-
-def _convolution(
-    inputs: int, outputs: int, *, kernel: int = 1, stride: int = 1, groups: int = 1
-) -> nn.Conv2d:
     convolution = nn.Conv2d(
         inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False
     )
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out")
-    return convolution
+    parts = OrderedDict[str, nn.Module]({name: convolution})
+    parts[f"{name}_norm"] = ops.make_norm(outputs, norm=norm, affine=True)
+    if relu:
+        parts[f"{name}_relu"] = nn.ReLU6()
+    return parts

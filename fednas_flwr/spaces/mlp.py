@@ -15,8 +15,6 @@ layers that read one node are computed as one linear layer per width.
 Tensor suffixes: B batch, E edges, O ops, W width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -56,8 +54,7 @@ class MLPCell(SearchCell):
     def leave(self, weights_EO: Tensor, state: Tensor, indices: list[int]) -> Tensor:
         """Compute the mixed ops of the edges that leave a state, [B, edges, W]."""
         source, _ = EDGES[indices[0]]
-        out: Tensor = self.leaving[source](state, weights_EO[..., indices, :])
-        return out
+        return self.leaving[source](state, weights_EO[..., indices, :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,5 +185,4 @@ class ParallelLayers(nn.Module):
         activated = [f(part) for f, part in zip(self.activations, parts, strict=True)]
         out = self.norm(torch.cat(activated, dim=1))
         out_BOEW = out.view(len(out), len(activated), weights_EO.shape[-2], -1)
-        mixed: Tensor = (out_BOEW * weights_EO.mT[..., None]).sum(1)
-        return mixed
+        return (out_BOEW * weights_EO.mT[..., None]).sum(1)

@@ -194,8 +194,7 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, 2 C, ceil(H / 2), ceil(W / 2)]``."""
-        out: Tensor = self.shortcut(x) + self.convolutions(x)
-        return out
+        return self.shortcut(x) + self.convolutions(x)
 
 
 class SearchCell(nn.Module):

@@ -13,8 +13,6 @@ they share the ReLU and the pools, and their kernels are stacked into one call o
 Tensor suffixes: B batch, C channels, H height, W width, E edges of a state, O ops.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -110,8 +108,7 @@ class FactorizedReduce(nn.Module):
         if height % 2 or width % 2:
             shifted = F.pad(shifted, (0, width % 2, 0, height % 2))
         even, odd = self.conv_even(every_second(x_BCHW)), self.conv_odd(every_second(shifted))
-        out: Tensor = self.norm(torch.cat([even, odd], dim=1))
-        return out
+        return self.norm(torch.cat([even, odd], dim=1))
 
 
 def every_second(x_BCHW: Tensor) -> Tensor:

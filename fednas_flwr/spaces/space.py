@@ -7,8 +7,6 @@ space writes a body and a discrete network; the ways between alphas and genotype
 Tensor suffixes: B batch, E edges of a cell, O ops.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,8 +95,7 @@ class Supernet(nn.Module):
         """
         if op_weights is None:
             op_weights = {kind: alphas.softmax(dim=-1) for kind, alphas in self.alphas().items()}
-        logits: Tensor = self.body(x, op_weights)
-        return logits
+        return self.body(x, op_weights)
 
 
 @dataclass(frozen=True, kw_only=True)

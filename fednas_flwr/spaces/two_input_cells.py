@@ -309,5 +309,4 @@ class AuxiliaryHead(nn.Module):
         x = F.relu(x).expand(-1, -1, max(height, 2), max(width, 2))
         kernel = [min(math.ceil(5 * side / 8), side - 1) for side in x.shape[-2:]]
         stride = [side - window for side, window in zip(x.shape[-2:], kernel, strict=True)]
-        logits: Tensor = self.classifier(self.features(F.avg_pool2d(x, kernel, stride)).flatten(1))
-        return logits
+        return self.classifier(self.features(F.avg_pool2d(x, kernel, stride)).flatten(1))

@@ -12,7 +12,7 @@ import torch
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.states import MOMENTS, network_states, unpack
-from fednas_flwr.search.batch_gradients import BatchGradients
+from fednas_flwr.search.exact_gradients import BatchGradients
 
 from .plain import make_sgd, step
 

@@ -24,9 +24,8 @@ from fednas_flwr.data.statistics import Moments, Statistics
 from fednas_flwr.deploy import client_app
 from fednas_flwr.pipeline.beginning import SITE_PROPERTIES
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.policy import DataSetPolicy
+from fednas_flwr.privacy.policy import DataSetPolicy, SumTerms
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite

@@ -25,8 +25,8 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models import networks
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy.policy import SumTerms
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.messages import Header, Request

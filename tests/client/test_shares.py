@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fednas_flwr.client.answer import admit
 from fednas_flwr.client.noised_updates import MOST_CELLS, noised_update
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import of_clients
+from fednas_flwr.privacy.policy import SumTerms
 from fednas_flwr.protocol.messages import Header, Reply, encode_reply
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.sum_encoding import Summands, sizes_of

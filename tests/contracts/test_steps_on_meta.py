@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from fednas_flwr.models.networks import FIXED_NETWORKS
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
-from fednas_flwr.search.batch_gradients import BatchGradients
 from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.search.exact_gradients import BatchGradients
 from fednas_flwr.search.optimizer_step import Optimizer, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, SGD, Adam
 

@@ -12,7 +12,7 @@ from fednas_flwr.protocol.messages import decode_request
 from fednas_flwr.protocol.requests import Train
 from fednas_flwr.protocol.states import MOMENTS
 from fednas_flwr.runs.numbers import read_run
-from fednas_flwr.server.limits import distance
+from fednas_flwr.server.reply_checks import distance
 
 from ..finished_runs import Told
 

@@ -20,7 +20,7 @@ from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
-from fednas_flwr.search.batch_gradients import BatchGradients, trainable_weights
+from fednas_flwr.search.exact_gradients import BatchGradients, trainable_weights
 
 from ..made_networks import Made
 from ..reference_engine import by

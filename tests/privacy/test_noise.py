@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream, add_noise, noise_grid
-from fednas_flwr.privacy.mechanism.shared_noise import noise_range
+from fednas_flwr.privacy.policy import noise_range
 
 from ..refusals import refuses
 from .divergences import KERNEL_STD

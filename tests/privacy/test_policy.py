@@ -12,11 +12,11 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy import policy
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.renyi import Release
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import (
     DataSetPolicy,
     Policy,
+    SumTerms,
     check_action,
     check_planned,
     parse_policy,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_shared_noise
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms, share_sigma
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator, add_shared_noise, share_sigma
+from fednas_flwr.privacy.policy import SumTerms
 
 from ..refusals import refuses
 from .divergences import sum_divergence

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fednas_flwr.search import batch_gradients, optimizer_step
-from fednas_flwr.search.batch_gradients import BatchGradients, Tally, alpha_entropy, beta_gradient
-from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search import exact_gradients, optimizer_step
+from fednas_flwr.search.exact_gradients import BatchGradients, ExactGradients, Tally
+from fednas_flwr.search.local_search import alpha_entropy, beta_gradient, rising
 from fednas_flwr.search.optimizer_step import Optimizer, make_adam, make_sgd, trainable_weights
 from fednas_flwr.settings.optimizers import SGD, Adam
 
@@ -76,7 +76,7 @@ def descend(net, batches, *, lr):
         return {"weights": (BatchGradients().weight_gradient_sum(net, data), len(data[1]))}
 
     given = {"steps": len(batches), "local_lrs": {"weights": lr}}
-    found = batch_gradients.periodic_gradients(gradient_sums, {"weights": net.weights()}, **given)
+    found = exact_gradients.periodic_gradients(gradient_sums, {"weights": net.weights()}, **given)
     return found[0]["weights"], found[1]
 
 
@@ -338,5 +338,5 @@ def test_ops_that_are_never_chosen_are_left_alone():
 
 
 def test_the_weight_rises_linearly_to_its_value_in_the_last_round():
-    found = [batch_gradients.rising(5.0, number, 4) for number in (1, 2, 3, 4)]
+    found = [rising(5.0, number, 4) for number in (1, 2, 3, 4)]
     assert found == pytest.approx([1.25, 2.5, 3.75, 5.0])

@@ -8,8 +8,14 @@ import pytest
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.search.data_free_scores import AZ_NAS, measure
-from fednas_flwr.search.data_free_search import exceeded, ranked, search, shortlisted
+from fednas_flwr.search.data_free_scores import (
+    AZ_NAS,
+    exceeded,
+    measure,
+    ranked,
+    search,
+    shortlisted,
+)
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace, Skeleton

@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.batch_gradients import BatchGradients
-from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
+from fednas_flwr.search.exact_gradients import BatchGradients, ExactGradients, ExactSums
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Optimizer
 from fednas_flwr.search.proxyless import alpha_gradient, draw_paths, gate_gradient

@@ -7,8 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.search.batch_gradients import BatchGradients
-from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.exact_gradients import BatchGradients, ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate
 from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import SGD, Adam

@@ -25,7 +25,7 @@ from fednas_flwr.protocol.requests import (
 )
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
-from fednas_flwr.server.limits import (
+from fednas_flwr.server.reply_checks import (
     ADAM,
     LARGEST_LOSS,
     MORE_RECORDS,

@@ -20,8 +20,7 @@ from fednas_flwr.protocol.requests import decode_properties
 from fednas_flwr.protocol.states import Layout, Packed, pack
 from fednas_flwr.protocol.sum_requests import PROPERTIES
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.limits import Limits
-from fednas_flwr.server.reply_checks import accept_reply
+from fednas_flwr.server.reply_checks import Limits, accept_reply
 
 from ..asked import FORMS
 from .conftest import SEARCH, damaging, npy, set_json, set_metric, set_vector

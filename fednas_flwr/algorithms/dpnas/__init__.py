@@ -1,7 +1,5 @@
 """DPNAS: sampled candidates with shared weights, and a controller that learns from them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """DPNAS: candidates with shared weights, trained with DP-SGD's steps and chosen by a controller."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FDNAS and CFDNAS: federated ProxylessNAS by weighted averaging, of all or of groups."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

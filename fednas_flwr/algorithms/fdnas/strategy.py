@@ -1,7 +1,5 @@
 """FDNAS: federated ProxylessNAS by weighted averaging."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """FEATHERS: a bandit over hyper-parameters alternates with federated DARTS."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

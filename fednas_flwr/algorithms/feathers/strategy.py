@@ -1,7 +1,5 @@
 """FEATHERS: a bandit over hyper-parameters, in the search and again in retraining."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +14,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
 from fednas_flwr.search.bandit import Bandit, make_configurations
-from fednas_flwr.search.batch_gradients import rising
-from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.local_search import Alternating, rising
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
 
 BOUND_PER_SCALE = 4.0

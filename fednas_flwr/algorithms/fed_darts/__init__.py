@@ -1,7 +1,5 @@
 """Federated DARTS and FedNAS: clients search locally, the server averages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

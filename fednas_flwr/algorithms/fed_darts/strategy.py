@@ -4,16 +4,13 @@ Every round each client searches for some local epochs from the global weights a
 server averages both with weights N_k / N.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalSearch, Search
-from fednas_flwr.search.batch_gradients import rising
-from fednas_flwr.search.local_search import Alternating
+from fednas_flwr.search.local_search import Alternating, rising
 
 
 class FedDARTS(RoundStrategy[FedDARTSSettings]):

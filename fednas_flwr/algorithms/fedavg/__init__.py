@@ -1,7 +1,5 @@
 """FedAvg and FedProx: no search, a network that is given is trained."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fednas_flwr.settings import GivenNetwork

@@ -4,8 +4,6 @@ FedProx is FedAvg with a proximal term in the clients' steps, FedAdam, FedYogi a
 an optimiser of the server.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -53,9 +51,15 @@ def planned_rounds(retrain: Retrain, records: float, input_shape: Sequence[int])
     """
     if retrain.rounds is not None:
         return retrain.rounds
-    steps = retrain.local_epochs * max(1, math.ceil(records / retrain.batch_size))
     longer = LONGER if math.prod(input_shape[1:]) >= PIXELS else 1
-    return min(longer * MOST_ROUNDS, max(FEWEST_ROUNDS, round(longer * LOCAL_STEPS / steps)))
+    rounds = round(longer * LOCAL_STEPS / retrain.local_steps(records))
+    return min(longer * MOST_ROUNDS, max(FEWEST_ROUNDS, rounds))
+
+
+def median_records(retrain: Retrain, declared: Iterable[Mapping[str, int]]) -> float:
+    """The records that the median client retrains on, of those that clients declare by split."""
+    names = trained_on(retrain.evaluate_every)
+    return median(sum(splits.get(name, 0) for name in names) for splits in declared)
 
 
 def training_settings(config: Config, configuration: Configuration | None) -> tuple[SGD, float]:
@@ -96,7 +100,6 @@ class ServerOptimizer:
     """
 
     def __init__(self, settings: ServerAdagrad) -> None:
-        """See the class."""
         kind = {"adam": FedAdam, "yogi": FedYogi, "adagrad": FedAdagrad}[settings.name]
         constants = {"eta": settings.lr, "tau": settings.tau}
         if isinstance(settings, ServerAdam):
@@ -218,11 +221,9 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
         steps = local_steps(self.config, self.stage)
         if steps is not None:
             return steps
+        declared = (of.get("splits", {}) for of in self.cohort.properties.values())
         retrain = self.config.retrain
-        declared = [of.get("splits", {}) for of in self.cohort.properties.values()]
-        names = trained_on(retrain.evaluate_every)
-        records: float = median(sum(splits.get(name, 0) for name in names) for splits in declared)
-        return retrain.local_epochs * max(1, math.ceil(records / retrain.batch_size))
+        return retrain.local_steps(median_records(retrain, declared))
 
     @classmethod
     def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:

@@ -1,7 +1,5 @@
 """FedEx: FedAvg of one network whose clients draw their hyper-parameters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fednas_flwr.settings import GivenNetwork

@@ -1,7 +1,5 @@
 """FedEx: FedAvg of one network whose clients draw their hyper-parameters from a distribution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """FNAS, DP-FNAS and vanilla NAS: clients send gradients of weights and of alphas."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated

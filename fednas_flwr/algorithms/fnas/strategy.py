@@ -5,8 +5,6 @@ gives the gradients of W, the server steps; exchange 2 gives the gradients of A 
 server steps. DP-FNAS is the same schedule with clients that clip and noise what they return.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,7 +17,7 @@ from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import pack
-from fednas_flwr.search.batch_gradients import beta_gradient, rising
+from fednas_flwr.search.local_search import beta_gradient, rising
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 
 

@@ -1,7 +1,5 @@
 """Random search: candidates of the space, each trained by itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fednas_flwr.settings import LocalEpochs

@@ -1,7 +1,5 @@
 """Random search, the baseline that every architecture search owes (Li and Talwalkar, 2019)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from statistics import median

@@ -1,7 +1,5 @@
 """Successive halving: a pool is trained side by side and halved."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Annotated

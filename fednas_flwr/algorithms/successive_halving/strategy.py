@@ -1,7 +1,5 @@
 """Successive halving: a pool is trained side by side and halved by validation accuracy."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Data-free search: the server ranks architectures by scores and asks no client."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated

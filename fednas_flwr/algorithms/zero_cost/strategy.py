@@ -3,8 +3,6 @@
 Also the parts of it that choose a pool: what is drawn, within which limits, and how it is ranked.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
@@ -22,12 +19,11 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import describe_network, described_space
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.search.data_free_scores import measure
-from fednas_flwr.search.data_free_search import Scored, Scores, search, shortlisted
+from fednas_flwr.search.data_free_scores import Scored, Scores, measure, search, shortlisted
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.names import FOUND
 from fednas_flwr.settings.registry import packed
-from fednas_flwr.spaces.costs import cost_by, latency_of
+from fednas_flwr.spaces.costs import latency_of, ranges_of_cost
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
@@ -54,7 +50,7 @@ class ScoredDraws:
         """All drawn networks, best first.
 
         Args:
-            **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_search.search`.
+            **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_scores.search`.
         """
         scores, shortlist = partial(_scores, self.config, self.space), self.choice.shortlist
         chosen = self.choice.chosen_scores(self.space.name)
@@ -73,10 +69,9 @@ class ScoredDraws:
 
     def spread(self, ranking: list[Scored], size: int) -> list[Genotype]:
         """The best of a ranking in each of so many ranges of cost with equally many networks."""
-        cost = cost_by(self._trained(), self.choice.limits.table)
-        by_cost = sorted(range(len(ranking)), key=lambda place: cost(ranking[place].genotype))
-        parts = [part for part in np.array_split(by_cost, size) if len(part)]
-        return [ranking[place].genotype for place in sorted(min(part) for part in parts)]
+        genotypes, table = [one.genotype for one in ranking], self.choice.limits.table
+        parts = ranges_of_cost(genotypes, self._trained(), table, count=size)
+        return [genotypes[place] for place in sorted(map(min, parts))]
 
     def _trained(self) -> SearchSpace:
         """The space at the sizes at which a found network is trained, if it is."""

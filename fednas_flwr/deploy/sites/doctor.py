@@ -4,8 +4,6 @@ Works on a folder that ``provision`` wrote, of the server or of a site, and chan
 returns what it found, or raises :class:`Trouble` with what to do. Main function: :func:`examine`.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
@@ -199,7 +197,7 @@ def _site_records(folder: Path, settings: Settings) -> str:
     from fednas_flwr.data.readers import site_dataset
     from fednas_flwr.data.summary import reading_notes
     from fednas_flwr.pipeline.feasible import check_features
-    from fednas_flwr.server.limits import MORE_RECORDS
+    from fednas_flwr.server.reply_checks import MORE_RECORDS
     from fednas_flwr.settings.configuration import parse_config
     from fednas_flwr.settings.hydra_config import compose_tree
 

@@ -3,8 +3,6 @@
 Flower's own messages name the symptom; these name the cause and what to do. Used by ``doctor``.
 """
 
-from __future__ import annotations
-
 import socket
 import ssl
 import time

@@ -10,8 +10,6 @@ holds the authority's certificate alone. Files of secrets are readable by their 
 function: :func:`provision`.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import re

@@ -9,8 +9,6 @@ that has been away is let in again only after server apps had time to miss it, s
 taken and lost is not waited for.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Callable
 from logging import WARNING
@@ -38,7 +36,7 @@ class Guard:
         for_all: Beginnings of the paths that other machines may ask.
     """
 
-    def __init__(self, app: ASGIApp, for_all: tuple[str, ...]) -> None:  # noqa: D107
+    def __init__(self, app: ASGIApp, for_all: tuple[str, ...]) -> None:
         self.app, self.for_all = app, for_all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

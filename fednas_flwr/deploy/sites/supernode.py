@@ -8,8 +8,6 @@ runs. Here such a reply is given up; the server's app is told of it after three 
 Flower asks for messages every three seconds; here a node asks often after a message, as in a round.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -32,7 +30,6 @@ class ImpatientStore:
     """
 
     def __init__(self, store: ObjectStore) -> None:
-        """See the class."""
         self._store = store
         self._waiting: dict[str, float] = {}  # object -> since when
 

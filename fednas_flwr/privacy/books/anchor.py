@@ -11,8 +11,6 @@ and the site's log all take from it before they are written (:func:`take`). Ever
 from requests and the policy alone, never from records.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import hmac
@@ -56,7 +54,7 @@ class Mark:
         RuntimeError: There is a key but no mark.
     """
 
-    def __init__(self, key_path: Path) -> None:  # noqa: D107
+    def __init__(self, key_path: Path) -> None:
         self.key_path, self.path = key_path, key_path.with_name(key_path.name + ".mark")
         new = not key_path.exists()
         if not new and not self.path.exists():

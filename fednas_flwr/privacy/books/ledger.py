@@ -32,8 +32,6 @@ Guarantee:
     a site spend more than its budget. Whoever can restore old copies of both together can.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -140,7 +138,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         OSError: A file cannot be opened or written, or stayed locked.
     """
 
-    def __init__(self, path: Path, key_path: Path) -> None:  # noqa: D107
+    def __init__(self, path: Path, key_path: Path) -> None:
         self.path, key_path = path.resolve(), key_path.resolve()
         if key_path.is_relative_to(self.path.parent):
             raise ConfigError(
@@ -410,8 +408,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             return None
         if not anchor.equal(row[1], self._mark.hmac("commitment", run, row[0])):
             raise anchor.damaged(f"the commitment of run {run} in {self.path} was edited")
-        terms: str = row[0]
-        return terms
+        return row[0]
 
     def _last_row(self) -> tuple[int, str] | None:
         """Return number and HMAC of the last row."""
@@ -449,8 +446,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         row = self._rows.execute("SELECT state, mac FROM totals").fetchone()
         if row is None or not anchor.equal(row[1], self._mark.hmac("totals", last_mac, row[0])):
             raise anchor.damaged(f"the totals of {self.path} were edited or removed")
-        state: _State = json.loads(row[0])
-        return state
+        return json.loads(row[0])
 
     def _assign(self, state: _State, entry: Entry, assignment: str) -> None:
         """Note the entry's assignment in ``state``; refuse one that must pay on every split."""

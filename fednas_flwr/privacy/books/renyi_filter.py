@@ -6,8 +6,6 @@ cover this; a filter does, because its orders are fixed before the first request
 one split of one data set. Main class: :class:`RenyiFilter`.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence

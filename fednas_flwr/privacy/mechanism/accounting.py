@@ -8,8 +8,6 @@ Not for requests that depend on earlier outputs: that is ``RenyiFilter``. A reco
 split, so releases compose per split: :func:`epsilon_per_split`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 

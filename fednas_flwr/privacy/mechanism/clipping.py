@@ -42,8 +42,6 @@ Edge cases:
 Tensor suffixes: B records of a micro-batch, E edges, O ops, K op weights of an edge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -315,8 +313,7 @@ class Clipping(Checked):
 
 def _norms(rows: Tensor) -> Tensor:
     """Return the norms of rows [B, ...], float64 [B]."""
-    norms_B: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return norms_B
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
 def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:

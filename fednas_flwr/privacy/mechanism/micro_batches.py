@@ -39,7 +39,6 @@ class ClippedSum(dict[str, Tensor]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], *, norm: float) -> None:
-        """See the class."""
         super().__init__(tensors)
         self.norm = norm
 

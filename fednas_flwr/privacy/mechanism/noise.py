@@ -12,8 +12,6 @@ for anything that must be repeatable. Main class: :class:`SecureGenerator`;
 main function: :func:`add_noise`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -25,8 +23,6 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from fednas_flwr.privacy.mechanism.shared_noise import noise_grid, share_sigma
-
 # Gives the next words of a stream, uint64 [count], each uniform and independent of all others.
 Words = Callable[[int], np.ndarray]
 
@@ -34,6 +30,8 @@ LEAST_BLOCK, LARGEST_BLOCK = 2**13, 2**16  # proposals that are made together
 PROPOSALS_PER_SAMPLE = 2.2
 LARGEST_SIGMA = 2**26
 LARGEST_GEOMETRIC = 62  # (62 * 2^26)^2 still fits a word
+_GRID_BITS = 24
+LEAST_SIGMA = 6  # cells, with which no digit of an epsilon tells a sum of shares from its Gaussian
 
 
 def sample_discrete_gaussian(words: Words, count: int, *, sigma: int) -> np.ndarray:
@@ -84,8 +82,7 @@ def _discrete_laplace(words: Words, size: int, sigma: int) -> np.ndarray:
     magnitudes = (rests + np.uint64(sigma) * _geometric(words, len(rests))).view(np.int64)
     negative = (words(len(rests)) & np.uint64(1)).astype(bool)
     keep = (magnitudes > 0) | ~negative
-    proposals: np.ndarray = np.where(negative, -magnitudes, magnitudes)[keep]
-    return proposals
+    return np.where(negative, -magnitudes, magnitudes)[keep]
 
 
 def _geometric(words: Words, count: int) -> np.ndarray:
@@ -230,6 +227,27 @@ class SecureGenerator:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse pickle and copy: a copy with a test seed would repeat its draws."""
         raise TypeError("a SecureGenerator cannot be copied or pickled: make one per process.")
+
+
+def noise_grid(std: float) -> float:
+    """Return the power of two from 2^-25 to 2^-24 of ``std`` that noise of it is a multiple of.
+
+    Raises:
+        ValueError: ``std`` is not in 1e-100 to 1e100.
+    """
+    if not 1e-100 <= std <= 1e100:
+        raise ValueError(f"std must be in [1e-100, 1e100], got {std!r}.")
+    return math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
+
+
+def share_sigma(sigma: float, honest: int) -> int:
+    """Return the sigma of each site's noise, in cells, so that h shares carry ``sigma`` or more.
+
+    Args:
+        sigma: That the total must carry, in cells, above 0.
+        honest: h, at least 1.
+    """
+    return max(LEAST_SIGMA, math.floor(sigma / math.sqrt(honest)) + 2)  # up by 1 at least
 
 
 def add_noise(

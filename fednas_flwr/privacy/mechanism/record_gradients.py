@@ -8,8 +8,6 @@ layer's gradients are kept as the factors of one outer product per record.
 Tensor suffixes: B records of a batch, I inputs and O outputs of a linear layer.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections import Counter
@@ -272,8 +270,7 @@ def _computed_with(
 def _pool(layer: Any, _: RecordWeights, x: Tensor) -> Tensor:
     """Return the same as ever, computed with channels of all records innermost: faster on CPU."""
     if x.dim() != 4 or getattr(layer, "return_indices", False):
-        out: Tensor = type(layer).forward(layer, x)
-        return out
+        return type(layer).forward(layer, x)
     B, C, H, W = x.shape
     x_SP = _Transposed.apply(x.reshape(B * C, H * W))
     x_1PHW = x_SP.view(1, H, W, B * C).permute(0, 3, 1, 2)

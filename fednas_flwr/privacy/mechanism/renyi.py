@@ -7,8 +7,6 @@ enforcement counts in them (``renyi_filter``). Not for converting whole schedule
 unit of privacy, :func:`counted`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

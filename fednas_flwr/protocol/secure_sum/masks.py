@@ -139,8 +139,7 @@ class Grid:
                 f"the total of {sites} sites is beyond {sites} times their range: a site has sent "
                 "other masks than it should, or values outside of its range."
             )
-        values: np.ndarray = signed.astype(np.float64) * self.cell
-        return values
+        return signed.astype(np.float64) * self.cell
 
 
 def derive(secret: bytes, context: bytes, purpose: str) -> bytes:

@@ -20,8 +20,7 @@ import numpy as np
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.anchor import connect
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
-from fednas_flwr.privacy.policy import refused
+from fednas_flwr.privacy.policy import SumTerms, refused
 from fednas_flwr.protocol.keys import Context, Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.secure_sum import masks
 
@@ -64,7 +63,6 @@ class SumSite:
     def __init__(
         self, index: int, keys: SiteKeys, roster: Roster, terms: SumTerms, journal: Path
     ) -> None:
-        """See the class."""
         if roster.fingerprint != terms.roster:
             raise ConfigError(
                 f"refused by the policy, rule secure_sum.roster: the roster has the fingerprint "

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.privacy.mechanism.shared_noise import SumTerms
+from fednas_flwr.privacy.policy import SumTerms
 from fednas_flwr.protocol.keys import Context, Roster, SiteKeys, survivors_message
 from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
