@@ -45,7 +45,7 @@ def run(*, dry_run: bool = False, overrides: Sequence[str]) -> int:
       -m key=a,b            sweep: one run per combination, each in its own folder
 
     Examples:
-      fednas run                                           real digits, 3 clients, a minute
+      fednas run                                           real digits, 3 clients, 20 seconds
       fednas run experiment=search/recommended             the search that we recommend
       fednas run experiment=search/recommended dataset=csv dataset.root=patients.csv
           dataset.label=died search_space=mlp_small        the same on a table of yours
@@ -99,7 +99,8 @@ def run(*, dry_run: bool = False, overrides: Sequence[str]) -> int:
 
         print("\n".join(estimate(config).lines()))
         return 0
-    if config.runtime.name == "inline" and config.runtime.device != "cuda":
+    helps = config.clients > 1 or config.evaluation.baselines
+    if helps and config.runtime.name == "inline" and config.runtime.device != "cuda":
         warm_up()
     api.run(config, quiet=False)
     return 0

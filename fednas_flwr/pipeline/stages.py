@@ -112,7 +112,8 @@ def _run_from_search(run: Run) -> None:
         return
     network, states = retrain(run, description, configuration)
     if "export" in config.stages:
-        _export(run, description, network)
+        with run.stage("export"):
+            _export(run, description, network)
     evaluates = "evaluate" in config.stages
     threshold = _evaluate(run, description, network, states) if evaluates else None
     if "export" in config.stages:
@@ -213,15 +214,14 @@ def _export(
     run: Run, description: dict[str, Any], network: nn.Module, threshold: float | None = None
 ) -> None:
     """Write the model's files, with the threshold of its labels once that is known."""
-    with run.stage("export"):
-        made = description | ({"weights": None} if "weights" in description else {})
-        positive = make_objective(run.config, run.prepared, torch.device("cpu")).positive
-        inputs = replace(run.prepared.inputs, positive=positive, threshold=threshold)
-        model = Model(network, inputs, made, run.config.dataset.transform)
-        export_safetensors(model, run.folder)
-        path, difference = export_onnx(model, run.folder)
-        files, description = ["model.safetensors", path.name], asdict(inputs)
-        run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=description)
+    made = description | ({"weights": None} if "weights" in description else {})
+    positive = make_objective(run.config, run.prepared, torch.device("cpu")).positive
+    inputs = replace(run.prepared.inputs, positive=positive, threshold=threshold)
+    model = Model(network, inputs, made, run.config.dataset.transform)
+    export_safetensors(model, run.folder)
+    path, difference = export_onnx(model, run.folder)
+    files, description = ["model.safetensors", path.name], asdict(inputs)
+    run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=description)
 
 
 def _evaluate(
