@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr import api
-from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice
+from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice, listed
 from fednas_flwr.base.foreign import read_yaml, terminal
 from fednas_flwr.base.processes import warm_up
 from fednas_flwr.cli import RUN_FAILED, Handler, fail, take_files
@@ -294,6 +294,10 @@ def data(data: Path, *, overrides: Sequence[str]) -> None:
     names = names or [f"client {client}" for client in range(len(parts))]
     for line in summary(prepared, parts, names, **config.dataset.division):
         print(line)
+    categories = [column.name for column in prepared.train.schema if column.categories]
+    if categories and config.partition.name == "iid":
+        text = f"partition.column=<column>, if one of {listed(categories)} says whose a record is"
+        print(f"suggestion: partition=column {text}")
 
 
 def _compare_sites(dataset: CSV) -> None:

@@ -485,7 +485,7 @@ def _report_spending(run: Run) -> None:
     run.log.emit("privacy_spent", clients=spent)
 
 
-def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
+def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, Any]]:
     """Return the test scores of models fitted to the pooled records that the network trains on."""
     prepared = run.prepared
     if prepared.server_test is None:
@@ -498,7 +498,11 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
     ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
     return metrics.pooled_baselines(
-        train, test, num_classes=prepared.num_classes, objective=objective
+        train,
+        test,
+        num_classes=prepared.num_classes,
+        objective=objective,
+        seed=run.config.seed,
     )
 
 

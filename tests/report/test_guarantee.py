@@ -118,14 +118,18 @@ def test_each_client_has_its_epsilons_and_what_its_filter_spent():
     clients[1]["secure_noise"] = False
     head, rows = score_tables.promise_table({"clients": clients}, {0: 2.9})
     first, second = (dict(zip(head, row, strict=True)) for row in rows)
-    assert (first["epsilon, train (PRV)"], first["epsilon, validation (PRV)"]) == ("3.10", "2.20")
-    assert (first["epsilon (PRV)"], first["epsilon, RDP"]) == ("3.10", "3.50")
-    assert first["epsilon, GDP (approximation, no bound)"] == "∞"
-    assert (first["spent of budget (filter)"], first["noise"]) == ("2.90 of 8", "secret")
-    assert (second["epsilon, validation (PRV)"], second["epsilon, RDP"]) == ("–", "–")
-    assert second["spent of budget (filter)"] == "– of 8"
+    assert [first[f"epsilon, {split}"] for split in ("train", "validation")] == ["3.10", "2.20"]
+    assert (first["epsilon"], second["epsilon, validation"]) == ("3.10", "–")
+    spent = "spent of its budget, by the filter"
+    assert (first[spent], second[spent], first["noise"]) == ("2.90 of 8", "– of 8", "secret")
     assert second["noise"] == "test seed"
     assert first["records: train / validation / test"] == "300 / 200 / 0"
+    head, (row,) = score_tables.promise_table({"clients": clients[1:]}, {1: 2.9})
+    assert [name for name in head if "epsilon" in name] == ["epsilon"]  # that of all splits
+    assert sentence("checks", {"clients": clients[1:]}) == ""
+    checks = sentence("checks", {"clients": clients[:1]})
+    assert "RDP), a looser bound, gives 3.50;" in checks
+    assert "no bound, ∞." in checks
 
 
 def test_the_kind_of_search_and_its_own_epsilon_are_told():
