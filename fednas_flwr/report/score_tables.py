@@ -124,7 +124,10 @@ def score_table(run: Run) -> Table | None:
 
 
 def leaderboard_table(run: Run) -> Table | None:
-    """Return the models that a run has compared; None of a run that has compared none."""
+    """Return the models that a run has compared; None of a run that has compared none.
+
+    The columns that matter most come first.
+    """
     models, score = compared(run), run.score
     if len(models) < 2:
         return None
@@ -145,14 +148,14 @@ def leaderboard_table(run: Run) -> Table | None:
 
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("network", lambda row: row["network"]),
-        (f"validation {score.label} ± error", validation),
         (f"test {score.label} (95 %)", test),
-        ("test accuracy", lambda row: DASH if no_accuracy else percent(row["accuracy"])),
-        ("parameters", lambda row: count(row["parameters"])),
-        ("rounds", lambda row: count(row["rounds"])),
-        ("time", lambda row: duration(row["seconds"])),
+        (f"validation {score.label} ± error", validation),
         ("epsilon", epsilon),
         ("", lambda row: row["reason"]),
+        ("time", lambda row: duration(row["seconds"])),
+        ("parameters", lambda row: count(row["parameters"])),
+        ("test accuracy", lambda row: DASH if no_accuracy else percent(row["accuracy"])),
+        ("rounds", lambda row: count(row["rounds"])),
     ]
     shown = [(head, cell) for head, cell in columns if {*map(cell, models)} - {DASH, ""}]
     return "Models that were compared", *rows_of(models, shown)
