@@ -174,7 +174,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """The run of the settings, on records in a file for the time that it takes."""
         check_choice("preset", self.preset, PRESETS)
         chosen = {
-            "seed": self.random_state or 1,
+            "seed": 1 if self.random_state is None else self.random_state,
             "privacy": None if self.epsilon is None else "dp",
             "privacy.epsilon": self.epsilon,
             "evaluation.metric": self.metric,

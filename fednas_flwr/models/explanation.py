@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from fednas_flwr.base.randomness import make_generator
@@ -121,6 +120,8 @@ def mistakes(records: Records, logits_NC: Tensor, labels_N: Tensor) -> list[dict
         logits_NC: Of the records.
         labels_N: Their classes.
     """
+    from PIL import Image
+
     sure_N, called_N = logits_NC.double().softmax(1).max(1)
     wrong = torch.nonzero(called_N != labels_N).flatten()
     rows = wrong[sure_N[wrong].argsort(descending=True)][:MISTAKES].tolist()

@@ -201,7 +201,7 @@ def pooled_baselines(
     ridge regression and the trees' regressor. Only a simulation can pool records; a deployment has
     no such numbers.
     """
-    from sklearn import linear_model
+    from sklearn import ensemble, linear_model
 
     def arrays(splits: list[Split]) -> tuple[Tensor, Tensor]:
         batches = [s.batch(torch.arange(len(s)), torch.device("cpu")) for s in splits]
@@ -209,14 +209,12 @@ def pooled_baselines(
 
     x, y = arrays(train)
     x_test, y_test = arrays([test])
-    numbers = objective.predicts_numbers
-    linear = linear_model.Ridge() if numbers else linear_model.LogisticRegression(max_iter=1000)
-    models: dict[str, Any] = {"linear": linear}
+    models: dict[str, Any] = {"linear": linear_model.LogisticRegression(max_iter=1000)}
+    trees: Any = ensemble.HistGradientBoostingClassifier
+    if objective.predicts_numbers:
+        models, trees = {"linear": linear_model.Ridge()}, ensemble.HistGradientBoostingRegressor
     if test.features.dim() == 2 and len(test.mean) == test.features.shape[1]:  # else of images
-        from sklearn import ensemble  # takes half a second
-
-        kind = "Regressor" if numbers else "Classifier"
-        models["trees"] = getattr(ensemble, f"HistGradientBoosting{kind}")(random_state=0)
+        models["trees"] = trees(random_state=0)
     results = {}
 
     def fitted(model: Any, y: Tensor, num_classes: int) -> Tensor:
