@@ -9,7 +9,7 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -172,17 +172,17 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """The run of the settings, on records in a file for the time that it takes."""
         check_choice("preset", self.preset, PRESETS)
         chosen = {
-            "seed": self.random_state or 1,
+            "seed": 1 if self.random_state is None else self.random_state,
             "privacy": None if self.epsilon is None else "dp",
             "privacy.epsilon": self.epsilon,
             "evaluation.metric": self.metric,
             "runtime.time_limit": self.time_limit,
             "dataset": "csv" if X.ndim == 2 else "npz",
-            "clients": (self.clients or 1) if groups is None else None,
+            "clients": None if groups is not None else 1 if self.clients is None else self.clients,
         }
         if X.ndim == 2:
             table = pd.DataFrame(X).add_prefix("")
-            label = label or _free("label", table)
+            label = label or _free("label", [*table, site])
             table[label] = y
             chosen |= {"dataset.label": label, "search_space": "mlp_small"}
             chosen |= {"dataset.task": self.task} if self.task != "classification" else {}
@@ -298,9 +298,9 @@ def _taken(frame: pd.DataFrame, column: str) -> tuple[pd.Series, pd.DataFrame]:
     return frame[column], frame.drop(columns=column)
 
 
-def _free(name: str, table: pd.DataFrame) -> str:
+def _free(name: str, columns: Collection[str | None]) -> str:
     """A name that no column has."""
-    return name if name not in table else _free(f"{name}_", table)
+    return name if name not in columns else _free(f"{name}_", columns)
 
 
 def _folder_of_a_fit(cache: Path) -> Path:

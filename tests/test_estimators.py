@@ -229,6 +229,23 @@ def test_every_preset_is_a_run_with_and_without_privacy(preset, epsilon, tmp_pat
         model.fit(patients()[["age", "died"]], label="died")
 
 
+def test_settings_are_taken_as_they_are_given(tmp_path, monkeypatch):
+    def read(config, quiet):
+        written = pd.read_parquet(config.dataset.root)
+        assert {*written[config.dataset.label]} == {"f", "m"}
+        assert {*written[config.partition.column]} == {*table["hospital"]}
+        assert config.seed == 0
+        raise InterruptedError
+
+    monkeypatch.setattr(estimators, "run", read)
+    table, own = patients(), {"preset": "fast", "settings": [f"dataset.cache={tmp_path}"]}
+    records = table[["age", "hospital"]].rename(columns={"hospital": "label"})
+    with pytest.raises(InterruptedError):
+        FedClassifier(clients="label", random_state=0, **own).fit(records, table["sex"])
+    with pytest.raises(ConfigError, match="clients=0"):
+        FedClassifier(clients=0, **own).fit(records, table["sex"])
+
+
 @pytest.mark.run
 def test_a_grid_search_tunes_it(tmp_path):
     table = patients()

@@ -21,12 +21,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from multiprocessing import connection, reduction
+from multiprocessing.pool import ExceptionWithTraceback
 from typing import Any
 
 ALONE = "FEDNAS_ALONE"  # in the environment of processes that must not start others
+STARTS = 3  # of the interpreter, which may have died
 ENTRY = "fednas_flwr.deploy.local_actors"  # a module that imports what is needed, then forks
 _lock = threading.Lock()
-_started: list[tuple[subprocess.Popen[bytes], connection.Connection]] = []  # the last one, if any
+_started: list[tuple[subprocess.Popen[bytes], connection.Connection]] = []  # those so far
 
 
 class LostError(Exception):
@@ -65,8 +67,14 @@ def warm_up() -> None:
 
 
 def _control() -> connection.Connection:
-    """The way to the interpreter, which is started where it is not there."""
+    """The way to the interpreter, which is started where it is not there.
+
+    Raises:
+        LostError: It has died as often as it is started.
+    """
     if not is_warm():
+        if len(_started) == STARTS:
+            raise LostError
         control, its = multiprocessing.Pipe()
         path = os.pathsep.join(filter(None, sys.path))  # it imports what this one can
         with its:
@@ -77,8 +85,8 @@ def _control() -> connection.Connection:
                 start_new_session=True,
             )
         atexit.register(process.kill)  # also while it imports, when it does not see our end
-        _started[:] = [(process, control)]
-    return _started[0][1]
+        _started.append((process, control))
+    return _started[-1][1]
 
 
 class Forks(AbstractContextManager["Forks"]):
@@ -104,7 +112,7 @@ class Forks(AbstractContextManager["Forks"]):
         """Fork a process; the function as it is called there, once that is ready.
 
         Raises:
-            LostError: The process has died, as the function raises, too.
+            LostError: The process has died. The function raises that, too, and its own errors.
         """
         pipe, its = multiprocessing.Pipe()
         with _lock, its, _lost_if_broken():
@@ -129,7 +137,10 @@ def _lost_if_broken() -> Iterator[None]:
 def _call(pipe: Any, *asked: Any) -> Any:
     with _lost_if_broken():
         pipe.send(asked)
-        return pipe.recv()
+        answer = pipe.recv()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def beside(
@@ -144,7 +155,8 @@ def beside(
         calls: The arguments of each.
 
     Raises:
-        LostError: A process has died, as the function raises, too.
+        LostError: A process has died.
+        Exception: As the function has raised it in its process.
     """
     local = threading.local()
 
@@ -183,7 +195,12 @@ def _serve(handle: int) -> None:
         pipe.send(True)  # it is there
         function = pickle.loads(pipe.recv_bytes())
         while True:
-            pipe.send(function(*pipe.recv()))
+            asked = pipe.recv()
+            try:
+                answer = function(*asked)
+            except Exception as error:  # is raised where it was asked for
+                answer = ExceptionWithTraceback(error, error.__traceback__)
+            pipe.send(answer)
 
 
 def _end_with(handle: int) -> None:

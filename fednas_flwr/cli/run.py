@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr import api
-from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice
+from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice, listed
 from fednas_flwr.base.foreign import read_yaml, terminal
 from fednas_flwr.base.processes import warm_up
 from fednas_flwr.cli import RUN_FAILED, Handler, fail, take_files
@@ -43,7 +43,7 @@ def run(*, dry_run: bool = False, overrides: Sequence[str]) -> int:
       -m key=a,b            sweep: one run per combination, each in its own folder
 
     Examples:
-      fednas run                                           real digits, 3 clients, a minute
+      fednas run                                           real digits, 3 clients, 20 seconds
       fednas run experiment=search/recommended             the search that we recommend
       fednas run experiment=search/recommended dataset=csv dataset.root=patients.csv
           dataset.label=died search_space=mlp_small        the same on a table of yours
@@ -97,7 +97,8 @@ def run(*, dry_run: bool = False, overrides: Sequence[str]) -> int:
 
         print("\n".join(estimate(config).lines()))
         return 0
-    if config.runtime.name == "inline" and config.runtime.device != "cuda":
+    helps = config.clients > 1 or config.evaluation.baselines
+    if helps and config.runtime.name == "inline" and config.runtime.device != "cuda":
         warm_up()
     api.run(config, quiet=False)
     return 0
@@ -291,6 +292,10 @@ def data(data: Path, *, overrides: Sequence[str]) -> None:
     names = names or [f"client {client}" for client in range(len(parts))]
     for line in summary(prepared, parts, names, **config.dataset.division):
         print(line)
+    categories = [column.name for column in prepared.train.schema if column.categories]
+    if categories and config.partition.name == "iid":
+        text = f"partition.column=<column>, if one of {listed(categories)} says whose a record is"
+        print(f"suggestion: partition=column {text}")
 
 
 def _compare_sites(dataset: CSV) -> None:

@@ -368,8 +368,8 @@ def check_public(config: Config, prepared: Prepared) -> None:
     """Raise ConfigError for settings by which a private client would reveal its records."""
     if prepared.uses_own_statistics:
         raise ConfigError(
-            "privacy=dp with a table that each client standardises by its own statistics, which no "
-            "budget covers: declare public ranges, dataset.ranges={column: [low, high], ...}, or "
+            "privacy=dp needs public numbers by which a table is standardised: declare "
+            "dataset.ranges={column: [low, high], ...}, as `fednas data` drafts them, or "
             "dataset.statistics={column: [mean, std], ...}."
         )
     if not has_real_sites(config):

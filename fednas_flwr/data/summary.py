@@ -128,22 +128,33 @@ def missing_rule(schema: Sequence[Column]) -> str:
     """The rule for missing cells."""
     flagged = any(column.indicator for column in schema)
     mean = "the mean (a further feature says so)" if flagged else "the mean"
-    return f"a number or date counts as {mean}, a category as none of its column's"
+    return f"a missing number or date is replaced by {mean}, a missing category belongs to none"
 
 
 def _contents(records: Records, column: Column) -> str:
     """Values of a column, without the number of missing cells."""
     if column.kind == CATEGORY:
         return f"one of {listed(column.categories, _MOST)}"
-    values = records.features[:, records.feature_names.index(column.name)].numpy().astype(float)
-    values = values[~np.isnan(values)]
+    values = _values(records, column)
     if not len(values):
         return column.kind
     if column.kind == DATE:
-        ends = (values.min(), values.max())
-        first, last = (str(np.datetime64(int(day), "D")) for day in ends)
-        return f"date, {first} to {last}"
+        return f"date, {' to '.join(_ends(values, column))}"
     return f"number, {_spread(values)}"
+
+
+def _values(records: Records, column: Column) -> np.ndarray:
+    """Values of a column of numbers or dates that are not missing."""
+    values = records.features[:, records.feature_names.index(column.name)].numpy().astype(float)
+    return values[~np.isnan(values)]
+
+
+def _ends(values: np.ndarray, column: Column) -> list[str]:
+    """The smallest and the largest of some values."""
+    ends = values.min(), values.max()
+    if column.kind == DATE:
+        return [str(np.datetime64(int(day), "D")) for day in ends]
+    return [f"{end:g}" for end in ends]
 
 
 def _spread(numbers: np.ndarray) -> str:
@@ -206,6 +217,13 @@ def _suggestions(prepared: Prepared) -> list[str]:
         lines.append(
             f"training.class_factors or training.oversample=true: {rarest} is {share} of the "
             "records"
+        )
+    found = [(c, _values(records, c)) for c in records.schema if c.kind != CATEGORY]
+    ranges = ",".join(f"{c.name}:[{','.join(_ends(v, c))}]" for c, v in found if len(v))
+    if ranges and prepared.uses_own_statistics:
+        lines.append(
+            f"with privacy=dp 'dataset.ranges={{{ranges}}}', with the ends that are usual in place "
+            "of these, which are of the records"
         )
     if records.schema and not records.by_person:
         lines.append("dataset.id_column=<column>, if several rows can be of one person")

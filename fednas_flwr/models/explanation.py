@@ -118,7 +118,7 @@ def mistakes(records: Records, logits_NC: Tensor, labels_N: Tensor) -> list[dict
         logits_NC: Of the records.
         labels_N: Their classes.
     """
-    from torchvision.transforms.v2.functional import to_pil_image
+    from PIL import Image
 
     sure_N, called_N = logits_NC.double().softmax(1).max(1)
     wrong = torch.nonzero(called_N != labels_N).flatten()
@@ -126,7 +126,8 @@ def mistakes(records: Records, logits_NC: Tensor, labels_N: Tensor) -> list[dict
     found = []
     for row in rows:
         pixels, file = records.features[row], io.BytesIO()
-        image = to_pil_image(pixels if len(pixels) in (1, 3) else pixels[:1])
+        pixels = pixels if len(pixels) in (1, 3) else pixels[:1]
+        image = Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).numpy())
         image.thumbnail((LARGEST_MISTAKE, LARGEST_MISTAKE))
         image.save(file, "PNG")
         found.append(

@@ -182,9 +182,16 @@ def predicted(network: nn.Module, split: Split, device: torch.device) -> tuple[T
 
 
 def pooled_baselines(
-    train: list[Split], test: Split, *, num_classes: int, objective: Objective = CLASSIFICATION
-) -> dict[str, dict[str, float]]:
+    train: list[Split],
+    test: Split,
+    *,
+    num_classes: int,
+    objective: Objective = CLASSIFICATION,
+    seed: int = 0,
+) -> dict[str, dict[str, Any]]:
     """Return test accuracy and scores of models that were fitted to the pooled ``train`` splits.
+
+    Beside them ``intervals`` and ``resamples``, of the same resamples as those of :func:`detailed`.
 
     The references of the report, by scikit-learn with its defaults: ``linear``, logistic regression
     with an L2 penalty on the same normalised features; and of a table ``trees``, gradient-boosted
@@ -230,7 +237,12 @@ def pooled_baselines(
         else:
             logits = fitted(model, y, num_classes)
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
-        results[name] = objective.reported({ACCURACY: accuracy}) | objective.scores(logits, y_test)
+        found: dict[str, Any] = objective.reported({ACCURACY: accuracy})
+        found |= objective.scores(logits, y_test)
+        found |= intervals(_measure(logits, y_test, objective), len(y_test), seed=seed)
+        if ACCURACY in found and not objective.multi_label:
+            found["intervals"][ACCURACY] = list(wilson(accuracy, len(y_test)))
+        results[name] = found
     return results
 
 
@@ -481,6 +493,15 @@ def weighted_scores(
     return scores
 
 
+def _measure(
+    logits_NC: Tensor, labels_N: Tensor, objective: Objective
+) -> Callable[[Tensor], dict[str, Tensor]]:
+    """What :func:`intervals` asks for, of a network's scores."""
+    if objective.predicts_numbers:
+        return partial(objective.weighted_scores, logits_NC, labels_N)
+    return partial(weighted_scores, logits_NC, labels_N, objective=objective)
+
+
 def detailed(
     logits_NC: Tensor, labels_N: Tensor, *, objective: Objective, seed: int = 0
 ) -> dict[str, Any]:
@@ -496,19 +517,18 @@ def detailed(
     """
     tested = measured(logits_NC, labels_N, objective=objective, with_scores=True)
     metrics = objective.reported(asdict(tested))
+    measure = _measure(logits_NC, labels_N, objective)
     if isinstance(objective, Regression):
         predicted_N = objective.predictions(logits_NC)
-        score = partial(objective.weighted_scores, logits_NC, labels_N)
         shown = [tensor[:MOST_PAIRS].tolist() for tensor in (labels_N, predicted_N)]
         return metrics | {
-            **intervals(score, len(labels_N), seed=seed),
+            **intervals(measure, len(labels_N), seed=seed),
             "own": own_scores(predicted_N[:, None], labels_N),
             "pairs": list(zip(*shown, strict=True)),  # true and predicted
         }
     num_classes = logits_NC.shape[1]
     positive = objective.positive_class(num_classes)
     probabilities_NC = objective.probabilities(logits_NC.double())
-    measure = partial(weighted_scores, logits_NC, labels_N, objective=objective)
     if objective.multi_label:  # each label of each record is a prediction of its own
         sure_NC = torch.stack([1 - probabilities_NC, probabilities_NC], dim=2)
         calibrated = calibration(sure_NC.flatten(0, 1), labels_N.flatten())

@@ -149,6 +149,7 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
             records["names"] = list(cohort.names.values())
     log.emit(
         "partition",
+        label=prepared.train.label,
         class_names=list(prepared.train.class_names),
         multi_label=prepared.train.multi_label,
         number=prepared.train.is_regression,

@@ -110,7 +110,8 @@ def _run_from_search(run: Run) -> None:
         return
     network, states = retrain(run, description, configuration)
     if "export" in config.stages:
-        _export(run, description, network)
+        with run.stage("export"):
+            _export(run, description, network)
     evaluates = "evaluate" in config.stages
     threshold = _evaluate(run, description, network, states) if evaluates else None
     if "export" in config.stages:
@@ -211,15 +212,14 @@ def _export(
     run: Run, description: dict[str, Any], network: nn.Module, threshold: float | None = None
 ) -> None:
     """Write the model's files, with the threshold of its labels once that is known."""
-    with run.stage("export"):
-        made = description | ({"weights": None} if "weights" in description else {})
-        positive = make_objective(run.config, run.prepared, torch.device("cpu")).positive
-        inputs = replace(run.prepared.inputs, positive=positive, threshold=threshold)
-        model = Model(network, inputs, made, run.config.dataset.transform)
-        export_safetensors(model, run.folder)
-        path, difference = export_onnx(model, run.folder)
-        files, description = ["model.safetensors", path.name], asdict(inputs)
-        run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=description)
+    made = description | ({"weights": None} if "weights" in description else {})
+    positive = make_objective(run.config, run.prepared, torch.device("cpu")).positive
+    inputs = replace(run.prepared.inputs, positive=positive, threshold=threshold)
+    model = Model(network, inputs, made, run.config.dataset.transform)
+    export_safetensors(model, run.folder)
+    path, difference = export_onnx(model, run.folder)
+    files, description = ["model.safetensors", path.name], asdict(inputs)
+    run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=description)
 
 
 def _evaluate(
@@ -481,7 +481,7 @@ def _report_spending(run: Run) -> None:
     run.log.emit("privacy_spent", clients=spent)
 
 
-def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
+def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, Any]]:
     """Return the test scores of models fitted to the pooled records that the network trains on."""
     prepared = run.prepared
     if prepared.server_test is None:
@@ -494,7 +494,11 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, float]]:
     ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
     return metrics.pooled_baselines(
-        train, test, num_classes=prepared.num_classes, objective=objective
+        train,
+        test,
+        num_classes=prepared.num_classes,
+        objective=objective,
+        seed=run.config.seed,
     )
 
 

@@ -419,13 +419,16 @@ def run_folders(folders: Iterable[Path]) -> list[Path]:
     return list(found.values())
 
 
+_UNFINISHED = "it still goes on, or was killed: resume=<folder> then finishes it"
+
+
 def _finished(folder: Path) -> tuple[Run | None, str]:
     """Return a finished run, or None and the reason."""
     if not (folder / EVENTS_FILE).is_file():
         return None, "not finished: it has written no events.jsonl"
     run = read_run(folder)
     if run.status != "completed":
-        return None, f"not finished: {run.reason or 'it still goes on, or was killed'}"
+        return None, f"not finished: {run.reason or _UNFINISHED}"
     if not run.config:
         return None, "not counted: config.yaml is missing, so its settings are not known"
     return run, ""

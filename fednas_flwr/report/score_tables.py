@@ -28,7 +28,7 @@ from fednas_flwr.report.templates import (
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
 from fednas_flwr.runs.numbers import METRICS, SCORES, Run, Score, flat_settings, of_splits
-from fednas_flwr.settings.names import GDP, MOST_SHOWN, PRV, QUANTILES, RDP
+from fednas_flwr.settings.names import MOST_SHOWN, PRV, QUANTILES
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
 SETTINGS = ("algorithm", "partition", "search_space", "retrain", "privacy")  # and what follows
@@ -122,7 +122,10 @@ def score_table(run: Run) -> Table | None:
 
 
 def leaderboard_table(run: Run) -> Table | None:
-    """Return the models that a run has compared; None of a run that has compared none."""
+    """Return the models that a run has compared; None of a run that has compared none.
+
+    The columns that matter most come first.
+    """
     models, score = compared(run), run.score
     if len(models) < 2:
         return None
@@ -143,14 +146,14 @@ def leaderboard_table(run: Run) -> Table | None:
 
     columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
         ("network", lambda row: row["network"]),
-        (f"validation {score.label} ± error", validation),
         (f"test {score.label} (95 %)", test),
-        ("test accuracy", lambda row: DASH if no_accuracy else percent(row["accuracy"])),
-        ("parameters", lambda row: count(row["parameters"])),
-        ("rounds", lambda row: count(row["rounds"])),
-        ("time", lambda row: duration(row["seconds"])),
+        (f"validation {score.label} ± error", validation),
         ("epsilon", epsilon),
         ("", lambda row: row["reason"]),
+        ("time", lambda row: duration(row["seconds"])),
+        ("parameters", lambda row: count(row["parameters"])),
+        ("test accuracy", lambda row: DASH if no_accuracy else percent(row["accuracy"])),
+        ("rounds", lambda row: count(row["rounds"])),
     ]
     shown = [(head, cell) for head, cell in columns if {*map(cell, models)} - {DASH, ""}]
     return "Models that were compared", *rows_of(models, shown)
@@ -223,11 +226,6 @@ def score_tables(run: Run) -> list[Table]:
 
 
 TEST_SEED = "test seed: no privacy"
-ACCOUNTANTS = {
-    PRV: "epsilon (PRV)",
-    RDP: "epsilon, RDP",
-    GDP: "epsilon, GDP (approximation, no bound)",
-}
 
 
 def is_secure(client: Event) -> bool:
@@ -267,13 +265,17 @@ def promise_table(
 ) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of what each client is promised.
 
+    Epsilons of single splits are shown where they differ: of a client's, the largest holds.
+
     Args:
         event: The ``privacy`` event.
         spent: What the clients' filters count as spent; of a client not in it nothing is known.
     """
     clients = event["clients"]
     parts = list(dict.fromkeys(part for client in clients for part in client["records"]))
-    splits = [s for s in parts if any(s in (c["epsilon"].get(PRV) or {}) for c in clients)]
+    of_clients = [client["epsilon"].get(PRV) or {} for client in clients]
+    splits = [s for s in parts if any(s in epsilons for epsilons in of_clients)]
+    splits = splits if any(len({*map(e.get, splits)}) > 1 for e in of_clients) else []
 
     def sizes(client: Event) -> str:
         records = client["records"]
@@ -283,17 +285,17 @@ def promise_table(
         prv = client["epsilon"].get(PRV) or {}
         return epsilon_text(prv[split]) if split in prv else DASH
 
-    def of_all(accountant: str, client: Event) -> str:
-        known = client["epsilon"].get(accountant) is not None
-        return epsilon_text(of_splits(client, accountant)) if known else DASH
+    def of_all(client: Event) -> str:
+        known = client["epsilon"].get(PRV) is not None
+        return epsilon_text(of_splits(client, PRV)) if known else DASH
 
     columns: Cells = [
         ("client", lambda client: str(client["client"])),
         (f"{sentence('unit', event)}s: {' / '.join(parts)}", sizes),
-        *((f"epsilon, {split} (PRV)", partial(of_split, split)) for split in splits),
-        *((title, partial(of_all, name)) for name, title in ACCOUNTANTS.items()),
+        *((f"epsilon, {split}", partial(of_split, split)) for split in splits),
+        ("epsilon", of_all),
         ("delta", lambda client: f"{client['budget']['delta']:g}"),
-        ("spent of budget (filter)", lambda client: spent_text(client, spent)),
+        ("spent of its budget, by the filter", lambda client: spent_text(client, spent)),
         ("noise", lambda client: "secret" if is_secure(client) else "test seed"),
     ]
     return rows_of(clients, columns)

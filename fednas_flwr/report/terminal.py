@@ -9,9 +9,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
@@ -61,14 +63,21 @@ def print_table(
         sum_rows: How many of the last rows a line divides from the others.
         console: Where to print; standard output by default.
     """
-    table, rows = Table(title=title), list(rows)
-    for place, name in enumerate(head):
-        justify: JustifyMethod = "right" if numbers and place else "left"
-        table.add_column(Text(terminal(name)), justify=justify, overflow="fold")
+    table, (head, *rows) = Table(title=title), ([*map(terminal, row)] for row in (head, *rows))
+    for place, (name, width) in enumerate(zip(head, _widths(head, rows), strict=True)):
+        is_number = numbers and place > 0
+        justify: JustifyMethod = "right" if is_number else "left"
+        most = width if is_number else None
+        table.add_column(Text(name), justify=justify, overflow="fold", max_width=most)
     for place, row in enumerate(rows, 1):
-        cells = [Text(terminal(cell)) for cell in row]
-        table.add_row(*cells, end_section=place == len(rows) - sum_rows)
+        table.add_row(*map(Text, row), end_section=place == len(rows) - sum_rows)
     (console or table_console()).print(table)
+
+
+def _widths(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[int]:
+    """The width of each column of a table where no cell and no word of its head is broken."""
+    columns = zip(head, *rows, strict=True)
+    return [max(map(cell_len, (*name.split(), *cells, ""))) for name, *cells in columns]
 
 
 def print_line(console: Console, line: str, style: str = "") -> None:
@@ -206,7 +215,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         run_folder: A run folder with at least events.jsonl.
         console: Where to print; standard output by default.
     """
-    console = console or Console()
+    console = console or table_console()
     run = read_run(run_folder)
     stages = run.stage_seconds()
     quality = [*scores(run), *group_accuracies(run)]
@@ -230,7 +239,12 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     print_table(f"run {run.status}", ["", ""], rows, numbers=True, sum_rows=rest, console=console)
     if board := leaderboard_table(run):
         title, head, lines = board
-        print_table(title, head, lines, numbers=True, console=console)
+        ends = accumulate(width + len("│  ") for width in _widths(head, lines))
+        fits = max(2, sum(end < console.width for end in ends))
+        shown = [line[:fits] for line in lines]
+        print_table(title, head[:fits], shown, numbers=True, console=console)
+        if left_out := ", ".join(head[fits:]):
+            print_line(console, f"In the report, as this terminal is narrow: {left_out}.", "dim")
     named = names_by_client(run.last("partition"))
     for text in ("verdict", "attention", *(["clients_differ"] if named else [])):
         if said := sentence(text, run):

@@ -17,6 +17,7 @@ from fednas_flwr.runs.numbers import (
     CLIENTS_LINEAR,
     EVENTS_FILE,
     FINALISTS_FOLDER,
+    POOLED,
     Run,
     read_run,
 )
@@ -55,14 +56,14 @@ class Candidate:
 
     def row(self) -> dict[str, Any]:
         """What a leaderboard shows of it; None where it has not been measured."""
-        central, score, numbers = self.run.scores("central"), self.run.score, self.run.numbers()
+        score, numbers = self.run.score, self.run.numbers()
         return {
             "network": self.name,
             "metric": score.name,
             "validation": score.sign * self.values[0] if self.values else None,
             "standard_error": _spread(self.values) if self.values else None,
             "test": self.run.test_score(),
-            "interval": (central.get("intervals") or {}).get(score.name),
+            "interval": self.run.interval(),
             "accuracy": self.run.accuracy(),
             "rounds": len(self.run.rounds("retrain")),
             "parameters": numbers["num_parameters"],
@@ -84,7 +85,9 @@ def compared(run: Run) -> list[dict[str, Any]]:
     empty = dict.fromkeys(networks[0] if networks else ()) | {"reason": ""}
     by_accuracy = run.score.name == ACCURACY
     return networks + [
-        empty | {"network": name, "test": value, "accuracy": value if by_accuracy else None}
+        empty
+        | {"network": name, "test": value, "accuracy": value if by_accuracy else None}
+        | {"interval": run.interval(POOLED[name]) if name in POOLED else None}
         for name, value in run.simpler().items()
         if name != CLIENTS_LINEAR and networks
     ]

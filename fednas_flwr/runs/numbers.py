@@ -32,6 +32,7 @@ BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a
 EVENTS_FILE = "events.jsonl"
 CLIENTS_LINEAR = "the clients' linear model"
 GUESSES = MAJORITY, CHANCE = "the most frequent class", "chance"
+POOLED = {"the pooled linear model": "linear", "pooled boosted trees": "trees"}  # by event
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
@@ -382,14 +383,17 @@ class Run:
         value, score = self.score.of(self.scores(model)), self.score
         return self.accuracy() if (model, value, score) == ("central", None, SCORES[0]) else value
 
+    def interval(self, model: str = "central") -> list[float] | None:
+        """The 95 % interval of :meth:`test_score`, where it is known."""
+        return (self.scores(model).get("intervals") or {}).get(self.score.name)
+
     def simpler(self) -> dict[str, float]:
         """The :attr:`score` of each model that a searched network has to beat, best first."""
         central = self.scores("central") if self.score == SCORES[0] else {}
         others = {
             MAJORITY: central.get("majority"),
-            "the pooled linear model": self.test_score("linear"),
+            **{name: self.test_score(model) for name, model in POOLED.items()},
             "its linear skip alone": central.get("without_cells"),
-            "pooled boosted trees": self.test_score("trees"),
         }
         for other in self.baselines():
             if other.folder.name == names.LINEAR and not self.delivers_linear:
@@ -406,13 +410,12 @@ class Run:
         else of the network's own score, as if the other's were certain. None where neither is.
         """
         ours, name, sign = self.scores("central"), self.score.name, self.score.sign
-        others = {"the pooled linear model": "linear", "pooled boosted trees": "trees"}
-        theirs = self.scores(others[rival]) if rival in others else {}
+        theirs = self.scores(POOLED[rival]) if rival in POOLED else {}
         for other in self.baselines() if rival == CLIENTS_LINEAR else ():
             theirs = other.scores("central") if other.folder.name == names.LINEAR else theirs
         if paired := paired_interval(ours, theirs, name):
             return sorted(sign * end for end in paired)
-        ends = (ours.get("intervals") or {}).get(name)
+        ends = self.interval()
         return ends and sorted(sign * (end - self.simpler()[rival]) for end in ends)
 
     @property
@@ -663,8 +666,8 @@ def of_splits(client: Event, accountant: str) -> float | None:
     return largest(None if epsilons is None else epsilons.values())
 
 
-def overall(event: Event) -> tuple[float | None, float]:
-    """Return an (epsilon, delta) that holds for every client: the largest of each, names.PRV.
+def overall(event: Event, accountant: str = names.PRV) -> tuple[float | None, float]:
+    """Return an (epsilon, delta) that holds for every client: the largest of each.
 
     Example:
         >>> client = {"epsilon": {"prv": {"train": 3.1}}, "budget": {"epsilon": 8, "delta": 1e-5}}
@@ -672,6 +675,6 @@ def overall(event: Event) -> tuple[float | None, float]:
         (3.1, 1e-05)
     """
     clients = event["clients"]
-    prv = [of_splits(client, names.PRV) for client in clients]
+    epsilons = [of_splits(client, accountant) for client in clients]
     delta = max((client["budget"]["delta"] for client in clients), default=0.0)
-    return (largest(prv) if prv else None), delta
+    return (largest(epsilons) if epsilons else None), delta

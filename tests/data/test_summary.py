@@ -32,13 +32,17 @@ def test_a_table_is_told_by_columns_clients_and_what_is_odd(patients, tmp_path, 
         "dates: seen",
         "categories: ward (2 values, 10 missing)",
         "label outcome: died 12, left 108",
-        "16 cells are missing: a number or date counts as the mean, a category as none of its "
-        "column's",
+        "16 cells are missing: a missing number or date is replaced by the mean, a missing category "
+        "belongs to none",
         "column age: number, 23 to 79, mean 51.2456, 6 missing",
         "column seen: date, 2024-01-01 to 2024-01-28",
         "column ward: one of n, s, 10 missing",
         "note: 1 record equals another; equal ones stay in one part",
         "suggestion: evaluation.positive=died, the rarer class, for AUROC and the like",
+        "suggestion: with privacy=dp 'dataset.ranges={age:[23,79],seen:[2024-01-01,2024-01-28]}', "
+        "with the ends that are usual in place of these, which are of the records",
+        "suggestion: partition=column partition.column=<column>, if one of ward says whose a "
+        "record is",
     ):
         assert line in lines
     clients = [line for line in lines if line.startswith("client ")]

@@ -136,7 +136,7 @@ def test_a_process_that_forks_others_is_replaced_when_it_has_died():
     with Forks(sent) as forks:
         first = forks.start()
         assert first("abc") == 3
-        (interpreter, _) = processes._started[0]
+        (interpreter, _) = processes._started[-1]
         interpreter.kill()
         interpreter.wait()
         assert first("abcd") == 4  # which lives
@@ -145,6 +145,26 @@ def test_a_process_that_forks_others_is_replaced_when_it_has_died():
     for call in (other, forks.start):
         with pytest.raises(LostError):
             call()
+
+
+@pytest.mark.run
+def test_what_a_function_raises_is_raised_here_and_its_process_lives():
+    with Forks(packed(len)) as forks:
+        measure = forks.start()
+        with pytest.raises(TypeError, match="has no len") as raised:
+            measure(1)
+        assert "in _serve" in str(raised.value.__cause__)  # where it was
+        assert measure("abc") == 3
+
+
+def test_an_interpreter_that_always_dies_is_started_a_few_times(monkeypatch):
+    monkeypatch.setattr(processes, "ENTRY", "no_such_module")
+    with Forks(packed(len)) as forks:
+        for _ in range(processes.STARTS + 2):
+            with pytest.raises(LostError):
+                forks.start()
+            processes._started[-1][0].wait()
+    assert len(processes._started) == processes.STARTS
 
 
 @pytest.mark.run

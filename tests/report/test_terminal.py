@@ -106,6 +106,20 @@ def test_the_summary_names_numbers_and_report(make_run):
     assert lacking(printed(print_summary, folder, width=80), *parts) == []
 
 
+def test_a_narrow_terminal_gets_the_columns_that_matter(make_run):
+    folder = make_run("run")
+    path = folder / "events.jsonl"
+    interval = '"linear": {"intervals": {"accuracy": [0.71, 0.79]}, '
+    path.write_text(path.read_text().replace('"linear": {', interval))
+    for width, left_out in ((72, "parameters, rounds."), (120, "")):
+        out = io.StringIO()
+        print_summary(folder, Console(file=out, width=width))
+        board = out.getvalue().partition("Models that were compared")[2]
+        assert "│ the pooled linear model │ 75.0 % (71.0 % – 79.0 %) │" in board
+        told = board.partition("In the report, as this terminal is narrow: ")[2]
+        assert told.partition("\n")[0] == left_out
+
+
 def test_the_summary_of_a_failed_run_gives_the_reason(make_run):
     text = printed(print_summary, make_run("run", until="search"))
     assert lacking(text, "run failed", "client 2: disk full", "linear") == ["linear"]
