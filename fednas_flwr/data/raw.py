@@ -7,7 +7,7 @@ What training does to records is done here by the same functions, with what the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, other_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
@@ -31,7 +32,9 @@ from fednas_flwr.data.npz import (
     usual_names,
     usual_pixels,
 )
+from fednas_flwr.data.oddities import off_scale
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels, feature_names
+from fednas_flwr.data.site_tables import site_files
 from fednas_flwr.data.table_files import (
     Texts,
     check_columns,
@@ -42,8 +45,7 @@ from fednas_flwr.data.table_files import (
     without_missing,
 )
 from fednas_flwr.data.tables import encode_rows, label_marks
-from fednas_flwr.settings.data_settings import CSV, EncodedImages
-from fednas_flwr.settings.names import TABLE_SUFFIXES
+from fednas_flwr.settings.data_settings import CSV, EncodedImages, TableForm
 
 _FEWEST = 10  # rows by which a column is judged
 _SETTING = re.compile(
@@ -111,7 +113,7 @@ def _read(data: Any, inputs: Inputs) -> RawData:
         return _read_path(Path(data).expanduser(), inputs)
     if hasattr(data, "to_pandas") and inputs.is_table:  # of polars, pyarrow, ...
         data = data.to_pandas()
-    if hasattr(data, "columns") and inputs.is_table:
+    if hasattr(data, "iloc") and inputs.is_table:
         texts = texts_of(data)
         if "Unnamed: 0" in texts:  # as pandas calls the first column if it has no name
             texts.setdefault("column 1", texts["Unnamed: 0"])
@@ -124,15 +126,11 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         raise ConfigError(f"{path} does not exist: give the data to predict.")
     if path.suffix in (".npz", ".npy"):
         return _numpy_file(path, inputs)
+    if inputs.is_table and path.is_dir():
+        sites = site_files(inputs.form, path)
+        return _joined({site: _table(*of, inputs, of_site=True) for site, of in sites.items()})
     if inputs.is_table:
-        if not suffix_of(path):
-            raise ConfigError(
-                f"{path} is no table: expected a file of {', '.join(TABLE_SUFFIXES)} with the "
-                f"columns {', '.join(column.name for column in inputs.schema)}."
-            )
-        form = replace(inputs.form, separator=None, encoding=None)
-        texts, separator, _ = read_texts(path, form)
-        return _rows(texts, inputs, separator, where=str(path))
+        return _table(path, inputs.form, inputs)
     if suffix_of(path):
         texts = without_missing(read_texts(path, LABELS_FORM)[0], LABELS_FORM)
         files = list(files_of(texts, path).values())
@@ -155,6 +153,31 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         torch.tensor([inputs.class_names.index(min(of)) for of in parents]) if labelled else None,
         _decoded(source_of(files), len(files), inputs),
         tuple(other_files(path)),
+    )
+
+
+def _table(path: Path, form: TableForm, inputs: Inputs, *, of_site: bool = False) -> RawData:
+    """Rows of a table's file, written in a form; a column may lack in that of a site."""
+    texts, separator, _ = read_texts(path, replace(form, separator=None))
+    if of_site:
+        size = len(next(iter(texts.values())))
+        lacking = {form.rename.get(name, name) for name in texts}
+        texts |= {c.name: Cells([""] * size) for c in inputs.schema if c.name not in lacking}
+    return _rows(texts, replace(inputs, form=form), separator, where=str(path))
+
+
+def _joined(sites: Mapping[str, RawData]) -> RawData:
+    """The records of all sites, named by the sites."""
+    all_raw = sites.values()
+    rows = torch.cat([raw.batch(slice(None)) for raw in all_raw])
+    labels = [raw.labels for raw in all_raw if raw.labels is not None]
+    ids = [raw.ids for raw in all_raw if raw.ids is not None]
+    return RawData(
+        [f"{site}/{name}" for site, raw in sites.items() for name in raw.names],
+        torch.cat(labels) if len(labels) == len(sites) else None,
+        rows.__getitem__,
+        tuple(f"{site}: {note}" for site, raw in sites.items() for note in raw.notes),
+        sum(map(list, ids), []) if len(ids) == len(sites) else None,
     )
 
 
@@ -216,11 +239,13 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     texts, form = in_common_form(texts, inputs.form, numbers, dates, separator, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), [*_unlike_training(texts, inputs)]
-    present = texts[inputs.label].different if inputs.label in texts else ()
-    if labels is None and present:
+    notes += off_scale(rows, inputs.schema, inputs.mean, inputs.std)
+    if labels is None and inputs.label in texts and texts[inputs.label].different:
+        cells = texts[inputs.label]
+        empty = ["none"] if cells.missing.any() else []
         notes.append(
             f"column {inputs.label} of {where} holds labels such as "
-            f"{listed(distinct(present), 3)}, and not only "
+            f"{listed([*empty, *distinct(cells.different)], 3)}, and not only "
             f"{'numbers' if inputs.target else listed(inputs.class_names, 5)}: "
             "nothing is compared with them"
         )
@@ -290,12 +315,17 @@ def _array(data: Any, inputs: Inputs, *, where: str, labels: Tensor | None = Non
         )
     else:
         array = array.astype(np.float32)
+        if np.isinf(array).any():
+            raise ConfigError(f"{where} holds infinite numbers: replace or remove them.")
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return RawData(_numbers(tensor), labels, tensor.__getitem__)
+    notes = off_scale(tensor, inputs.schema, inputs.mean, inputs.std)
+    return RawData(_numbers(tensor), labels, tensor.__getitem__, tuple(notes))
 
 
 def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:
     """Return uint8 or float32 ``[N, C, H, W]``."""
+    if array.dtype.kind != "f" or (array.size and array.max() > 1):
+        array = usual_pixels(array)
     if array.dtype.kind == "f":
         low, high = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
         if not 0 <= low <= high <= 1:

@@ -26,7 +26,7 @@ from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.notation import distinct, iso_date
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records
-from fednas_flwr.data.table_files import Texts, suffix_of
+from fednas_flwr.data.table_files import Form, Texts, suffix_of
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
 from fednas_flwr.settings.data_settings import CSV, TableForm
 from fednas_flwr.settings.parser import parse_changes
@@ -74,6 +74,16 @@ def read_site_tables(settings: CSV, root: Path) -> dict[str, SiteTable]:
     Raises:
         ConfigError: There are none, or one cannot be read.
     """
+    sites = site_files(settings, root)
+    return {site: SiteTable(*read_cells(form, path)) for site, (path, form) in sites.items()}
+
+
+def site_files(settings: Form, root: Path) -> dict[str, tuple[Path, Form]]:
+    """The files in a folder by site, each with the settings that ``dataset.yaml`` changes for it.
+
+    Raises:
+        ConfigError: There are none, or two of one name.
+    """
     files = sorted(path for path in root.iterdir() if _is_table(path))
     paths = {_site(path): path for path in files}
     if len(paths) < len(files):
@@ -84,14 +94,14 @@ def read_site_tables(settings: CSV, root: Path) -> dict[str, SiteTable]:
     for site in said:
         if site not in (*paths, _EVERYWHERE):
             raise unknown_choice(f"{root / SITES_FILE}, site", site, [*paths, _EVERYWHERE])
-    tables = {}
+    files_of: dict[str, tuple[Path, Form]] = {}
     for site, path in paths.items():
         changed = settings
         for part in (_EVERYWHERE, site):
             where = f"{root / SITES_FILE}, {part}"
             changed = parse_changes(changed, said.get(part, {}), TableForm, key=where)
-        tables[site] = SiteTable(*read_cells(changed, path))
-    return tables
+        files_of[site] = path, changed
+    return files_of
 
 
 def _is_table(path: Path) -> bool:

@@ -162,7 +162,7 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
     )
     private = isinstance(config.privacy, DifferentialPrivacy)
     if len(prepared.train) and not private:
-        if lines := [*reading_notes(prepared), *oddities(prepared.train)]:
+        if lines := [*reading_notes(prepared), *oddities(prepared.train, prepared.server_test)]:
             log.emit("data", found=lines)
 
 
