@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -169,9 +169,11 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
         stems = {Path(name).stem for _, name in images}
         left_out = {at: names for at, names in found.items() if at not in read}
         notes = (*_left_out(left_out), *other_files(folder))
-        if masks := [f"{at[0]}/{name}" for at, name in images if _is_mask(at[0], name, stems)]:
-            said = f"{len(masks)} images such as {masks[0]} may be masks of others: remove them"
-            notes = (*notes, said)
+        beside = [name for _, name in images if (of := _MASK.match(name)) and of[1] in stems]
+        if masks := beside or found.get(("masks",), []):
+            notes += (
+                f"{len(masks)} images such as {masks[0]} may be masks of others: remove them",
+            )
     labels = encode_labels(Cells(at[0] for at, _ in images), names, where=str(folder))
     persons = {}
     if id_column is not None:
@@ -180,12 +182,6 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
     source = source_of(["/".join((str(folder), *at, name)) for at, name in images])
     decoded = decoded_fields(settings, source, labels, notes, persons, *ids)
     return Records(**decoded, class_names=names, id_column=id_column or "")
-
-
-def _is_mask(folder: str, name: str, stems: Collection[str]) -> bool:
-    """Return whether an image is a mask by its folder's name, or by that of another and a word."""
-    begins = _MASK.match(name)
-    return folder.lower() == "masks" or (begins is not None and begins[1] in stems)
 
 
 def decoded_fields(
@@ -299,7 +295,10 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     # at private sites UTF-8: an encoding that is found in the rows would be one of all of them
     form = replace(LABELS_FORM, corrupt=settings.corrupt, encoding="utf-8-sig" if skip else None)
     texts, _, found = read_texts(path, form)
-    texts, notes = without_missing(texts, form), tables.found_in(path, found)
+    texts, more = without_missing(texts, form), []
+    if not skip:
+        texts, more = tables.without_row_numbers(texts)
+    notes = tables.found_in(path, [*found, *more])
     is_said = settings.names_label or settings.labels
     settings = replace(settings, label=tables.label_column(settings, texts))
     columns, named = tables.label_columns(settings), tables.named_columns(settings)

@@ -166,19 +166,14 @@ def of_brightness(images: Iterable[Tensor]) -> Iterator[str]:
         )
 
 
-def _are_bytes(features: Tensor) -> bool:
-    """Whether numbers may be the pixels of images."""
-    low, high = features.aminmax()
-    return bool(0 <= low and high > 127 and not (features % 1).any())
-
-
 def _of_columns(records: Records) -> Iterator[str]:
     if len(records) < _FEWEST:
         return
     names = list(records.feature_names)
     side = math.isqrt(len(names))
     is_square = side**2 == len(names) >= _FEWEST_PIXELS
-    if is_square and _are_bytes(records.features):
+    low, high = records.features.aminmax()
+    if is_square and 0 <= low and high > 127 and not (records.features % 1).any():
         yield (
             f"{len(names)} columns of whole numbers look like images of {side}x{side} pixels: "
             "networks of images take an npz file of [N, H, W]"

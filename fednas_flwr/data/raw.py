@@ -7,7 +7,7 @@ What training does to records is done here by the same functions, with what the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from fednas_flwr.data.table_files import (
     texts_of,
     without_missing,
 )
-from fednas_flwr.data.tables import encode_rows, label_marks
+from fednas_flwr.data.tables import encode_rows, label_marks, without_row_numbers
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, TableForm
 
 _FEWEST = 10  # rows by which a column is judged
@@ -88,7 +88,7 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
 
     Args:
         data: Of a table a DataFrame, an array ``[N, columns]`` in the columns' order, or the path
-            of a table or of an npz file. Of images an array ``[N, C, H, W]``, ``[N, H, W]`` or
+            of a table, of a folder of sites' tables or of an npz file. Of images an array ``[N, C, H, W]``, ``[N, H, W]`` or
             ``[N, H, W, C]``, uint8 from 0 to 255 or float from 0 to 1, or the path of an image, of
             a folder, whose sub-folders named by classes give labels, of a table whose first column
             names images, or of an npz or npy file. Of an npz file its array ``x``, or the test part
@@ -126,13 +126,11 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         raise ConfigError(f"{path} does not exist: give the data to predict.")
     if path.suffix in (".npz", ".npy"):
         return _numpy_file(path, inputs)
-    if inputs.is_table and path.is_dir():
-        sites = site_files(inputs.form, path)
-        return _joined({site: _table(*of, inputs, of_site=True) for site, of in sites.items()})
     if inputs.is_table:
-        return _table(path, inputs.form, inputs)
+        return _sites(path, inputs) if path.is_dir() else _table(path, inputs.form, inputs)
     if suffix_of(path):
         texts = without_missing(read_texts(path, LABELS_FORM)[0], LABELS_FORM)
+        texts, _ = without_row_numbers(texts)
         files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),
@@ -156,28 +154,25 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
     )
 
 
-def _table(path: Path, form: TableForm, inputs: Inputs, *, of_site: bool = False) -> RawData:
-    """Rows of a table's file, written in a form; a column may lack in that of a site."""
+def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) -> RawData:
+    """Rows of a table's file, written in a form, which may lack columns if that is said."""
     texts, separator, _ = read_texts(path, replace(form, separator=None))
-    if of_site:
-        size = len(next(iter(texts.values())))
-        lacking = {form.rename.get(name, name) for name in texts}
-        texts |= {c.name: Cells([""] * size) for c in inputs.schema if c.name not in lacking}
-    return _rows(texts, replace(inputs, form=form), separator, where=str(path))
+    return _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
 
 
-def _joined(sites: Mapping[str, RawData]) -> RawData:
-    """The records of all sites, named by the sites."""
-    all_raw = sites.values()
-    rows = torch.cat([raw.batch(slice(None)) for raw in all_raw])
-    labels = [raw.labels for raw in all_raw if raw.labels is not None]
-    ids = [raw.ids for raw in all_raw if raw.ids is not None]
+def _sites(root: Path, inputs: Inputs) -> RawData:
+    """Rows of the tables of all sites in a folder, named by them; each may lack columns."""
+    files = site_files(inputs.form, root).items()
+    sites = {site: _table(path, form, inputs, lacks=True) for site, (path, form) in files}
+    rows = torch.cat([raw.batch(slice(None)) for raw in sites.values()])
+    labels = [raw.labels for raw in sites.values() if raw.labels is not None]
+    ids = [person for raw in sites.values() for person in raw.ids or ()]
     return RawData(
         [f"{site}/{name}" for site, raw in sites.items() for name in raw.names],
         torch.cat(labels) if len(labels) == len(sites) else None,
         rows.__getitem__,
         tuple(f"{site}: {note}" for site, raw in sites.items() for note in raw.notes),
-        sum(map(list, ids), []) if len(ids) == len(sites) else None,
+        ids if len(ids) == len(rows) else None,
     )
 
 
@@ -228,8 +223,13 @@ def _decoded(
     return batch
 
 
-def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> RawData:
+def _rows(
+    texts: Texts, inputs: Inputs, separator: str = "", *, where: str, lacks: bool = False
+) -> RawData:
     texts = without_missing(texts, inputs.form)
+    if lacks:
+        empty = Cells([""] * len(next(iter(texts.values()))))
+        texts = {column.name: empty for column in inputs.schema} | texts
     check_columns(texts, [column.name for column in inputs.schema], where=where)
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
     numbers += [inputs.label] if inputs.target and inputs.label in texts else []
@@ -240,12 +240,12 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), [*_unlike_training(texts, inputs)]
     notes += off_scale(rows, inputs.schema, inputs.mean, inputs.std)
-    if labels is None and inputs.label in texts and texts[inputs.label].different:
-        cells = texts[inputs.label]
-        empty = ["none"] if cells.missing.any() else []
+    cells = texts.get(inputs.label, Cells([]))
+    if labels is None and cells.different:
+        present = [*(["none"] if cells.missing.any() else []), *distinct(cells.different)]
         notes.append(
             f"column {inputs.label} of {where} holds labels such as "
-            f"{listed([*empty, *distinct(cells.different)], 3)}, and not only "
+            f"{listed(present, 3)}, and not only "
             f"{'numbers' if inputs.target else listed(inputs.class_names, 5)}: "
             "nothing is compared with them"
         )
