@@ -170,10 +170,9 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
         left_out = {at: names for at, names in found.items() if at not in read}
         notes = (*_left_out(left_out), *other_files(folder))
         beside = [name for _, name in images if (of := _MASK.match(name)) and of[1] in stems]
-        if masks := beside or found.get(("masks",), []):
-            notes += (
-                f"{len(masks)} images such as {masks[0]} may be masks of others: remove them",
-            )
+        if masks := beside or found.get(("masks",)):
+            said = f"{len(masks)} images such as {masks[0]} may be masks of others: remove them"
+            notes = (*notes, said)
     labels = encode_labels(Cells(at[0] for at, _ in images), names, where=str(folder))
     persons = {}
     if id_column is not None:
@@ -269,9 +268,12 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     column = next(iter(texts))
     files = image_files(path.parent)
     paths = {file.relative_to(path.parent): file for file in files}
-    names = {p: {p.name, p.stem, p.as_posix(), p.with_suffix("").as_posix()} for p in paths}
+    names = {
+        file: {p.name} if skip else {p.name, p.stem, p.with_suffix("").as_posix()}
+        for p, file in paths.items()
+    }
     times = Counter(name for of in names.values() for name in of)
-    known = {name: paths[p] for p, of in names.items() for name in of if times[name] == 1}
+    known = {name: file for file, of in names.items() for name in of if times[name] == 1}
     known |= {p.as_posix(): file for p, file in paths.items()}
     cells = [text and PureWindowsPath(text).as_posix() for text in texts[column].tolist()]
     missing = [cell or "an empty cell" for cell in cells if cell not in known]
@@ -295,10 +297,11 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     # at private sites UTF-8: an encoding that is found in the rows would be one of all of them
     form = replace(LABELS_FORM, corrupt=settings.corrupt, encoding="utf-8-sig" if skip else None)
     texts, _, found = read_texts(path, form)
-    texts, more = without_missing(texts, form), []
+    texts = without_missing(texts, form)
     if not skip:
         texts, more = tables.without_row_numbers(texts)
-    notes = tables.found_in(path, [*found, *more])
+        found += more
+    notes = tables.found_in(path, found)
     is_said = settings.names_label or settings.labels
     settings = replace(settings, label=tables.label_column(settings, texts))
     columns, named = tables.label_columns(settings), tables.named_columns(settings)

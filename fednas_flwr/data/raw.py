@@ -88,11 +88,11 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
 
     Args:
         data: Of a table a DataFrame, an array ``[N, columns]`` in the columns' order, or the path
-            of a table, of a folder of sites' tables or of an npz file. Of images an array ``[N, C, H, W]``, ``[N, H, W]`` or
-            ``[N, H, W, C]``, uint8 from 0 to 255 or float from 0 to 1, or the path of an image, of
-            a folder, whose sub-folders named by classes give labels, of a table whose first column
-            names images, or of an npz or npy file. Of an npz file its array ``x``, or the test part
-            of a data set, or else the train part.
+            of a table, of a folder of sites' tables or of an npz file. Of images an array
+            ``[N, C, H, W]``, ``[N, H, W]`` or ``[N, H, W, C]``, uint8 from 0 to 255 or float from 0
+            to 1, or the path of an image, of a folder, whose sub-folders named by classes give
+            labels, of a table whose first column names images, or of an npz or npy file. Of an npz
+            file its array ``x``, or the test part of a data set, or else the train part.
         inputs: The model's.
 
     Raises:

@@ -84,8 +84,9 @@ def site_files(settings: Form, root: Path) -> dict[str, tuple[Path, Form]]:
     Raises:
         ConfigError: There are none, or two of one name.
     """
-    files = sorted(path for path in root.iterdir() if _is_table(path))
-    paths = {_site(path): path for path in files}
+    files = [path for path in sorted(root.iterdir()) if suffix_of(path) and path.is_file()]
+    files = [path for path in files if path.name[0] not in "._~"]
+    paths = {path.name.removesuffix(suffix_of(path)): path for path in files}
     if len(paths) < len(files):
         raise ConfigError(f"two sites in {root} have the same name: {[f.name for f in files]}.")
     if not paths:
@@ -94,22 +95,14 @@ def site_files(settings: Form, root: Path) -> dict[str, tuple[Path, Form]]:
     for site in said:
         if site not in (*paths, _EVERYWHERE):
             raise unknown_choice(f"{root / SITES_FILE}, site", site, [*paths, _EVERYWHERE])
-    files_of: dict[str, tuple[Path, Form]] = {}
-    for site, path in paths.items():
-        changed = settings
-        for part in (_EVERYWHERE, site):
-            where = f"{root / SITES_FILE}, {part}"
-            changed = parse_changes(changed, said.get(part, {}), TableForm, key=where)
-        files_of[site] = path, changed
-    return files_of
 
+    def form(part: str, before: Form) -> Form:
+        where = f"{root / SITES_FILE}, {part}"
+        changed: Form = parse_changes(before, said.get(part, {}), TableForm, key=where)
+        return changed
 
-def _is_table(path: Path) -> bool:
-    return path.is_file() and bool(suffix_of(path)) and path.name[0] not in "._~"
-
-
-def _site(path: Path) -> str:
-    return path.name.removesuffix(suffix_of(path))
+    everywhere = form(_EVERYWHERE, settings)
+    return {site: (path, form(site, everywhere)) for site, path in paths.items()}
 
 
 def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> Records:

@@ -12,7 +12,6 @@ import codecs
 import csv
 import gzip
 import io
-import lzma
 import math
 import re
 import zipfile
@@ -53,7 +52,6 @@ _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # as Excel reads an
 _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so many characters
 # What no Western text is full of: long runs beyond ASCII, and letters before signs, as in UTF-8
 _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
-_ASCII = bytes(range(128))
 # A cell of Excel whose formula was not computed; an empty text would be a value
 _UNCOMPUTED = re.compile(rb"""<c (?![^>]*t="str")[^>]*><f[^<]*(</f>)?(<v ?/>|<v></v>)?</c>""")
 _LONGEST = 200  # characters of a name by which records are divided
@@ -308,12 +306,7 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
 
 
 # By the first bytes of a file, whatever its name is
-_PACKED = {
-    b"\x1f\x8b": gzip.decompress,
-    b"BZh": bz2.decompress,
-    b"\xfd7zXZ": lzma.decompress,
-    b"PK\3\4": _unzipped,
-}
+_PACKED = {b"\x1f\x8b": gzip.decompress, b"BZh": bz2.decompress, b"PK\3\4": _unzipped}
 _READERS = {b"PK\3\4": ("an Excel", _read_excel), b"PAR1": ("a Parquet", _read_parquet)}
 
 
@@ -494,12 +487,9 @@ def _encoding(content: bytes, form: TableForm) -> str:
         _ = content.isascii() or content.decode("utf-8")
     except UnicodeDecodeError:
         odd = sum(map(len, _NOT_WESTERN.findall(content)))
-        is_odd = 2 * odd > len(content.translate(None, _ASCII))
+        is_odd = 2 * odd > len(content.translate(None, bytes(range(128))))
         if not form.encoding and (is_odd or "\ufffd" in content.decode("cp1252", "replace")):
-            raise ValueError(
-                "it is in no encoding that can be told: set dataset.encoding, such as cp1251 or "
-                "gb18030, or save it as UTF-8"
-            ) from None
+            raise ValueError("its encoding is unclear: set dataset.encoding or use UTF-8") from None
         return form.encoding or "cp1252"
     return "utf-8"
 

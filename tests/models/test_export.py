@@ -201,7 +201,7 @@ def test_data_that_a_model_does_not_take(tmp_path):
         (patients, tmp_path / "t.csv", "has no column seen: it has age, site"),
         (patients, tmp_path / "b.csv", "column age .* numeric but holds old in row 1"),
         (patients, np.zeros((2, 4)), r"numbers \[N, 7\], whose columns are age, seen, age"),
-        (patients, tmp_path / "empty", "is no table"),
+        (patients, tmp_path / "empty", "holds no tables of sites"),
     ]:
         with pytest.raises(ConfigError, match=message):
             model.predict(data)
