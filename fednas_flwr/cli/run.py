@@ -317,8 +317,7 @@ def _data_set(path: Path) -> str:
         raise ConfigError(f"{path} does not exist: give a table, an npz file or a folder.")
     if path.suffix in (".npz", ".npy"):
         return "npz"
-    is_table = path.is_file() or any(suffix_of(file) for file in path.iterdir())
-    return "csv" if is_table else "image_folder"
+    return "csv" if path.is_file() or any(map(suffix_of, path.iterdir())) else "image_folder"
 
 
 COMMANDS: dict[str, Handler] = {"run": run, "data": data}

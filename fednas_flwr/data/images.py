@@ -171,8 +171,7 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
         notes = (*_left_out(left_out), *other_files(folder))
         beside = [name for _, name in images if (of := _MASK.match(name)) and of[1] in stems]
         if masks := beside or found.get(("masks",)):
-            said = f"{len(masks)} images such as {masks[0]} may be masks of others: remove them"
-            notes = (*notes, said)
+            notes = (*notes, f"{len(masks)} images such as {masks[0]} may be masks: remove them")
     labels = encode_labels(Cells(at[0] for at, _ in images), names, where=str(folder))
     persons = {}
     if id_column is not None:
@@ -268,10 +267,8 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     column = next(iter(texts))
     files = image_files(path.parent)
     paths = {file.relative_to(path.parent): file for file in files}
-    names = {
-        file: {p.name} if skip else {p.name, p.stem, p.with_suffix("").as_posix()}
-        for p, file in paths.items()
-    }
+    cut = {p: p if skip else p.with_suffix("") for p in paths}  # without suffixes, too
+    names = {file: {p.name, cut[p].name, cut[p].as_posix()} for p, file in paths.items()}
     times = Counter(name for of in names.values() for name in of)
     known = {name: file for file, of in names.items() for name in of if times[name] == 1}
     known |= {p.as_posix(): file for p, file in paths.items()}
@@ -331,7 +328,6 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     ids = None if settings.id_column is None else tables.person_ids(settings, texts, path)
     further = names_in(texts, [name for name in list(texts)[1:] if name not in columns])
     if further and not is_said:
-        read = f"{path.name}: {settings.label} is the label, not {listed(further, 5)}"
-        notes = (*notes, f"{read} (dataset.label or dataset.labels)")
+        notes = (*notes, f"{path.name}: {settings.label} is the label, not {listed(further, 5)}")
     decoded = decoded_fields(settings, source_of(files), labels, notes, further, ids)
     return tables.labelled_records(settings, **decoded, class_names=classes)

@@ -34,7 +34,6 @@ _MOST_CLASSES = 20  # that are numbers
 _ID_NAME = re.compile(r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record)$", re.I)
 _PERSON = re.compile(r"(patient|subject|participant|person)([ _-]?(id|nr|no))?|p?id", re.I)
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
-_FAR = 2  # deviations between a median and the mean in training
 _FEWEST_PIXELS = 64
 _YES_NO = {
     **dict.fromkeys(("yes", "y", "true", "1", "j", "ja"), "yes"),
@@ -70,7 +69,7 @@ def _of_test(records: Records, test: Records) -> Iterator[str]:
 def off_scale(
     features: Tensor, schema: Sequence[Column], mean: Sequence[float], std: Sequence[float]
 ) -> Iterator[str]:
-    """Yield a sentence on columns of numbers that are far from those in training.
+    """Yield a sentence on columns whose medians are two deviations or more from those in training.
 
     Args:
         features: Rows of a table, float32 ``[N, F]``.
@@ -85,7 +84,7 @@ def off_scale(
     found = [
         f"{name} ({middle:.3g}, and not {usual:.3g})"
         for name, middle, usual, spread in zip(names, middles, mean, std, strict=False)
-        if name and abs(middle - usual) > _FAR * spread
+        if name and abs(middle - usual) > 2 * spread
     ]
     if found:
         yield f"numbers far from those in training, as in another unit or scale: {listed(found, 5)}"

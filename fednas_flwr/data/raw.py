@@ -242,10 +242,9 @@ def _rows(
     notes += off_scale(rows, inputs.schema, inputs.mean, inputs.std)
     cells = texts.get(inputs.label, Cells([]))
     if labels is None and cells.different:
-        present = [*(["none"] if cells.missing.any() else []), *distinct(cells.different)]
         notes.append(
             f"column {inputs.label} of {where} holds labels such as "
-            f"{listed(present, 3)}, and not only "
+            f"{listed(distinct(cells.different), 3)}, and not only "
             f"{'numbers' if inputs.target else listed(inputs.class_names, 5)}: "
             "nothing is compared with them"
         )

@@ -7,7 +7,6 @@ What has two readings is asked for. How numbers and dates are written is for
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import csv
 import gzip
@@ -18,7 +17,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -78,8 +77,7 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     kind = "a"
     try:
         content = path.read_bytes()
-        unpack = next((u for mark, u in _PACKED.items() if content.startswith(mark)), bytes)
-        content = unpack(content)
+        content = _PACKED.get(content[:3], bytes)(content)
         kind, reader = _READERS.get(content[:4], ("a CSV", _read_csv))
         texts, separator, notes = reader(content, form)
     except Exception as error:  # whatever a damaged file makes of a parser of many formats
@@ -198,7 +196,7 @@ def _cells_of(values: Any) -> Cells:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | timedelta) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:
@@ -209,10 +207,6 @@ def _text(value: Any) -> str:
         return value.replace(tzinfo=None).isoformat(timespec="seconds")
     if isinstance(value, bytes):  # as Spark and Impala store texts
         return value.decode(errors="replace").strip()
-    if isinstance(value, list | np.ndarray):  # of labels
-        return ";".join(map(str, value))
-    if isinstance(value, timedelta):
-        value = value / timedelta(days=1)
     if isinstance(value, float):
         whole = value.is_integer() and abs(value) < 1e15
         return str(int(value)) if whole else repr(float(value))
@@ -220,17 +214,12 @@ def _text(value: Any) -> str:
 
 
 def _read_parquet(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
-    """Return cells as they are stored: no type of a column is inferred from its cells.
-
-    Lists in the last column, as of labels, are joined by semicolons.
-    """
+    """Return cells as they are stored: no type of a column is inferred from its cells."""
     import pyarrow as pa
     from pyarrow import parquet
 
     table = parquet.ParquetFile(pa.BufferReader(content)).read()
     nested = [i for i, field in enumerate(table.schema) if pa.types.is_nested(field.type)]
-    if nested and pa.types.is_list(table.schema[-1].type):
-        nested.pop()
     names = ", ".join(table.column_names[i] for i in nested)
     for i in reversed(nested):
         table = table.remove_column(i)
@@ -306,7 +295,7 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
 
 
 # By the first bytes of a file, whatever its name is
-_PACKED = {b"\x1f\x8b": gzip.decompress, b"BZh": bz2.decompress, b"PK\3\4": _unzipped}
+_PACKED = {b"\x1f\x8b\x08": gzip.decompress, b"PK\3": _unzipped}
 _READERS = {b"PK\3\4": ("an Excel", _read_excel), b"PAR1": ("a Parquet", _read_parquet)}
 
 
