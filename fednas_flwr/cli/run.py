@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr import api
-from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice, listed
+from fednas_flwr.base.errors import (
+    ConfigError,
+    NoEffectError,
+    NoEffectWarning,
+    check_choice,
+    listed,
+)
 from fednas_flwr.base.foreign import read_yaml, terminal
 from fednas_flwr.base.processes import warm_up
 from fednas_flwr.cli import RUN_FAILED, Handler, fail, take_files
@@ -20,7 +26,6 @@ from fednas_flwr.settings import Config
 from fednas_flwr.settings import hydra_config as hydra
 from fednas_flwr.settings.configuration import check_names, parse_config
 from fednas_flwr.settings.data_settings import CSV
-from fednas_flwr.settings.names import TABLE_SUFFIXES
 
 SWEEP_FILE = "multirun.yaml"  # Hydra's, in the folder of a sweep
 ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
@@ -319,14 +324,9 @@ def _data_set(path: Path) -> str:
 
     if not path.exists():
         raise ConfigError(f"{path} does not exist: give a table, an npz file or a folder.")
-    if path.suffix == ".npz":
+    if path.suffix in (".npz", ".npy"):
         return "npz"
-    if suffix_of(path) or (path.is_dir() and any(suffix_of(file) for file in path.iterdir())):
-        return "csv"
-    if path.is_dir():
-        return "image_folder"
-    tables = f"a table ends in {', '.join(TABLE_SUFFIXES)}"
-    raise ConfigError(f"{path} is no table, npz file or folder of images: {tables}.")
+    return "csv" if path.is_file() or any(map(suffix_of, path.iterdir())) else "image_folder"
 
 
 COMMANDS: dict[str, Handler] = {"run": run, "data": data}

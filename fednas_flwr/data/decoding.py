@@ -137,8 +137,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         for words in (_TURNED, _PAGED, _CLEAR, _UNWINDOWED)
         if kinds[words]
     ]
-    chosen = np.array(rows, dtype=np.int64)
-    return Decoded(images[: len(rows)], np.array(ids, dtype=ID), chosen, tuple(notes))
+    return Decoded(images[: len(rows)], np.array(ids, ID), np.array(rows, np.int64), tuple(notes))
 
 
 def _room(count: int, channels: int, height: int, width: int) -> np.ndarray:

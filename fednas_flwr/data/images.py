@@ -5,10 +5,11 @@ first column names the files; as in any table a record has a class or several la
 may say whose each image is.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,8 @@ from fednas_flwr.settings.data_settings import (
 )
 from fednas_flwr.settings.names import TORCHVISION_SETS
 
-# UTF-8, with or without its mark: an encoding that is found in the rows would be one of all of them
-LABELS_FORM = replace(ANY_FORM, encoding="utf-8-sig", header=True)
+LABELS_FORM = replace(ANY_FORM, header=True)
+_MASK = re.compile(r"(.+)[ _.-]+(masks?|seg|segmentation|gt|annotation|label|overlay)\b", re.I)
 
 
 def read_digits(settings: Images, path: Path) -> RecordsPair:
@@ -163,8 +164,12 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
         raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
     else:
         images = [(at, name) for at in read for name in found[at]]
+        stems = {Path(name).stem for _, name in images}
         left_out = {at: names for at, names in found.items() if at not in read}
         notes = (*_left_out(left_out), *other_files(folder))
+        beside = [name for _, name in images if (of := _MASK.match(name)) and of[1] in stems]
+        if masks := beside or found.get(("masks",)):
+            notes = (*notes, f"{len(masks)} images such as {masks[0]} may be masks: remove them")
     labels = encode_labels(Cells(at[0] for at, _ in images), names, where=str(folder))
     persons = {}
     if id_column is not None:
@@ -250,7 +255,7 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     """Return the images of a labels file by their rows, from 0.
 
     Args:
-        texts: Its columns.
+        texts: Its columns; the first has paths or names, with or without suffixes.
         path: Of the file; images are looked for in its folder.
         skip: True if rows may have none.
 
@@ -259,11 +264,13 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     """
     column = next(iter(texts))
     files = image_files(path.parent)
-    by_path = {file.relative_to(path.parent).as_posix(): file for file in files}
-    times = Counter(file.name for file in files)
-    by_name = {file.name: file for file in files if times[file.name] == 1}
-    cells = [text and Path(text).as_posix() for text in texts[column].tolist()]
-    known = by_name | by_path
+    paths = {file.relative_to(path.parent): file for file in files}
+    cut = {p: p if skip else p.with_suffix("") for p in paths}  # without suffixes, too
+    names = {file: {p.name, cut[p].name, cut[p].as_posix()} for p, file in paths.items()}
+    times = Counter(name for of in names.values() for name in of)
+    known = {name: file for file, of in names.items() for name in of if times[name] == 1}
+    known |= {p.as_posix(): file for p, file in paths.items()}
+    cells = [text and PureWindowsPath(text).as_posix() for text in texts[column].tolist()]
     missing = [cell or "an empty cell" for cell in cells if cell not in known]
     if skip:  # a name that images share would change its meaning with one of them
         missing = [cell for cell in cells if times[cell] > 1]
@@ -282,9 +289,15 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     if not path.is_file():
         raise ConfigError(f"dataset.labels_file: {path} does not exist: correct its name.")
     skip = settings.corrupt == "skip"
-    form = replace(LABELS_FORM, corrupt=settings.corrupt)
+    # at private sites UTF-8: an encoding that is found in the rows would be one of all of them
+    form = replace(LABELS_FORM, corrupt=settings.corrupt, encoding="utf-8-sig" if skip else None)
     texts, _, found = read_texts(path, form)
-    texts, notes = without_missing(texts, form), tables.found_in(path, found)
+    texts = without_missing(texts, form)
+    if not skip:
+        texts, more = tables.without_row_numbers(texts)
+        found += more
+    notes = tables.found_in(path, found)
+    is_said = settings.names_label or settings.labels
     settings = replace(settings, label=tables.label_column(settings, texts))
     columns, named = tables.label_columns(settings), tables.named_columns(settings)
     check_columns(texts, named, where=str(path))
@@ -312,5 +325,7 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
         notes = (*notes, f"{others} images that {path.name} does not name are left out")
     ids = None if settings.id_column is None else tables.person_ids(settings, texts, path)
     further = names_in(texts, [name for name in list(texts)[1:] if name not in columns])
+    if further and not is_said:
+        notes = (*notes, f"{path.name}: {settings.label} is the label, not {listed(further, 5)}")
     decoded = decoded_fields(settings, source_of(files), labels, notes, further, ids)
     return tables.labelled_records(settings, **decoded, class_names=classes)

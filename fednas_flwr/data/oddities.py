@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.notation import AFFIXED, are_numbers
-from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Records, count_labels
+from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, count_labels
 
 _FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
 _SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
@@ -40,15 +40,52 @@ _YES_NO = {
 _FLOAT32 = 2**24  # whole numbers above are not told apart
 
 
-def oddities(records: Records) -> list[str]:
-    """Sentences on what looks wrong.
+def oddities(records: Records, test: Records | None = None) -> list[str]:
+    """Sentences on what looks wrong, also with a test set beside the records to train on.
 
     Raises:
         ConfigError: All images are one picture.
     """
     images = records.features.dim() == 4
-    found = _of_images(records) if images else _of_columns(records)
+    found = list(_of_images(records) if images else _of_columns(records))
+    if test is not None:
+        found += [f"test set: {words}" for words in _of_test(records, test)]
     return [*(() if records.is_regression else _of_labels(records)), *found]
+
+
+def _of_test(records: Records, test: Records) -> Iterator[str]:
+    if number := np.isin(test.ids, records.ids).sum():
+        yield f"{number} of its {len(test)} records or persons are among those to train on"
+    if test.features.dtype == torch.uint8:
+        yield from of_brightness(test.features)
+    if records.schema:
+        mean = records.features.nanmean(0)
+        std = (records.features - mean).square().nanmean(0).sqrt()
+        yield from off_scale(test.features, records.schema, mean.tolist(), std.tolist())
+
+
+def off_scale(
+    features: Tensor, schema: Sequence[Column], mean: Sequence[float], std: Sequence[float]
+) -> Iterator[str]:
+    """Yield a sentence on columns whose medians are two deviations or more from those in training.
+
+    Args:
+        features: Rows of a table, float32 ``[N, F]``.
+        schema: Their columns.
+        mean: Per feature, in training.
+        std: The same.
+    """
+    names = [c.name if c.kind == NUMBER else "" for c in schema if c.kind != CATEGORY]
+    if len(features) < _FEWEST_NUMBERS or not names:
+        return
+    middles = features[:, : len(names)].nanmedian(0).values.tolist()
+    found = [
+        f"{name} ({middle:.3g}, and not {usual:.3g})"
+        for name, middle, usual, spread in zip(names, middles, mean, std, strict=False)
+        if name and abs(middle - usual) > 2 * spread
+    ]
+    if found:
+        yield f"numbers far from those in training, as in another unit or scale: {listed(found, 5)}"
 
 
 def _of_labels(records: Records) -> Iterator[str]:
@@ -90,7 +127,7 @@ def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
     for spellings in [found for found in alike.values() if len(found) > 1][:1]:
         yield f"{what} holds {' and '.join(spellings)}: join them by dataset.map if they are one"
     for code in codes:
-        parts = {part.strip().lower() for part in re.split("[,;|]", code)}
+        parts = {part.strip().lower() for part in re.split("[,;|/+ ]", code)}
         if len(parts) > 1 and parts <= alike.keys():
             cure = ": several labels? Set dataset.label_separator" if what == "the label" else ""
             yield f"{what} holds {code} beside its parts, as one more of its kind{cure}"
@@ -126,19 +163,14 @@ def of_brightness(images: Iterable[Tensor]) -> Iterator[str]:
         )
 
 
-def _are_bytes(features: Tensor) -> bool:
-    """Whether numbers may be the pixels of images."""
-    low, high = features.aminmax()
-    return bool(0 <= low and high > 127 and not (features % 1).any())
-
-
 def _of_columns(records: Records) -> Iterator[str]:
     if len(records) < _FEWEST:
         return
     names = list(records.feature_names)
     side = math.isqrt(len(names))
     is_square = side**2 == len(names) >= _FEWEST_PIXELS
-    if is_square and _are_bytes(records.features):
+    low, high = records.features.aminmax()
+    if is_square and 0 <= low and high > 127 and not (records.features % 1).any():
         yield (
             f"{len(names)} columns of whole numbers look like images of {side}x{side} pixels: "
             "networks of images take an npz file of [N, H, W]"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, other_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of
@@ -29,7 +30,9 @@ from fednas_flwr.data.npz import (
     usual_names,
     usual_pixels,
 )
+from fednas_flwr.data.oddities import off_scale
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels, feature_names
+from fednas_flwr.data.site_tables import site_files
 from fednas_flwr.data.table_files import (
     Texts,
     check_columns,
@@ -39,9 +42,8 @@ from fednas_flwr.data.table_files import (
     texts_of,
     without_missing,
 )
-from fednas_flwr.data.tables import encode_rows, label_marks
-from fednas_flwr.settings.data_settings import CSV, EncodedImages
-from fednas_flwr.settings.names import TABLE_SUFFIXES
+from fednas_flwr.data.tables import encode_rows, label_marks, without_row_numbers
+from fednas_flwr.settings.data_settings import CSV, EncodedImages, TableForm
 
 _FEWEST = 10  # rows by which a column is judged
 _SETTING = re.compile(
@@ -84,11 +86,11 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
 
     Args:
         data: Of a table a DataFrame, an array ``[N, columns]`` in the columns' order, or the path
-            of a table or of an npz file. Of images an array ``[N, C, H, W]``, ``[N, H, W]`` or
-            ``[N, H, W, C]``, uint8 from 0 to 255 or float from 0 to 1, or the path of an image, of
-            a folder, whose sub-folders named by classes give labels, of a table whose first column
-            names images, or of an npz or npy file. Of an npz file its array ``x``, or the test part
-            of a data set, or else the train part.
+            of a table, of a folder of sites' tables or of an npz file. Of images an array
+            ``[N, C, H, W]``, ``[N, H, W]`` or ``[N, H, W, C]``, uint8 from 0 to 255 or float from 0
+            to 1, or the path of an image, of a folder, whose sub-folders named by classes give
+            labels, of a table whose first column names images, or of an npz or npy file. Of an npz
+            file its array ``x``, or the test part of a data set, or else the train part.
         inputs: The model's.
 
     Raises:
@@ -109,7 +111,7 @@ def _read(data: Any, inputs: Inputs) -> RawData:
         return _read_path(Path(data).expanduser(), inputs)
     if hasattr(data, "to_pandas") and inputs.is_table:  # of polars, pyarrow, ...
         data = data.to_pandas()
-    if hasattr(data, "columns") and inputs.is_table:
+    if hasattr(data, "iloc") and inputs.is_table:
         texts = texts_of(data)
         if "Unnamed: 0" in texts:  # as pandas calls the first column if it has no name
             texts.setdefault("column 1", texts["Unnamed: 0"])
@@ -123,16 +125,10 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
     if path.suffix in (".npz", ".npy"):
         return _numpy_file(path, inputs)
     if inputs.is_table:
-        if not suffix_of(path):
-            raise ConfigError(
-                f"{path} is no table: expected a file of {', '.join(TABLE_SUFFIXES)} with the "
-                f"columns {', '.join(column.name for column in inputs.schema)}."
-            )
-        form = replace(inputs.form, separator=None, encoding=None)
-        texts, separator, _ = read_texts(path, form)
-        return _rows(texts, inputs, separator, where=str(path))
+        return _sites(path, inputs) if path.is_dir() else _table(path, inputs.form, inputs)
     if suffix_of(path):
         texts = without_missing(read_texts(path, LABELS_FORM)[0], LABELS_FORM)
+        texts, _ = without_row_numbers(texts)
         files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),
@@ -153,6 +149,28 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         torch.tensor([inputs.class_names.index(min(of)) for of in parents]) if labelled else None,
         _decoded(source_of(files), len(files), inputs),
         tuple(other_files(path)),
+    )
+
+
+def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) -> RawData:
+    """Rows of a table's file, written in a form, which may lack columns if that is said."""
+    texts, separator, _ = read_texts(path, replace(form, separator=None))
+    return _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
+
+
+def _sites(root: Path, inputs: Inputs) -> RawData:
+    """Rows of the tables of all sites in a folder, named by them; each may lack columns."""
+    files = site_files(inputs.form, root).items()
+    sites = {site: _table(path, form, inputs, lacks=True) for site, (path, form) in files}
+    rows = torch.cat([raw.batch(slice(None)) for raw in sites.values()])
+    labels = [raw.labels for raw in sites.values() if raw.labels is not None]
+    ids = [person for raw in sites.values() for person in raw.ids or ()]
+    return RawData(
+        [f"{site}/{name}" for site, raw in sites.items() for name in raw.names],
+        torch.cat(labels) if len(labels) == len(sites) else None,
+        rows.__getitem__,
+        tuple(f"{site}: {note}" for site, raw in sites.items() for note in raw.notes),
+        ids if len(ids) == len(rows) else None,
     )
 
 
@@ -203,8 +221,13 @@ def _decoded(
     return batch
 
 
-def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> RawData:
+def _rows(
+    texts: Texts, inputs: Inputs, separator: str = "", *, where: str, lacks: bool = False
+) -> RawData:
     texts = without_missing(texts, inputs.form)
+    if lacks:
+        empty = Cells([""] * len(next(iter(texts.values()))))
+        texts = {column.name: empty for column in inputs.schema} | texts
     check_columns(texts, [column.name for column in inputs.schema], where=where)
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
     numbers += [inputs.label] if inputs.target and inputs.label in texts else []
@@ -214,11 +237,12 @@ def _rows(texts: Texts, inputs: Inputs, separator: str = "", *, where: str) -> R
     texts, form = in_common_form(texts, inputs.form, numbers, dates, separator, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), [*_unlike_training(texts, inputs)]
-    present = texts[inputs.label].different if inputs.label in texts else ()
-    if labels is None and present:
+    notes += off_scale(rows, inputs.schema, inputs.mean, inputs.std)
+    cells = texts.get(inputs.label, Cells([]))
+    if labels is None and cells.different:
         notes.append(
             f"column {inputs.label} of {where} holds labels such as "
-            f"{listed(distinct(present), 3)}, and not only "
+            f"{listed(distinct(cells.different), 3)}, and not only "
             f"{'numbers' if inputs.target else listed(inputs.class_names, 5)}: "
             "nothing is compared with them"
         )
@@ -288,12 +312,17 @@ def _array(data: Any, inputs: Inputs, *, where: str, labels: Tensor | None = Non
         )
     else:
         array = array.astype(np.float32)
+        if np.isinf(array).any():
+            raise ConfigError(f"{where} holds infinite numbers: replace or remove them.")
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return RawData(_numbers(tensor), labels, tensor.__getitem__)
+    notes = off_scale(tensor, inputs.schema, inputs.mean, inputs.std)
+    return RawData(_numbers(tensor), labels, tensor.__getitem__, tuple(notes))
 
 
 def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:
     """Return uint8 or float32 ``[N, C, H, W]``."""
+    if array.dtype.kind != "f" or (array.size and array.max() > 1):
+        array = usual_pixels(array)
     if array.dtype.kind == "f":
         low, high = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
         if not 0 <= low <= high <= 1:

@@ -26,7 +26,7 @@ from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.notation import distinct, iso_date
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records
-from fednas_flwr.data.table_files import Texts, suffix_of
+from fednas_flwr.data.table_files import Form, Texts, suffix_of
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
 from fednas_flwr.settings.data_settings import CSV, TableForm
 from fednas_flwr.settings.parser import parse_changes
@@ -74,8 +74,19 @@ def read_site_tables(settings: CSV, root: Path) -> dict[str, SiteTable]:
     Raises:
         ConfigError: There are none, or one cannot be read.
     """
-    files = sorted(path for path in root.iterdir() if _is_table(path))
-    paths = {_site(path): path for path in files}
+    sites = site_files(settings, root)
+    return {site: SiteTable(*read_cells(form, path)) for site, (path, form) in sites.items()}
+
+
+def site_files(settings: Form, root: Path) -> dict[str, tuple[Path, Form]]:
+    """The files in a folder by site, each with the settings that ``dataset.yaml`` changes for it.
+
+    Raises:
+        ConfigError: There are none, or two of one name.
+    """
+    files = [path for path in sorted(root.iterdir()) if suffix_of(path) and path.is_file()]
+    files = [path for path in files if path.name[0] not in "._~"]
+    paths = {path.name.removesuffix(suffix_of(path)): path for path in files}
     if len(paths) < len(files):
         raise ConfigError(f"two sites in {root} have the same name: {[f.name for f in files]}.")
     if not paths:
@@ -84,22 +95,14 @@ def read_site_tables(settings: CSV, root: Path) -> dict[str, SiteTable]:
     for site in said:
         if site not in (*paths, _EVERYWHERE):
             raise unknown_choice(f"{root / SITES_FILE}, site", site, [*paths, _EVERYWHERE])
-    tables = {}
-    for site, path in paths.items():
-        changed = settings
-        for part in (_EVERYWHERE, site):
-            where = f"{root / SITES_FILE}, {part}"
-            changed = parse_changes(changed, said.get(part, {}), TableForm, key=where)
-        tables[site] = SiteTable(*read_cells(changed, path))
-    return tables
 
+    def form(part: str, before: Form) -> Form:
+        where = f"{root / SITES_FILE}, {part}"
+        changed: Form = parse_changes(before, said.get(part, {}), TableForm, key=where)
+        return changed
 
-def _is_table(path: Path) -> bool:
-    return path.is_file() and bool(suffix_of(path)) and path.name[0] not in "._~"
-
-
-def _site(path: Path) -> str:
-    return path.name.removesuffix(suffix_of(path))
+    everywhere = form(_EVERYWHERE, settings)
+    return {site: (path, form(site, everywhere)) for site, path in paths.items()}
 
 
 def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> Records:

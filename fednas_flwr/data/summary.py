@@ -53,7 +53,9 @@ def reading_notes(prepared: Prepared, missing: Mapping[str, int] | None = None) 
     lines.append(f"{word}: {listed(_classes(records), _MOST)}")
     total = sum(missing.values())
     if total:
-        lines.append(f"{total:,} cells are missing: {missing_rule(records.schema)}")
+        more = " (a further feature says so)" if any(c.indicator for c in records.schema) else ""
+        rule = f"a number or date counts as the mean{more}, a category as none of its column's"
+        lines.append(f"{total:,} cells are missing: {rule}")
     return lines
 
 
@@ -96,7 +98,7 @@ def summary(
     ]
     missing = missing_counts(records)
     lines += reading_notes(prepared, missing)
-    lines += [f"note: {line}" for line in oddities(records)]
+    lines += [f"note: {line}" for line in oddities(records, test)]
     if not records.label and not (records.schema and records.multi_label):
         lines.append(
             f"{'labels' if records.multi_label else 'classes'}: {listed(_classes(records), _MOST)}"
@@ -122,13 +124,6 @@ def missing_counts(records: Records) -> dict[str, int]:
         else missing[column.name]
         for column in records.schema
     }
-
-
-def missing_rule(schema: Sequence[Column]) -> str:
-    """The rule for missing cells."""
-    flagged = any(column.indicator for column in schema)
-    mean = "the mean (a further feature says so)" if flagged else "the mean"
-    return f"a missing number or date is replaced by {mean}, a missing category belongs to none"
 
 
 def _contents(records: Records, column: Column) -> str:

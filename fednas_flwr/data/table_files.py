@@ -11,6 +11,7 @@ import gzip
 import io
 import math
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +47,10 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
 }
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # as Excel reads and writes it
 _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so many characters
-_OTHERS = {b"PK\3\4": "a zip archive or Excel", b"PAR1": "a Parquet"}  # by their first bytes
+# What no Western text is full of: long runs beyond ASCII, and letters before signs, as in UTF-8
+_NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
+# A cell of Excel whose formula was not computed; an empty text would be a value
+_UNCOMPUTED = re.compile(rb"""<c (?![^>]*t="str")[^>]*><f[^<]*(</f>)?(<v ?/>|<v></v>)?</c>""")
 _LONGEST = 200  # characters of a name by which records are divided
 _HEAD = 1_000_000  # bytes in which a header begins
 _FIRST = 1000  # cells by which it is seen that a header is none
@@ -68,12 +72,13 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     Raises:
         ConfigError: The file cannot be read as a table, has no rows, or has two readings.
     """
-    kind, reader = _READERS.get(suffix_of(path), ("a CSV", _read_csv))
+    kind = "a"
     try:
-        texts, separator, notes = reader(path, form)
-    except ConfigError:
-        raise
-    except (OSError, EOFError, ValueError, ImportError, LookupError, csv.Error) as error:
+        content = path.read_bytes()
+        content = _PACKED.get(content[:3], bytes)(content)
+        kind, reader = _READERS.get(content[:4], ("a CSV", _read_csv))
+        texts, separator, notes = reader(content, form)
+    except Exception as error:  # whatever a damaged file makes of a parser of many formats
         raise ConfigError(
             f"dataset.root={path} cannot be read as {kind} table: "
             f"{' '.join(str(error).split()).rstrip('.')}."
@@ -198,19 +203,20 @@ def _text(value: Any) -> str:
         return value.strip()
     if isinstance(value, datetime):
         return value.replace(tzinfo=None).isoformat(timespec="seconds")
+    if isinstance(value, bytes):  # as Spark and Impala store texts
+        return value.decode(errors="replace").strip()
     if isinstance(value, float):
         whole = value.is_integer() and abs(value) < 1e15
         return str(int(value)) if whole else repr(float(value))
     return str(value)
 
 
-def _read_parquet(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
+def _read_parquet(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
     """Return cells as they are stored: no type of a column is inferred from its cells."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
-        table = file.read()
+    table = parquet.ParquetFile(pa.BufferReader(content)).read()
     nested = [i for i, field in enumerate(table.schema) if pa.types.is_nested(field.type)]
     names = ", ".join(table.column_names[i] for i in nested)
     for i in reversed(nested):
@@ -220,34 +226,47 @@ def _read_parquet(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
     notes = [f"{names} left out, which holds lists or structures"] if nested else []
     frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
-    return texts_of(frame, where=str(path)), "", notes
+    return texts_of(frame, where="it"), "", notes
 
 
-def _read_excel(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
-    """Return the cells of the first sheet as they are stored, and what is left out."""
+def _unzipped(content: bytes) -> bytes:
+    """The only file in a zip archive; an archive of several, as Excel's are, as it is."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        names = [name for name in archive.namelist() if not name.startswith("__MACOSX/")]
+        return archive.read(names[0]) if len(names) == 1 else content
+
+
+def _read_excel(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
+    """Return the cells of the first sheet that is shown, as they are stored, and notes."""
     import pandas as pd
 
-    with pd.ExcelFile(path) as book:
-        sheet, *others = book.sheet_names
-        table = pd.read_excel(book, sheet, dtype=object, header=None)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        parts = [n for n in archive.namelist() if n.startswith("xl/worksheets/")]
+        uncomputed = sum(len(_UNCOMPUTED.findall(archive.read(name))) for name in parts)
+    options = {"read_only": False}  # which would not tell what is hidden or merged
+    with pd.ExcelFile(io.BytesIO(content), engine="openpyxl", engine_kwargs=options) as book:
+        sheets = book.book.worksheets
+        sheet = next((sheet for sheet in sheets if sheet.sheet_state == "visible"), sheets[0])
+        table = pd.read_excel(book, sheet.title, dtype=object, header=None)
     table = table.dropna(how="all").dropna(how="all", axis=1)
     if table.empty:
-        raise ValueError(f"its first sheet, {sheet}, is empty")
+        raise ValueError(f"its first sheet, {sheet.title}, is empty")
     first = [str(cell).strip() if cell == cell else "" for cell in table.iloc[0].tolist()]
     columns = [_cells_of(table.iloc[:, i]) for i in range(table.shape[1])]
     texts, notes = _named(columns, first, form)
-    if others:
-        notes.append(f"only the sheet {sheet} is read, not {', '.join(map(str, others))}")
-    return texts, "", notes
+    if others := [other.title for other in sheets if other is not sheet]:
+        notes.append(f"only the sheet {sheet.title} is read, not {', '.join(others)}")
+    sides = [*sheet.row_dimensions.values(), *sheet.column_dimensions.values()]
+    found = {
+        "hidden rows and columns are read, too": sum(side.hidden for side in sides),
+        "of merged cells the first alone has a value": len(sheet.merged_cells.ranges),
+        "formulas without a stored value count as missing": uncomputed,
+    }
+    return texts, "", notes + [f"{words} ({number})" for words, number in found.items() if number]
 
 
-def _read_csv(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
-    content = path.read_bytes()
-    if content.startswith(b"\x1f\x8b"):
-        content = gzip.decompress(content)
-    if other := _OTHERS.get(content[:4]):
-        raise ValueError(f"it is {other} file: give it the name of one, or unpack it")
-    encoding = form.encoding or _encoding(content)
+def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
+    encoding = _encoding(content, form)
     if encoding != "utf-8" or (form.encoding and not content.isascii()):
         content = content.decode(encoding).encode()
     content = content.removeprefix(codecs.BOM_UTF8)
@@ -267,13 +286,15 @@ def _read_csv(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
         notes += more
     found = {
         f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
-        f"encoding {encoding}": encoding not in ("utf-8", "utf-8-sig"),
+        f"encoding {encoding}": encoding not in (form.encoding or "utf-8", "utf-8-sig"),
     }
     texts, of_names = _named(columns, [cells.text(0).strip() for cells in columns], form)
     return texts, separator, [n for n, holds in found.items() if holds] + notes + of_names
 
 
-_READERS = {".xlsx": ("an Excel", _read_excel), ".parquet": ("a Parquet", _read_parquet)}
+# By the first bytes of a file, whatever its name is
+_PACKED = {b"\x1f\x8b\x08": gzip.decompress, b"PK\3": _unzipped}
+_READERS = {b"PK\3\4": ("an Excel", _read_excel), b"PAR1": ("a Parquet", _read_parquet)}
 
 
 def _even_columns(
@@ -379,6 +400,10 @@ def _named(
     notes = []
     named = not form.column_names or (not form.strict and set(first) <= {*form.column_names})
     columns = [cells[int(named) :].stripped() for cells in columns]
+    empty = np.logical_and.reduce([cells.missing for cells in columns])
+    if empty.any() and not form.strict:
+        columns = [cells[~empty] for cells in columns]
+        notes.append(f"empty rows are left out ({empty.sum()})")
     names = [" ".join(name.split()) for name in form.column_names or first]
     if len(names) != len(columns):
         raise ValueError(f"dataset.column_names has {len(names)} names for {len(columns)} columns")
@@ -434,15 +459,25 @@ def _like_a_record(first: Sequence[str], columns: Sequence[Cells]) -> bool:
     return fitting
 
 
-def _encoding(content: bytes) -> str:
-    """Encoding by a file's mark; else UTF-8, or Windows' Western code if it is none."""
+def _encoding(content: bytes, form: TableForm) -> str:
+    """Encoding by a file's mark; else UTF-8 if it is that, what is set, or Windows' Western code.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if form.encoding and (form.strict or content.isascii() or b"\0" in content):
+        return form.encoding
     for mark, encoding in _MARKS.items():
         if content.startswith(mark):
             return encoding
     try:
         _ = content.isascii() or content.decode("utf-8")
     except UnicodeDecodeError:
-        return "cp1252"
+        odd = sum(map(len, _NOT_WESTERN.findall(content)))
+        is_odd = 2 * odd > len(content.translate(None, bytes(range(128))))
+        if not form.encoding and (is_odd or "\ufffd" in content.decode("cp1252", "replace")):
+            raise ValueError("its encoding is unclear: set dataset.encoding or use UTF-8") from None
+        return form.encoding or "cp1252"
     return "utf-8"
 
 

@@ -104,12 +104,13 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     settings = replace(settings, label=label_column(settings, texts))
     if not settings.strict:
         names = [settings.rename.get(name, name) for name in doubtful]
-        names = [n for n in names if n not in settings.missing_in and _is_text(texts[n], settings)]
+        names = [n for n in names if n not in settings.missing_in]
+        names = [n for n in names if column_kind(texts[n][:1000], settings)[0] == CATEGORY]
         if names:
             literal = f"dataset.missing_in={{{names[0]}: []}} takes it literally"
             said = f"{' or '.join(words)} in {listed(names, 5)} means that a cell is missing"
             notes.append(f"{said}; {literal}")
-        texts, more = _without_row_numbers(texts, settings)
+        texts, more = without_row_numbers(texts, [*named_columns(settings), *settings.numeric])
         notes += more
     no_numbers = {*settings.categorical, *settings.categories, *settings.ignore}
     no_numbers |= {*named_columns(settings)}
@@ -118,7 +119,8 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
     numbers = settings.numeric or [name for name in others if name not in settings.dates]
     numbers = [*numbers, settings.label] if settings.is_regression else numbers
-    coded = [n for n in numbers if n not in settings.numeric and _holds_codes(texts[n])]
+    plain = [n for n in numbers if n not in settings.numeric and texts[n].are_plain]
+    coded = [n for n in plain if any(map(_CODE.fullmatch, texts[n][:1000].different))]
     if coded and not settings.strict:
         notes.append(
             f"numbers such as 007 or 1E10 in {listed(coded, 5)}: if they are codes, list them in "
@@ -135,31 +137,18 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     return texts, settings, found_in(path, notes)
 
 
-def _holds_codes(cells: Cells) -> bool:
-    """Return whether the first numbers of a column are written as codes are."""
-    return cells.are_plain and any(map(_CODE.fullmatch, cells[:1000].different))
-
-
-def _is_text(cells: Cells, form: TableForm) -> bool:
-    """Return whether a column holds words, by its first cells."""
-    return column_kind(cells[:1000], form)[0] == CATEGORY
-
-
 def found_in(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
     """One sentence on what was found in a file, if anything was."""
     return (f"{path.name}: {', '.join(notes)}",) if notes else ()
 
 
-def _without_row_numbers(
-    texts: table_files.Texts, settings: CSV
+def without_row_numbers(
+    texts: table_files.Texts, used: Sequence[str] = ()
 ) -> tuple[table_files.Texts, list[str]]:
     """The columns but for a nameless first one that counts the rows, as pandas and R write it."""
     (name, cells), *others = texts.items()
-    used = name in (*named_columns(settings), *settings.numeric)
-    if used or not _NAMELESS.fullmatch(name):
-        return texts, []
-    steps = np.diff(cells.numbers)
-    if len(steps) == 0 or not (steps == 1).all():
+    counts = name not in used and others and _NAMELESS.fullmatch(name)
+    if not counts or not len(cells) > 1 or not (np.diff(cells.numbers) == 1).all():
         return texts, []
     return dict(others), ["the first column, which has no name and counts rows, is left out"]
 

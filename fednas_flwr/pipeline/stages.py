@@ -494,11 +494,7 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, Any]]:
     ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
     return metrics.pooled_baselines(
-        train,
-        test,
-        num_classes=prepared.num_classes,
-        objective=objective,
-        seed=run.config.seed,
+        train, test, num_classes=prepared.num_classes, objective=objective, seed=run.config.seed
     )
 
 

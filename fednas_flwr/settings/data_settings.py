@@ -421,7 +421,7 @@ class TableForm(Checked):
 
     Attributes:
         separator: Separator of cells; null finds it in the file.
-        encoding: Encoding of the text, as Python names it; null finds it.
+        encoding: Encoding of a text that is no UTF-8, as Python names it; null finds it.
         header: ``true``: the first line has the names of columns; null asks where that line looks
             like a record.
         column_names: Names of the columns of a file without a header, or, with ``header=true``, in

@@ -6,12 +6,16 @@ repeated here.
 """
 
 import gzip
+import io
 import re
+import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from openpyxl import Workbook
 from PIL import Image
 from pyarrow import parquet
 
@@ -92,6 +96,45 @@ def parquet_of(names, cells):
         columns = [pa.array(cells), pa.array(AGE), pa.array(Y)]
         parquet.write_table(pa.Table.from_arrays(columns, [*names, "y"]), folder / "t.parquet")
         return folder / "t.parquet"
+
+    return write
+
+
+def zipped(of):
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("t.csv", of)
+    return archive.getvalue()
+
+
+def sheet(change):
+    """An Excel file by the name of a CSV, whose first sheet is not shown."""
+
+    def write(folder):
+        book = Workbook()
+        book.active.sheet_state = "hidden"
+        table = book.create_sheet("data")
+        for row in [("age", "lab", "y"), *zip(AGE.tolist(), AGE.tolist(), Y.tolist(), strict=True)]:
+            table.append(row)
+        change(table)
+        book.save(folder / "t.xlsx")
+        return (folder / "t.xlsx").rename(folder / "t.csv")
+
+    return write
+
+
+def hide(table):
+    table.row_dimensions[9].hidden = table.column_dimensions["A"].hidden = True
+
+
+def in_bytes(*columns, encoding):
+    """A table of words beside numbers, in an encoding."""
+
+    def write(folder):
+        name, *words = columns
+        table = pd.DataFrame({name: mostly(words[0], words[1], 2), "age": AGE, "y": Y})
+        (folder / "t.csv").write_bytes(table.to_csv(index=False).encode(encoding))
+        return folder / "t.csv"
 
     return write
 
@@ -226,10 +269,31 @@ TABLES = {
     ),
     "another separator": (content(lambda of: of.replace(b",", b"^")), "set dataset.separator"),
     "gzip by another name": (content(gzip.compress), "numbers: age, lab"),
-    "zip by another name": (content(lambda of: b"PK\3\4" + of), "refused: .*is a zip archive"),
+    "zip by another name": (content(zipped), "numbers: age, lab"),
     "lists in Parquet": (parquet_of(["x", "age"], [[1, 2]] * N), "x left out, which holds lists"),
     "one name twice in Parquet": (parquet_of(["age", "age"], [1] * N), "refused: .*2 columns age"),
     "an empty sheet": (after_an_empty_sheet, "refused: .*first sheet, about, is empty"),
+    "empty rows": (lines(lambda rows: [*rows, ",,", ",,"]), r"empty rows are left out \(2\)"),
+    "Cyrillic": (in_bytes("пол", "муж", "жен", encoding="cp1251"), "refused: .*set dataset.encod"),
+    "Japanese": (in_bytes("性別", "男性", "女性", encoding="shift_jis"), "refused: .*is unclear"),
+    "German": (in_bytes("Größe", "ä", "öß", encoding="cp1252"), "encoding cp1252.*Größe"),
+    "two encodings": (
+        content(lambda of: of.replace(b"age", "Größe".encode(), 1) + b"5,\xe4,1\n"),
+        "refused: .*its encoding is unclear",
+    ),
+    "damaged gzip": (content(lambda of: gzip.compress(of)[:60]), "refused: .*cannot be read"),
+    "a sheet that is hidden": (sheet(lambda table: None), "only the sheet data is read, not Sheet"),
+    "hidden rows and columns": (sheet(hide), r"hidden rows and columns are read, too \(2\)"),
+    "merged cells": (
+        sheet(lambda table: table.merge_cells("A2:A5")),
+        r"of merged cells the first alone has a value \(1\).*age .3 missing.",
+    ),
+    "formulas that no program computed": (
+        sheet(lambda table: setattr(table["A2"], "value", "=B2")),
+        r"formulas without a stored value count as missing \(1\).*age .1 missing.",
+    ),
+    "texts as bytes in Parquet": (parquet_of(["x", "age"], [b"a"] * N), "x .1 values.*x"),
+    "labels with blanks between": (labels(["a b", "a", "b", "a"] * 20), "a b beside its parts"),
     "a mark within": (lines(lambda rows: [*rows[:9], f"\ufeff{rows[9]}", *rows[10:]]), "refused"),
 }
 
@@ -298,12 +362,14 @@ def folder_of(suffix, mode="L", format=None, **kept):
     return write
 
 
-def placed(*places, more="", hidden=""):
+def placed(*places, more="", hidden="", beside=""):
     """Images in other places."""
 
     def write(folder):
         root = fill(folder, places, lambda pixels, path: gray(pixels, path.with_suffix(".png")))
         (root / more).mkdir(exist_ok=True)
+        if beside:
+            gray(np.eye(8, dtype=np.uint8), root / beside)
         if hidden:
             (root / hidden).parent.mkdir()
             (root / hidden).write_bytes(b"no image")
@@ -369,6 +435,12 @@ IMAGES = {
     "pixels that are no numbers": (gaps, "refused: 4 of 8 .*it holds pixels that are no numbers"),
     "no window": (scans(), "8 DICOM images have no window"),
     "several frames": (scans(NumberOfFrames=2), "refused: .* got shape .2, 4, 8"),
+    "masks beside": (
+        placed("{}", more="c", beside="a/0_mask.png"),
+        "1 images such as 0_mask.png may be masks: remove them",
+    ),
+    "a folder of masks": (placed("{}", "masks"), "4 images such as 1.png may be masks: remove"),
+    "people with masks": (folder_of(".png", one="x_mask.txt"), ""),
     "an Apple's folder": (placed("{}", hidden=".x/y.nii"), ""),
 }
 
@@ -432,6 +504,19 @@ def test_what_is_said_of_arrays(tmp_path, case):
     assert pd.Series([found]).str.contains(expected, regex=True).all(), found
 
 
+@pytest.mark.parametrize("form", ["truth values", "whole floats", "another order of bytes", "RGBA"])
+def test_arrays_in_memory_are_read_as_those_in_a_file(tmp_path, form):
+    given = {
+        "truth values": PIXELS > 99,
+        "whole floats": PIXELS.astype(float),
+        "another order of bytes": PIXELS.astype(">u2"),
+        "RGBA": np.stack([PIXELS, PIXELS, PIXELS, np.full_like(PIXELS, 255)], axis=3),
+    }[form]
+    np.savez(tmp_path / "a.npz", x=given, y=Y)
+    data = prepared("npz", root=tmp_path / "a.npz", cache=tmp_path, server_test=False)
+    assert read_raw(given, data.inputs).batch(slice(None)).tolist() == data.train.features.tolist()
+
+
 def test_class_names_say_which_class_a_text_is(tmp_path):
     np.savez(tmp_path / "a.npz", X=PIXELS, y=np.array(["cat", "dog"])[Y])
     data = prepared(
@@ -448,7 +533,17 @@ def test_class_names_say_which_class_a_text_is(tmp_path):
 LABELS = {
     "no first line of names": (["0.png,a", "1.png,b"], "refused: .* begins with the image 0.png"),
     "an empty name": (["file,y", "0.png,a", ",b"], "refused: .*: an empty cell; give paths"),
-    "no suffix": (["file,y", "0,a", "1,b"], "refused: .* names 2 of 2 images that are not in"),
+    "no suffix": (["file,y", "0,a", "1,b", "2,b"], ""),
+    "paths of Windows": (["file,y", ".\\0.png,a", "1.png,b", "2.png,b"], ""),
+    "no such image": (["file,y", "7,a", "1,b"], "refused: .* names 1 of 2 images that are not in"),
+    "numbers of rows": (
+        [",file,y", "0,1.png,a", "1,0.png,b", "2,2.png,b"],
+        "labels.csv: the first",
+    ),
+    "a column per class": (
+        ["file,mel,nv", "0,0,1", "1,1,0", "2,0,1"],
+        "labels.csv: nv is the label, not mel$",
+    ),
     "one image twice": (["file,y", "0.png,a", "0.png,b"], "refused: .* 0.png in more than one row"),
     "some only": (["file,y", "0.png,a", "1.png,b"], "1 images that labels.csv does not name"),
     "several labels": (
@@ -493,6 +588,49 @@ def test_a_model_is_given_no_settings(tmp_path, case):
         read_raw(path, data.inputs)
     assert "dataset." not in str(refused.value)
     assert str(refused.value).startswith((str(path), "column age of"))
+
+
+def site_folder(folder):
+    """Two sites with other signs, names and codes, one of them without a column."""
+    (folder / "sites").mkdir()
+    PLAIN.head(40).assign(sex=mostly("f", "m", 2)[:40]).to_csv(folder / "sites/a.csv", index=False)
+    there = PLAIN.tail(40).rename(columns={"age": "AGE"}).drop(columns="lab")
+    there.assign(sex=1).to_csv(folder / "sites/b.csv", index=False, sep=";", decimal=",")
+    (folder / "sites/dataset.yaml").write_text("b: {rename: {AGE: age}, map: {sex: {1: m}}}\n")
+    return folder / "sites"
+
+
+def test_a_folder_of_sites_is_predicted_as_it_was_read(tmp_path):
+    root, data = site_folder(tmp_path), {"cache": tmp_path / "c", "label": "y"}
+    joined = prepared("csv", sites=True, root=root, server_test=False, **data)
+    found = read_raw(root, joined.inputs)
+    assert np.array_equal(found.batch(slice(None)), joined.train.features, equal_nan=True)
+    assert found.names[0] == "a/0"
+    assert found.names[-1] == "b/39"
+    assert found.labels is not None
+    assert found.labels.tolist() == Y.tolist()
+    assert found.notes == ("b: column lab has no value in any of 40 rows",)
+
+
+def test_numbers_on_another_scale_are_told(tmp_path):
+    PLAIN.to_csv(tmp_path / "t.csv", index=False)
+    data = prepared("csv", root=tmp_path / "t.csv", cache=tmp_path / "c", server_test=False)
+    inputs = replace(data.inputs, mean=(50.0, 100.0), std=(10.0, 20.0))
+    in_units = PLAIN.assign(lab=PLAIN.lab / 38.67)
+    for given in (in_units, in_units[["age", "lab"]].to_numpy()):
+        (note,) = read_raw(given, inputs).notes
+        assert re.search(r"in another unit or scale: lab \(2.4\d, and not 100\)$", note)
+    assert read_raw(PLAIN, inputs).notes == ()
+    with pytest.raises(ConfigError, match="the data holds infinite numbers"):
+        read_raw(np.full((3, 2), np.inf), inputs)
+    with pytest.raises(ConfigError, match="expected numbers .N, 2., .*; or a DataFrame"):
+        read_raw(object(), inputs)  # a frame that is still to be computed is one, too
+    train = data.train
+    test = replace(train, features=train.features / 99, ids=np.roll(train.ids, 1))
+    notes = oddities(train, test)
+    assert notes[0] == "test set: 80 of its 80 records or persons are among those to train on"
+    assert notes[1].startswith("test set: numbers far from those in training")
+    assert oddities(train, replace(train, ids=np.array([b"a"] * N))) == []
 
 
 FRAME = PLAIN.assign(sex=np.array(["f", "m"])[Y])
