@@ -19,6 +19,11 @@ TIMEOUT_S = 900
 Start = Callable[..., Any]  # of `fednas <arguments>`; returns what has the methods of a Popen
 
 
+def slow(value):
+    """A case that takes more than a minute."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def complete(start, *arguments):
     """Return how long a run takes, in seconds, that must complete."""
     started = time.monotonic()
@@ -68,14 +73,7 @@ def whole(fednas, overrides, tmp_path_factory):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(
-    "event",
-    [
-        pytest.param("partition", marks=pytest.mark.slow),
-        "round",
-        pytest.param("exported", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("event", [slow("partition"), "round", slow("exported")])
 def test_a_run_that_is_stopped_goes_on(fednas, overrides, whole, tmp_path, event):
     log = tmp_path / "run" / "events.jsonl"
 
@@ -143,14 +141,7 @@ def test_a_run_outlives_processes_of_ray(fednas, overrides, whole, tmp_path, sta
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(
-    "largest_file",
-    [
-        pytest.param(3_500, marks=pytest.mark.slow),
-        20_000,
-        pytest.param(50_000, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("largest_file", [slow(3_500), 20_000, slow(50_000)])
 def test_a_run_on_a_full_disk_goes_on_later(fednas, overrides, whole, tmp_path, largest_file):
     own = (*overrides, f"run_dir={tmp_path / 'run'}")
     with fednas("run", *own, largest_file=largest_file) as process:
