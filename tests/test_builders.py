@@ -44,7 +44,7 @@ BUILDS = {
     "overrides", [form.format(name) for form, names in BUILDS.items() for name in names.split()]
 )
 def test_files_build_on_embedded_data(overrides):
-    check_buildable(parse_config(compose_tree(overrides.split())))
+    check_buildable(composed(*overrides.split()))
 
 
 FOLDER = conf_folder() / "experiment"
@@ -97,9 +97,14 @@ def test_memory_is_estimated_before_it_is_allocated(compose_config, group):
     assert "takes at least" in str(told.value)
 
 
-def refuses(config, words):
+def composed(*overrides):
+    return parse_config(compose_tree(overrides))
+
+
+def refuses(words, compose, *overrides):
+    """Check that a configuration is refused, when it is composed or by what it names."""
     with pytest.raises(ConfigError, match=words):
-        check_buildable(config)
+        check_buildable(compose(*overrides))
 
 
 PRIVATE = "privacy=dp search_space.norm=group retrain.norm=group"
@@ -115,7 +120,7 @@ stages=[search] retrain.num_cells=null | set both to numbers
 
 @pytest.mark.parametrize(("overrides", "sentence"), rows(RULED_OUT, PRIVATE=PRIVATE))
 def test_what_the_data_rules_out_is_refused_before_a_run(compose_config, overrides, sentence):
-    refuses(compose_config(*overrides.split()), sentence)
+    refuses(sentence, compose_config, *overrides.split())
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,7 @@ def test_tables_are_not_augmented_and_need_a_column(compose_config, tmp_path):
     for columns in (0, 2):
         values = rng.normal(size=(60, columns)).astype(np.float32)
         np.savez(tmp_path / f"{columns}.npz", x_train=values, y_train=np.arange(60) % 2)
-    refuses(compose_config(*table, f"dataset.root={tmp_path / '0.npz'}"), "")
+    refuses(".+", compose_config, *table, f"dataset.root={tmp_path / '0.npz'}")
     given = [*table, f"dataset.root={tmp_path / '2.npz'}"]
     check_buildable(compose_config(*given))
     for setting in ("flip=true", "cutout=1", "crop_padding=1"):
@@ -152,7 +157,7 @@ def test_tables_are_not_augmented_and_need_a_column(compose_config, tmp_path):
 def test_groups_are_checked_before_the_search(compose_config, overrides, sentence):
     blocks = ["algorithm=cfdnas", "algorithm.group_by=tag", "algorithm.num_groups=null"]
     blocks += ["search_space=mbconv_small", "retrain=mbconv"]
-    refuses(compose_config(*blocks, *overrides), sentence)
+    refuses(sentence, compose_config, *blocks, *overrides)
     with pytest.raises(ConfigError, match="its groups begin with a search"):
         compose_config(*blocks, "stages=[retrain]", "genotype=a.json")
 
@@ -213,11 +218,11 @@ def test_genotype_that_does_not_fit_is_refused(compose_config, tmp_path):
     path = tmp_path / "genotype.json"
     save_genotype(path, space.random_genotype(torch.Generator().manual_seed(0)))
     given = ["stages=[retrain]", f"genotype={path}"]
-    refuses(compose_config(*given), r"retrain\.num_cells")
+    refuses(r"retrain\.num_cells", compose_config, *given)
     given.append("retrain.num_cells=3")
     check_buildable(compose_config(*given))
     path.write_text(path.read_text().replace('"space": "darts"', '"space": "nasbench201"'))
-    refuses(compose_config(*given), "nasbench201")
+    refuses("nasbench201", compose_config, *given)
 
 
 def test_shipped_genotypes_are_given_by_name(compose_config):
@@ -225,8 +230,8 @@ def test_shipped_genotypes_are_given_by_name(compose_config):
     config = compose_config(*given, "genotype=dpnas_mnist")
     path = conf_folder() / "genotypes" / "dpnas_mnist.json"
     assert networks.given_genotype(config) == load_genotype(path)
-    config = compose_config(*given, "genotype=dpnas_mnst")
-    refuses(config, r"genotype=dpnas_mnst is .*nearest: dpnas_mnist")
+    words = r"genotype=dpnas_mnst is .*nearest: dpnas_mnist"
+    refuses(words, compose_config, *given, "genotype=dpnas_mnst")
 
 
 def test_mbconv_networks_have_the_size_of_the_search_space(compose_config, tmp_path):
@@ -253,13 +258,13 @@ def test_mbconv_networks_have_the_size_of_the_search_space(compose_config, tmp_p
         "search_space=mbconv_small retrain=mbconv": "unknown op|up to 6 are needed",
     }.items():
         given = ["stages=[retrain]", f"genotype={path}", *overrides.split()]
-        refuses(parse_config(compose_tree(given)), message)
+        refuses(message, composed, *given)
 
 
 @pytest.mark.parametrize("key", ["skeleton", "candidates"])
 def test_unknown_names_of_the_mbconv_space_are_told(key):
-    config = parse_config(compose_tree(["search_space=mbconv", f"search_space.{key}=fdna"]))
-    refuses(config, rf"search_space\.{key}=fdna is unknown.*nearest: fdnas")
+    words = rf"search_space\.{key}=fdna is unknown.*nearest: fdnas"
+    refuses(words, composed, "search_space=mbconv", f"search_space.{key}=fdna")
 
 
 def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
@@ -276,4 +281,4 @@ def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
     client = make_client(config, 0, data=make_data(config), networks={})
     assert client.objective.class_factors.tolist() == [0.5, 1.0, 0.25]
     words = "training.class_factors=purple is unknown: choose one of 0, 1, 2"
-    refuses(compose_config("training.class_factors={purple: 0.5}"), words)
+    refuses(words, compose_config, "training.class_factors={purple: 0.5}")
