@@ -32,8 +32,8 @@ def test_a_table_is_told_by_columns_clients_and_what_is_odd(patients, tmp_path, 
         "dates: seen",
         "categories: ward (2 values, 10 missing)",
         "label outcome: died 12, left 108",
-        "16 cells are missing: a missing number or date is replaced by the mean, a missing category "
-        "belongs to none",
+        "16 cells are missing: a missing number or date is replaced by the mean, a missing "
+        "category belongs to none",
         "column age: number, 23 to 79, mean 51.2456, 6 missing",
         "column seen: date, 2024-01-01 to 2024-01-28",
         "column ward: one of n, s, 10 missing",

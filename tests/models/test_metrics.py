@@ -115,7 +115,7 @@ def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records():
     x = np.concatenate([arrays(split)[0] for split in clients])
     y = np.concatenate([arrays(split)[1] for split in clients])
     model = LogisticRegression(max_iter=1000).fit(x, y)
-    scores = pooled_baselines(clients, test, num_classes=3)["linear"]
+    scores = pooled_baselines(clients, test, 3, CLASSIFICATION)["linear"]
     assert scores["accuracy"] == pytest.approx(model.score(*arrays(test)))
     predictions = torch.from_numpy(model.predict(arrays(test)[0]))
     expected = f1_score(arrays(test)[1], predictions, average="macro")
@@ -161,7 +161,7 @@ def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties():
     model = LogisticRegression(max_iter=1000).fit(x.flatten(1).numpy(), y.numpy())
     x_test, y_test = test.batch(torch.arange(300), CPU)
     p = model.predict_proba(x_test.flatten(1).numpy())
-    scores = pooled_baselines([train], test, num_classes=3)["linear"]
+    scores = pooled_baselines([train], test, 3, CLASSIFICATION)["linear"]
     area = {
         c: pairs_ranked_right((y_test == c).tolist(), p[:, column].tolist())
         for column, c in enumerate((0, 2))
@@ -179,7 +179,7 @@ def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one(
     labels = torch.tensor([0, 1] * 20 + [0, 1, 0, 1])
     train = Split(features, labels, torch.arange(40), (0.0,), (1.0,))
     test = Split(features, labels, torch.arange(40, 44), (0.0,), (1.0,))
-    scores = pooled_baselines([train], test, num_classes=2)["linear"]
+    scores = pooled_baselines([train], test, 2, CLASSIFICATION)["linear"]
     assert scores["auroc"] == 0.25  # of four pairs of a 1 and a 0 only (1e4, -1e4) is right
     assert scores["accuracy"] == 0.5
 
@@ -192,11 +192,11 @@ def test_boosted_trees_are_a_baseline_of_tables_alone():
         Split(torch.from_numpy(x), labels, rows, (0.0,) * 3, (1.0,) * 3)
         for rows in torch.arange(600).split([250, 150, 200])
     ]
-    found = pooled_baselines(parts[:2], parts[2], num_classes=2)
+    found = pooled_baselines(parts[:2], parts[2], 2, CLASSIFICATION)
     assert found["trees"]["accuracy"] > 0.85 > 0.6 > found["linear"]["accuracy"]
     assert found["trees"]["auroc"] > found["linear"]["auroc"] + 0.2
     images = [make_split(list(range(150)))]
-    assert set(pooled_baselines(images, make_split(list(range(150, 200))), num_classes=3)) == {
+    assert set(pooled_baselines(images, make_split(list(range(150, 200))), 3, CLASSIFICATION)) == {
         "linear"
     }
 

@@ -118,14 +118,12 @@ def test_each_client_has_its_epsilons_and_what_its_filter_spent():
     clients[1]["secure_noise"] = False
     head, rows = score_tables.promise_table({"clients": clients}, {0: 2.9})
     first, second = (dict(zip(head, row, strict=True)) for row in rows)
-    assert [first[f"epsilon, {split}"] for split in ("train", "validation")] == ["3.10", "2.20"]
-    assert (first["epsilon"], second["epsilon, validation"]) == ("3.10", "–")
+    assert (first["epsilon"], second["epsilon"]) == ("3.10", "1.00")
     spent = "spent of its budget, by the filter"
     assert (first[spent], second[spent], first["noise"]) == ("2.90 of 8", "– of 8", "secret")
     assert second["noise"] == "test seed"
     assert first["records: train / validation / test"] == "300 / 200 / 0"
-    head, (row,) = score_tables.promise_table({"clients": clients[1:]}, {1: 2.9})
-    assert [name for name in head if "epsilon" in name] == ["epsilon"]  # that of all splits
+    assert [name for name in head if "epsilon" in name] == ["epsilon"]  # of its worst split
     assert sentence("checks", {"clients": clients[1:]}) == ""
     checks = sentence("checks", {"clients": clients[:1]})
     assert "RDP), a looser bound, gives 3.50;" in checks

@@ -202,7 +202,6 @@ def test_the_page_of_a_private_run(make_run: Callable[..., Path]) -> None:
         "at delta 1e-05, per record, add/remove",
         "Poisson sampling",
         "0.032 to 0.0533",
-        "epsilon, validation",
         "an approximation and no bound",
         "2.90 of 8",
         "Loss, noised",
