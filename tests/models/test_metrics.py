@@ -12,6 +12,7 @@ from sklearn.metrics import confusion_matrix, f1_score
 from torch import nn
 from torch.nn import functional
 
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.models import metrics
 from fednas_flwr.models.metrics import (
@@ -27,6 +28,7 @@ from fednas_flwr.models.metrics import (
     pooled_baselines,
     record_losses,
 )
+from fednas_flwr.runs.numbers import paired_interval
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression
 from fednas_flwr.settings.names import CLASS_METRICS, NUMBER_METRICS
 from fednas_flwr.spaces.operations import SkipNetwork
@@ -195,6 +197,11 @@ def test_boosted_trees_are_a_baseline_of_tables_alone():
     found = pooled_baselines(parts[:2], parts[2], 2, CLASSIFICATION)
     assert found["trees"]["accuracy"] > 0.85 > 0.6 > found["linear"]["accuracy"]
     assert found["trees"]["auroc"] > found["linear"]["auroc"] + 0.2
+    low, high = found["trees"]["intervals"]["auroc"]
+    assert low < found["trees"]["auroc"] < high
+    assert found["trees"]["intervals"]["accuracy"] == [*wilson(found["trees"]["accuracy"], 200)]
+    low, high = paired_interval(found["trees"], found["linear"], "auroc")  # same resamples
+    assert 0 < low < found["trees"]["auroc"] - found["linear"]["auroc"] < high
     images = [make_split(list(range(150)))]
     assert set(pooled_baselines(images, make_split(list(range(150, 200))), 3, CLASSIFICATION)) == {
         "linear"
