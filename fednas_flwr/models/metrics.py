@@ -486,8 +486,9 @@ def weighted_scores(
 ) -> dict[str, Tensor]:
     """Every one of ``names.METRICS`` under each weighting of the records, float64 [R]."""
     scores = objective.weighted_scores(logits_NC, labels_N, weights_RN)
-    of_classes = {ACCURACY: objective.hits, LOG_LOSS: objective.plain_losses}
-    for name, of_record in () if objective.predicts_numbers else of_classes.items():
+    if objective.predicts_numbers:
+        return scores
+    for name, of_record in ((ACCURACY, objective.hits), (LOG_LOSS, objective.plain_losses)):
         scores[name] = weights_RN @ of_record(logits_NC, labels_N).double() / weights_RN.sum(1)
     return scores
 
