@@ -298,7 +298,7 @@ def _taken(frame: pd.DataFrame, column: str) -> tuple[pd.Series, pd.DataFrame]:
     return frame[column], frame.drop(columns=column)
 
 
-def _free(name: str, columns: Collection[str | None]) -> str:
+def _free(name: str, columns: Collection[object]) -> str:
     """A name that no column has."""
     return name if name not in columns else _free(f"{name}_", columns)
 

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from multiprocessing import connection, reduction
-from multiprocessing.pool import ExceptionWithTraceback
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from typing import Any
 
 ALONE = "FEDNAS_ALONE"  # in the environment of processes that must not start others

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fednas_flwr import api
-from fednas_flwr.base.errors import (
-    ConfigError,
-    NoEffectError,
-    NoEffectWarning,
-    check_choice,
-    listed,
-)
+from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice
 from fednas_flwr.base.foreign import read_yaml, terminal
 from fednas_flwr.base.processes import warm_up
 from fednas_flwr.cli import RUN_FAILED, Handler, fail, take_files
@@ -299,8 +293,8 @@ def data(data: Path, *, overrides: Sequence[str]) -> None:
         print(line)
     categories = [column.name for column in prepared.train.schema if column.categories]
     if categories and config.partition.name == "iid":
-        text = f"partition.column=<column>, if one of {listed(categories)} says whose a record is"
-        print(f"suggestion: partition=column {text}")
+        text = f"if one of {', '.join(categories)} says whose a record is"
+        print(f"suggestion: partition=column partition.column=<column>, {text}")
 
 
 def _compare_sites(dataset: CSV) -> None:

@@ -182,12 +182,7 @@ def predicted(network: nn.Module, split: Split, device: torch.device) -> tuple[T
 
 
 def pooled_baselines(
-    train: list[Split],
-    test: Split,
-    *,
-    num_classes: int,
-    objective: Objective = CLASSIFICATION,
-    seed: int = 0,
+    train: list[Split], test: Split, num_classes: int, objective: Objective, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Return test accuracy and scores of models that were fitted to the pooled ``train`` splits.
 
@@ -239,7 +234,8 @@ def pooled_baselines(
         accuracy = float(objective.hits(logits, y_test).sum()) / len(y_test)
         found: dict[str, Any] = objective.reported({ACCURACY: accuracy})
         found |= objective.scores(logits, y_test)
-        found |= intervals(_measure(logits, y_test, objective), len(y_test), seed=seed)
+        measure = partial(weighted_scores, logits, y_test, objective=objective)
+        found |= intervals(measure, len(y_test), seed=seed)
         if ACCURACY in found and not objective.multi_label:
             found["intervals"][ACCURACY] = list(wilson(accuracy, len(y_test)))
         results[name] = found
@@ -488,18 +484,11 @@ def weighted_scores(
 ) -> dict[str, Tensor]:
     """Every one of ``names.METRICS`` under each weighting of the records, float64 [R]."""
     scores = objective.weighted_scores(logits_NC, labels_N, weights_RN)
+    if objective.predicts_numbers:
+        return scores
     for name, of_record in ((ACCURACY, objective.hits), (LOG_LOSS, objective.plain_losses)):
         scores[name] = weights_RN @ of_record(logits_NC, labels_N).double() / weights_RN.sum(1)
     return scores
-
-
-def _measure(
-    logits_NC: Tensor, labels_N: Tensor, objective: Objective
-) -> Callable[[Tensor], dict[str, Tensor]]:
-    """What :func:`intervals` asks for, of a network's scores."""
-    if objective.predicts_numbers:
-        return partial(objective.weighted_scores, logits_NC, labels_N)
-    return partial(weighted_scores, logits_NC, labels_N, objective=objective)
 
 
 def detailed(
@@ -517,7 +506,7 @@ def detailed(
     """
     tested = measured(logits_NC, labels_N, objective=objective, with_scores=True)
     metrics = objective.reported(asdict(tested))
-    measure = _measure(logits_NC, labels_N, objective)
+    measure = partial(weighted_scores, logits_NC, labels_N, objective=objective)
     if isinstance(objective, Regression):
         predicted_N = objective.predictions(logits_NC)
         shown = [tensor[:MOST_PAIRS].tolist() for tensor in (labels_N, predicted_N)]

@@ -493,9 +493,8 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, Any]]:
         for client in clients
     ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
-    return metrics.pooled_baselines(
-        train, test, num_classes=prepared.num_classes, objective=objective, seed=run.config.seed
-    )
+    seed = run.config.seed
+    return metrics.pooled_baselines(train, test, prepared.num_classes, objective, seed)
 
 
 def _circumstances() -> dict[str, Any]:

@@ -265,35 +265,25 @@ def promise_table(
 ) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of what each client is promised.
 
-    Epsilons of single splits are shown where they differ: of a client's, the largest holds.
-
     Args:
         event: The ``privacy`` event.
         spent: What the clients' filters count as spent; of a client not in it nothing is known.
     """
     clients = event["clients"]
     parts = list(dict.fromkeys(part for client in clients for part in client["records"]))
-    of_clients = [client["epsilon"].get(PRV) or {} for client in clients]
-    splits = [s for s in parts if any(s in epsilons for epsilons in of_clients)]
-    splits = splits if any(len({*map(e.get, splits)}) > 1 for e in of_clients) else []
 
     def sizes(client: Event) -> str:
         records = client["records"]
         return " / ".join(f"{records[p]:,}" if p in records else DASH for p in parts)
 
-    def of_split(split: str, client: Event) -> str:
-        prv = client["epsilon"].get(PRV) or {}
-        return epsilon_text(prv[split]) if split in prv else DASH
-
-    def of_all(client: Event) -> str:
+    def epsilon(client: Event) -> str:
         known = client["epsilon"].get(PRV) is not None
         return epsilon_text(of_splits(client, PRV)) if known else DASH
 
     columns: Cells = [
         ("client", lambda client: str(client["client"])),
         (f"{sentence('unit', event)}s: {' / '.join(parts)}", sizes),
-        *((f"epsilon, {split}", partial(of_split, split)) for split in splits),
-        ("epsilon", of_all),
+        ("epsilon", epsilon),
         ("delta", lambda client: f"{client['budget']['delta']:g}"),
         ("spent of its budget, by the filter", lambda client: spent_text(client, spent)),
         ("noise", lambda client: "secret" if is_secure(client) else "test seed"),

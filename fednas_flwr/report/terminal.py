@@ -63,14 +63,14 @@ def print_table(
         sum_rows: How many of the last rows a line divides from the others.
         console: Where to print; standard output by default.
     """
-    table, (head, *rows) = Table(title=title), ([*map(terminal, row)] for row in (head, *rows))
-    for place, (name, width) in enumerate(zip(head, _widths(head, rows), strict=True)):
+    table, (names, *lines) = Table(title=title), [[*map(terminal, row)] for row in (head, *rows)]
+    for place, (name, width) in enumerate(zip(names, _widths(names, lines), strict=True)):
         is_number = numbers and place > 0
         justify: JustifyMethod = "right" if is_number else "left"
         most = width if is_number else None
         table.add_column(Text(name), justify=justify, overflow="fold", max_width=most)
-    for place, row in enumerate(rows, 1):
-        table.add_row(*map(Text, row), end_section=place == len(rows) - sum_rows)
+    for place, row in enumerate(lines, 1):
+        table.add_row(*map(Text, row), end_section=place == len(lines) - sum_rows)
     (console or table_console()).print(table)
 
 

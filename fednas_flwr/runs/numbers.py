@@ -385,7 +385,8 @@ class Run:
 
     def interval(self, model: str = "central") -> list[float] | None:
         """The 95 % interval of :meth:`test_score`, where it is known."""
-        return (self.scores(model).get("intervals") or {}).get(self.score.name)
+        ends: dict[str, list[float]] = self.scores(model).get("intervals") or {}
+        return ends.get(self.score.name)
 
     def simpler(self) -> dict[str, float]:
         """The :attr:`score` of each model that a searched network has to beat, best first."""

@@ -12,6 +12,7 @@ from sklearn.metrics import confusion_matrix, f1_score
 from torch import nn
 from torch.nn import functional
 
+from fednas_flwr.base.shares import wilson
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.models import metrics
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression
@@ -100,7 +101,7 @@ def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records():
     x, y = (np.concatenate(part) for part in zip(*map(arrays, clients), strict=True))
     x_test, y_test = arrays(test)
     model = LogisticRegression(max_iter=1000).fit(x, y)
-    scores = metrics.pooled_baselines(clients, test, num_classes=3)["linear"]
+    scores = metrics.pooled_baselines(clients, test, 3, CLASSIFICATION)["linear"]
     assert scores["accuracy"] == pytest.approx(model.score(x_test, y_test))
     assert scores["f1"] == pytest.approx(f1_score(y_test, model.predict(x_test), average="macro"))
     assert scores["accuracy"] > 0.6
@@ -143,7 +144,7 @@ def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties():
     model = LogisticRegression(max_iter=1000).fit(*arrays(train))
     x_test, y_test = arrays(test)
     p = model.predict_proba(x_test)
-    scores = metrics.pooled_baselines([train], test, num_classes=3)["linear"]
+    scores = metrics.pooled_baselines([train], test, 3, CLASSIFICATION)["linear"]
     area = {
         c: pairs_ranked_right((y_test == c).tolist(), p[:, column].tolist())
         for column, c in enumerate((0, 2))
@@ -160,7 +161,7 @@ def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one(
     labels = torch.tensor([0, 1] * 20 + [0, 1, 0, 1])
     train = Split(features, labels, torch.arange(40), (0.0,), (1.0,))
     test = Split(features, labels, torch.arange(40, 44), (0.0,), (1.0,))
-    scores = metrics.pooled_baselines([train], test, num_classes=2)["linear"]
+    scores = metrics.pooled_baselines([train], test, 2, CLASSIFICATION)["linear"]
     assert scores["auroc"] == 0.25  # of four pairs of a 1 and a 0 only (1e4, -1e4) is right
     assert scores["accuracy"] == 0.5
 
@@ -173,12 +174,17 @@ def test_boosted_trees_are_a_baseline_of_tables_alone():
         Split(torch.from_numpy(x), labels, rows, (0.0,) * 3, (1.0,) * 3)
         for rows in torch.arange(600).split([250, 150, 200])
     ]
-    found = metrics.pooled_baselines(parts[:2], parts[2], num_classes=2)
+    found = metrics.pooled_baselines(parts[:2], parts[2], 2, CLASSIFICATION)
     assert found["trees"]["accuracy"] > 0.85 > 0.6 > found["linear"]["accuracy"]
     assert found["trees"]["auroc"] > found["linear"]["auroc"] + 0.2
+    low, high = found["trees"]["intervals"]["auroc"]
+    assert low < found["trees"]["auroc"] < high
+    assert found["trees"]["intervals"]["accuracy"] == [*wilson(found["trees"]["accuracy"], 200)]
+    low, high = paired_interval(found["trees"], found["linear"], "auroc")  # same resamples
+    assert 0 < low < found["trees"]["auroc"] - found["linear"]["auroc"] < high
     images = [make_split(list(range(150)))]
     test = make_split(list(range(150, 200)))
-    assert set(metrics.pooled_baselines(images, test, num_classes=3)) == {"linear"}
+    assert {*metrics.pooled_baselines(images, test, 3, CLASSIFICATION)} == {"linear"}
 
 
 class Bright(SkipNetwork):

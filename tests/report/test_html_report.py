@@ -187,8 +187,8 @@ def test_the_page_of_a_private_run(make_run):
     parts = (
         "State (5.11, 1e-05)-differential privacy per record, add/remove",
         "at delta 1e-05, per record, add/remove",
-        *("Poisson sampling", "0.032 to 0.0533", "epsilon, validation"),
-        *("an approximation and no bound", "2.90 of 8", "Loss, noised"),
+        *("Poisson sampling", "0.032 to 0.0533", "an approximation and no bound"),
+        *("2.90 of 8", "Loss, noised"),
         *("validation accuracy, noised", "accuracy, with the noise that it added"),
         *("declared by the clients", "Client 1 left the run. Dropped replies"),
         "left the run: its budget has ended",
