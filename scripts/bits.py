@@ -44,7 +44,8 @@ FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 SETS, CASES = FILE["sets"], FILE["cases"]  # words that stand for several overrides; overrides
 NO_NUMBERS = {"run_started", "run_finished", "stage_started", "stage_finished", "group_finished"}
 NO_NUMBERS |= {"warning"}
-NO_BITS = {"time", "elapsed", "seconds", "run_dir", "source", "run", "stopped_after"}
+NO_BITS = {"time", "elapsed", "seconds", "client_seconds", "run_dir", "source", "run"}
+NO_BITS |= {"stopped_after"}
 KINDS = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(int64)": "int64"}
 TRAFFIC = ("bytes_", "exchanges")
 
