@@ -5,6 +5,7 @@ are in ``test_private_actions`` ("hostile requests"), malformed ones in ``test_f
 ``tests/protocol/test_requests.py``, schedules outside the policy in ``test_release``.
 """
 
+import itertools
 from dataclasses import replace
 
 from fednas_flwr.base.errors import BudgetExceededError
@@ -53,11 +54,12 @@ def test_a_budget_that_has_ended_is_told_before_a_record_is_read(make_site, no_r
 
 def test_another_clients_data_set_is_never_told_of(make_site, no_record):
     site = make_site()
-    for action in (*ASKED, "query.latency", "query.commit"):
-        for name in ("other", "../ward", "ward ", "Ward", "", None):
-            asked = "null" if name is None else name
-            told = refuses(f"rule data_sets: data set={asked}", site.ask, action, data_set=name)
-            assert "ward" not in told.replace(asked, "")
+    names = ("other", "../ward", "ward ", "Ward", "")
+    cases = [*itertools.product((*ASKED, "query.latency", "query.commit"), names)]
+    for action, name in (*cases, ("train.weights", None), ("query.latency", None)):
+        asked = "null" if name is None else name
+        told = refuses(f"rule data_sets: data set={asked}", site.ask, action, data_set=name)
+        assert "ward" not in told.replace(asked, "")
     assert site.rows() == []
 
 

@@ -69,7 +69,7 @@ def site(make_site, keys, tmp_path):
     return SimpleNamespace(keep=keep, folder=kept.folder, rows=site.rows, client=client)
 
 
-def tested(site):
+def outcome_at(site):
     """Return the only folder that a site keeps, and what it has found there of its test data."""
     (folder,) = site.folder.iterdir()
     return folder, json.loads((folder / "test.json").read_text())
@@ -97,7 +97,7 @@ def test_a_site_keeps_the_model_and_tests_it_and_tells_nothing(site, file, model
     assert dict(reply.properties) == {}
     assert (reply.num_examples, reply.states, reply.metrics) == (1, {}, {})
     assert site.rows() == []  # nothing was released
-    folder, found = tested(site)
+    folder, found = outcome_at(site)
     assert folder.name == hashlib.sha256(file).hexdigest()[:16]
     assert (folder / MODEL_FILE).read_bytes() == file
     assert (folder / "MODEL_CARD.md").read_text() == CARD
@@ -116,7 +116,7 @@ def test_a_site_tests_the_model_at_its_threshold(site, model, tmp_path, threshol
     site.keep(edited(model, tmp_path, positive=0, threshold=threshold))
     objective = Objective(positive=0, threshold=threshold)
     ours = evaluate(model.network, site.client.data.test, torch.device("cpu"), objective=objective)
-    assert tested(site)[1]["accuracy"] == ours.accuracy
+    assert outcome_at(site)[1]["accuracy"] == ours.accuracy
 
 
 def test_the_same_model_again_has_one_folder(site, file):
@@ -136,7 +136,7 @@ def test_the_reply_does_not_depend_on_records(site, file):
     for split in broken.values():
         site.keep.client = replace(site.client, data=replace(data, test=split))
         assert site.keep(file) == usual
-    assert "failed" in tested(site)[1]
+    assert "failed" in outcome_at(site)[1]
 
 
 def test_what_is_not_signed_by_the_operator_leaves_no_file(site, file, no_record):
