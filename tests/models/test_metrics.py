@@ -15,6 +15,7 @@ from torch.nn import functional
 from fednas_flwr.base.shares import wilson
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.models import metrics
+from fednas_flwr.runs.numbers import paired_interval
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression
 from fednas_flwr.settings.names import CLASS_METRICS, NUMBER_METRICS
 from fednas_flwr.spaces.operations import SkipNetwork
