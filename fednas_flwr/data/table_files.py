@@ -74,7 +74,7 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     Raises:
         ConfigError: The file cannot be read as a table, has no rows, or has two readings.
     """
-    kind = "a"
+    kind = "a CSV"
     try:
         content = path.read_bytes()
         content = _PACKED.get(content[:3], bytes)(content)
