@@ -154,7 +154,8 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
 
 def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) -> RawData:
     """Rows of a table's file, written in a form, which may lack columns if that is said."""
-    texts, separator, _ = read_texts(path, replace(form, separator=None))
+    encoding = None if form.strict else form.encoding  # sites fix one, and predict any
+    texts, separator, _ = read_texts(path, replace(form, separator=None, encoding=encoding))
     return _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
 
 

@@ -72,7 +72,7 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
     Raises:
         ConfigError: The file cannot be read as a table, has no rows, or has two readings.
     """
-    kind = "a"
+    kind = "a CSV"
     try:
         content = path.read_bytes()
         content = _PACKED.get(content[:3], bytes)(content)
@@ -199,12 +199,11 @@ def _is_number(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Return one cell, whatever the others of its column are."""
+    value = value.decode(errors="replace") if isinstance(value, bytes) else value  # as of Spark
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, datetime):
         return value.replace(tzinfo=None).isoformat(timespec="seconds")
-    if isinstance(value, bytes):  # as Spark and Impala store texts
-        return value.decode(errors="replace").strip()
     if isinstance(value, float):
         whole = value.is_integer() and abs(value) < 1e15
         return str(int(value)) if whole else repr(float(value))
