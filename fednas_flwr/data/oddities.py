@@ -82,7 +82,7 @@ def off_scale(
     found = [
         f"{name} ({middle:.3g}, and not {usual:.3g})"
         for name, middle, usual, spread in zip(names, middles, mean, std, strict=False)
-        if name and abs(middle - usual) > 2 * spread
+        if name and abs(middle - usual) > 2 * spread + 1e-3 * abs(usual)  # means are rounded
     ]
     if found:
         yield f"numbers far from those in training, as in another unit or scale: {listed(found, 5)}"
@@ -169,8 +169,8 @@ def _of_columns(records: Records) -> Iterator[str]:
     names = list(records.feature_names)
     side = math.isqrt(len(names))
     is_square = side**2 == len(names) >= _FEWEST_PIXELS
-    low, high = records.features.aminmax()
-    if is_square and 0 <= low and high > 127 and not (records.features % 1).any():
+    whole = is_square and not (records.features % 1).any()
+    if whole and records.features.min() >= 0 and records.features.max() > 127:
         yield (
             f"{len(names)} columns of whole numbers look like images of {side}x{side} pixels: "
             "networks of images take an npz file of [N, H, W]"

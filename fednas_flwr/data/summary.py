@@ -54,7 +54,7 @@ def reading_notes(prepared: Prepared, missing: Mapping[str, int] | None = None) 
     total = sum(missing.values())
     if total:
         more = " (a further feature says so)" if any(c.indicator for c in records.schema) else ""
-        rule = f"a number or date counts as the mean{more}, a category as none of its column's"
+        rule = f"a number or date counts as the mean{more}, a category as no category"
         lines.append(f"{total:,} cells are missing: {rule}")
     return lines
 

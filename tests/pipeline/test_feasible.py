@@ -77,7 +77,7 @@ def test_statistics_that_overflow_are_refused(compose_config, table, age, size, 
 
 def test_a_private_table_needs_declared_ranges_or_statistics(compose_config, table):
     sentence = refused(compose_config(*table, "privacy=dp", GROUP_NORM))
-    assert "declare public ranges, dataset.ranges={column: [low, high], ...}" in sentence
+    assert "declare dataset.ranges={column: [low, high], ...}" in sentence
     declared = "dataset.ranges={age: [0, 100], size: [-3, 3]}"
     config = compose_config(*table, "privacy=dp", GROUP_NORM, declared)
     check_public(config, make_data(config)[0])
