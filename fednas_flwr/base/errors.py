@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Collection, Iterable
 from dataclasses import is_dataclass
 from difflib import get_close_matches
+from typing import Any
 
 MEANT = {"gpu": "cuda"}  # names that others use
 
@@ -26,6 +27,11 @@ class MissingSettingError(ConfigError):
         more = f", and so is {', '.join(keys[1:])}" if keys[1:] else ""
         super().__init__(f"{keys[0]} is missing{more}: give it, too.")
         self.key = keys[0]
+        self._keys = keys
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its settings, of which the message is made anew."""
+        return type(self), self._keys
 
 
 class NoEffectError(ConfigError):

@@ -8,6 +8,7 @@ may say whose each image is.
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -251,6 +252,20 @@ def read_labelled_images(settings: LabelledImages, root: Path) -> RecordsPair:
     return _read_parts(settings, root, _read_labelled)
 
 
+def without_row_numbers(texts: Texts, path: Path) -> tuple[Texts, list[str]]:
+    """The columns of a labels file but for one that counts its rows and names no images."""
+    others, notes = tables.without_row_numbers(texts)
+    if notes and not _names_images(others, path) and _names_images(texts, path):
+        return texts, []
+    return others, notes
+
+
+def _names_images(texts: Texts, path: Path) -> bool:
+    with suppress(ConfigError):
+        return len(files_of(texts, path)) > 0
+    return False
+
+
 def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]:
     """Return the images of a labels file by their rows, from 0.
 
@@ -294,7 +309,7 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     texts, _, found = read_texts(path, form)
     texts = without_missing(texts, form)
     if not skip:
-        texts, more = tables.without_row_numbers(texts)
+        texts, more = without_row_numbers(texts, path)
         found += more
     notes = tables.found_in(path, found)
     is_said = settings.names_label or settings.labels

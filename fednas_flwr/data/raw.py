@@ -19,7 +19,7 @@ from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, other_files, source_of
-from fednas_flwr.data.images import LABELS_FORM, files_of
+from fednas_flwr.data.images import LABELS_FORM, files_of, without_row_numbers
 from fednas_flwr.data.notation import NEARLY, distinct, places_among
 from fednas_flwr.data.npz import (
     channels_first,
@@ -42,7 +42,7 @@ from fednas_flwr.data.table_files import (
     texts_of,
     without_missing,
 )
-from fednas_flwr.data.tables import encode_rows, label_marks, without_row_numbers
+from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, TableForm
 
 _FEWEST = 10  # rows by which a column is judged
@@ -128,7 +128,7 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         return _sites(path, inputs) if path.is_dir() else _table(path, inputs.form, inputs)
     if suffix_of(path):
         texts = without_missing(read_texts(path, LABELS_FORM)[0], LABELS_FORM)
-        texts, _ = without_row_numbers(texts)
+        texts, _ = without_row_numbers(texts, path)
         files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),
@@ -155,7 +155,9 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
 def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) -> RawData:
     """Rows of a table's file, written in a form, which may lack columns if that is said."""
     encoding = None if form.strict else form.encoding  # sites fix one, and predict any
-    texts, separator, _ = read_texts(path, replace(form, separator=None, encoding=encoding))
+    texts, separator, _ = read_texts(
+        path, replace(form, separator=None, encoding=encoding), keep_empty=True
+    )
     return _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
 
 

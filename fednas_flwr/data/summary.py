@@ -214,7 +214,8 @@ def _suggestions(prepared: Prepared) -> list[str]:
             "records"
         )
     found = [(c, _values(records, c)) for c in records.schema if c.kind != CATEGORY]
-    ranges = ",".join(f"{c.name}:[{','.join(_ends(v, c))}]" for c, v in found if len(v))
+    ends = [(c.name, _ends(values, c)) for c, values in found if len(values)]
+    ranges = ",".join(f"{name}:[{','.join(pair)}]" for name, pair in ends if len({*pair}) == 2)
     if ranges and prepared.uses_own_statistics:
         lines.append(
             f"with privacy=dp 'dataset.ranges={{{ranges}}}', with the ends that are usual in place "

@@ -64,10 +64,17 @@ def suffix_of(path: Path) -> str:
     return next((s for s in TABLE_SUFFIXES if path.name.lower().endswith(s)), "")
 
 
-def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
+def read_texts(
+    path: Path, form: TableForm, *, keep_empty: bool = False
+) -> tuple[Texts, str, list[str]]:
     """Cells of a table's file as text, by column, its separator if it has one, and notes.
 
     Blanks around cells and names of columns do not count.
+
+    Args:
+        path: Of the file.
+        form: Of its cells.
+        keep_empty: True to keep rows without any cell, so that rows can be counted in the file.
 
     Raises:
         ConfigError: The file cannot be read as a table, has no rows, or has two readings.
@@ -78,6 +85,10 @@ def read_texts(path: Path, form: TableForm) -> tuple[Texts, str, list[str]]:
         content = _PACKED.get(content[:3], bytes)(content)
         kind, reader = _READERS.get(content[:4], ("a CSV", _read_csv))
         texts, separator, notes = reader(content, form)
+        empty = np.logical_and.reduce([cells.missing for cells in texts.values()])
+        if empty.any() and not form.strict and not keep_empty:
+            texts = {name: cells[~empty] for name, cells in texts.items()}
+            notes.append(f"empty rows are left out ({empty.sum()})")
     except Exception as error:  # whatever a damaged file makes of a parser of many formats
         raise ConfigError(
             f"dataset.root={path} cannot be read as {kind} table: "
@@ -229,19 +240,20 @@ def _read_parquet(content: bytes, form: TableForm) -> tuple[Texts, str, list[str
 
 
 def _unzipped(content: bytes) -> bytes:
-    """The only file in a zip archive; an archive of several, as Excel's are, as it is."""
+    """The only file in a zip archive; an Excel file, which is an archive, too, as it is."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        names = [name for name in archive.namelist() if not name.startswith("__MACOSX/")]
-        return archive.read(names[0]) if len(names) == 1 else content
+        names = [n for n in archive.namelist() if not n.startswith("__MACOSX/") and n[-1] != "/"]
+        if "[Content_Types].xml" in names:
+            return content
+        if len(names) != 1:
+            raise ValueError(f"it is a zip archive of {len(names)} files: give one of them")
+        return archive.read(names[0])
 
 
 def _read_excel(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
     """Return the cells of the first sheet that is shown, as they are stored, and notes."""
     import pandas as pd
 
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        parts = [n for n in archive.namelist() if n.startswith("xl/worksheets/")]
-        uncomputed = sum(len(_UNCOMPUTED.findall(archive.read(name))) for name in parts)
     options = {"read_only": False}  # which would not tell what is hidden or merged
     with pd.ExcelFile(io.BytesIO(content), engine="openpyxl", engine_kwargs=options) as book:
         sheets = book.book.worksheets
@@ -255,9 +267,15 @@ def _read_excel(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
     texts, notes = _named(columns, first, form)
     if others := [other.title for other in sheets if other is not sheet]:
         notes.append(f"only the sheet {sheet.title} is read, not {', '.join(others)}")
-    sides = [*sheet.row_dimensions.values(), *sheet.column_dimensions.values()]
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        part = f"xl/worksheets/sheet{sheets.index(sheet) + 1}.xml"
+        known = part in archive.namelist()
+        uncomputed = len(_UNCOMPUTED.findall(archive.read(part))) if known else 0
+    hidden = sum(side.hidden for row, side in sheet.row_dimensions.items() if row <= sheet.max_row)
+    for side in sheet.column_dimensions.values():  # one of several columns alike
+        hidden += side.hidden * max(0, min(side.max, sheet.max_column) + 1 - side.min)
     found = {
-        "hidden rows and columns are read, too": sum(side.hidden for side in sides),
+        "hidden rows and columns are read, too": hidden,
         "of merged cells the first alone has a value": len(sheet.merged_cells.ranges),
         "formulas without a stored value count as missing": uncomputed,
     }
@@ -399,10 +417,6 @@ def _named(
     notes = []
     named = not form.column_names or (not form.strict and set(first) <= {*form.column_names})
     columns = [cells[int(named) :].stripped() for cells in columns]
-    empty = np.logical_and.reduce([cells.missing for cells in columns])
-    if empty.any() and not form.strict:
-        columns = [cells[~empty] for cells in columns]
-        notes.append(f"empty rows are left out ({empty.sum()})")
     names = [" ".join(name.split()) for name in form.column_names or first]
     if len(names) != len(columns):
         raise ValueError(f"dataset.column_names has {len(names)} names for {len(columns)} columns")
@@ -464,7 +478,8 @@ def _encoding(content: bytes, form: TableForm) -> str:
     Raises:
         ValueError: It is none of these.
     """
-    if form.encoding and (form.strict or content.isascii() or b"\0" in content):
+    wide = (form.encoding or "").lower().startswith(("utf-16", "utf16", "utf-32", "utf32"))
+    if form.encoding and (form.strict or b"\0" in content or (content.isascii() and not wide)):
         return form.encoding
     for mark, encoding in _MARKS.items():
         if content.startswith(mark):

@@ -243,7 +243,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         fits = max(2, sum(end < console.width for end in ends))
         shown = [line[:fits] for line in lines]
         print_table(title, head[:fits], shown, numbers=True, console=console)
-        if left_out := ", ".join(head[fits:]):
+        if left_out := ", ".join(name or "why some are left out" for name in head[fits:]):
             print_line(console, f"In the report, as this terminal is narrow: {left_out}.", "dim")
     named = names_by_client(run.last("partition"))
     for text in ("verdict", "attention", *(["clients_differ"] if named else [])):

@@ -100,10 +100,11 @@ def parquet_of(names, cells):
     return write
 
 
-def zipped(of):
+def zipped(*files):
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("t.csv", of)
+        for number, of in enumerate(files):
+            file.writestr(f"folder/{number}.csv" if of else "folder/", of)
     return archive.getvalue()
 
 
@@ -270,6 +271,8 @@ TABLES = {
     "another separator": (content(lambda of: of.replace(b",", b"^")), "set dataset.separator"),
     "gzip by another name": (content(gzip.compress), "numbers: age, lab"),
     "zip by another name": (content(zipped), "numbers: age, lab"),
+    "zip of two tables": (content(lambda of: zipped(of, of)), "refused: .*zip archive of 2 files"),
+    "zip of a folder": (content(lambda of: zipped(b"", of)), "numbers: age, lab"),
     "lists in Parquet": (parquet_of(["x", "age"], [[1, 2]] * N), "x left out, which holds lists"),
     "one name twice in Parquet": (parquet_of(["age", "age"], [1] * N), "refused: .*2 columns age"),
     "an empty sheet": (after_an_empty_sheet, "refused: .*first sheet, about, is empty"),
@@ -291,6 +294,14 @@ TABLES = {
     "formulas that no program computed": (
         sheet(lambda table: setattr(table["A2"], "value", "=B2")),
         r"formulas without a stored value count as missing \(1\).*age .1 missing.",
+    ),
+    "formulas of another sheet": (
+        sheet(lambda table: table.parent.create_sheet("sums").append(["=1+1"])),
+        r"only the sheet data is read, not Sheet, sums.*numbers: age, lab",
+    ),
+    "three hidden columns": (
+        sheet(lambda table: table.column_dimensions.group("B", "D", hidden=True)),
+        r"hidden rows and columns are read, too \(2\)",
     ),
     "texts as bytes in Parquet": (parquet_of(["x", "age"], [b"a"] * N), "x .1 values.*x"),
     "labels with blanks between": (labels(["a b", "a", "b", "a"] * 20), "a b beside its parts"),

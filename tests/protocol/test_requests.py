@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError, MissingSettingError
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol import messages
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.sum_requests import REQUESTS, OpenMasks, SignSurvivors
@@ -137,6 +138,7 @@ survivors = {"context": hexes(32), "survivors": indices}
 OWN[SignSurvivors] = built(SignSurvivors, **survivors)
 OWN[OpenMasks] = built(OpenMasks, **survivors, signatures=by_index(64), boxes=by_index(49))
 ALL = {action: values(kind) for action, kind in REQUESTS.items()}
+assert set(ALL) == set(ACTIONS)
 ASKED = messages.Header("run", "search", 1, 2, 3, "nonce")
 STATES = {"weights": {"float32": torch.arange(3.0)}, "moments": {"float32": torch.ones(2)}}
 
