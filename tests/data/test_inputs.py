@@ -545,6 +545,7 @@ LABELS = {
     "no first line of names": (["0.png,a", "1.png,b"], "refused: .* begins with the image 0.png"),
     "an empty name": (["file,y", "0.png,a", ",b"], "refused: .*: an empty cell; give paths"),
     "no suffix": (["file,y", "0,a", "1,b", "2,b"], ""),
+    "numbered images": ([",y", "0,a", "1,b", "2,b"], ""),
     "paths of Windows": (["file,y", ".\\0.png,a", "1.png,b", "2.png,b"], ""),
     "no such image": (["file,y", "7,a", "1,b"], "refused: .* names 1 of 2 images that are not in"),
     "numbers of rows": (

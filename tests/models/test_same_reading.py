@@ -128,3 +128,22 @@ def test_predictions_keep_the_ids(model_of):
     assert list(table)[:3] == ["label_", "record", "label"]
     assert table["label_"].tolist() == ["p1", "p7"]
     assert "label_" not in model.predict(pd.DataFrame({"age": [1]})).table()
+
+
+def test_an_empty_row_keeps_its_number(model_of):
+    model, path = model_of(pd.DataFrame({"x": range(N), "age": range(N), "y": [0, 1] * (N // 2)}))
+    path.write_text("x,age\n1,2\n,\n3,4\n")
+    of_file, of_frame = model.predict(path), model.predict(pd.read_csv(path))
+    assert of_file.names == of_frame.names == ("0", "1", "2")
+    np.testing.assert_array_equal(of_file.probabilities, of_frame.probabilities)
+
+
+def test_a_model_of_wide_characters_reads_others(model_of):
+    table = "x,größe,y\n" + "".join(f"{row},{row},{row % 2}\n" for row in range(N))
+    model, path = model_of(table)
+    known = model.predict(path).probabilities
+    form = replace(model.inputs.form, encoding="utf-16")
+    model = Model(model.network, replace(model.inputs, form=form))
+    for encoding in ("utf-16", "utf-8"):
+        path.write_bytes(table.encode(encoding))
+        np.testing.assert_array_equal(model.predict(path).probabilities, known)
