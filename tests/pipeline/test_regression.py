@@ -87,7 +87,7 @@ def test_predictions_are_in_the_targets_unit_as_are_their_scores(finished):
     assert finished.evaluated["metric"] == "r2"
     for simpler in ("linear", "trees"):
         assert finished.evaluated[simpler]["r2"] > 0.6
-        assert finished.evaluated[simpler].keys() == expected.keys()
+        assert finished.evaluated[simpler].keys() == expected.keys() | {"intervals", "resamples"}
     assert [tuple(pair) for pair in finished.central["pairs"]] == [
         (pytest.approx(a), pytest.approx(b, rel=1e-3)) for a, b in zip(truth, y, strict=True)
     ]
