@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
@@ -202,3 +203,21 @@ def test_found_hyper_parameters_are_taken_over(compose_config, tmp_path, low, hi
     own = baselines._trained_alike(open_run_folder(str(folder)), derived)
     assert own.retrain.weights.lr == found["lr"]
     assert own.retrain.weights.min_lr == min(config.retrain.weights.min_lr, found["lr"])
+
+
+@pytest.mark.parametrize(("side", "rounds"), [(15, 10), (16, 20)])
+def test_a_run_and_what_it_is_compared_with_train_images_as_long(
+    compose_config, tmp_path, side, rounds
+):
+    """The median client has 45 batches of a record in a round."""
+    pixels = np.random.default_rng(0).integers(0, 256, (100, side, side), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", x_train=pixels, y_train=np.arange(100) % 2)
+    config = compose_config(
+        *("algorithm=fedavg", "algorithm.network=linear", "clients=2", "dataset=npz"),
+        *(f"dataset.root={tmp_path / 'a.npz'}", "dataset.server_test=false", "stages=[retrain]"),
+        *("dataset.fractions={train:0.5,validation:0.4,test:0.1}", "retrain.batch_size=1"),
+    )
+    config = replace(config, retrain=replace(config.retrain, rounds=None))
+    config = replace(config, run_dir=str(tmp_path / "run"))
+    assert len(read_run(run(config, quiet=True).folder).rounds("retrain")) == rounds
+    assert baselines._rounds(config) == rounds
