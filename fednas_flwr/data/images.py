@@ -252,7 +252,7 @@ def read_labelled_images(settings: LabelledImages, root: Path) -> RecordsPair:
     return _read_parts(settings, root, _read_labelled)
 
 
-def without_row_numbers(texts: Texts, path: Path) -> tuple[Texts, list[str]]:
+def with_names_first(texts: Texts, path: Path) -> tuple[Texts, list[str]]:
     """The columns of a labels file but for one that counts its rows and names no images."""
     others, notes = tables.without_row_numbers(texts)
     if notes and not _names_images(others, path) and _names_images(texts, path):
@@ -309,7 +309,7 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
     texts, _, found = read_texts(path, form)
     texts = without_missing(texts, form)
     if not skip:
-        texts, more = without_row_numbers(texts, path)
+        texts, more = with_names_first(texts, path)
         found += more
     notes = tables.found_in(path, found)
     is_said = settings.names_label or settings.labels

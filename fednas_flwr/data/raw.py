@@ -19,7 +19,7 @@ from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
 from fednas_flwr.data.decoding import decode_like, image_files, other_files, source_of
-from fednas_flwr.data.images import LABELS_FORM, files_of, without_row_numbers
+from fednas_flwr.data.images import LABELS_FORM, files_of, with_names_first
 from fednas_flwr.data.notation import NEARLY, distinct, places_among
 from fednas_flwr.data.npz import (
     channels_first,
@@ -128,7 +128,7 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         return _sites(path, inputs) if path.is_dir() else _table(path, inputs.form, inputs)
     if suffix_of(path):
         texts = without_missing(read_texts(path, LABELS_FORM)[0], LABELS_FORM)
-        texts, _ = without_row_numbers(texts, path)
+        texts, _ = with_names_first(texts, path)
         files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),

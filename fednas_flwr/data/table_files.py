@@ -85,15 +85,16 @@ def read_texts(
         content = _PACKED.get(content[:3], bytes)(content)
         kind, reader = _READERS.get(content[:4], ("a CSV", _read_csv))
         texts, separator, notes = reader(content, form)
-        empty = np.logical_and.reduce([cells.missing for cells in texts.values()])
-        if empty.any() and not form.strict and not keep_empty:
-            texts = {name: cells[~empty] for name, cells in texts.items()}
-            notes.append(f"empty rows are left out ({empty.sum()})")
     except Exception as error:  # whatever a damaged file makes of a parser of many formats
         raise ConfigError(
             f"dataset.root={path} cannot be read as {kind} table: "
             f"{' '.join(str(error).split()).rstrip('.')}."
         ) from error
+    if texts and not form.strict and not keep_empty:
+        empty = np.logical_and.reduce([cells.missing for cells in texts.values()])
+        if empty.any():
+            texts = {name: cells[~empty] for name, cells in texts.items()}
+            notes.append(f"empty rows are left out ({empty.sum()})")
     if not form.strict and not any(map(len, texts.values())):
         raise ConfigError(f"dataset.root={path} has no rows: give a table with a header.")
     return texts, separator, notes
