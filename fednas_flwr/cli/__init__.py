@@ -6,6 +6,8 @@ mistakes are told at once.
 """
 
 import argparse
+import atexit
+import gc
 import inspect
 import io
 import os
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream = getattr(sys, name)
             with suppress(OSError):  # of a file that cannot be sought, which has no reader either
                 setattr(sys, name, _Output(stream.buffer, stream.encoding, stream.errors))
+        atexit.register(gc.freeze)  # or the interpreter looks for garbage for a second as it ends
     try:
         return _main(arguments)
     except KeyboardInterrupt:

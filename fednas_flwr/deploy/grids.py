@@ -277,6 +277,7 @@ class WorkerGrid(InProcessGrid):
 
     Attributes:
         num_workers: How many there are now.
+        has_failed: True if one could not be started.
         threads: Of the workers that have been started.
         has_ended: True if no worker is to answer any further message.
     """
@@ -301,7 +302,7 @@ class WorkerGrid(InProcessGrid):
         self._pace: dict[str, float] = {}  # that a message of an action has last taken
         self._changed = threading.Condition()
         self.threads: list[threading.Thread] = []
-        self.num_workers, self.has_ended = 0, False
+        self.num_workers, self.has_failed, self.has_ended = 0, False, False
 
     def begin(self) -> None:
         """Start the workers."""
@@ -347,6 +348,7 @@ class WorkerGrid(InProcessGrid):
                     pass
                 self._count(-1)
                 continue
+            self.has_failed = True
             while not self.alone and (taken := self._next(0.0)):
                 self._keep(taken, worker)
             with self._changed:

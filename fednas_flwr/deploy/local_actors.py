@@ -1,12 +1,13 @@
 """Processes of this machine for the clients of a run.
 
-A run begins in one process. If its clients take longer than starting others would, workers are
-forked, about as many as there are cores; they take over as they appear. Replies have the same bits
-wherever a client answers.
+Clients of a run are answered by workers, about as many as there are cores. The command line's are
+forked at once; a run from Python begins in one process, and starts them once its clients have taken
+longer than starting others would. Replies have the same bits wherever a client answers.
 
     python -m fednas_flwr.deploy.local_actors
 """
 
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -24,9 +25,9 @@ from fednas_flwr.settings.configuration import load_config
 from fednas_flwr.settings.registry import packed
 
 PATIENCE_S = 5.0  # of a run in one process; to start others takes about as long
-SOON_S = 0.2  # where they only have to be forked
+LATER = "sklearn.metrics"  # what this process imports while the others compute
 # What a run imports, at first or later; the latter takes two seconds.
-IMPORTED = ("fednas_flwr.deploy.whole_run", "torch._dynamo", "sklearn.datasets", "sklearn.metrics")
+IMPORTED = ("fednas_flwr.deploy.whole_run", "torch._dynamo", "sklearn.datasets", LATER)
 
 
 def main() -> None:
@@ -74,19 +75,21 @@ def _clients(config_json: str) -> InProcessGrid:
 
 
 class LocalGrid(WorkerGrid):
-    """Answers in this process at first, and starts others once that has taken a while."""
+    """Forks workers at once where that is quick, else answers here until it has taken a while."""
 
     alone = True
     _spent_s = 0.0
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there; while there are no workers, that of one client."""
-        if not self.num_workers and (taken := self._next(0.0)):
+        """Return the replies that are there; where there will be no workers, that of one client."""
+        if not self.threads and (is_warm() or self._spent_s > PATIENCE_S):
+            self.begin()
+            threading.Thread(target=import_module, args=(LATER,), daemon=True).start()
+        soon = is_warm() and not self.has_failed
+        if not (self.num_workers or soon) and (taken := self._next(0.0)):
             started = time.monotonic()
             self._keep(taken, partial(_answered, self))
             self._spent_s += time.monotonic() - started
-            if self._spent_s > (SOON_S if is_warm() else PATIENCE_S) and not self.threads:
-                self.begin()
         return super().pull_messages(message_ids)
 
 

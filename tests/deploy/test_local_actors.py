@@ -81,10 +81,14 @@ def two_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
 
 
-def test_a_run_without_processes_goes_on_alone(compose_config, tmp_path, two_cores, monkeypatch):
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_run_without_processes_goes_on_alone(
+    warm, compose_config, tmp_path, two_cores, monkeypatch
+):
     def fails(forks):
         raise LostError
 
+    monkeypatch.setattr(local_actors, "is_warm", lambda: warm)
     monkeypatch.setattr(Forks, "start", fails)
     short = (*SHORT, "runtime.device=cpu", "stages=[search]", f"run_dir={tmp_path / 'run'}")
     assert read_run(run(compose_config(*short)).folder).failures() == []
