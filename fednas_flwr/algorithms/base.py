@@ -301,7 +301,7 @@ class RoundStrategy(Strategy, Generic[S]):
         *,
         split: str = "train",
         proximal: float = 0.0,
-        fixed_norm: bool = False,
+        as_used: bool = False,
     ) -> rq.LocalTraining:
         """The training that ``retrain`` asks of clients, with these constants."""
         retrain = self.config.retrain
@@ -313,7 +313,7 @@ class RoundStrategy(Strategy, Generic[S]):
             retrain.auxiliary_weight,
             drop_path_prob,
             proximal,
-            fixed_norm,
+            as_used,
             self.config.training.precision,
         )
 

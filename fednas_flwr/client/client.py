@@ -216,15 +216,20 @@ class Client:
         return make_generator(self.seed, header.stage, header.round, self.index, *purpose)
 
     def epoch(
-        self, split: Split, *, batch_size: int | None, generator: torch.Generator
+        self,
+        split: Split,
+        *,
+        batch_size: int | None,
+        generator: torch.Generator,
+        augmented: bool = True,
     ) -> Iterator[Batch]:
-        """Yield augmented training batches of one shuffled pass over ``split``."""
+        """Yield training batches of one shuffled pass over ``split``."""
         split = self.for_training(split)
         for indices in loaders.epoch_batches(
             len(split), batch_size=batch_size, generator=generator
         ):
             x, y = split.batch(indices, self.device)
-            yield self.augmented(x, generator), y
+            yield (self.augmented(x, generator) if augmented else x), y
 
     def augmented(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Return the batch ``x`` augmented as the data set's settings say."""

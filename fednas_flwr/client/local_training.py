@@ -76,7 +76,7 @@ def prepare(
         if isinstance(local, LocalTraining):
             network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
             optimizers = opt.Optimizers(weights, sent=sent)
-            opt.train(network, gradients, weights, local.proximal, fixed_norm=local.fixed_norm)
+            opt.train(network, gradients, weights, local.proximal, fixed_norm=local.as_used)
             return optimizers, gradients.metrics()
         assert isinstance(network, Supernet)
         alphas = network.alphas()
@@ -122,10 +122,17 @@ def _gradients(
         generator: Of exact batches and their augmentation.
     """
     amount, auxiliary_weight = local.amount, local.auxiliary_weight
+    augmented = isinstance(local, LocalSearch) or not local.as_used
     if client.guard is not None:
-        steps = amount.steps or 0
-        return NoisedGradients(client, request, steps=steps, auxiliary_weight=auxiliary_weight)
-    batches = partial(client.epoch, batch_size=amount.batch_size, generator=generator)
+        return NoisedGradients(
+            client,
+            request,
+            steps=amount.steps or 0,
+            auxiliary_weight=auxiliary_weight,
+            augmented=augmented,
+        )
+    size = amount.batch_size
+    batches = partial(client.epoch, batch_size=size, generator=generator, augmented=augmented)
     return ExactGradients(
         partial(batches, client.split(local.split)),
         partial(batches, client.data.validation) if "alphas" in local.states else None,

@@ -51,14 +51,21 @@ class NoisedGradients:
         request: As the guard has admitted it, with releases of ``weights`` or ``alphas``.
         steps: Steps of the loop.
         auxiliary_weight: Of an auxiliary head's loss.
+        augmented: Whether images are.
     """
 
     def __init__(
-        self, client: Client, request: Request, *, steps: int = 1, auxiliary_weight: float = 0.0
+        self,
+        client: Client,
+        request: Request,
+        *,
+        steps: int = 1,
+        auxiliary_weight: float = 0.0,
+        augmented: bool = True,
     ) -> None:
         self._client, self._guard, self._request = client, client.private_guard, request
         self._planned, self._steps = request.releases, steps
-        self._auxiliary_weight = auxiliary_weight
+        self._auxiliary_weight, self._augmented = auxiliary_weight, augmented
         self._sizes: dict[str, int] = {}  # of micro-batches, by kind: what rehearsals have shown
 
     def rehearse(self, state: str, network: nn.Module, *chosen: Any) -> None:
@@ -161,14 +168,14 @@ class NoisedGradients:
         return sums, self._guard.expected_batch(planned)
 
     def _batch(self, split: Split, rows: Tensor) -> Batch:
-        """Return the augmented batch of some rows; nobody can foresee the draws.
+        """Return the batch of some rows, augmented if it is to be; nobody can foresee the draws.
 
         They are independent and alike at every position, and augmenting moves whole numbers of a
         record: so what a record becomes does not depend on its neighbours.
         """
         x, y = split.batch(rows, self._client.device)
         generator = torch.Generator().manual_seed(secrets.randbits(63))
-        return (self._client.augmented(x, generator) if len(rows) else x), y
+        return (self._client.augmented(x, generator) if len(rows) and self._augmented else x), y
 
     def _weight_sum(self, network: nn.Module, x: Tensor, y: Tensor, **how: Any) -> ClippedSum:
         """Return the clipped sum of gradients by the weights that a network computes with.

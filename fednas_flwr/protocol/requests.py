@@ -166,7 +166,8 @@ class LocalTraining(ps.Checked):
         drop_path_prob: From 0 to below 1.
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
             the weights that were sent.
-        fixed_norm: True if batch norm normalises by the averages that were sent, and keeps them.
+        as_used: True if the network is trained as it will be used: batch norm normalises by the
+            averages that were sent, and keeps them, and images are not augmented.
         precision: Of exact gradients, ``auto`` being ``float32``; null is the run's setting.
     """
 
@@ -177,7 +178,7 @@ class LocalTraining(ps.Checked):
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
     proximal: opt.NonNegative = 0.0
-    fixed_norm: bool = False
+    as_used: bool = False
     precision: Annotated[str, ps.OneOf((*PRECISIONS, AUTO))] | None = None
 
     states = ("weights",)

@@ -37,6 +37,12 @@ def _fixed(c: Config) -> bool:
     return isinstance(c.algorithm, GivenNetwork) and c.genotype is None
 
 
+def _averages_norm(c: Any) -> bool:
+    """Return whether the network may have batch norm, whose averages clients return."""
+    has_norm = not _fixed(c) or c.algorithm.has_norm or facts.begins_with_weights(c)
+    return has_norm and c.retrain.norm == "batch"
+
+
 def _measures(c: Config) -> bool:
     """Return whether a private run has something to measure on clients' records."""
     tests = "evaluate" in c.stages and c.dataset.fractions.get("test", 0) > 0
@@ -105,13 +111,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("retrain.norm", lambda c: _fixed(c) and not c.algorithm.has_norm, NETWORK),
     Rule(
-        "retrain.fixed_norm",
+        "retrain.as_used",
         lambda c: (
             facts.retrains_by_gradients(c)
-            or (_fixed(c) and not (c.algorithm.has_norm or facts.begins_with_weights(c)))
+            or not (_averages_norm(c) or any(c.dataset.augmentation.values()))
         ),
-        "algorithm={c.algorithm.name} and retrain.exchange={c.retrain.exchange}, which average no "
-        "batch norm",
+        "algorithm={c.algorithm.name}, retrain.norm={c.retrain.norm}, retrain.exchange="
+        "{c.retrain.exchange} and dataset={c.dataset.name}, with which all rounds are alike",
     ),
     Rule(
         "retrain.drop_path_prob",
@@ -130,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         "retrain.weights",
     ),
     Rule(
-        "retrain.exchange retrain.evaluate_every retrain.fixed_norm retrain.weights.min_lr",
+        "retrain.exchange retrain.evaluate_every retrain.as_used retrain.weights.min_lr",
         lambda c: algorithm_of(c).retraining is not None,
         "algorithm={c.algorithm.name}, which retrains in exchanges of its own",
     ),
@@ -239,7 +245,7 @@ OF_IMAGES = (
 # Settings by the value that another one needs to have (``facts.holds``), where there is such.
 NEEDS = {
     "stages=retrain": "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
-    "retrain.batch_size retrain.fixed_norm retrain.auxiliary_weight retrain.drop_path_prob "
+    "retrain.batch_size retrain.as_used retrain.auxiliary_weight retrain.drop_path_prob "
     "retrain.weights privacy.retrain privacy.search_share privacy.scores_error "
     "evaluation.baselines evaluation.deliver",
     "stages=evaluate": "evaluation.personalised dataset.linear_baseline dataset.limit_test "
@@ -251,7 +257,6 @@ NEEDS = {
     "algorithm.bandit.scaled=true": "algorithm.bandit.scale_retention",
     "algorithm.group_by=tag": "algorithm.client_tags",
     "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of all clients together
-    "retrain.norm=batch": "retrain.fixed_norm",
     "retrain.rounds!=1": "retrain.drop_path_prob",  # which rises from 0 in the first round
     "dataset.server_test=true": "dataset.linear_baseline dataset.limit_test",
     "secure_sum=null": "runtime.largest_share",  # else no weight of a client is seen
@@ -281,7 +286,7 @@ NEEDS = {
 
 ZERO_IS_NONE = (
     "evaluation.baselines dataset.limit_test dataset.crop_padding dataset.cutout "
-    "retrain.fixed_norm retrain.auxiliary_weight retrain.drop_path_prob retrain.evaluate_every "
+    "retrain.as_used retrain.auxiliary_weight retrain.drop_path_prob retrain.evaluate_every "
     "algorithm.evaluate_every"
 ).split()
 

@@ -194,15 +194,15 @@ def test_what_a_action_returns_is_checked_before_it_leaves(make_site, monkeypatc
     refuses("must not return", make_site().ask, "train.weights", error=RuntimeError)
 
 
-@pytest.mark.parametrize("drawn", ["nothing", "drop-path", "crops"])
+@pytest.mark.parametrize("drawn", ["nothing", "drop-path", "crops", "crops, as used"])
 def test_drop_path_and_augmentation_are_drawn_anew_whatever_the_seed(drawn, make_site, totals):
     site = make_site(committed=EVERYTHING)
-    if drawn == "crops":
+    if "crops" in drawn:
         site.client.augmentation["crop_padding"] = 2
-    asked = {"drop_path_prob": 0.5} if drawn == "drop-path" else {}
+    asked = {"drop_path_prob": 0.5} if drawn == "drop-path" else {"as_used": "as used" in drawn}
     _, *replies = (site.ask("train.weights", **asked) for _ in range(3))  # the first rehearses
     vectors = [reply.states["weights"]["float32"] for reply in replies]
-    assert torch.equal(*vectors) == (drawn == "nothing")
+    assert torch.equal(*vectors) == (drawn in ("nothing", "crops, as used"))
 
 
 # --- the computation, against float64 loops of batch size 1
