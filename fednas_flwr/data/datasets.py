@@ -43,7 +43,7 @@ from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torch
 from fednas_flwr.settings.parser import parse
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 12
+_CACHE_VERSION = 13
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"

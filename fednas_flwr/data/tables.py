@@ -32,12 +32,14 @@ from fednas_flwr.data.notation import (
 )
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
-from fednas_flwr.settings.names import REGRESSION, TABLE_SUFFIXES
+from fednas_flwr.settings.names import DATE_ORDERS, REGRESSION, TABLE_SUFFIXES
 
 _MOST_CATEGORIES = 256
 _WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
+_MOSTLY, _SAMPLE = 0.5, 10_000  # share of records, of so many
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
 _NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
+_OF_ROWS = re.compile(r"row[ ._]?names?|index", re.IGNORECASE)  # as R and pandas name them
 _CODE = re.compile(r"0\d+|\d+[eE]\d+")  # a number by its signs, such as 007 and 1E10
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
 
@@ -134,7 +136,30 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         order = (settings.date_order or "").replace("_", " ")
         unusual = [str(table_files.notation_of(settings)), order and f"dates with the {order}"]
         notes += filter(None, unusual)
+        if settings.label in texts and not settings.labels and not settings.label_separator:
+            texts, more = _labelled(texts, settings.label, path, is_word=settings.label in names)
+            notes += more
     return texts, settings, found_in(path, notes)
+
+
+def _labelled(
+    texts: table_files.Texts, label: str, path: Path, *, is_word: bool
+) -> tuple[table_files.Texts, list[str]]:
+    """The rows with a label, and a note on the others.
+
+    Raises:
+        ConfigError: No row has one; or a word may say that there is none, or be a class.
+    """
+    missing = texts[label].missing
+    if is_word or missing.all():
+        more = f"; where a word such as None or NA is a class, set dataset.missing_in={{{label}: []"
+        more += "}, and where it says that there is none, dataset.missing_values=[NA,None]"
+        _check_filled(texts[label], f"label ({label})", path, more)
+    if not missing.any():
+        return texts, []
+    rows = listed([f"{row + 1}" for row in np.flatnonzero(missing)], 5)
+    note = f"rows without a label ({label}) are left out ({missing.sum()}: {rows})"
+    return {name: cells[~missing] for name, cells in texts.items()}, [note]
 
 
 def found_in(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
@@ -145,12 +170,22 @@ def found_in(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
 def without_row_numbers(
     texts: table_files.Texts, used: Sequence[str] = ()
 ) -> tuple[table_files.Texts, list[str]]:
-    """The columns but for a nameless first one that counts the rows, as pandas and R write it."""
+    """The columns but for a first one that names or counts the rows, as pandas and R write it.
+
+    Names of rows all differ, and are texts or whole numbers, as a selection of rows keeps them.
+    """
     (name, cells), *others = texts.items()
-    counts = name not in used and others and _NAMELESS.fullmatch(name)
-    if not counts or not len(cells) > 1 or not (np.diff(cells.numbers) == 1).all():
+    if name in used or not others or len(cells) < 2:
         return texts, []
-    return dict(others), ["the first column, which has no name and counts rows, is left out"]
+    if _NAMELESS.fullmatch(name):
+        dates = [np.isfinite(days_of(cells, order)) for order in DATE_ORDERS]
+        odd = (cells.numbers % 1 > 0) | np.logical_or.reduce(dates) | cells.missing
+        said = "which has no name and another text or whole number in every row"
+        are = len(cells.different) == len(cells) and not odd.any()
+    else:
+        said = f"{name}, which counts rows"
+        are = _OF_ROWS.fullmatch(name) and bool((np.diff(cells.numbers) == 1).all())
+    return (dict(others), [f"the first column, {said}, is left out"]) if are else (texts, [])
 
 
 def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
@@ -228,6 +263,18 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
         rows, notes = records.readable(unreadable_cells(settings, texts, declared))
         texts = {name: cells[rows] for name, cells in texts.items()} if notes else texts
     kind_of = {n: kinds.get(n) or _found_kind(texts[n], settings, n, path) for n in names}
+    many = {n: len(texts[n].different) for n, kind in kind_of.items() if kind == CATEGORY}
+    many = {n: number for n, number in many.items() if number > _MOST_CATEGORIES}
+    if undeclared := [n for n in many if n not in settings.categories]:
+        name, ignored = undeclared[0], ",".join([*settings.ignore, *undeclared])
+        more = f", and so have {listed(undeclared[1:], 8)}" if undeclared[1:] else ""
+        raise ConfigError(
+            f"column {name} of {path} has {many[name]} different texts, too many for one-hot "
+            f"features (at most {_MOST_CATEGORIES}){more}: set "
+            f"dataset.ignore=[{ignored}]; where one says whose a record is, "
+            f"dataset.id_column={name}; or correct it if it should be numeric, or give "
+            f"dataset.categories.{name}."
+        )
     indicator = settings.missing == "indicator"
     schema = []
     for n, kind in sorted(kind_of.items(), key=lambda item: item[1] == CATEGORY):  # those last
@@ -236,7 +283,8 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
             schema.append(Column(n, kind, values))
         else:
             schema.append(Column(n, kind, (), indicator))
-    return replace(_records(settings, texts, path, tuple(schema)), notes=notes)
+    found = _records(settings, texts, path, tuple(schema))
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def named_columns(settings: LabelTable) -> list[str]:
@@ -263,6 +311,7 @@ def _records(
             )
     features = torch.from_numpy(encode_rows(texts, schema, settings, where=str(path)))
     labels, classes = read_labels(settings, texts, path)
+    ids, notes = _ids(settings, texts, schema, features.numpy(), labels.numpy(), path)
     numbers = {c.name: texts[c.name].numbers for c in schema if c.kind == NUMBER}
     fractional = {name for name, x in numbers.items() if (x > np.floor(x)).any()}
     named = [n for n in texts if n not in labelled and n not in fractional]
@@ -270,9 +319,8 @@ def _records(
         settings,
         features=features,
         labels=labels,
-        ids=person_ids(settings, texts, path)
-        if settings.id_column is not None
-        else _feature_ids(texts, schema, features.numpy()),
+        ids=ids,
+        notes=notes,
         class_names=classes,
         columns=table_files.names_in(texts, named),
         schema=schema,
@@ -474,13 +522,6 @@ def _categories(
             unknown, declared, f"column {name} of {path} holds", f"dataset.categories.{name}"
         )
         return tuple(declared)
-    if len(values) > _MOST_CATEGORIES:
-        raise ConfigError(
-            f"column {name} of {path} has {len(values)} different texts, too many for one-hot "
-            f"features (at most {_MOST_CATEGORIES}): if it says whose a record is, set "
-            f"dataset.id_column={name}; else list it in dataset.ignore, correct it if it should be "
-            f"numeric, or give dataset.categories.{name}."
-        )
     return values
 
 
@@ -504,6 +545,39 @@ def _check_filled(cells: Cells, what: str, path: Path, more: str = "") -> None:
     if cells.missing.any():
         row = int(np.argmax(cells.missing))
         raise ConfigError(f"{path} has no {what} in row {row + 1}: fill or remove it{more}.")
+
+
+def _ids(
+    settings: CSV,
+    texts: table_files.Texts,
+    schema: Sequence[Column],
+    features: np.ndarray,
+    labels: np.ndarray,
+    path: Path,
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Ids of records, and a note.
+
+    They are those of persons, or hashes of features. Of a few features of few values, where most
+    records share theirs with records of other labels, equal features do not make one record twice:
+    the ids are then those of features and of how often these came before.
+    """
+    if settings.id_column is not None:
+        return person_ids(settings, texts, path), ()
+    ids = _feature_ids(texts, schema, features)
+    if settings.strict or labels.ndim > 1:
+        return ids, ()
+    some = slice(None, None, max(1, len(ids) // _SAMPLE))
+    _, first, places = np.unique(ids[some], return_index=True, return_inverse=True)
+    mixed = np.bincount(places, labels[some] != labels[some][first][places]) > 0
+    if mixed[places].mean() < _MOSTLY:
+        return ids, ()
+    seen: Counter[bytes] = Counter()
+    for row, name in enumerate(ids):
+        if seen[name]:
+            ids[row] = records.record_id(b"%s%d" % (name, seen[name])).encode()
+        seen[name] += 1
+    said = "most records have the features of others with another label: each is taken for itself"
+    return ids, (said,)
 
 
 def _feature_ids(
