@@ -50,6 +50,7 @@ def patients(number=200):
     table = pd.DataFrame({"age": age, "pressure": pressure})
     table["sex"] = pd.Categorical(rng.choice(["f", "m"], number))
     table["hospital"] = rng.choice(["north", "south", "west"], number)
+    table["ward"] = [["icu", 3, 4.5][i % 3] for i in range(number)]
     return table.assign(died=age + rng.normal(0, 5, number) > 60)
 
 
@@ -191,7 +192,7 @@ def test_images(tmp_path):
 
 def test_settings_reach_the_run(tmp_path):
     ranges = "dataset.ranges={age: [0, 100], pressure: [50, 200]}"
-    known = (ranges, "dataset.ignore=[sex]", "retrain.rounds=1", "privacy.large_delta=true")
+    known = (ranges, "dataset.ignore=[sex,ward]", "retrain.rounds=1", "privacy.large_delta=true")
     keys = {"clients": "hospital", "epsilon": 8, "time_limit": "10min"}
     own = [f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'run'}", *TINY, *known]
     model = FedClassifier(preset="fast", random_state=7, metric="auroc", settings=own, **keys)

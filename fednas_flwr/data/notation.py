@@ -210,8 +210,9 @@ def _slashed(text: str) -> tuple[int, int]:
 def days_of(cells: Cells, order: str | None) -> np.ndarray:
     """Return days since 1970, float64 ``[N]``, NaN where a text is missing or no date.
 
-    Dates are ``2024-05-31`` or ``2024/5/31``, with or without a time and a zone, whose clock counts;
-    ``31.5.2024``; or, where an order is given, ``31/5/2024`` or ``5/31/2024``; of the years 1 to 9999.
+    Dates are ``2024-05-31`` or ``2024/5/31``, with or without a time and a zone, whose clock
+    counts; ``31.5.2024``; or, where an order is given, ``31/5/2024`` or ``5/31/2024``; of the years
+    1 to 9999.
     """
     return cells.each(lambda text: _days(text, order), float)
 

@@ -29,7 +29,9 @@ _FIRST_DAYS = {-719_162, -25_567, 0}  # of the years 1, 1900 and 1970, which may
 _TELLS = 0.995  # AUROC of a column alone
 _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
-_ID_NAME = re.compile(r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record|obs|seqn|rownames?)$", re.I)
+_ID_NAME = re.compile(
+    r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record|obs|seqn|rownames?)$", re.I
+)
 _PERSON = re.compile(r"(patient|subject|participant|person)([ _-]?(id|nr|no))?|p?id", re.I)
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _FEWEST_PIXELS = 64
@@ -235,8 +237,8 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         often = times > 1 or others[-1] < code / 5
         if (code == -1 or abs(code) in _CODES) and often and is_far:
             return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"
-    rare = counts[0] < counts.sum() / 2
-    if low == 0 and counts[0] > 1 and rare and values[1] > np.median(values) / 3 and len(values) > 10:
+    few = 1 < counts[0] < counts.sum() / 2
+    if low == 0 and few and values[1] > np.median(values) / 3 and len(values) > 10:
         return f"0 in {counts[0]} records, which may mean missing (dataset.missing_in)"
     if low > 0 and len(values) > _FEWEST_NUMBERS:
         place = int((values[1:] / values[:-1]).argmax())

@@ -263,9 +263,9 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
         rows, notes = records.readable(unreadable_cells(settings, texts, declared))
         texts = {name: cells[rows] for name, cells in texts.items()} if notes else texts
     kind_of = {n: kinds.get(n) or _found_kind(texts[n], settings, n, path) for n in names}
-    many = {n: len(texts[n].different) for n, kind in kind_of.items() if kind == CATEGORY}
-    many = {n: number for n, number in many.items() if number > _MOST_CATEGORIES}
-    if undeclared := [n for n in many if n not in settings.categories]:
+    words = [n for n, k in kind_of.items() if k == CATEGORY and n not in settings.categories]
+    many = {n: len(distinct(texts[n].different)) for n in words}
+    if undeclared := [n for n, number in many.items() if number > _MOST_CATEGORIES]:
         name, ignored = undeclared[0], ",".join([*settings.ignore, *undeclared])
         more = f", and so have {listed(undeclared[1:], 8)}" if undeclared[1:] else ""
         raise ConfigError(
