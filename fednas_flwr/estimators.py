@@ -311,7 +311,7 @@ def _parquet(table: pd.DataFrame) -> bytes:
     try:
         return bytes(table.to_parquet(index=False))
     except ArrowException:
-        columns = table.select_dtypes(["object", "category"])
+        columns = table.loc[:, table.dtypes.astype(str).isin(["object", "category"])]
         texts = {n: cells.texts.to_pylist() for n, cells in texts_of(columns).items()}
         return bytes(table.assign(**texts).to_parquet(index=False))
 

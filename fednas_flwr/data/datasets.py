@@ -28,6 +28,7 @@ from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.readers import DATA_SETS, check_sites
 from fednas_flwr.data.records import (
+    LIMIT,
     Inputs,
     Records,
     RecordsPair,
@@ -110,6 +111,7 @@ class Prepared:
             id_column=train.id_column if train.schema else "",
             intensity=self.intensity,
             transform=self.transform,
+            limit=LIMIT if len(self.input_shape) == 1 else 0.0,
         )
 
     @property
