@@ -36,6 +36,10 @@ from fednas_flwr.settings.names import DATE_ORDERS, REGRESSION, TABLE_SUFFIXES
 
 _MOST_CATEGORIES = 256
 _WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
+_NO_NUMBERS = "list the column in dataset.categorical or dataset.ignore"
+_SAME_FEATURES = (
+    "most records have the features of others with another label: each counts by itself"
+)
 _MOSTLY, _SAMPLE = 0.5, 10_000  # share of records, of so many
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
 _NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
@@ -311,7 +315,12 @@ def _records(
             )
     features = torch.from_numpy(encode_rows(texts, schema, settings, where=str(path)))
     labels, classes = read_labels(settings, texts, path)
-    ids, notes = _ids(settings, texts, schema, features.numpy(), labels.numpy(), path)
+    if settings.id_column is not None:
+        same = ids = person_ids(settings, texts, path)
+    else:
+        same = ids = _feature_ids(texts, schema, features.numpy())
+        if not settings.strict and labels.dim() == 1:
+            ids = _apart(same, labels.numpy())
     numbers = {c.name: texts[c.name].numbers for c in schema if c.kind == NUMBER}
     fractional = {name for name, x in numbers.items() if (x > np.floor(x)).any()}
     named = [n for n in texts if n not in labelled and n not in fractional]
@@ -320,7 +329,7 @@ def _records(
         features=features,
         labels=labels,
         ids=ids,
-        notes=notes,
+        notes=() if ids is same else (_SAME_FEATURES,),
         class_names=classes,
         columns=table_files.names_in(texts, named),
         schema=schema,
@@ -405,7 +414,8 @@ def read_labels(
     if not settings.is_regression and form.decimal is not None:
         plain = cells.changed(table_files.notation_of(form).plain, but_stored=True)
     if settings.is_regression or _are_quantities(settings, plain, where):
-        numbers = _checked_numbers(plain, form, column=target, where=where)
+        other = "set dataset.task=classification if each is a class"
+        numbers = _checked_numbers(plain, form, column=target, where=str(path), other=other)
         return torch.from_numpy(numbers), (column,)
     return records.encode_labels(cells, classes, where=where), classes
 
@@ -496,7 +506,9 @@ def _values(cells: Cells, form: TableForm, column: Column) -> np.ndarray:
         return values.astype(np.float32)
 
 
-def _checked_numbers(cells: Cells, form: TableForm, *, column: Column, where: str) -> np.ndarray:
+def _checked_numbers(
+    cells: Cells, form: TableForm, *, column: Column, where: str, other: str = _NO_NUMBERS
+) -> np.ndarray:
     """Return float32 ``[N]``, NaN where missing."""
     checked = _values(cells, form, column)
     unreadable = np.flatnonzero(~cells.missing & ~np.isfinite(checked))
@@ -505,8 +517,7 @@ def _checked_numbers(cells: Cells, form: TableForm, *, column: Column, where: st
         raise ConfigError(
             f"column {column.name} of {where} is {kind} but holds "
             f"{table_files.rows_text(cells, unreadable)}: correct it, name it in "
-            "dataset.missing_values if it means that the value is missing, or list the column in "
-            "dataset.categorical or dataset.ignore."
+            f"dataset.missing_values if it means that the value is missing, or {other}."
         )
     return checked
 
@@ -547,37 +558,24 @@ def _check_filled(cells: Cells, what: str, path: Path, more: str = "") -> None:
         raise ConfigError(f"{path} has no {what} in row {row + 1}: fill or remove it{more}.")
 
 
-def _ids(
-    settings: CSV,
-    texts: table_files.Texts,
-    schema: Sequence[Column],
-    features: np.ndarray,
-    labels: np.ndarray,
-    path: Path,
-) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Ids of records, and a note.
+def _apart(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Ids by which records with the same features are told apart where these say little.
 
-    They are those of persons, or hashes of features. Of a few features of few values, where most
-    records share theirs with records of other labels, equal features do not make one record twice:
-    the ids are then those of features and of how often these came before.
+    Of a few features of few values, most records share theirs with records of other labels, and
+    equal features do not make one record twice: then how often they came before counts, too.
     """
-    if settings.id_column is not None:
-        return person_ids(settings, texts, path), ()
-    ids = _feature_ids(texts, schema, features)
-    if settings.strict or labels.ndim > 1:
-        return ids, ()
     some = slice(None, None, max(1, len(ids) // _SAMPLE))
     _, first, places = np.unique(ids[some], return_index=True, return_inverse=True)
     mixed = np.bincount(places, labels[some] != labels[some][first][places]) > 0
     if mixed[places].mean() < _MOSTLY:
-        return ids, ()
+        return ids
     seen: Counter[bytes] = Counter()
+    apart = ids.copy()
     for row, name in enumerate(ids):
         if seen[name]:
-            ids[row] = records.record_id(b"%s%d" % (name, seen[name])).encode()
+            apart[row] = records.record_id(b"%s%d" % (name, seen[name])).encode()
         seen[name] += 1
-    said = "most records have the features of others with another label: each is taken for itself"
-    return ids, (said,)
+    return apart
 
 
 def _feature_ids(

@@ -172,7 +172,7 @@ TABLES = {
     ),
     "few patterns": (
         lines(lambda rows: [rows[0], *(f"{i % 3},1,{i % 2}" for i in range(N))]),
-        "most records have the features of others with another label: each is taken for itself",
+        "most records have the features of others with another label: each counts by itself",
     ),
     "F31, a country": (
         column(mostly("ZA", "NA", 3)),
@@ -220,7 +220,7 @@ TABLES = {
     ),
     "a word among numbers to predict": (
         labels(["high", *AGE[1:]]),
-        "refused: .*column y, is numeric but holds high in row 1",
+        "refused: column y of .*t.csv is numeric but holds high in row 1: .* dataset.task=class",
     ),
     "two signs in numbers to predict": (
         labels([f"{x}".replace(".", ".,"[i % 2]) for i, x in enumerate(AGE)]),
