@@ -188,7 +188,7 @@ def without_row_numbers(
         are = len(cells.different) == len(cells) and not odd.any()
     else:
         said = f"{name}, which counts rows"
-        are = _OF_ROWS.fullmatch(name) and bool((np.diff(cells.numbers) == 1).all())
+        are = bool(_OF_ROWS.fullmatch(name)) and bool((np.diff(cells.numbers) == 1).all())
     return (dict(others), [f"the first column, {said}, is left out"]) if are else (texts, [])
 
 
