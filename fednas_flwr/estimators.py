@@ -27,6 +27,7 @@ from fednas_flwr.api import Result, compose, run, with_clients
 from fednas_flwr.base.errors import ConfigError, check_choice, listed
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.client.rehearsal import SELF_TESTS
+from fednas_flwr.data.table_files import texts_of
 from fednas_flwr.models.networks import load, load_description
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.report.html_report import write_report
@@ -190,7 +191,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
                 site = site or _free("site", table)
                 table[site] = np.asarray(groups)
                 chosen |= {"partition": "column", "partition.column": site}
-            content = table.to_parquet(index=False)
+            content = _parquet(table)
         elif groups is not None:
             raise ValueError("groups are for tables: give clients=<number> with images.")
         else:
@@ -301,6 +302,18 @@ def _taken(frame: pd.DataFrame, column: str) -> tuple[pd.Series, pd.DataFrame]:
 def _free(name: str, columns: Collection[object]) -> str:
     """A name that no column has."""
     return name if name not in columns else _free(f"{name}_", columns)
+
+
+def _parquet(table: pd.DataFrame) -> bytes:
+    """The Parquet file of a table; where a column mixes numbers and texts, all such are texts."""
+    from pyarrow import ArrowException
+
+    try:
+        return bytes(table.to_parquet(index=False))
+    except ArrowException:
+        columns = table.loc[:, table.dtypes.astype(str).isin(["object", "category"])]
+        texts = {n: cells.texts.to_pylist() for n, cells in texts_of(columns).items()}
+        return bytes(table.assign(**texts).to_parquet(index=False))
 
 
 def _folder_of_a_fit(cache: Path) -> Path:

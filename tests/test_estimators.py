@@ -50,6 +50,7 @@ def patients(number=200):
     table = pd.DataFrame({"age": age, "pressure": pressure})
     table["sex"] = pd.Categorical(rng.choice(["f", "m"], number))
     table["hospital"] = rng.choice(["north", "south", "west"], number)
+    table["ward"] = [["icu", 3, 4.5][i % 3] for i in range(number)]
     return table.assign(died=age + rng.normal(0, 5, number) > 60)
 
 
@@ -110,14 +111,15 @@ def test_records_of_a_fit_that_time_cuts_short_stay(tmp_path):
 def test_predictions_are_the_targets_own_values(fitted):
     table = patients()
     assert fitted.classes_.dtype == bool
-    assert fitted.feature_names_in_.tolist() == ["age", "pressure", "sex"]
+    assert fitted.feature_names_in_.tolist() == ["age", "pressure", "sex", "ward"]
     shares = fitted.predict_proba(table)
     np.testing.assert_allclose(shares.sum(1), 1, rtol=1e-6)
     assert (fitted.predict(table) == (shares[:, 1] > shares[:, 0])).all()
     assert fitted.score(table, table["died"]) > 0.8
     bare = table.drop(columns=["died", "hospital"])
     assert (fitted.predict_proba(bare) == shares).all()
-    assert (fitted.predict_proba(pyarrow.Table.from_pandas(bare)) == shares).all()  # as polars'
+    of_arrow = pyarrow.Table.from_pandas(bare.astype({"ward": str}))  # as polars'
+    assert (fitted.predict_proba(of_arrow) == shares).all()
     with pytest.raises(ValueError, match="yet now missing:\n- age"):
         fitted.predict(bare.drop(columns="age"))
 
@@ -191,7 +193,7 @@ def test_images(tmp_path):
 
 def test_settings_reach_the_run(tmp_path):
     ranges = "dataset.ranges={age: [0, 100], pressure: [50, 200]}"
-    known = (ranges, "dataset.ignore=[sex]", "retrain.rounds=1", "privacy.large_delta=true")
+    known = (ranges, "dataset.ignore=[sex,ward]", "retrain.rounds=1", "privacy.large_delta=true")
     keys = {"clients": "hospital", "epsilon": 8, "time_limit": "10min"}
     own = [f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'run'}", *TINY, *known]
     model = FedClassifier(preset="fast", random_state=7, metric="auroc", settings=own, **keys)

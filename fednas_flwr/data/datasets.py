@@ -28,6 +28,7 @@ from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.readers import DATA_SETS, check_sites
 from fednas_flwr.data.records import (
+    LIMIT,
     Inputs,
     Records,
     RecordsPair,
@@ -43,7 +44,7 @@ from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torch
 from fednas_flwr.settings.parser import parse
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 12
+_CACHE_VERSION = 13
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
@@ -110,6 +111,7 @@ class Prepared:
             id_column=train.id_column if train.schema else "",
             intensity=self.intensity,
             transform=self.transform,
+            limit=LIMIT if len(self.input_shape) == 1 else 0.0,
         )
 
     @property

@@ -19,7 +19,7 @@ from torch.nn import functional
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.data.records import Records, assign_splits, count_labels, moved, normalised
+from fednas_flwr.data.records import LIMIT, Records, assign_splits, count_labels, moved, normalised
 from fednas_flwr.data.statistics import Statistics, column_moments, pooled
 from fednas_flwr.settings.names import SPLITS
 
@@ -70,12 +70,15 @@ class Split:
         by_person = torch.split(self.persons.argsort(stable=True), counts.tolist())
         return [by_person[unit] for unit in units.tolist()]
 
-    def batch(self, indices: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, indices: Tensor, device: torch.device | str, limit: float = LIMIT
+    ) -> tuple[Tensor, Tensor]:
         """Return normalised records and labels on the device.
 
         Args:
             indices: int64 ``[B]`` on the CPU, each in ``0 .. len(self) - 1``.
             device: Where the batch goes; the bytes travel, and are normalised there.
+            limit: Of a table's numbers, see :func:`~fednas_flwr.data.records.normalised`.
 
         Returns:
             float32 ``[B, C, H, W]`` or ``[B, F]``, missing numbers of a table being 0, the mean;
@@ -84,7 +87,7 @@ class Split:
         rows = self.rows.index_select(0, indices)
         y = moved(self.labels.index_select(0, rows), device)
         x = moved(self.features.index_select(0, rows), device)
-        return normalised(x, self.mean, self.std), y
+        return normalised(x, self.mean, self.std, limit), y
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ def concat_splits(a: Split, b: Split) -> Split:
 
 
 def largest_feature(split: Split) -> tuple[int, float]:
-    """Return the channel or column of the largest magnitude after normalisation, and that.
+    """Return the channel or column of the largest magnitude after normalisation alone, and that.
 
     Of images, what their whole range 0..255 would become; 0 of no record.
     """
@@ -206,7 +209,7 @@ def largest_feature(split: Split) -> tuple[int, float]:
         split = replace(split, features=ends, labels=torch.zeros(2).long(), rows=torch.arange(2))
     largest = torch.zeros(split.features.shape[1])
     for indices in torch.split(torch.arange(len(split)), _SCANNED) if len(split) else ():
-        x, _ = split.batch(indices, "cpu")
+        x, _ = split.batch(indices, "cpu", limit=0)
         largest = torch.maximum(largest, x.abs().amax((0, *range(2, x.dim()))))
     column = int(largest.argmax())
     return column, float(largest[column])

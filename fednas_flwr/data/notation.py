@@ -33,6 +33,7 @@ _THOUSAND_POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+", re.ASCII)
 _TIME = r"(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?)?"
 _ISO_DATE = re.compile(rf"(\d{{4}}-\d{{2}}-\d{{2}}{_TIME})(?:Z|[+-]\d{{2}}:?\d{{2}})?", re.ASCII)
 _DOTTED_DATE = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})", re.ASCII)
+_YEAR_FIRST = re.compile(r"(\d{4})/(\d{1,2})/(\d{1,2})(?!\d)", re.ASCII)
 _SLASHED_DATE = re.compile(r"(\d{1,2})/(\d{1,2})/(\d{4})", re.ASCII)
 AFFIXED = re.compile(r"[^A-Za-z\d]{0,2}\d")  # as 80%, $1,200, <0.5, 3 days, 12:30 and 1/2/24
 _EPOCH = datetime(1970, 1, 1)
@@ -209,14 +210,18 @@ def _slashed(text: str) -> tuple[int, int]:
 def days_of(cells: Cells, order: str | None) -> np.ndarray:
     """Return days since 1970, float64 ``[N]``, NaN where a text is missing or no date.
 
-    Dates are ``2024-05-31``, with or without a time and a zone, whose clock counts; ``31.5.2024``;
-    or, where an order is given, ``31/5/2024`` or ``5/31/2024``; of the years 1 to 9999.
+    Dates are ``2024-05-31`` or ``2024/5/31``, with or without a time and a zone, whose clock
+    counts; ``31.5.2024``; or, where an order is given, ``31/5/2024`` or ``5/31/2024``; of the years
+    1 to 9999.
     """
     return cells.each(lambda text: _days(text, order), float)
 
 
 def iso_date(text: str, order: str | None) -> str:
-    """A date such as 31.5.2024 or, where an order is given, 5/31/2024 as 2024-05-31; else as is."""
+    """A date such as 31.5.2024, 2024/5/31 or, if an order is given, 5/31/2024 as 2024-05-31."""
+    if plain := _YEAR_FIRST.match(text):
+        year, month, day = plain.groups()
+        return f"{year}-{month:0>2}-{day:0>2}{text[plain.end() :]}"
     dotted = _DOTTED_DATE.fullmatch(text) or (_SLASHED_DATE.fullmatch(text) if order else None)
     if not dotted:
         return text

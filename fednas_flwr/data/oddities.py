@@ -29,7 +29,9 @@ _FIRST_DAYS = {-719_162, -25_567, 0}  # of the years 1, 1900 and 1970, which may
 _TELLS = 0.995  # AUROC of a column alone
 _DARK = 32  # of 255: the largest value of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
-_ID_NAME = re.compile(r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record)$", re.I)
+_ID_NAME = re.compile(
+    r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record|obs|seqn|rownames?)$", re.I
+)
 _PERSON = re.compile(r"(patient|subject|participant|person)([ _-]?(id|nr|no))?|p?id", re.I)
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _FEWEST_PIXELS = 64
@@ -37,6 +39,7 @@ _YES_NO = {
     **dict.fromkeys(("yes", "y", "true", "1", "j", "ja"), "yes"),
     **dict.fromkeys(("no", "n", "false", "0", "nein"), "no"),
 }
+_DENSE = 2  # whole numbers for each record, fewer of which count records, without those of a test
 _FLOAT32 = 2**24  # whole numbers above are not told apart
 
 
@@ -234,7 +237,8 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         often = times > 1 or others[-1] < code / 5
         if (code == -1 or abs(code) in _CODES) and often and is_far:
             return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"
-    if low == 0 and counts[0] > 1 and values[1] > np.median(values) / 3 and len(values) > 10:
+    few = 1 < counts[0] < counts.sum() / 2
+    if low == 0 and few and values[1] > np.median(values) / 3 and len(values) > 10:
         return f"0 in {counts[0]} records, which may mean missing (dataset.missing_in)"
     if low > 0 and len(values) > _FEWEST_NUMBERS:
         place = int((values[1:] / values[:-1]).argmax())
@@ -264,7 +268,8 @@ def _is_id(name: str, cells: np.ndarray) -> bool:
     if len(np.unique(cells)) < len(cells) and not large:
         return False
     steps = np.diff(np.sort(cells))
-    return bool(large or _ID_NAME.search(name) or (steps == steps[0]).all())
+    counts = (steps == steps[0]).all() or steps.sum() < _DENSE * len(cells)
+    return bool(large or _ID_NAME.search(name) or counts)
 
 
 def _tells(cells: np.ndarray, labels: np.ndarray, is_category: bool) -> bool:

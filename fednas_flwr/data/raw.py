@@ -242,7 +242,10 @@ def _rows(
     labels, notes = _row_labels(texts, inputs, where=where), [*_unlike_training(texts, inputs)]
     notes += off_scale(rows, inputs.schema, inputs.mean, inputs.std)
     cells = texts.get(inputs.label, Cells([]))
-    if labels is None and cells.different:
+    if labels is None and cells.different and cells.missing.any():
+        missing = f"{cells.missing.sum()} of {len(cells)} rows"
+        notes.append(f"{missing} of {where} have no {inputs.label}: nothing is compared with it")
+    elif labels is None and cells.different:
         notes.append(
             f"column {inputs.label} of {where} holds labels such as "
             f"{listed(distinct(cells.different), 3)}, and not only "

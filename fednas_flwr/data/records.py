@@ -32,6 +32,7 @@ from fednas_flwr.settings.parser import Checked, OneOf, parse
 NUMBER, DATE, CATEGORY = "number", "date", "category"
 KINDS = (NUMBER, DATE, CATEGORY)
 ID = np.dtype("S32")  # of a record's id
+LIMIT = 5.0  # deviations from the mean, of numbers of a table
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Inputs(Checked):
             empty where it takes the images.
         positive: Number of the positive class; None is the last of two.
         threshold: Probability from which a record is of that class; None takes the most probable.
+        limit: Of a table's numbers, see :func:`normalised`; 0 where the model was made without.
     """
 
     shape: tuple[int, ...]
@@ -104,6 +106,7 @@ class Inputs(Checked):
     transform: tuple[str, ...] = ()
     positive: int | None = None
     threshold: float | None = None
+    limit: float = 0.0
 
     @property
     def is_table(self) -> bool:
@@ -132,7 +135,9 @@ def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device)
 
 
-def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalised(
+    x: Tensor, mean: tuple[float, ...], std: tuple[float, ...], limit: float = LIMIT
+) -> Tensor:
     """Return raw records as networks take them, float32, on their device.
 
     Args:
@@ -141,6 +146,8 @@ def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Te
         mean: Per channel of images scaled to 0..1, or per feature of a table; a single 0, with a
             std of 1, for features that are as networks take them.
         std: As ``mean``, above 0.
+        limit: Deviations from the mean to which numbers of a table are clipped, lest a network
+            extrapolates from the few in a column's long tail; 0 leaves them.
     """
     if x.dim() == 4 and x.is_floating_point() and (mean, std) == ((0.0,), (1.0,)):
         return x
@@ -150,7 +157,8 @@ def normalised(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Te
         pixels = x * 255 if x.is_floating_point() else x.float()
         return pixels.mul_(scale[:, None, None]).sub_(shift[:, None, None])
     standard = (x - moved(torch.tensor(mean), x.device)) / moved(torch.tensor(std), x.device)
-    return standard.nan_to_num(nan=0.0)
+    known = standard.nan_to_num(nan=0.0)
+    return known.clamp(-limit, limit) if limit else known
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,18 @@ from fednas_flwr.data.notation import (
 )
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
-from fednas_flwr.settings.names import REGRESSION, TABLE_SUFFIXES
+from fednas_flwr.settings.names import DATE_ORDERS, REGRESSION, TABLE_SUFFIXES
 
 _MOST_CATEGORIES = 256
 _WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
+_NO_NUMBERS = "list the column in dataset.categorical or dataset.ignore"
+_SAME_FEATURES = (
+    "most records have the features of others with another label: each counts by itself"
+)
+_MOSTLY, _SAMPLE = 0.5, 10_000  # share of records, of so many
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
 _NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
+_OF_ROWS = re.compile(r"row[ ._]?names?|index", re.IGNORECASE)  # as R and pandas name them
 _CODE = re.compile(r"0\d+|\d+[eE]\d+")  # a number by its signs, such as 007 and 1E10
 _YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
 
@@ -134,7 +140,30 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         order = (settings.date_order or "").replace("_", " ")
         unusual = [str(table_files.notation_of(settings)), order and f"dates with the {order}"]
         notes += filter(None, unusual)
+        if settings.label in texts and not settings.labels and not settings.label_separator:
+            texts, more = _labelled(texts, settings.label, path, is_word=settings.label in names)
+            notes += more
     return texts, settings, found_in(path, notes)
+
+
+def _labelled(
+    texts: table_files.Texts, label: str, path: Path, *, is_word: bool
+) -> tuple[table_files.Texts, list[str]]:
+    """The rows with a label, and a note on the others.
+
+    Raises:
+        ConfigError: No row has one; or a word may say that there is none, or be a class.
+    """
+    missing = texts[label].missing
+    if is_word or missing.all():
+        more = f"; where a word such as None or NA is a class, set dataset.missing_in={{{label}: []"
+        more += "}, and where it says that there is none, dataset.missing_values=[NA,None]"
+        _check_filled(texts[label], f"label ({label})", path, more)
+    if not missing.any():
+        return texts, []
+    rows = listed([f"{row + 1}" for row in np.flatnonzero(missing)], 5)
+    note = f"rows without a label ({label}) are left out ({missing.sum()}: {rows})"
+    return {name: cells[~missing] for name, cells in texts.items()}, [note]
 
 
 def found_in(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
@@ -145,12 +174,22 @@ def found_in(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
 def without_row_numbers(
     texts: table_files.Texts, used: Sequence[str] = ()
 ) -> tuple[table_files.Texts, list[str]]:
-    """The columns but for a nameless first one that counts the rows, as pandas and R write it."""
+    """The columns but for a first one that names or counts the rows, as pandas and R write it.
+
+    Names of rows all differ, and are texts or whole numbers, as a selection of rows keeps them.
+    """
     (name, cells), *others = texts.items()
-    counts = name not in used and others and _NAMELESS.fullmatch(name)
-    if not counts or not len(cells) > 1 or not (np.diff(cells.numbers) == 1).all():
+    if name in used or not others or len(cells) < 2:
         return texts, []
-    return dict(others), ["the first column, which has no name and counts rows, is left out"]
+    if _NAMELESS.fullmatch(name):
+        dates = [np.isfinite(days_of(cells, order)) for order in DATE_ORDERS]
+        odd = (cells.numbers % 1 > 0) | np.logical_or.reduce(dates) | cells.missing
+        said = "which has no name and another text or whole number in every row"
+        are = len(cells.different) == len(cells) and not odd.any()
+    else:
+        said = f"{name}, which counts rows"
+        are = bool(_OF_ROWS.fullmatch(name)) and bool((np.diff(cells.numbers) == 1).all())
+    return (dict(others), [f"the first column, {said}, is left out"]) if are else (texts, [])
 
 
 def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
@@ -228,6 +267,18 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
         rows, notes = records.readable(unreadable_cells(settings, texts, declared))
         texts = {name: cells[rows] for name, cells in texts.items()} if notes else texts
     kind_of = {n: kinds.get(n) or _found_kind(texts[n], settings, n, path) for n in names}
+    words = [n for n, k in kind_of.items() if k == CATEGORY and n not in settings.categories]
+    many = {n: len(distinct(texts[n].different)) for n in words}
+    if undeclared := [n for n, number in many.items() if number > _MOST_CATEGORIES]:
+        name, ignored = undeclared[0], ",".join([*settings.ignore, *undeclared])
+        more = f", and so have {listed(undeclared[1:], 8)}" if undeclared[1:] else ""
+        raise ConfigError(
+            f"column {name} of {path} has {many[name]} different texts, too many for one-hot "
+            f"features (at most {_MOST_CATEGORIES}){more}: set "
+            f"dataset.ignore=[{ignored}]; where one says whose a record is, "
+            f"dataset.id_column={name}; or correct it if it should be numeric, or give "
+            f"dataset.categories.{name}."
+        )
     indicator = settings.missing == "indicator"
     schema = []
     for n, kind in sorted(kind_of.items(), key=lambda item: item[1] == CATEGORY):  # those last
@@ -236,7 +287,8 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
             schema.append(Column(n, kind, values))
         else:
             schema.append(Column(n, kind, (), indicator))
-    return replace(_records(settings, texts, path, tuple(schema)), notes=notes)
+    found = _records(settings, texts, path, tuple(schema))
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def named_columns(settings: LabelTable) -> list[str]:
@@ -263,6 +315,12 @@ def _records(
             )
     features = torch.from_numpy(encode_rows(texts, schema, settings, where=str(path)))
     labels, classes = read_labels(settings, texts, path)
+    if settings.id_column is not None:
+        same = ids = person_ids(settings, texts, path)
+    else:
+        same = ids = _feature_ids(texts, schema, features.numpy())
+        if not settings.strict and labels.dim() == 1:
+            ids = _apart(same, labels.numpy())
     numbers = {c.name: texts[c.name].numbers for c in schema if c.kind == NUMBER}
     fractional = {name for name, x in numbers.items() if (x > np.floor(x)).any()}
     named = [n for n in texts if n not in labelled and n not in fractional]
@@ -270,9 +328,8 @@ def _records(
         settings,
         features=features,
         labels=labels,
-        ids=person_ids(settings, texts, path)
-        if settings.id_column is not None
-        else _feature_ids(texts, schema, features.numpy()),
+        ids=ids,
+        notes=() if ids is same else (_SAME_FEATURES,),
         class_names=classes,
         columns=table_files.names_in(texts, named),
         schema=schema,
@@ -357,7 +414,8 @@ def read_labels(
     if not settings.is_regression and form.decimal is not None:
         plain = cells.changed(table_files.notation_of(form).plain, but_stored=True)
     if settings.is_regression or _are_quantities(settings, plain, where):
-        numbers = _checked_numbers(plain, form, column=target, where=where)
+        other = "set dataset.task=classification if each is a class"
+        numbers = _checked_numbers(plain, form, column=target, where=str(path), other=other)
         return torch.from_numpy(numbers), (column,)
     return records.encode_labels(cells, classes, where=where), classes
 
@@ -448,7 +506,9 @@ def _values(cells: Cells, form: TableForm, column: Column) -> np.ndarray:
         return values.astype(np.float32)
 
 
-def _checked_numbers(cells: Cells, form: TableForm, *, column: Column, where: str) -> np.ndarray:
+def _checked_numbers(
+    cells: Cells, form: TableForm, *, column: Column, where: str, other: str = _NO_NUMBERS
+) -> np.ndarray:
     """Return float32 ``[N]``, NaN where missing."""
     checked = _values(cells, form, column)
     unreadable = np.flatnonzero(~cells.missing & ~np.isfinite(checked))
@@ -457,8 +517,7 @@ def _checked_numbers(cells: Cells, form: TableForm, *, column: Column, where: st
         raise ConfigError(
             f"column {column.name} of {where} is {kind} but holds "
             f"{table_files.rows_text(cells, unreadable)}: correct it, name it in "
-            "dataset.missing_values if it means that the value is missing, or list the column in "
-            "dataset.categorical or dataset.ignore."
+            f"dataset.missing_values if it means that the value is missing, or {other}."
         )
     return checked
 
@@ -474,13 +533,6 @@ def _categories(
             unknown, declared, f"column {name} of {path} holds", f"dataset.categories.{name}"
         )
         return tuple(declared)
-    if len(values) > _MOST_CATEGORIES:
-        raise ConfigError(
-            f"column {name} of {path} has {len(values)} different texts, too many for one-hot "
-            f"features (at most {_MOST_CATEGORIES}): if it says whose a record is, set "
-            f"dataset.id_column={name}; else list it in dataset.ignore, correct it if it should be "
-            f"numeric, or give dataset.categories.{name}."
-        )
     return values
 
 
@@ -504,6 +556,26 @@ def _check_filled(cells: Cells, what: str, path: Path, more: str = "") -> None:
     if cells.missing.any():
         row = int(np.argmax(cells.missing))
         raise ConfigError(f"{path} has no {what} in row {row + 1}: fill or remove it{more}.")
+
+
+def _apart(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Ids by which records with the same features are told apart where these say little.
+
+    Of a few features of few values, most records share theirs with records of other labels, and
+    equal features do not make one record twice: then how often they came before counts, too.
+    """
+    some = slice(None, None, max(1, len(ids) // _SAMPLE))
+    _, first, places = np.unique(ids[some], return_index=True, return_inverse=True)
+    mixed = np.bincount(places, labels[some] != labels[some][first][places]) > 0
+    if mixed[places].mean() < _MOSTLY:
+        return ids
+    seen: Counter[bytes] = Counter()
+    apart = ids.copy()
+    for row, name in enumerate(ids):
+        if seen[name]:
+            apart[row] = records.record_id(b"%s%d" % (name, seen[name])).encode()
+        seen[name] += 1
+    return apart
 
 
 def _feature_ids(

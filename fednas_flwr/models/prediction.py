@@ -193,7 +193,9 @@ class Model(nn.Module):
         """Return logits ``[N, classes]`` of what :meth:`forward` takes."""
         if self.transform is not None:
             x = self.transform(x if x.is_floating_point() else x.float() / 255)
-        logits: Tensor = self.network(normalised(x, self.inputs.mean, self.inputs.std))
+        inputs = self.inputs
+        x = normalised(x, inputs.mean, inputs.std, inputs.limit)
+        logits: Tensor = self.network(x)
         return logits
 
     @torch.no_grad()

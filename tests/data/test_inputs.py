@@ -160,7 +160,20 @@ TABLES = {
     ),
     "F20": (column(mostly("a", "b", 3), "age=b"), "categories: age=b"),
     "F22, US dates": (column([d.strftime("%m/%d/%Y") for d in DAYS]), "dates with the month first"),
-    "F31, a class": (labels(mostly("ill", "None", 3)), r"refused: .*missing_in=\{y: \[\]\}"),
+    "F31, a class": (labels(mostly("ill", "None", 3)), r"refused: .*missing_in=\{y: \[\]\}, and"),
+    "no label": (labels([""] * N), r"refused: .*no label \(y\) in row 1"),
+    "a number to predict that lacks": (labels(mostly(AGE, "NA", 9)), "are left out .9: 1, 10, 19"),
+    "years first": (column(DAYS.strftime("%Y/%m/%d")), "dates: x"),
+    "a selection of numbered rows": (column(RNG.permutation(100)[:N]), "x has another whole numb"),
+    "mostly zeros": (column(np.where(np.arange(N) % 4, 0, AGE)), r"label y: [^|]*$"),
+    "two columns of texts": (
+        lines(lambda of: ["a,b,x,y", *(f"a{i},b{i},1,{i % 2}" for i in range(300))]),
+        r"refused: column a of .*, and so have b: set dataset.ignore=\[a,b\]; where one says",
+    ),
+    "few patterns": (
+        lines(lambda rows: [rows[0], *(f"{i % 3},1,{i % 2}" for i in range(N))]),
+        "most records have the features of others with another label: each counts by itself",
+    ),
     "F31, a country": (
         column(mostly("ZA", "NA", 3)),
         r"NA or None in x means that a cell is missing; dataset.missing_in=\{x: \[\]\} takes it",
@@ -207,7 +220,7 @@ TABLES = {
     ),
     "a word among numbers to predict": (
         labels(["high", *AGE[1:]]),
-        "refused: .*column y, is numeric but holds high in row 1",
+        "refused: column y of .*t.csv is numeric but holds high in row 1: .* dataset.task=class",
     ),
     "two signs in numbers to predict": (
         labels([f"{x}".replace(".", ".,"[i % 2]) for i, x in enumerate(AGE)]),

@@ -111,7 +111,7 @@ def test_a_client_standardises_by_its_own_training_part(table):
     expected_mean = [np.nanmean(raw[:, 0]), np.nanmean(raw[:, 1]), 7.1, 0, 0]
     assert data.train.mean == pytest.approx(expected_mean)
     assert data.train.std == pytest.approx([np.nanstd(raw[:, 0]), np.nanstd(raw[:, 1]), 1, 1, 1])
-    x, _ = data.train.batch(torch.arange(len(data.train)), "cpu")
+    x, _ = data.train.batch(torch.arange(len(data.train)), "cpu", limit=0)
     assert x[:, :2].mean(0).tolist() == pytest.approx([0, 0], abs=1e-5)
     assert torch.equal(x[:, 3:], table.features[data.train.rows, 3:])
     assert x[:, 2].abs().max() < 1e-5
@@ -272,7 +272,9 @@ def pairs(low, high, **form):
 def test_the_largest_feature_is_that_of_all_normalised_ones(rows, mean, std):
     features = torch.tensor(rows)
     split = Split(features, torch.zeros(len(rows)).long(), torch.arange(len(rows)), mean, std)
-    x, _ = split.batch(torch.arange(len(rows)), "cpu")
+    x, _ = split.batch(torch.arange(len(rows)), "cpu", limit=0)
+    clipped, _ = split.batch(torch.arange(len(rows)), "cpu")
+    assert torch.equal(clipped, x.clamp(-5, 5))
     column, value = largest_feature(split)
     assert value == float(x.abs().max())
     assert float(x[:, column].abs().max()) == value

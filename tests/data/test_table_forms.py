@@ -22,12 +22,21 @@ ALIKE = {  # text of a file, and the note on it
     "blanks as separator": (PLAIN.replace(",", "  "), "separator blanks"),
     "a nameless row number": (
         "\n".join(f"{i or ''},{row}" for i, row in enumerate(ROWS)),
-        "has no name and counts rows, is left out",
+        "has no name and another text or whole number in every row, is left out",
     ),
-    "pandas' row number": (
-        "\n".join(f"{i - 1 if i else 'Unnamed: 0'},{row}" for i, row in enumerate(ROWS)),
-        "has no name and counts rows, is left out",
+    "pandas' row numbers, shuffled": (
+        "\n".join(f"{i % 3 if i else 'Unnamed: 0'},{row}" for i, row in enumerate(ROWS)),
+        "has no name and another text or whole number in every row, is left out",
     ),
+    "nameless names of rows": (
+        "\n".join(f"{f'car {i}' if i else ''},{row}" for i, row in enumerate(ROWS)),
+        "has no name and another text or whole number in every row, is left out",
+    ),
+    "row names that count": (
+        "\n".join(f"{i or 'rownames'},{row}" for i, row in enumerate(ROWS)),
+        "the first column, rownames, which counts rows, is left out",
+    ),
+    "rows without a label": (PLAIN + "1.5,b,\n", r"without a label (y) are left out (1: 4)"),
 }
 
 

@@ -111,7 +111,6 @@ def test_whole_number_labels_are_in_order_of_number(table_of):
         ({"numeric": ("smokes",)}, "smokes of .* is numeric but holds yes in row 1"),
         ({"categories": {"site": ("A",)}}, "holds B, which is not in dataset.categories.site"),
         ({"class_names": ("0",)}, "column ill, has the label 1"),
-        ({"label": "smokes"}, r"no label \(smokes\) in row 3"),
         ({"id_column": "smokes"}, r"no id \(smokes\) in row 3"),
         ({"ignore": ("patient", "age", "smokes", "pressure", "site")}, "no feature columns"),
     ],
