@@ -51,6 +51,7 @@ _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so 
 _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
 # A cell of Excel whose formula was not computed; an empty text would be a value
 _UNCOMPUTED = re.compile(rb"""<c (?![^>]*t="str")[^>]*><f[^<]*(</f>)?(<v ?/>|<v></v>)?</c>""")
+_OTHERS = "give a table, arrays in an .npz file, or images as files, in a folder per class"
 _LONGEST = 200  # characters of a name by which records are divided
 _HEAD = 1_000_000  # bytes in which a header begins
 _FIRST = 1000  # cells by which it is seen that a header is none
@@ -211,7 +212,10 @@ def _is_number(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Return one cell, whatever the others of its column are."""
-    value = value.decode(errors="replace") if isinstance(value, bytes) else value  # as of Spark
+    if isinstance(value, bytes):  # as of Spark
+        if b"\0" in value:
+            raise ValueError(f"its cells hold bytes that are no text: {_OTHERS}")
+        value = value.decode(errors="replace")
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, datetime):
@@ -230,6 +234,8 @@ def _read_parquet(content: bytes, form: TableForm) -> tuple[Texts, str, list[str
     table = parquet.ParquetFile(pa.BufferReader(content)).read()
     nested = [i for i, field in enumerate(table.schema) if pa.types.is_nested(field.type)]
     names = ", ".join(table.column_names[i] for i in nested)
+    if any("binary" in str(table.schema[i].type) for i in nested):
+        raise ValueError(f"its column {names} holds bytes: {_OTHERS}")
     for i in reversed(nested):
         table = table.remove_column(i)
     for i, field in enumerate(table.schema):
@@ -289,7 +295,7 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
         content = content.decode(encoding).encode()
     content = content.removeprefix(codecs.BOM_UTF8)
     if b"\0" in content and not form.strict:
-        raise ValueError("it holds NUL characters, as no text does")
+        raise ValueError(f"it holds NUL characters, as no text does: {_OTHERS}")
     if b"\r" in content:
         content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     head = content[:_HEAD].decode(errors="ignore")
@@ -491,7 +497,8 @@ def _encoding(content: bytes, form: TableForm) -> str:
         odd = sum(map(len, _NOT_WESTERN.findall(content)))
         is_odd = 2 * odd > len(content.translate(None, bytes(range(128))))
         if not form.encoding and (is_odd or "\ufffd" in content.decode("cp1252", "replace")):
-            raise ValueError("its encoding is unclear: set dataset.encoding or use UTF-8") from None
+            cure = "set dataset.encoding or use UTF-8" if b"\0" not in content else _OTHERS
+            raise ValueError(f"its encoding is unclear: {cure}") from None
         return form.encoding or "cp1252"
     return "utf-8"
 
