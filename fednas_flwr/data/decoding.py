@@ -19,10 +19,9 @@ from fednas_flwr.data.features import load_backbone
 from fednas_flwr.data.records import ID, record_id
 from fednas_flwr.settings.data_settings import EncodedImages
 
-SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".tif", ".tiff")
-SUFFIXES += (".bmp", ".gif", ".webp", ".pgm", ".ppm", ".pbm", ".pnm")
 _DICOM = (".dcm", ".dicom", ".ima")
-SUFFIXES += _DICOM
+SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".tif", ".tiff")
+SUFFIXES += (".bmp", ".gif", ".webp", ".pgm", ".ppm", ".pbm", ".pnm", *_DICOM)
 _BESIDE = (".txt", ".csv", ".json", ".xml", ".md", ".db", ".ini")  # what may lie beside images
 _GRAY, _COLOUR = "gray", "colour"
 _GRAY_MODES = {"1", "L", "LA"}  # as Pillow calls them
@@ -36,6 +35,7 @@ _UNWINDOWED = (
     "DICOM images have no window, so that the range of each becomes 0..255: with "
     "dataset.intensity=[low,high] all are read alike"
 )
+_TOLD = (_TURNED, _PAGED, _CLEAR, _BANDS, _UNWINDOWED)
 _BEYOND = 1e12  # all intensities
 _PART = re.compile(r"(train|test)(ing)?([ _-]?(set|data|images))?", re.I)
 _MASK = re.compile(r"(.+)[ _.-]+(masks?|seg|segmentation|gt|annotation|label|overlay)\b", re.I)
@@ -125,8 +125,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         raise ConfigError(f"{number} of {count} files cannot be read as an image: {named}: {cure}.")
     notes = []
     if broken:
-        share = f"{number / count:.1%} of {count:,}"
-        notes = [f"{number} broken images left out: {named}; {share}"]
+        notes = [f"{number} broken images left out: {named}; {number / count:.1%} of {count:,}"]
     del sizes[side or 0, side or 0]  # which nothing was done to
     if side is not None and sizes:
         notes.append(f"resized to {side}x{side} (bilinear) from {_listed_sizes(sizes)}")
@@ -139,11 +138,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     if any(number for kind, number in shades.items() if kind != become):
         words = " and ".join(f"{number} {kind}" for kind, number in shades.items() if number)
         notes.append(f"{words} images: all become {become}")
-    notes += [
-        f"{kinds[words]} {words}"
-        for words in (_TURNED, _PAGED, _CLEAR, _BANDS, _UNWINDOWED)
-        if kinds[words]
-    ]
+    notes += [f"{kinds[words]} {words}" for words in _TOLD if kinds[words]]
     return Decoded(images[: len(rows)], np.array(ids, ID), np.array(rows, np.int64), tuple(notes))
 
 
@@ -193,11 +188,12 @@ def _open(
         with Image.open(io.BytesIO(content)) as opened:
             orientation = opened.getexif().get(_ORIENTATION, 1)
             is_clear = opened.mode in ("LA", "RGBA", "PA") or "transparency" in opened.info
+            bands = opened.getbands()
             facts = {
                 _TURNED: orientation in range(2, 9),
                 _PAGED: getattr(opened, "n_frames", 1) > 1,
                 _CLEAR: is_clear,
-                _BANDS: opened.mode == "RGBX",
+                _BANDS: getattr(opened, "tag_v2", {}).get(_SAMPLES, 1) > max(3, len(bands)),
             }
             said = [fact for fact, is_so in facts.items() if is_so]
             kind = _KINDS.get(opened.mode[0], _GRAY if opened.mode in _GRAY_MODES else _COLOUR)
@@ -234,7 +230,7 @@ def _own(pixels: np.ndarray) -> bytes:
     return first if others == [first] * 2 else b"".join([first, *others])
 
 
-_ORIENTATION = 0x0112  # EXIF's tag
+_ORIENTATION, _SAMPLES = 0x0112, 0x0115  # tags of EXIF and TIFF
 
 
 def _shades(
@@ -310,12 +306,9 @@ def part_folders(root: Path) -> tuple[Path, Path | None]:
 
     ``Training``, ``test_set`` and the like name them, too, in any case of letters.
     """
-    named = ((_PART.fullmatch(path.name), path) for path in sorted(root.iterdir()))
-    folders = {match[1].lower(): path for match, path in named if match}
-    train, test = folders.get("train"), folders.get("test")
-    if train is None or not train.is_dir():
-        return root, None
-    return train, test if test is not None and test.is_dir() else None
+    paths = [path for path in sorted(root.iterdir()) if path.is_dir()]
+    folders = {part[1].lower(): path for path in paths if (part := _PART.fullmatch(path.name))}
+    return (folders["train"], folders.get("test")) if "train" in folders else (root, None)
 
 
 def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], list[str]]:

@@ -133,11 +133,10 @@ def _read_classes(settings: ds.ImageFolder, folder: Path) -> Records:
         )
         images = [images[i] for i in rows]
     elif not read:
-        others = "; ".join([*_left_out(found), *decoding.other_files(folder)])
-        cure = ": dataset.root is the folder above the classes, or above train and test with them"
-        cure += ", and dataset.id_column=patient has <class>/<patient>/<image>.png"
-        ends = f"; {others}{cure if found else ''}" if others else ""
-        raise ConfigError(f"{folder} has no images: expected {form}{ends}.")
+        cure = "dataset.root is the folder above the classes, or above train and test with them, "
+        cure += "and dataset.id_column=patient has <class>/<patient>/<image>.png"
+        others = [*_left_out(found), *decoding.other_files(folder), *([cure] if found else ())]
+        raise ConfigError(f"{folder} has no images: {'; '.join([f'expected {form}', *others])}.")
     elif stray:
         path = folder.joinpath(*stray[0], found[stray[0]][0])
         raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")

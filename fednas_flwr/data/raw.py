@@ -121,8 +121,8 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
     files = decoding.image_files(path) if path.is_dir() else [path]
     if not files or files[0].suffix.lower() not in decoding.SUFFIXES:
         raise ConfigError(
-            f"{path} holds no images: expected files of {', '.join(sorted(decoding.SUFFIXES))}, or an "
-            "npz or npy file."
+            f"{path} holds no images: expected an npz or npy file, or files of "
+            f"{', '.join(sorted(decoding.SUFFIXES))}."
         )
     names = [str(file.relative_to(path)) if path.is_dir() else str(file) for file in files]
     parents = [set(Path(name).parts[:-1]) & set(inputs.class_names) for name in names]

@@ -24,16 +24,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.data import notation
 from fednas_flwr.data.cells import Cells, number_of
-from fednas_flwr.data.notation import (
-    NEARLY,
-    PLAIN,
-    Notation,
-    are_numbers,
-    code_key,
-    find_notation,
-    find_order,
-)
 from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import MISSING_WORDS, TABLE_SUFFIXES
 
@@ -141,15 +133,15 @@ def in_common_form(
     Raises:
         ConfigError: There are two readings, or a cell to be scaled is no number.
     """
-    notation = notation_of(form)
+    signs = notation_of(form)
     if dates is not None:
-        notation = find_notation({n: texts[n] for n in numbers}, form, separator, where=where)
-        order = form.date_order or find_order({n: texts[n] for n in dates}, where=where)
-        decimal, thousands = notation.decimal, notation.thousands
+        signs = notation.find_notation({n: texts[n] for n in numbers}, form, separator, where=where)
+        order = form.date_order or notation.find_order({n: texts[n] for n in dates}, where=where)
+        decimal, thousands = signs.decimal, signs.thousands
         form = replace(form, decimal=decimal, thousands=thousands, date_order=order)
     changed = dict(texts)
-    for name in numbers if notation != PLAIN else ():
-        changed[name] = texts[name].changed(notation.plain, but_stored=True)
+    for name in numbers if signs != notation.PLAIN else ():
+        changed[name] = texts[name].changed(signs.plain, but_stored=True)
     for name in form.map.keys() & texts.keys():
         changed[name] = changed[name].changed(_respelled(form.map[name]))
     for name in form.scale.keys() & texts.keys():
@@ -170,14 +162,14 @@ def _scaled(text: str, factor: float) -> str:
 
 
 def _respelled(spellings: Mapping[str, str]) -> Callable[[str], str]:
-    key = code_key(list(spellings))
+    key = notation.code_key(list(spellings))
     others = {key(text): other for text, other in spellings.items()}
     return lambda text: others.get(key(text), text)
 
 
-def notation_of(form: TableForm) -> Notation:
+def notation_of(form: TableForm) -> notation.Notation:
     """Notation of the numbers in a file; plain where nothing is known."""
-    return Notation(form.decimal or "point", form.thousands or "none")
+    return notation.Notation(form.decimal or "point", form.thousands or "none")
 
 
 def texts_of(table: Any, *, where: str = "the DataFrame") -> Texts:
@@ -470,9 +462,9 @@ def _like_a_record(first: Sequence[str], columns: Sequence[Cells]) -> bool:
     fitting = False
     for cell, cells in zip(first, columns, strict=True):
         known = cells[:_FIRST].without(MISSING_WORDS)
-        texts, are = known.different, are_numbers([cell, *known.different])
+        texts, are = known.different, notation.are_numbers([cell, *known.different])
         fits = bool(texts) and bool(are.all() or (cell in texts and not are[1:].all()))
-        differ = not are[1:].all() and len(texts) > NEARLY * len(known)
+        differ = not are[1:].all() and len(texts) > notation.NEARLY * len(known)
         if texts and cell and not fits and not differ:
             return False
         fitting |= fits
