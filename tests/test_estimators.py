@@ -210,6 +210,7 @@ def test_settings_reach_the_run(tmp_path):
         ({"preset": "slow"}, "died", "preset=slow is unknown: choose one of best, default, fast"),
         ({}, None, "the target y is None: give y, or label"),
         ({"time_limit": "soon"}, "died", "runtime.time_limit=soon"),
+        ({"time_limit": 600}, "died", "runtime.time_limit=600 .* expected a time .*: 45s, 30min"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_sentence(keys, label, message):

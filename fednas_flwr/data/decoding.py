@@ -4,6 +4,7 @@
 """
 
 import io
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from fednas_flwr.data.features import load_backbone
 from fednas_flwr.data.records import ID, record_id
 from fednas_flwr.settings.data_settings import EncodedImages
 
+_DICOM = (".dcm", ".dicom", ".ima")
 SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".tif", ".tiff")
-SUFFIXES += (".bmp", ".gif", ".webp", ".dcm", ".pgm", ".ppm", ".pbm", ".pnm")
+SUFFIXES += (".bmp", ".gif", ".webp", ".pgm", ".ppm", ".pbm", ".pnm", *_DICOM)
 _BESIDE = (".txt", ".csv", ".json", ".xml", ".md", ".db", ".ini")  # what may lie beside images
 _GRAY, _COLOUR = "gray", "colour"
 _GRAY_MODES = {"1", "L", "LA"}  # as Pillow calls them
@@ -28,11 +30,16 @@ _RANGES = {"16 bit": (0.0, 65535.0), "float": (0.0, 1.0)}  # that become 0 and 2
 _TURNED = "images turned upright as their EXIF orientation says"
 _PAGED = "files have several pages, of which only the first is read"
 _CLEAR = "images with an alpha channel are laid on white"
+_BANDS = "images have more than three bands, of which the first three are read"
 _UNWINDOWED = (
     "DICOM images have no window, so that the range of each becomes 0..255: with "
     "dataset.intensity=[low,high] all are read alike"
 )
+_TOLD = (_TURNED, _PAGED, _CLEAR, _BANDS, _UNWINDOWED)
 _BEYOND = 1e12  # all intensities
+_PART = re.compile(r"(train|test)(ing)?([ _-]?(set|data|images))?", re.I)
+_MASK = re.compile(r"(.+)[ _.-]+(masks?|seg|segmentation|gt|annotation|label|overlay)\b", re.I)
+_MASK_FOLDERS = {"masks", "ground_truth"}
 _MOST_NAMED = 20
 
 Source = Callable[[int], tuple[str, bytes]]  # name and content of an encoded image
@@ -84,7 +91,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     images = _room(count if side and channels else 0, channels or 1, side or 1, side or 1)
     ids: list[str] = []
     rows: list[int] = []
-    broken: list[str] = []
+    broken: dict[str, list[str]] = {}  # names by reasons
     found: list[tuple[int, int]] = []
     facts: list[str] = []
     for i in range(count):
@@ -92,7 +99,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
         try:
             image, own_pixels, said = _open(content, name, settings.intensity)
         except _BrokenError as error:
-            broken.append(f"{name} ({error})")
+            broken.setdefault(str(error), []).append(name)
             continue
         found.append((image.shape[1], image.shape[0]))
         facts += said
@@ -111,17 +118,16 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             f"the images have {len(sizes)} different sizes ({_listed_sizes(sizes)}): set "
             "dataset.image_size."
         )
-    named = listed(broken, _MOST_NAMED)
+    texts = (f"{listed(names, 5)} ({reason})" for reason, names in broken.items())
+    named, number = listed(texts, _MOST_NAMED), count - len(rows)
     if (broken and settings.corrupt != "skip") or (not rows and None in (side, channels)):
-        raise ConfigError(
-            f"{len(broken)} of {count} files cannot be read as an image: "
-            f"{named}: repair or remove them, or set dataset.corrupt=skip."
-        )
+        cure = "repair or remove them, or set dataset.corrupt=skip" if rows else "repair them"
+        raise ConfigError(f"{number} of {count} files cannot be read as an image: {named}: {cure}.")
     notes = []
     if broken:
-        share = f"{len(broken) / count:.1%} of {count:,}"
-        notes = [f"{len(broken)} broken images left out: {named}; {share}"]
-    if side is not None and set(sizes) - {(side, side)}:
+        notes = [f"{number} broken images left out: {named}; {number / count:.1%} of {count:,}"]
+    del sizes[side or 0, side or 0]  # which nothing was done to
+    if side is not None and sizes:
         notes.append(f"resized to {side}x{side} (bilinear) from {_listed_sizes(sizes)}")
     for kind, usual in _RANGES.items():
         if kinds[kind]:
@@ -132,11 +138,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     if any(number for kind, number in shades.items() if kind != become):
         words = " and ".join(f"{number} {kind}" for kind, number in shades.items() if number)
         notes.append(f"{words} images: all become {become}")
-    notes += [
-        f"{kinds[words]} {words}"
-        for words in (_TURNED, _PAGED, _CLEAR, _UNWINDOWED)
-        if kinds[words]
-    ]
+    notes += [f"{kinds[words]} {words}" for words in _TOLD if kinds[words]]
     return Decoded(images[: len(rows)], np.array(ids, ID), np.array(rows, np.int64), tuple(notes))
 
 
@@ -180,16 +182,18 @@ def _open(
     from PIL import Image, ImageOps
 
     try:
-        if name.lower().endswith(".dcm"):
+        if name.lower().endswith(_DICOM) or content[128:132] == b"DICM":
             pixels, said = _dicom(content, intensity)
-            return pixels, pixels.tobytes(), [_GRAY, *said]
+            return pixels, _own(pixels), [_GRAY if pixels.ndim == 2 else _COLOUR, *said]
         with Image.open(io.BytesIO(content)) as opened:
             orientation = opened.getexif().get(_ORIENTATION, 1)
             is_clear = opened.mode in ("LA", "RGBA", "PA") or "transparency" in opened.info
+            bands = opened.getbands()
             facts = {
                 _TURNED: orientation in range(2, 9),
                 _PAGED: getattr(opened, "n_frames", 1) > 1,
                 _CLEAR: is_clear,
+                _BANDS: getattr(opened, "tag_v2", {}).get(_SAMPLES, 1) > max(3, len(bands)),
             }
             said = [fact for fact, is_so in facts.items() if is_so]
             kind = _KINDS.get(opened.mode[0], _GRAY if opened.mode in _GRAY_MODES else _COLOUR)
@@ -211,15 +215,22 @@ def _open(
         raise
     except Exception as error:  # whatever a broken file makes of a parser of many formats
         reason = " ".join(str(error).split())  # without the address of the bytes that were read
-        reason = "of no known image format" if "cannot identify" in reason else reason
+        if "cannot identify" in reason:
+            is_tiff = content[:4] in (b"II*\0", b"MM\0*")
+            reason = f"of no {'kind of TIFF that is read' if is_tiff else 'known image format'}"
         raise _BrokenError(reason) from error
-    channels = pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels
-    first, size = channels.tobytes(), pixels[..., :1].nbytes
-    is_gray = first[:size] == first[size : 2 * size] == first[2 * size :]
-    return shown, first[:size] if is_gray else first, [kind, *said]
+    return shown, _own(pixels), [kind, *said]
 
 
-_ORIENTATION = 0x0112  # EXIF's tag
+def _own(pixels: np.ndarray) -> bytes:
+    """An image's own pixels, channel by channel, and one channel where these are equal."""
+    if pixels.ndim == 2:
+        return pixels.tobytes()
+    first, *others = (pixels[..., channel].tobytes() for channel in range(pixels.shape[2]))
+    return first if others == [first] * 2 else b"".join([first, *others])
+
+
+_ORIENTATION, _SAMPLES = 0x0112, 0x0115  # tags of EXIF and TIFF
 
 
 def _shades(
@@ -242,29 +253,35 @@ def _shades(
 def _dicom(content: bytes, intensity: Sequence[float] | None) -> tuple[np.ndarray, list[str]]:
     """Return a DICOM image as its own window shows it, and what is to be said of it.
 
-    It is uint8 ``[H, W]``, black 0 and white 255. With a given range of intensities, such as
-    Hounsfield units, that is the window.
+    It is uint8 ``[H, W]``, black 0 and white 255, or in colour ``[H, W, 3]``. With a given range of
+    intensities, such as Hounsfield units, that is the window.
     """
     try:
         import pydicom
-        from pydicom.pixels.processing import apply_modality_lut, apply_voi_lut, apply_windowing
+        from pydicom.pixels import processing
     except ImportError as error:
         raise _BrokenError("DICOM needs pydicom: install fednas_flwr[dicom] with pip") from error
     opened = pydicom.dcmread(io.BytesIO(content))
-    values = apply_modality_lut(opened.pixel_array, opened)
+    values, kind = opened.pixel_array, opened.get("PhotometricInterpretation")
+    if kind == "PALETTE COLOR":
+        values = processing.apply_color_lut(values, opened)[..., :3]
+    if values.ndim == 3 and (kind == "PALETTE COLOR" or opened.SamplesPerPixel == 3):
+        return (values >> 8 * (values.itemsize - 1)).astype(np.uint8), []
     if values.ndim != 2:
-        raise _BrokenError(f"one gray image was expected, got shape {values.shape}")
+        raise _BrokenError(
+            f"one image was expected, got shape {values.shape}: save frames as images"
+        )
+    values = processing.apply_modality_lut(values, opened)
     said: list[str] = []
     ends = values
     if not intensity:
-        values = ends = apply_voi_lut(values, opened)
+        values = ends = processing.apply_voi_lut(values, opened)
         if "VOILUTSequence" not in opened and "WindowCenter" in opened:
-            ends = apply_windowing(np.array([-_BEYOND, _BEYOND]), opened)
+            ends = processing.apply_windowing(np.array([-_BEYOND, _BEYOND]), opened)
         elif "VOILUTSequence" not in opened:
             said = [_UNWINDOWED]
     pixels = _shades(values, intensity, (ends.min(), ends.max()))
-    is_inverse = opened.get("PhotometricInterpretation") == "MONOCHROME1"  # where 0 is white
-    return 255 - pixels if is_inverse else pixels, said
+    return 255 - pixels if kind == "MONOCHROME1" else pixels, said  # of which 0 is white
 
 
 def _fitted(image: np.ndarray, shape: Sequence[int]) -> np.ndarray:
@@ -287,13 +304,11 @@ def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
 def part_folders(root: Path) -> tuple[Path, Path | None]:
     """Folders of the train and the test part; a root without ``train`` is the train part.
 
-    ``Training`` and ``Testing`` name them, too, in any case of letters.
+    ``Training``, ``test_set`` and the like name them, too, in any case of letters.
     """
-    folders = {path.name.lower().removesuffix("ing"): path for path in sorted(root.iterdir())}
-    train, test = folders.get("train"), folders.get("test")
-    if train is None or not train.is_dir():
-        return root, None
-    return train, test if test is not None and test.is_dir() else None
+    paths = [path for path in sorted(root.iterdir()) if path.is_dir()]
+    folders = {part[1].lower(): path for path in paths if (part := _PART.fullmatch(path.name))}
+    return (folders["train"], folders.get("test")) if "train" in folders else (root, None)
 
 
 def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], list[str]]:
@@ -323,6 +338,17 @@ def other_files(root: Path) -> list[str]:
         others.update(Path(name).suffix.lower() or "no suffix" for name in more)
     listing = listed(f"{suffix}: {number}" for suffix, number in others.most_common())
     return [f"{others.total()} files are not read as images ({listing})"] if others else []
+
+
+def masks_in(paths: Sequence[Path]) -> list[str]:
+    """A sentence on images that by their names or folders may be masks, if there are any."""
+    stems = {path.stem for path in paths}
+    masks = [
+        path.name
+        for path in paths
+        if _MASK_FOLDERS & {*path.parts} or ((of := _MASK.match(path.name)) and of[1] in stems)
+    ]
+    return [f"{len(masks)} images such as {masks[0]} may be masks: remove them"] if masks else []
 
 
 def image_files(root: Path) -> list[Path]:

@@ -5,7 +5,6 @@ first column names the files; as in any table a record has a class or several la
 may say whose each image is.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,45 +17,17 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
-from fednas_flwr.data import tables
+from fednas_flwr.data import decoding, records, tables
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.decoding import (
-    SUFFIXES,
-    Source,
-    decode_images,
-    image_files,
-    image_folders,
-    other_files,
-    part_folders,
-    source_of,
-)
-from fednas_flwr.data.records import (
-    ID,
-    Column,
-    Records,
-    RecordsPair,
-    canonical,
-    encode_labels,
-    readable,
-    record_ids,
-    text_id,
-)
+from fednas_flwr.data.records import Column, Records, RecordsPair
 from fednas_flwr.data.table_files import Texts, check_columns, names_in, read_texts, without_missing
-from fednas_flwr.settings.data_settings import (
-    ANY_FORM,
-    EncodedImages,
-    ImageFolder,
-    Images,
-    LabelledImages,
-    Torchvision,
-)
+from fednas_flwr.settings import data_settings as ds
 from fednas_flwr.settings.names import TORCHVISION_SETS
 
-LABELS_FORM = replace(ANY_FORM, header=True)
-_MASK = re.compile(r"(.+)[ _.-]+(masks?|seg|segmentation|gt|annotation|label|overlay)\b", re.I)
+LABELS_FORM = replace(ds.ANY_FORM, header=True)
 
 
-def read_digits(settings: Images, path: Path) -> RecordsPair:
+def read_digits(settings: ds.Images, path: Path) -> RecordsPair:
     """scikit-learn's 1,797 real digits, ``[1, 8, 8]``, with 0..16 rescaled to 0..255."""
     from sklearn import datasets
 
@@ -65,7 +36,9 @@ def read_digits(settings: Images, path: Path) -> RecordsPair:
     return records_from_arrays(images, digits.target, tuple("0123456789")), None
 
 
-def read_torchvision(settings: Torchvision, root: Path, *, download: bool = False) -> RecordsPair:
+def read_torchvision(
+    settings: ds.Torchvision, root: Path, *, download: bool = False
+) -> RecordsPair:
     """Official train and test parts of a set that torchvision knows.
 
     Args:
@@ -95,7 +68,7 @@ def read_torchvision(settings: Torchvision, root: Path, *, download: bool = Fals
     return parts[0], parts[1]
 
 
-def read_image_folder(settings: ImageFolder, root: Path) -> RecordsPair:
+def read_image_folder(settings: ds.ImageFolder, root: Path) -> RecordsPair:
     """Images of one folder per class.
 
     With ``corrupt=skip`` those in a folder of no class, and of no person, are left out, too.
@@ -109,7 +82,7 @@ def read_image_folder(settings: ImageFolder, root: Path) -> RecordsPair:
         ConfigError: No images, an unreadable one, a folder that is no class, differing sizes, an
             image that is not in a person's folder.
     """
-    parts = part_folders(root)
+    parts = decoding.part_folders(root)
     if not settings.class_names:
         folders = [path.name for path in parts[0].iterdir() if path.is_dir()]
         names = sorted(name for name in folders if name[0] not in "._")
@@ -117,7 +90,7 @@ def read_image_folder(settings: ImageFolder, root: Path) -> RecordsPair:
     train, test = _read_parts(settings, root, _read_classes)
     if parts[0] != root:
         inside = {part.name for part in parts if part}
-        found = image_folders(root, hidden=True)
+        found = decoding.image_folders(root, hidden=True)
         others = {at: names for at, names in found.items() if not inside & {*at[:1]}}
         train = replace(train, notes=(*train.notes, *_left_out(others)))
     return train, test
@@ -133,7 +106,7 @@ def _left_out(images: Mapping[tuple[str, ...], Sequence[str]]) -> list[str]:
 
 def _read_parts(settings: Any, root: Path, read: Callable[[Any, Path], Records]) -> RecordsPair:
     """Train and test part in a folder, the latter with the former's channels and classes."""
-    train_root, test_root = part_folders(root)
+    train_root, test_root = decoding.part_folders(root)
     train = read(settings, train_root)
     if test_root is None:
         return train, None
@@ -142,10 +115,10 @@ def _read_parts(settings: Any, root: Path, read: Callable[[Any, Path], Records])
     return train, read(settings, test_root)
 
 
-def _read_classes(settings: ImageFolder, folder: Path) -> Records:
+def _read_classes(settings: ds.ImageFolder, folder: Path) -> Records:
     """Images of the classes' folders in one folder."""
     names, id_column = tuple(settings.class_names), settings.id_column
-    found = image_folders(folder, hidden=True)
+    found = decoding.image_folders(folder, hidden=True)
     visible = [at for at in found if at and not any(name[0] == "_" for name in at)]
     depth, form = 1, "<class>/<image>.png"
     if id_column is not None:
@@ -155,35 +128,39 @@ def _read_classes(settings: ImageFolder, folder: Path) -> Records:
     if settings.corrupt == "skip":
         images = [(at, name) for at in read + stray for name in found[at]]
         of_none = [at[0] not in names or len(at) != depth for at, _ in images]
-        rows, notes = readable({"a folder of no class or no person": np.array(of_none, dtype=bool)})
+        rows, notes = records.readable(
+            {"a folder of no class or no person": np.array(of_none, dtype=bool)}
+        )
         images = [images[i] for i in rows]
     elif not read:
-        others = "; ".join([*_left_out(found), *other_files(folder)])
-        raise ConfigError(f"{folder} has no images: expected {form}{others and f'; {others}'}.")
+        cure = "dataset.root is the folder above the classes, or above train and test with them, "
+        cure += "and dataset.id_column=patient has <class>/<patient>/<image>.png"
+        others = [*_left_out(found), *decoding.other_files(folder), *([cure] if found else ())]
+        raise ConfigError(f"{folder} has no images: {'; '.join([f'expected {form}', *others])}.")
     elif stray:
         path = folder.joinpath(*stray[0], found[stray[0]][0])
         raise ConfigError(f"{path} is in no person's folder: with id_column expected {form}.")
     else:
         images = [(at, name) for at in read for name in found[at]]
-        stems = {Path(name).stem for _, name in images}
         left_out = {at: names for at, names in found.items() if at not in read}
-        notes = (*_left_out(left_out), *other_files(folder))
-        beside = [name for _, name in images if (of := _MASK.match(name)) and of[1] in stems]
-        if masks := beside or found.get(("masks",)):
-            notes = (*notes, f"{len(masks)} images such as {masks[0]} may be masks: remove them")
-    labels = encode_labels(Cells(at[0] for at, _ in images), names, where=str(folder))
+        masks = decoding.masks_in([Path(*at, name) for at, name in images])
+        notes = (*_left_out(left_out), *decoding.other_files(folder), *masks)
+    labels = records.encode_labels(Cells(at[0] for at, _ in images), names, where=str(folder))
     persons = {}
     if id_column is not None:
         persons = {id_column: np.array([at[1] for at, _ in images], dtype=np.str_)}
-    ids = [np.array(list(map(text_id, of.tolist())), dtype=ID) for of in persons.values()]
-    source = source_of(["/".join((str(folder), *at, name)) for at, name in images])
+    ids = [
+        np.array(list(map(records.text_id, of.tolist())), dtype=records.ID)
+        for of in persons.values()
+    ]
+    source = decoding.source_of(["/".join((str(folder), *at, name)) for at, name in images])
     decoded = decoded_fields(settings, source, labels, notes, persons, *ids)
     return Records(**decoded, class_names=names, id_column=id_column or "")
 
 
 def decoded_fields(
-    settings: EncodedImages,
-    source: Source,
+    settings: ds.EncodedImages,
+    source: decoding.Source,
     labels: Tensor,
     notes: Sequence[str],
     columns: Mapping[str, np.ndarray],
@@ -199,7 +176,7 @@ def decoded_fields(
         columns: Of all images.
         ids: The same; None for those of the images' pixels.
     """
-    decoded = decode_images(settings, len(labels), source)
+    decoded = decoding.decode_images(settings, len(labels), source)
     rows = decoded.rows
     return {
         "features": torch.from_numpy(decoded.images),
@@ -225,7 +202,9 @@ def records_from_arrays(
     is_table = features.ndim == 2
     num_features = features.shape[1] if is_table else 0
     if ids is None:
-        ids = record_ids(row.tobytes() for row in (canonical(features) if is_table else features))
+        ids = records.record_ids(
+            row.tobytes() for row in (records.canonical(features) if is_table else features)
+        )
     return Records(
         features=torch.from_numpy(features),
         labels=torch.from_numpy(labels.astype(np.int64)),
@@ -235,7 +214,7 @@ def records_from_arrays(
     )
 
 
-def read_labelled_images(settings: LabelledImages, root: Path) -> RecordsPair:
+def read_labelled_images(settings: ds.LabelledImages, root: Path) -> RecordsPair:
     """Images in a folder, labelled by a table.
 
     With ``corrupt=skip`` rows whose image is not there are left out, too.
@@ -253,11 +232,17 @@ def read_labelled_images(settings: LabelledImages, root: Path) -> RecordsPair:
 
 
 def with_names_first(texts: Texts, path: Path) -> tuple[Texts, list[str]]:
-    """The columns of a labels file but for one that counts its rows and names no images."""
+    """The columns of a labels file, that which names the images first.
+
+    One that counts its rows, and names no images, is left out.
+    """
     others, notes = tables.without_row_numbers(texts)
-    if notes and not _names_images(others, path) and _names_images(texts, path):
+    first = next((name for name in texts if _names_images({name: texts[name]}, path)), None)
+    if first is None or first == next(iter(others)):
+        return others, notes
+    if first == next(iter(texts)):
         return texts, []
-    return others, notes
+    return {first: texts[first], **others}, [*notes, f"column {first} names the images"]
 
 
 def _names_images(texts: Texts, path: Path) -> bool:
@@ -278,7 +263,7 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
         ConfigError: Images are missing, or not to be told apart by their names.
     """
     column = next(iter(texts))
-    files = image_files(path.parent)
+    files = decoding.image_files(path.parent)
     paths = {file.relative_to(path.parent): file for file in files}
     cut = {p: p if skip else p.with_suffix("") for p in paths}  # without suffixes, too
     names = {file: {p.name, cut[p].name, cut[p].as_posix()} for p, file in paths.items()}
@@ -298,7 +283,7 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     return {row: known[cell] for row, cell in enumerate(cells) if cell in known}
 
 
-def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
+def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     """Images that the labels file in a folder names."""
     path = folder / settings.labels_file
     if not path.is_file():
@@ -321,13 +306,13 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
             f"{path} begins with the column {first}, which is to name the images: put the column "
             "with the files' names first."
         )
-    if first.lower().endswith(SUFFIXES) and not skip:
+    if first.lower().endswith(decoding.SUFFIXES) and not skip:
         raise ConfigError(f"{path} begins with the image {first}: give it a first line of names.")
     paths = files_of(texts, path, skip=skip)
     if skip:
         wrong = tables.unreadable_cells(settings, texts, ())
         wrong[first] = np.array([row not in paths for row in range(len(texts[first]))], dtype=bool)
-        rows, left_out = readable(wrong)
+        rows, left_out = records.readable(wrong)
         texts, notes = {name: cells[rows] for name, cells in texts.items()}, notes + left_out
         paths = {row: paths[row] for row in rows.tolist()}
     files = list(paths.values())
@@ -335,12 +320,12 @@ def _read_labelled(settings: LabelledImages, folder: Path) -> Records:
         twice = Counter(files).most_common(1)[0][0]
         raise ConfigError(f"{path} names the image {twice.name} in more than one row: keep one.")
     labels, classes = tables.read_labels(settings, texts, path)
-    others = len(image_files(path.parent)) - len(set(files))
+    others = len(decoding.image_files(path.parent)) - len(set(files))
     if others:
         notes = (*notes, f"{others} images that {path.name} does not name are left out")
     ids = None if settings.id_column is None else tables.person_ids(settings, texts, path)
     further = names_in(texts, [name for name in list(texts)[1:] if name not in columns])
     if further and not is_said:
         notes = (*notes, f"{path.name}: {settings.label} is the label, not {listed(further, 5)}")
-    decoded = decoded_fields(settings, source_of(files), labels, notes, further, ids)
+    decoded = decoded_fields(settings, decoding.source_of(files), labels, notes, further, ids)
     return tables.labelled_records(settings, **decoded, class_names=classes)

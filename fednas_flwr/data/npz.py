@@ -265,15 +265,12 @@ def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> dict[str, set[st
             present[part] = names
             if names not in forms:
                 raise ConfigError(
-                    f"{origin} holds {', '.join(sorted(names or arrays))}: a part needs x_{part} "
+                    f"{origin} holds {', '.join(sorted(arrays))}: a part needs x_{part} "
                     f"and y_{part}, or {part}_bytes, {part}_off and y_{part}; add what is missing, "
                     "or remove the rest."
                 )
     if len(present) > 2:
-        raise ConfigError(
-            f"{origin} holds a part test and a part val, but one of them is used: remove the other "
-            "(validation records are taken from train by dataset.fractions)."
-        )
+        del present["val"]  # validation records are taken from train by dataset.fractions
     return present
 
 

@@ -108,7 +108,8 @@ def _of_labels(records: Records) -> Iterator[str]:
         yield f"one record only has the label {records.class_names[counts.index(1)]}: is it one?"
     if len(counts) == 1:
         yield f"every record has the label {records.class_names[0]}: there is nothing to tell apart"
-    yield from _spelled_alike("the label", records.class_names)
+    cure = "by dataset.map" if records.schema else "in the data"
+    yield from _spelled_alike("the label", records.class_names, cure)
     codes = [] if len(counts) > 4 else ["9"]  # of few classes, which may mean missing
     for name in [n for n in records.class_names if n in codes or _UNKNOWN.fullmatch(n)][:1]:
         yield f"the label holds {name}: if it means that the label is missing, remove these records"
@@ -117,7 +118,7 @@ def _of_labels(records: Records) -> Iterator[str]:
         yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
 
 
-def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
+def _spelled_alike(what: str, codes: Sequence[str], how: str = "by dataset.map") -> Iterator[str]:
     """Yield sentences on codes that may be one, all say yes or no, or are lists of others."""
     alike: dict[str, list[str]] = {}
     spoken = _YES_NO if all(code.lower() in _YES_NO for code in codes) else {}
@@ -128,7 +129,7 @@ def _spelled_alike(what: str, codes: Sequence[str]) -> Iterator[str]:
         plain = str(int(plain)) if plain.isdecimal() else plain
         alike.setdefault(spoken.get(plain, plain), []).append(code)
     for spellings in [found for found in alike.values() if len(found) > 1][:1]:
-        yield f"{what} holds {' and '.join(spellings)}: join them by dataset.map if they are one"
+        yield f"{what} holds {' and '.join(spellings)}: join them {how} if they are one"
     for code in codes:
         parts = {part.strip().lower() for part in re.split("[,;|/+ ]", code)}
         if len(parts) > 1 and parts <= alike.keys():

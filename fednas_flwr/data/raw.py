@@ -16,32 +16,13 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.data import decoding, npz, table_files
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.decoding import SUFFIXES as IMAGE_SUFFIXES
-from fednas_flwr.data.decoding import decode_like, image_files, other_files, source_of
 from fednas_flwr.data.images import LABELS_FORM, files_of, with_names_first
 from fednas_flwr.data.notation import NEARLY, distinct, places_among
-from fednas_flwr.data.npz import (
-    channels_first,
-    cut,
-    named,
-    read_arrays,
-    usual_labels,
-    usual_names,
-    usual_pixels,
-)
 from fednas_flwr.data.oddities import off_scale
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels, feature_names
 from fednas_flwr.data.site_tables import site_files
-from fednas_flwr.data.table_files import (
-    Texts,
-    check_columns,
-    in_common_form,
-    read_texts,
-    suffix_of,
-    texts_of,
-    without_missing,
-)
 from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, TableForm
 
@@ -112,7 +93,7 @@ def _read(data: Any, inputs: Inputs) -> RawData:
     if hasattr(data, "to_pandas") and inputs.is_table:  # of polars, pyarrow, ...
         data = data.to_pandas()
     if hasattr(data, "iloc") and inputs.is_table:
-        texts = texts_of(data)
+        texts = table_files.texts_of(data)
         if "Unnamed: 0" in texts:  # as pandas calls the first column if it has no name
             texts.setdefault("column 1", texts["Unnamed: 0"])
         return _rows(texts, inputs, where="the DataFrame")
@@ -126,20 +107,22 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         return _numpy_file(path, inputs)
     if inputs.is_table:
         return _sites(path, inputs) if path.is_dir() else _table(path, inputs.form, inputs)
-    if suffix_of(path):
-        texts = without_missing(read_texts(path, LABELS_FORM)[0], LABELS_FORM)
+    if table_files.suffix_of(path):
+        texts = table_files.without_missing(
+            table_files.read_texts(path, LABELS_FORM)[0], LABELS_FORM
+        )
         texts, _ = with_names_first(texts, path)
         files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),
             _row_labels(texts, inputs, where=str(path)),
-            _decoded(source_of(files), len(files), inputs),
+            _decoded(decoding.source_of(files), len(files), inputs),
         )
-    files = image_files(path) if path.is_dir() else [path]
-    if not files or files[0].suffix.lower() not in IMAGE_SUFFIXES:
+    files = decoding.image_files(path) if path.is_dir() else [path]
+    if not files or files[0].suffix.lower() not in decoding.SUFFIXES:
         raise ConfigError(
-            f"{path} holds no images: expected files of {', '.join(sorted(IMAGE_SUFFIXES))}, or an "
-            "npz or npy file."
+            f"{path} holds no images: expected an npz or npy file, or files of "
+            f"{', '.join(sorted(decoding.SUFFIXES))}."
         )
     names = [str(file.relative_to(path)) if path.is_dir() else str(file) for file in files]
     parents = [set(Path(name).parts[:-1]) & set(inputs.class_names) for name in names]
@@ -147,15 +130,15 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
     return RawData(
         names,
         torch.tensor([inputs.class_names.index(min(of)) for of in parents]) if labelled else None,
-        _decoded(source_of(files), len(files), inputs),
-        tuple(other_files(path)),
+        _decoded(decoding.source_of(files), len(files), inputs),
+        (*decoding.other_files(path), *decoding.masks_in(list(map(Path, names)))),
     )
 
 
 def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) -> RawData:
     """Rows of a table's file, written in a form, which may lack columns if that is said."""
     encoding = None if form.strict else form.encoding  # sites fix one, and predict any
-    texts, separator, _ = read_texts(
+    texts, separator, _ = table_files.read_texts(
         path, replace(form, separator=None, encoding=encoding), keep_empty=True
     )
     return _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
@@ -178,22 +161,26 @@ def _sites(root: Path, inputs: Inputs) -> RawData:
 
 
 def _numpy_file(path: Path, inputs: Inputs) -> RawData:
-    arrays = usual_names(read_arrays(path))
+    arrays = npz.usual_names(npz.read_arrays(path))
     for part in ("", "_test", "_val", "_train"):
         labels = _checked_labels(arrays.get(f"y{part}"), inputs)
         if f"x{part}" in arrays:
-            return _array(usual_pixels(arrays[f"x{part}"]), inputs, where=str(path), labels=labels)
+            return _array(
+                npz.usual_pixels(arrays[f"x{part}"]), inputs, where=str(path), labels=labels
+            )
         encoded = part.removeprefix("_")
         if f"{encoded}_bytes" in arrays:
-            contents = cut(arrays[f"{encoded}_bytes"], arrays[f"{encoded}_off"], origin=str(path))
-            source = partial(named, contents, str(path))
+            contents = npz.cut(
+                arrays[f"{encoded}_bytes"], arrays[f"{encoded}_off"], origin=str(path)
+            )
+            source = partial(npz.named, contents, str(path))
             return RawData(_numbers(contents), labels, _decoded(source, len(contents), inputs))
     raise ConfigError(f"{path} holds the arrays {', '.join(arrays)}: expected x.")
 
 
 def _checked_labels(labels: np.ndarray | None, inputs: Inputs) -> Tensor | None:
     """Labels as ``RawData`` has them; None where they are of another form."""
-    labels = None if labels is None else usual_labels(labels)
+    labels = None if labels is None else npz.usual_labels(labels)
     if labels is not None and labels.dtype.kind == "U":
         if not {*labels.tolist()} <= {*inputs.class_names}:
             return None
@@ -218,26 +205,33 @@ def _decoded(
         images = []
         for i in range(*chosen.indices(count)):
             name, content = source(i)
-            images.append(decode_like(content, name, inputs.shape, inputs.intensity))
+            images.append(decoding.decode_like(content, name, inputs.shape, inputs.intensity))
         return torch.from_numpy(np.stack(images))
 
     return batch
 
 
 def _rows(
-    texts: Texts, inputs: Inputs, separator: str = "", *, where: str, lacks: bool = False
+    texts: table_files.Texts,
+    inputs: Inputs,
+    separator: str = "",
+    *,
+    where: str,
+    lacks: bool = False,
 ) -> RawData:
-    texts = without_missing(texts, inputs.form)
+    texts = table_files.without_missing(texts, inputs.form)
     if lacks:
         empty = Cells([""] * len(next(iter(texts.values()))))
         texts = {column.name: empty for column in inputs.schema} | texts
-    check_columns(texts, [column.name for column in inputs.schema], where=where)
+    table_files.check_columns(texts, [column.name for column in inputs.schema], where=where)
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
     numbers += [inputs.label] if inputs.target and inputs.label in texts else []
     dates = None
     if None in (inputs.form.decimal, inputs.form.date_order):  # which sites did not agree on
         dates = [column.name for column in inputs.schema if column.kind == DATE]
-    texts, form = in_common_form(texts, inputs.form, numbers, dates, separator, where=where)
+    texts, form = table_files.in_common_form(
+        texts, inputs.form, numbers, dates, separator, where=where
+    )
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), [*_unlike_training(texts, inputs)]
     notes += off_scale(rows, inputs.schema, inputs.mean, inputs.std)
@@ -256,7 +250,7 @@ def _rows(
     return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes), ids)
 
 
-def _unlike_training(texts: Texts, inputs: Inputs) -> Iterator[str]:
+def _unlike_training(texts: table_files.Texts, inputs: Inputs) -> Iterator[str]:
     """Yield a sentence on every column without a cell, or with many unknown categories."""
     for column in inputs.schema:
         present = texts[column.name][~texts[column.name].missing]
@@ -277,7 +271,7 @@ def _numbers(records: Sized) -> list[str]:
     return [str(i) for i in range(len(records))]
 
 
-def _row_labels(texts: Texts, inputs: Inputs, *, where: str) -> Tensor | None:
+def _row_labels(texts: table_files.Texts, inputs: Inputs, *, where: str) -> Tensor | None:
     """Labels in the label columns; None where one lacks, or names none of the classes."""
     names = inputs.class_names
     if inputs.multi_label and not inputs.label:
@@ -328,7 +322,7 @@ def _array(data: Any, inputs: Inputs, *, where: str, labels: Tensor | None = Non
 def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:
     """Return uint8 or float32 ``[N, C, H, W]``."""
     if array.dtype.kind != "f" or (array.size and array.max() > 1):
-        array = usual_pixels(array)
+        array = npz.usual_pixels(array)
     if array.dtype.kind == "f":
         low, high = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
         if not 0 <= low <= high <= 1:
@@ -338,7 +332,7 @@ def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndar
             )
         array = array.astype(np.float32)
     if array.shape[1:] != inputs.shape:
-        array = channels_first(array, origin=where, kinds=(np.uint8, np.float32))
+        array = npz.channels_first(array, origin=where, kinds=(np.uint8, np.float32))
     if array.shape[1:] != inputs.shape or array.dtype not in (np.uint8, np.float32):
         raise ConfigError(
             f"{where} holds images {array.dtype} of shape {array.shape}: expected uint8 or float "

@@ -308,6 +308,7 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
         labels=torch.cat([records.labels for records in everyone]),
         ids=np.concatenate([records.ids for records in everyone]),
         columns=columns,
+        notes=tuple(f"{site}: {note}" for site, of in sites.items() for note in of.notes),
     )
 
 

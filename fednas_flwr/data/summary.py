@@ -4,6 +4,7 @@
 prints.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -215,7 +216,12 @@ def _suggestions(prepared: Prepared) -> list[str]:
         )
     found = [(c, _values(records, c)) for c in records.schema if c.kind != CATEGORY]
     ends = [(c.name, _ends(values, c)) for c, values in found if len(values)]
-    ranges = ",".join(f"{name}:[{','.join(pair)}]" for name, pair in ends if len({*pair}) == 2)
+    pairs = [(name, ",".join(pair)) for name, pair in ends if len({*pair}) == 2]
+    keys = {name: re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", name) for name, _ in pairs}
+    odd = [name for name in keys if not re.fullmatch(r"[\w \\()\[\]{}:=,/+.$%*@?|-]+", name, re.A)]
+    ranges = ",".join(f"{keys[name]}:[{pair}]" for name, pair in pairs if name not in odd)
+    if odd and prepared.uses_own_statistics:
+        lines.append(f"other names for {listed(odd, 5)}, which no dataset.ranges can spell")
     if ranges and prepared.uses_own_statistics:
         lines.append(
             f"with privacy=dp 'dataset.ranges={{{ranges}}}', with the ends that are usual in place "

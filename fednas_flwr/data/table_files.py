@@ -24,16 +24,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.data import notation
 from fednas_flwr.data.cells import Cells, number_of
-from fednas_flwr.data.notation import (
-    NEARLY,
-    PLAIN,
-    Notation,
-    are_numbers,
-    code_key,
-    find_notation,
-    find_order,
-)
 from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import MISSING_WORDS, TABLE_SUFFIXES
 
@@ -51,6 +43,7 @@ _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so 
 _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
 # A cell of Excel whose formula was not computed; an empty text would be a value
 _UNCOMPUTED = re.compile(rb"""<c (?![^>]*t="str")[^>]*><f[^<]*(</f>)?(<v ?/>|<v></v>)?</c>""")
+_OTHERS = "give a table, arrays in an .npz file, or images as files, in a folder per class"
 _LONGEST = 200  # characters of a name by which records are divided
 _HEAD = 1_000_000  # bytes in which a header begins
 _FIRST = 1000  # cells by which it is seen that a header is none
@@ -140,15 +133,15 @@ def in_common_form(
     Raises:
         ConfigError: There are two readings, or a cell to be scaled is no number.
     """
-    notation = notation_of(form)
+    signs = notation_of(form)
     if dates is not None:
-        notation = find_notation({n: texts[n] for n in numbers}, form, separator, where=where)
-        order = form.date_order or find_order({n: texts[n] for n in dates}, where=where)
-        decimal, thousands = notation.decimal, notation.thousands
+        signs = notation.find_notation({n: texts[n] for n in numbers}, form, separator, where=where)
+        order = form.date_order or notation.find_order({n: texts[n] for n in dates}, where=where)
+        decimal, thousands = signs.decimal, signs.thousands
         form = replace(form, decimal=decimal, thousands=thousands, date_order=order)
     changed = dict(texts)
-    for name in numbers if notation != PLAIN else ():
-        changed[name] = texts[name].changed(notation.plain, but_stored=True)
+    for name in numbers if signs != notation.PLAIN else ():
+        changed[name] = texts[name].changed(signs.plain, but_stored=True)
     for name in form.map.keys() & texts.keys():
         changed[name] = changed[name].changed(_respelled(form.map[name]))
     for name in form.scale.keys() & texts.keys():
@@ -169,14 +162,14 @@ def _scaled(text: str, factor: float) -> str:
 
 
 def _respelled(spellings: Mapping[str, str]) -> Callable[[str], str]:
-    key = code_key(list(spellings))
+    key = notation.code_key(list(spellings))
     others = {key(text): other for text, other in spellings.items()}
     return lambda text: others.get(key(text), text)
 
 
-def notation_of(form: TableForm) -> Notation:
+def notation_of(form: TableForm) -> notation.Notation:
     """Notation of the numbers in a file; plain where nothing is known."""
-    return Notation(form.decimal or "point", form.thousands or "none")
+    return notation.Notation(form.decimal or "point", form.thousands or "none")
 
 
 def texts_of(table: Any, *, where: str = "the DataFrame") -> Texts:
@@ -211,7 +204,10 @@ def _is_number(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Return one cell, whatever the others of its column are."""
-    value = value.decode(errors="replace") if isinstance(value, bytes) else value  # as of Spark
+    if isinstance(value, bytes):  # as of Spark
+        if b"\0" in value:
+            raise ValueError(f"its cells hold bytes that are no text: {_OTHERS}")
+        value = value.decode(errors="replace")
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, datetime):
@@ -230,6 +226,8 @@ def _read_parquet(content: bytes, form: TableForm) -> tuple[Texts, str, list[str
     table = parquet.ParquetFile(pa.BufferReader(content)).read()
     nested = [i for i, field in enumerate(table.schema) if pa.types.is_nested(field.type)]
     names = ", ".join(table.column_names[i] for i in nested)
+    if any("binary" in str(table.schema[i].type) for i in nested):
+        raise ValueError(f"its column {names} holds bytes: {_OTHERS}")
     for i in reversed(nested):
         table = table.remove_column(i)
     for i, field in enumerate(table.schema):
@@ -289,7 +287,7 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
         content = content.decode(encoding).encode()
     content = content.removeprefix(codecs.BOM_UTF8)
     if b"\0" in content and not form.strict:
-        raise ValueError("it holds NUL characters, as no text does")
+        raise ValueError(f"it holds NUL characters, as no text does: {_OTHERS}")
     if b"\r" in content:
         content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     head = content[:_HEAD].decode(errors="ignore")
@@ -464,9 +462,9 @@ def _like_a_record(first: Sequence[str], columns: Sequence[Cells]) -> bool:
     fitting = False
     for cell, cells in zip(first, columns, strict=True):
         known = cells[:_FIRST].without(MISSING_WORDS)
-        texts, are = known.different, are_numbers([cell, *known.different])
+        texts, are = known.different, notation.are_numbers([cell, *known.different])
         fits = bool(texts) and bool(are.all() or (cell in texts and not are[1:].all()))
-        differ = not are[1:].all() and len(texts) > NEARLY * len(known)
+        differ = not are[1:].all() and len(texts) > notation.NEARLY * len(known)
         if texts and cell and not fits and not differ:
             return False
         fitting |= fits
@@ -491,7 +489,8 @@ def _encoding(content: bytes, form: TableForm) -> str:
         odd = sum(map(len, _NOT_WESTERN.findall(content)))
         is_odd = 2 * odd > len(content.translate(None, bytes(range(128))))
         if not form.encoding and (is_odd or "\ufffd" in content.decode("cp1252", "replace")):
-            raise ValueError("its encoding is unclear: set dataset.encoding or use UTF-8") from None
+            cure = "set dataset.encoding or use UTF-8" if b"\0" not in content else _OTHERS
+            raise ValueError(f"its encoding is unclear: {cure}") from None
         return form.encoding or "cp1252"
     return "utf-8"
 

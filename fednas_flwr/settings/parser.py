@@ -235,7 +235,7 @@ def seconds(text: str) -> float:
 
 
 Time = Annotated[
-    str,
+    Word,
     Where(
         lambda text: 0 < seconds(text) < math.inf, "a time with its unit: 45s, 30min, 2h, 1h30min"
     ),

@@ -1,10 +1,14 @@
 """Images as programs and people leave them: read as they are meant, told, or asked about."""
 
+import struct
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.raw import read_raw
+from fednas_flwr.data.records import Inputs
 
 from ..data_sets import prepared, read
 
@@ -39,19 +43,39 @@ def pages(pixels, path):
     Image.fromarray(pixels).save(path, save_all=True, append_images=[Image.fromarray(pixels)])
 
 
+def bands(pixels, path, extra=1):
+    """Red, green, blue and infrared, as satellites see."""
+    counts = struct.pack("<4H", 8, 8, 8, 8)
+    data = np.stack([pixels] * (3 + extra), 2).tobytes()
+    tags = {256: 8, 257: 8, 258: 8, 259: 1, 262: 2, 273: 16, 277: 3 + extra, 278: 8}
+    tags |= {279: len(data), 338: 0}
+    entries = b"".join(
+        struct.pack("<HHII", tag, 3, 4 if tag == 258 else 1, value) for tag, value in tags.items()
+    )
+    head = struct.pack("<2sHI8s", b"II", 42, 16 + len(data), counts)
+    path.write_bytes(head + data + struct.pack("<H", len(tags)) + entries + bytes(4))
+
+
 @pytest.mark.parametrize(
     ("save", "suffix", "seen", "note"),
     [
         (ink, ".png", 255 - PIXELS, "4 images with an alpha channel are laid on white"),
         (floats, ".tif", PIXELS, "4 float images: 0..1 become 0..255"),
         (pages, ".tif", PIXELS, "4 files have several pages, of which only the first is read"),
+        (
+            bands,
+            ".tif",
+            PIXELS,
+            "4 images have more than three bands, of which the first three are",
+        ),
     ],
 )
 def test_what_a_file_holds_is_read_and_told(tmp_path, save, suffix, seen, note):
     records, _ = read("image_folder", write(tmp_path, save, suffix), image_size=8, channels=1)
     assert records.features[0, 0].tolist() == seen.tolist()
-    in_colour = ("4 colour images: all become gray",) if save is ink else ()
-    assert records.notes == (*in_colour, note)
+    in_colour = ("4 colour images: all become gray",) if save in (ink, bands) else ()
+    assert records.notes[:-1] == in_colour
+    assert records.notes[-1].startswith(note)
 
 
 def test_values_beyond_a_types_range_are_asked_about(tmp_path):
@@ -83,11 +107,31 @@ def test_images_that_are_left_out_are_counted(tmp_path):
         "8 images in other folders are left out (_c/a: 2, _c/b: 2, a/more/a: 2, a/more/b: 2)",
         "4 images in other folders are left out (validation/a: 2, validation/b: 2)",
     )
-    (tmp_path / "train").rename(tmp_path / "Training")
-    (tmp_path / "validation").rename(tmp_path / "Testing")
-    records, test = read("image_folder", tmp_path, image_size=8)
-    assert test is not None
-    assert (len(records), len(test)) == (4, 4)
+    names = "train", "validation"
+    for spelled in (("Training", "Testing"), ("TRAIN", "test_set"), ("Train images", "Test data")):
+        for before, after in zip(names, spelled, strict=True):
+            (tmp_path / before).rename(tmp_path / after)
+        names = spelled
+        records, test = read("image_folder", tmp_path, image_size=8)
+        assert test is not None
+        assert (len(records), len(test)) == (4, 4)
+
+
+def test_masks_in_folders_of_a_class_are_told(tmp_path):
+    write(tmp_path, gray)
+    for name in ("images", "masks"):
+        write(tmp_path / name, gray)
+        for one in "ab":
+            (tmp_path / name / one).rename(tmp_path / one / name)
+    told = "4 images such as 0.png may be masks: remove them"
+    for image in tmp_path.glob("?/*.png"):
+        image.unlink()
+    with pytest.raises(ConfigError, match=r"a/images: 2.*; .*dataset.id_column=patient has"):
+        read("image_folder", tmp_path, image_size=8)
+    records, _ = read("image_folder", tmp_path, image_size=8, id_column="patient")
+    assert records.notes == (told,)
+    inputs = Inputs(shape=(1, 8, 8), schema=(), mean=(0.5,), std=(1.0,), class_names=("a", "b"))
+    assert read_raw(tmp_path, inputs).notes == (told,)
 
 
 X = np.stack([np.roll(PIXELS, i) for i in range(4)])

@@ -156,6 +156,13 @@ def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path):
     assert kept.labels.tolist() == [0, 0, 1]
     assert len(kept.ids) == 3
     assert "2 broken images left out: " in kept.notes[0]
+    for name in ("1", "4"):
+        (tmp_path / "a" / f"{name}.png").write_bytes(b"no image")
+    (tmp_path / "b" / "5.png").unlink()
+    with pytest.raises(
+        ConfigError, match=r"a/1.png, \S+, \S+a/4.png \(of no .*\), .*: repair them"
+    ):
+        read("image_folder", tmp_path)
     (tmp_path / "none" / "c").mkdir(parents=True)
     (tmp_path / "none" / "c" / "1.png").write_bytes(b"")
     with pytest.raises(ConfigError, match="1 of 1 files cannot be read"):
@@ -224,3 +231,22 @@ def test_dicom_is_shown_by_its_own_window(tmp_path):
     (tmp_path / "a" / "3.dcm").write_bytes(b"no image")
     with pytest.raises(ConfigError, match=r"1 of 3 files .*3\.dcm"):
         read("image_folder", tmp_path)
+    # in colour, as of ultrasound, and by a palette, whose indices are no shades
+    scan.BitsAllocated, scan.BitsStored, scan.HighBit = 8, 8, 7
+    red, green, blue = np.array([[0, 255], [9, 7]], np.uint8), np.full((2, 2), 80, np.uint8), 4
+    for name, colour in zip(("Red", "Green", "Blue"), (red, green, red), strict=True):
+        setattr(scan, f"{name}PaletteColorLookupTableDescriptor", [blue, 0, 8])
+        setattr(scan, f"{name}PaletteColorLookupTableData", colour.tobytes())
+    scan.PhotometricInterpretation = "PALETTE COLOR"
+    scan.PixelData = bytes([0, 1, 2, 3])
+    pydicom.dcmwrite(tmp_path / "a" / "1.dcm", scan)
+    scan.PhotometricInterpretation = "RGB"
+    scan.SamplesPerPixel, scan.PlanarConfiguration = 3, 0
+    scan.PixelData = np.stack([red, green, red], 2).tobytes()
+    pydicom.dcmwrite(tmp_path / "a" / "2.IMA", scan)
+    Image.fromarray(np.stack([red, green, red], 2)).save(tmp_path / "a" / "3.png")
+    for name in ("2.dcm", "3.dcm"):
+        (tmp_path / "a" / name).unlink()
+    found, _ = read("image_folder", tmp_path)
+    assert found.features.tolist() == [[red.tolist(), green.tolist(), red.tolist()]] * 3
+    assert len({*found.ids.tolist()}) == 1

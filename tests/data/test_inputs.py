@@ -286,6 +286,14 @@ TABLES = {
     "zip by another name": (content(zipped), "numbers: age, lab"),
     "zip of two tables": (content(lambda of: zipped(of, of)), "refused: .*zip archive of 2 files"),
     "zip of a folder": (content(lambda of: zipped(b"", of)), "numbers: age, lab"),
+    "images in Parquet": (
+        parquet_of(["x", "age"], [b"\x89PN\0"] * N),
+        "refused: .*images as files",
+    ),
+    "images with their paths in Parquet": (
+        parquet_of(["x", "age"], [{"bytes": b"\x89PNG\0", "path": "1.png"}] * N),
+        "refused: .*column x holds bytes: .*images as files, in a folder per class",
+    ),
     "lists in Parquet": (parquet_of(["x", "age"], [[1, 2]] * N), "x left out, which holds lists"),
     "one name twice in Parquet": (parquet_of(["age", "age"], [1] * N), "refused: .*2 columns age"),
     "an empty sheet": (after_an_empty_sheet, "refused: .*first sheet, about, is empty"),

@@ -120,6 +120,13 @@ def test_names_that_two_images_share_must_be_paths(tmp_path):
     (root / "labels.csv").write_text(text)
     train, _ = read("labelled_images", root, **FINDINGS)
     assert shades(train)[0] == 77
+    lines = text.removeprefix("\ufeff").splitlines()
+    text = "".join(",".join(line.split(",")[::-1]) + "\n" for line in lines)
+    (root / "labels.csv").write_text(text)  # the column of images last
+    turned, _ = read("labelled_images", root, label="Finding Labels", **FINDINGS)
+    assert shades(turned) == shades(train)
+    assert turned.labels.tolist() == train.labels.tolist()
+    assert "labels.csv: column Image Index names the images" in turned.notes
 
 
 def test_a_changed_table_is_read_again(tmp_path):

@@ -86,11 +86,19 @@ ENCODED = {"train_bytes": np.zeros(9, np.uint8), "y_train": LABELS}
     ("arrays", "settings", "message"),
     [
         ({"a": LABELS}, {}, "holds a: a part needs x_train and y_train"),
-        (GOOD | {"x_test": GOOD["x_train"]}, {}, "holds x_test: a part needs x_test and y_test"),
-        (GOOD | {"y_val": LABELS}, {}, "holds y_val: .* val_bytes, val_off and y_val"),
+        ({"features": LABELS, "labels": LABELS}, {}, "holds features, y_train: a part needs"),
+        (
+            GOOD | {"x_test": GOOD["x_train"]},
+            {},
+            "holds x_test, x_train, y_train: a part needs x_test and y_test",
+        ),
+        (
+            GOOD | {"y_val": LABELS},
+            {},
+            "holds x_train, y_train, y_val: .* val_bytes, val_off and y_val",
+        ),
         (GOOD | ENCODED, {}, "holds train_bytes, x_train, y_train: a part needs"),
         (ENCODED, {}, "holds train_bytes, y_train: a part needs"),
-        (GOOD | BOTH_PARTS, {}, "a part test and a part val"),
         (GOOD, {"image_size": 4}, "dataset.image_size=4 has no effect on .* plain arrays"),
         (GOOD, {"channels": 1}, "dataset.channels=1 has no effect on .* plain arrays"),
         (GOOD | {"y_train": LABELS[:3]}, {}, "4 records and 3 labels"),
@@ -109,6 +117,12 @@ ENCODED = {"train_bytes": np.zeros(9, np.uint8), "y_train": LABELS}
 def test_files_that_cannot_be_used(tmp_path, arrays, settings, message):
     with pytest.raises(ConfigError, match=message):
         read("npz", save(tmp_path, **arrays), **settings)
+
+
+def test_of_two_further_parts_the_test_set_is_read(tmp_path):
+    train, test = read("npz", save(tmp_path, **GOOD | BOTH_PARTS))
+    assert len(test) == 4
+    assert train.notes == (f"x_val, y_val of {tmp_path / 'data.npz'} are not read",)
 
 
 def test_no_npz_file(tmp_path):

@@ -64,7 +64,9 @@ def test_select_keeps_every_part_in_step(images):
 
 
 def test_join_sites_adds_the_site():
-    joined = join_sites({"paris": rows(count=2), "oslo": rows(count=3)})
+    told = [replace(rows(count=n), notes=(f"{n} left out",)) for n in (2, 3)]
+    joined = join_sites(dict(zip(("paris", "oslo"), told, strict=True)))
+    assert joined.notes == ("paris: 2 left out", "oslo: 3 left out")
     assert joined.columns["site"].tolist() == ["paris"] * 2 + ["oslo"] * 3
     assert joined.columns["city"].tolist() == ["x"] * 5
     assert len(joined) == 5
