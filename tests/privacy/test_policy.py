@@ -321,6 +321,9 @@ def test_the_template_is_a_policy_and_explains_every_key(tmp_path):
 def test_terms_of_secure_sums_are_read_and_checked():
     terms = {"roster": "ab" * 32, "least_sites": 7, "colluding": 1}
     assert parse(secure_sum=terms).data_sets["ward"].secure_sum == SumTerms("ab" * 32, 7, 1)
+    assert SumTerms("ab" * 32, 7, 1).honest == 6
+    for least, colluding in ((1, 0), (3, -1)):
+        refuses("", parse, secure_sum=terms | {"least_sites": least, "colluding": colluding})
     refuses("roster", parse, secure_sum=terms | {"roster": "ab"})
     refuses("least_sites=7 with colluding=6", parse, secure_sum=terms | {"colluding": 6})
     refuses("secure_sum.least_sites", parse, secure_sum=terms | {"least_sites": "7"})
