@@ -343,6 +343,16 @@ def test_bytes_are_counted_per_client_and_direction(federation):
     assert vectors < sent // 3 <= vectors + 2 * 128
 
 
+def test_a_part_has_a_name_a_quorum_and_counts_of_its_own(federation):
+    whole = federation(4)
+    assert whole.answering() == [0, 1, 2, 3]
+    whole.cohort.wait = pytest.fail  # of the whole, whose thread it is called in
+    part = whole.cohort.part([1, 3], run="of two", emit=whole.cohort.emit)
+    assert (part.run, part.clients, part.quorum) == ("of two", [1, 3], 1)
+    assert (part.bytes_sent, part.wait) == (0, whole.clock.sleep)
+    assert part._limited is not whole.cohort._limited
+
+
 def test_a_dismissed_client_is_not_asked_unless_it_is_meant(federation):
     smaller = federation(3)
     smaller.cohort.dismiss(1, "it is late")
