@@ -375,9 +375,7 @@ SHARES = "shares of train, validation and test that sum to 1"
 
 MISTAKES = [
     ({"epsilon": "3"}, "epsilon=3 has the wrong type: expected a number, not text; if"),
-    ({"epsilon": 1e7}, "epsilon=10000000.0 is out of range"),
     ({"largest_noise_multiplier": 0.7}, "largest_noise_multiplier=0.7 .*the least, 0.8, or mo"),
-    ({"least_noise_multiplier": 1e-5}, "least_noise_multiplier=1e-05 is out of range"),
     ({"largest_steps": 1.5}, "largest_steps=1.5 .* a whole number"),
     ({"actions": ["train.serach"]}, "actions=train.serach is unknown.*nearest: train.search"),
     ({"actions": ["evaluate.personalised"]}, "actions=evaluate.personalised is unknown"),
@@ -390,7 +388,6 @@ MISTAKES = [
     ({"records": 9, "fractions": dict.fromkeys(SPLITS, 0.5)}, SHARES),
     ({"records": 9, "fractions": dict.fromkeys(SPLITS, "x")}, "fractions.test=x"),
     ({"records": 1, "fractions": {"train": 0, "validation": 1, "test": 0}}, "records=1 .*train"),
-    ({"approve": "manuel"}, "approve=manuel is unknown: .* .nearest: manual"),
     ({"test_seed": True}, "secure_noise and test_seed exclude one another"),
     ({"account": ""}, "account= .* a name"),
     (

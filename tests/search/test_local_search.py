@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.exact_gradients import BatchGradients, ExactGradients
 from fednas_flwr.search.local_search import (
     Alternating,
@@ -108,11 +107,6 @@ def test_a_learning_rate_of_zero_keeps_the_alphas(net, batch):
     start = {kind: alpha.detach().clone() for kind, alpha in net.alphas().items()}
     search(net, [batch(6, 0)], [batch(6, 1)], "first_order", alphas=Adam(0.0, weight_decay=0.1))
     assert all(torch.equal(alpha, start[kind]) for kind, alpha in net.alphas().items())
-
-
-def test_an_unknown_rule_is_named_with_the_nearest(net):
-    with pytest.raises(ConfigError, match=r"rule=mixed_levels is unknown.*nearest: mixed_level"):
-        search(net, [], [], "mixed_levels")
 
 
 def test_entropy_of_known_distributions():
