@@ -441,9 +441,7 @@ UNCALIBRATED = f"""
 --steps 0 | --steps=
 --steps 1000000001 | --steps=
 --steps {"9" * 400} | --steps=
---epsilon -1 | is out of range: expected 0.001 to 1000000
 --epsilon nan | is out of range: expected 0.001 to 1000000
---epsilon inf | is out of range: expected 0.001 to 1000000
 --epsilon 1e-4 | is out of range: expected 0.001 to 1000000
 --epsilon 1.1e6 | is out of range: expected 0.001 to 1000000
 """

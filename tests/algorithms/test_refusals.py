@@ -30,7 +30,6 @@ REFUSED = {
         r"dataset.fractions.validation=0\.0"
     ),
     "algorithm=fedex training.momentum=server": "training.momentum=server with algorithm=fedex",
-    "training.momentum=kept": "momentum=kept is unknown: choose one of averaged, rese",
     "server_optimizer=adam": f"server_optimizer=adam with algorithm=fed_darts: {ONLY}",
     "algorithm=fedavg server_optimizer=yogi training.momentum=server": "both are optimisers",
     "algorithm=fedavg server_optimizer.lr=1": r"server_optimizer\.lr",

@@ -9,38 +9,14 @@ import itertools
 from dataclasses import replace
 
 import pytest
-import torch
 
 from fednas_flwr.base.errors import BudgetExceededError
 from fednas_flwr.data.statistics import Statistics
 
 from ..refusals import refuses
-from .conftest import ASKED, CANDIDATES, RECORDS, TERMS, schedule
+from .conftest import ASKED, CANDIDATES, schedule
 
 STEPS = 2
-
-
-def vector(reply):
-    """Return all numbers of a reply that depend on records."""
-    states = [v.double() for packed in reply.states.values() for v in packed.values()]
-    metrics = torch.tensor(list(reply.metrics.values()), dtype=torch.float64)
-    return torch.cat([metrics, *states])
-
-
-def with_filled(request, value):
-    states = {
-        name: {d: torch.full_like(v, value) for d, v in packed.items()}
-        for name, packed in request.states.items()
-    }
-    return replace(request, states=states)
-
-
-def test_a_commitment_that_names_a_kind_twice_keeps_nothing(make_site, no_record):
-    site = make_site(committed=[])
-    twice = [*schedule(), replace(schedule()[0], noise_multiplier=9.0)]
-    refuses("holds a kind of release twice", site.ask, "query.commit", releases=twice)
-    refuses("committed values", site.ask, "train.weight_gradient")
-    assert site.rows() == []
 
 
 @pytest.mark.run
@@ -85,19 +61,6 @@ def test_a_budget_that_has_ended_is_told_before_a_record_is_read(make_site, no_r
     for action in sorted({*ASKED} - {*CANDIDATES}):
         refuses("", site.ask, action, error=BudgetExceededError)
     assert site.rows() == []
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e38, 1e-45])
-def test_weights_that_are_no_weights_release_noise_of_the_booked_scale(value, make_site):
-    """A gradient that is not finite counts as none: no record is told by what it makes of it."""
-    site = make_site(committed=schedule(steps=STEPS, batch_size=None))
-    reply = site.answer(with_filled(site.request("train.weight_gradient"), value))
-    released = vector(reply)
-    assert torch.isfinite(released).all()
-    sigma = TERMS["noise_multiplier"] * TERMS["max_grad_norm"]
-    most = RECORDS["train"] * 2 * TERMS["max_grad_norm"] + 10 * sigma * len(released) ** 0.5
-    assert sigma * len(released) ** 0.5 / 2 < released.norm() < most
-    assert len(site.rows()) == 1
 
 
 def test_another_clients_data_set_is_never_told_of(make_site, no_record):

@@ -554,13 +554,16 @@ def test_squared_errors_are_released_within_the_squared_range(make_site, network
     assert reply.metrics["accuracy"] == pytest.approx(closeness, rel=1e-4)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, make_site, totals):
+@pytest.mark.parametrize(
+    ("bad", "every"),
+    [*((bad, 7) for bad in (math.nan, math.inf, 1e30)), (-math.inf, 1), (1e38, 1), (1e-45, 1)],
+)
+def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, every, make_site, totals):
     site = make_site()
     for action in RELEASING:
         request = site.request(action)
         states = {n: {d: v.clone() for d, v in s.items()} for n, s in request.states.items()}
-        states["weights"]["float32"][::7] = bad
+        states["weights"]["float32"][::every] = bad
         reply = site.answer(replace(request, states=states))
         if action == "evaluate.model":
             total = len(site.client.data.validation) / 20

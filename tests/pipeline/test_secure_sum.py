@@ -223,15 +223,15 @@ def test_sums_that_fail_say_so_and_leave_no_trace(lost, said, run):
     assert not list((ran.folder / "checkpoints").glob("search-*"))
 
 
-def damaged(change):
-    """Return a grid class in which ``change(content, kept)`` alters what client 1 trains."""
+def damaged(change, action):
+    """Return a grid class in which ``change(content, kept)`` alters client 1's replies."""
     kept = []
 
     class Damaging(LossyGrid):
         def answer(self, message):
             reply = super().answer(message)
-            action, client = message.metadata.message_type, message.metadata.dst_node_id - 2
-            if action == "train.search" and client == 1 and reply.has_content():
+            asked, client = message.metadata.message_type, message.metadata.dst_node_id - 2
+            if asked == action and client == 1 and reply.has_content():
                 kept.append(reply.content)
                 return Message(change(reply.content, kept), reply_to=message)
             return reply
@@ -254,10 +254,15 @@ def shorter(content, kept):
     return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
 
 
-def of_another_request(content, kept):
-    values = json.loads(content["header"]["json"])
-    values["properties"]["context"] = "ab" * 32
-    return RecordDict({**content, "header": ConfigRecord({"json": json.dumps(values)})})
+def telling(**properties):
+    """Return a change of a reply that says other properties."""
+
+    def change(content, kept):
+        values = json.loads(content["header"]["json"])
+        values["properties"] |= properties
+        return RecordDict({**content, "header": ConfigRecord({"json": json.dumps(values)})})
+
+    return change
 
 
 @pytest.mark.run
@@ -266,15 +271,18 @@ def of_another_request(content, kept):
     [
         (other_masks, "the total of 4 sites is beyond 4 times their range"),
         (shorter, "masked vectors of"),
-        (of_another_request, "answered another request than the clients before it"),
+        (telling(context="ab" * 32), "answered another request than the clients before it"),
         (lambda content, kept: kept[0], None),
+        (telling(parts={}), "has failed, with 4 of 4 survivors' openings"),
     ],
-    ids=["other masks", "shorter", "another request", "replayed"],
+    ids=["other masks", "shorter", "another request", "replayed", "no parts"],
 )
 def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, run):
-    rounds, fails = 1 if said else 2, change is other_masks
+    rounds, opens = 1 if said else 2, "openings" in (said or "")
+    fails = opens or change is other_masks
     own = ("algorithm=fed_darts", "stages=[search]", f"rounds={rounds}")
-    ran = run(*SHORT, *SUMS, *own, grid=damaged(change), fails=fails)
+    grid = damaged(change, "query.open_masks" if opens else "train.search")
+    ran = run(*SHORT, *SUMS, *own, grid=grid, fails=fails)
     reason = str(ran.error) if fails else ran.failed[0]["reason"]
     # the second round gets the first one's reply once more
     assert (said or "reply to another request") in reason

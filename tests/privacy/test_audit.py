@@ -81,3 +81,28 @@ def test_limits_of_a_length_that_is_seen_exactly():
     assert low == pytest.approx(1e4, rel=1e-3)
     assert high == pytest.approx(1e4, rel=1e-3)
     assert math.isfinite(high)
+
+
+def test_the_precision_of_a_change_is_that_of_a_difference_of_means():
+    assert audit.Amounts(replies=4, planted=12, units=1).precision == pytest.approx(math.sqrt(3))
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3, 5])
+def test_tensors_without_their_noise_are_named_three_at_most(wrong):
+    replies, size, parts = 40, 50, 6
+    replied = torch.randn(replies, parts * size, generator=torch.Generator().manual_seed(0))
+    replied[:, : wrong * size] *= 0.3
+    of_part = {f"t{part}": slice(part * size, part * size + size) for part in range(parts)}
+    test = audit.ReleaseTest(
+        key="a", sigma=1.0, rate=1.0, honest=1, parts=of_part, exact=None, is_gradient=False,
+        is_probe=False, by_client=False, on_path=False, two_steps=None, miss=1e-9,
+    )  # fmt: skip
+    none = replied[:0]
+    amounts = audit.Amounts(replies, replies, 1)
+    faults = test.finding(amounts, replied, replied, none, none).faults
+    noise = [fault for fault in faults if fault.startswith("noise of ")]
+    assert len(noise) == bool(wrong)
+    if wrong:
+        assert noise[0].count(" in t") == min(wrong, 3)
+        assert (" and 2 more where" in noise[0]) == (wrong == 5)
+        assert (" more where" in noise[0]) == (wrong > 3)

@@ -20,7 +20,7 @@ from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
-from fednas_flwr.search.exact_gradients import BatchGradients, trainable_weights
+from fednas_flwr.search.exact_gradients import trainable_weights
 
 from ..made_networks import Made
 from ..reference_engine import by
@@ -218,15 +218,6 @@ def test_agreement_with_the_loop_in_float32(name):
         if sum(good) == 2:
             break
     assert sum(good) == 2
-
-
-@pytest.mark.usefixtures("uncut")
-def test_nothing_clipped_gives_the_gradients_of_the_non_private_search():
-    supernet, shape = make_network("nasbench201 supernet", torch.float64)
-    x, y = make_batch(shape, torch.float64, batch=4)
-    weights, alphas = (summed(supernet, x, y, max_norm=1e3) for summed in (weight_sum, alpha_sum))
-    assert max(error(weights, BatchGradients().weight_gradient_sum(supernet, (x, y)))) < 1e-10
-    assert max(error(alphas, BatchGradients().alpha_gradient_sum(supernet, (x, y))[0])) < 1e-10
 
 
 @pytest.mark.usefixtures("uncut")

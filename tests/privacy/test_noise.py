@@ -5,6 +5,7 @@ import pickle
 import select
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 import numpy as np
@@ -13,11 +14,18 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream, add_noise, noise_grid
+from fednas_flwr.privacy.mechanism.noise import (
+    SecureGenerator,
+    _Keystream,
+    add_noise,
+    add_shared_noise,
+    noise_grid,
+    share_sigma,
+)
 from fednas_flwr.privacy.policy import noise_range
 
 from ..refusals import refuses
-from .divergences import KERNEL_STD
+from .divergences import KERNEL_STD, sum_divergence
 
 SEEDED = b"only for tests"
 
@@ -79,11 +87,6 @@ def test_masks_at_their_ends():
     assert generator.poisson_mask(1000, probability=1.0).all()
     assert not generator.poisson_mask(1000, probability=1e-18).any()
     assert generator.poisson_mask(0, probability=0.5).shape == (0,)
-
-
-@pytest.mark.parametrize("std", [0.0, -1.0, math.nan, math.inf, 1e-101])
-def test_noise_that_would_be_none_is_refused(std):
-    refuses("std must be", noised, torch.zeros(3), error=ValueError, norm=std)
 
 
 def test_shapes():
@@ -213,11 +216,18 @@ def test_added_noise_hides_the_low_bits_of_the_total():
 
 
 @pytest.mark.parametrize(
-    ("noise_multiplier", "count"), [(1.0, 10), (0.9999999, 9), (30.0, 4096), (1.0, 10**6), (1e6, 1)]
+    ("noise_multiplier", "count"),
+    [(1.0, 10), (0.9999999, 9), (30.0, 4096), (1.0, 10**6), (1e6, 1), (None, 1)],
 )
 @pytest.mark.parametrize("norm", [0.25, 0.3, 1e-5])
 def test_noise_is_enlarged_by_what_rounding_adds(noise_multiplier, count, norm, monkeypatch):
-    """In fractions: (sigma^2 - 4^2) grid^2 covers the multiplier times the rounded sensitivity."""
+    """In fractions: (sigma^2 - 4^2) grid^2 covers the multiplier times the rounded sensitivity.
+
+    None is a multiplier that needs hardly less than a whole number of cells.
+    """
+    if noise_multiplier is None:
+        cells = norm / noise_grid(1.5 * norm) + 1
+        noise_multiplier = (math.ceil(1.5 * cells) - 1e-8) / cells
     asked = []
     generator = seeded()
     original = generator.discrete_gaussian
@@ -267,11 +277,96 @@ def test_a_total_that_noise_cannot_hide_is_refused(value):
     refuses("total must be finite", noised, total, error=ValueError)
 
 
-@pytest.mark.parametrize(
-    ("noise_multiplier", "max_grad_norm"),
-    [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (-1.0, -1.0)]
-    + [(math.nan, 1.0), (1.0, math.inf), (1e7, 1.0)],
-)
-def test_noise_without_a_usable_scale_is_refused(noise_multiplier, max_grad_norm):
-    with pytest.raises(ValueError, match="must be"):
-        noised(torch.zeros(3), sigma=noise_multiplier, norm=max_grad_norm)
+UNUSABLE = [*((1.0, norm) for norm in (0.0, -1.0, math.nan, math.inf, 1e-101))]
+UNUSABLE += [(0.0, 1.0), (-1.0, 1.0), (-1.0, -1.0), (math.nan, 1.0), (1e7, 1.0)]
+
+
+@pytest.mark.parametrize(("sigma", "norm"), UNUSABLE)
+def test_noise_without_a_usable_scale_is_refused(sigma, norm):
+    words = "std must be" if sigma == 1 else "must be"
+    refuses(words, noised, torch.zeros(3), error=ValueError, sigma=sigma, norm=norm)
+
+
+# --- shared: sums of discrete Gaussians against their exact probabilities, in 60 digits
+
+
+def gaussian(variance, reach):
+    """Return the probabilities of the discrete Gaussian of -reach to reach."""
+    weights = [(-Decimal(k * k) / (2 * variance)).exp() for k in range(-reach, reach + 1)]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def convolved(left, right, reach):
+    """Return the probabilities of a sum, of -reach to reach, by adding up all pairs."""
+    found = []
+    for k in range(-reach, reach + 1):
+        pairs = (
+            left[j + reach] * right[k - j + reach]
+            for j in range(max(-reach, k - reach), min(reach, k + reach) + 1)
+        )
+        found.append(sum(pairs, Decimal(0)))
+    return found
+
+
+@pytest.mark.parametrize(("sigma", "sites"), [(1, 2), (1, 3), (1, 5), (2, 2), (2, 4)])
+def test_a_sum_of_shares_is_a_discrete_gaussian_up_to_the_bound(sigma, sites):
+    with localcontext() as context:
+        context.prec = 60
+        reach, inside = 26 * sigma, 5 * sigma  # beyond 26 sigma is less than 1e-140
+        one = gaussian(Decimal(sigma**2), reach)
+        total = one
+        for _ in range(sites - 1):
+            total = convolved(total, one, reach)
+        expected = gaussian(Decimal(sites * sigma**2), reach)
+        worst = max(
+            abs((total[k + reach] / expected[k + reach]).ln()) for k in range(-inside, inside + 1)
+        )
+    bound = sum_divergence(1, sigma=sigma, sites=sites)
+    assert 0 < float(worst) <= bound * (1 + 1e-9)
+    if sites == 2:
+        assert bound < 5 * float(worst)  # it is no wild overestimate
+
+
+def test_at_the_least_sigma_the_divergence_changes_nothing():
+    assert sum_divergence(10**12, sigma=6, sites=1000) < 1e-130
+    assert sum_divergence(10, sigma=1, sites=1) == 0.0
+
+
+@pytest.mark.parametrize("honest", [1, 2, 6, 7, 99])
+@pytest.mark.parametrize("sigma", [0.1, 5.0, 3e5, 1e6 + 0.5])
+def test_honest_shares_carry_the_whole_noise(sigma, honest):
+    share = share_sigma(sigma, honest)
+    assert honest * share**2 > sigma**2
+    assert share <= max(6, sigma / math.sqrt(honest) + 2)
+
+
+def test_sampled_shares_have_the_variance_of_the_whole():
+    share = share_sigma(1000.0, 6)
+    generator = SecureGenerator(test_seed=b"shares")
+    total = sum(generator.discrete_gaussian((100_000,), sigma=share).numpy() for _ in range(6))
+    assert np.std(total) == pytest.approx(1000.0, rel=0.02)
+
+
+def test_shared_noise_is_drawn_as_far_as_its_grid_reaches():
+    def added(noise_multiplier, *, total=0.0, honest=2, norm=1.0, cell=1.0):
+        return add_shared_noise(
+            torch.full((1,), total),
+            SecureGenerator(test_seed=b"1"),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=norm,
+            cell=cell,
+            honest=honest,
+        )
+
+    assert added(1.0, cell=2.0**-20).abs().max() > 0
+    for good in (1e-3, 1.0, 2.0**25):
+        assert added(good).isfinite().all()
+    for wrong in (0.0, -1.0, math.nan, 2.0**27):
+        refuses(r"shared by 2 clients, is out of range", added, wrong, error=ValueError)
+    refuses("out of range", added, 1.0, error=ValueError, cell=2.0**-40)
+    refuses("shared by 1 clients", added, 1.0, error=ValueError, honest=1)
+    for norm in (0.0, -1.0):
+        refuses(f"max_grad_norm={norm}", added, 1.0, error=ValueError, norm=norm)
+    for bad in (math.nan, math.inf, 1e30):
+        refuses("finite", added, 1.0, error=ValueError, total=bad, cell=2.0**-20)

@@ -225,9 +225,11 @@ MIXES = {  # rows that depend on others, or on where they stand
 @pytest.mark.parametrize("how", MIXES)
 def test_rows_that_depend_on_others_or_on_their_place_take_the_size_to_one(how):
     network = Made(lambda self, x: self.layer(MIXES[how](x)), layer=nn.Linear(8, CLASSES))
+    state = torch.get_rng_state()
     for size in (2, 3, 8):
         found = largest(by_weights(network), network, (8,), size)
         assert (found == 1) == bool(how)
+    assert torch.equal(torch.get_rng_state(), state)  # what is made up moves no other draw
 
 
 def test_a_record_may_contribute_nothing_to_many_weights_of_a_layer():

@@ -1,17 +1,26 @@
 """Which batches exact gradients are of, and the gradients, against explicit ones."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.exact_gradients import BatchGradients, ExactGradients, ExactSums
+from fednas_flwr.search.exact_gradients import (
+    BatchGradients,
+    ExactGradients,
+    ExactSums,
+    Tally,
+    periodic_gradients,
+)
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.search.optimizer_step import Optimizer
+from fednas_flwr.search.optimizer_step import Optimizer, make_sgd
 from fednas_flwr.search.proxyless import alpha_gradient, draw_paths, gate_gradient
+from fednas_flwr.settings.optimizers import SGD
 
 from ..small_spaces import PATH_SPACE
-from .conftest import tensors_of
+from .conftest import copies, tensors_of
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
@@ -218,23 +227,30 @@ def test_gates_are_of_the_validation_batch(mode):
 
 
 @pytest.mark.parametrize(("state", "split"), [("weights", "train"), ("alphas", "validation")])
-def test_sums_are_those_of_a_loop_over_records(state, split, net, records):
+def test_sums_are_those_of_a_loop_over_records(state, split, net, records, untouched):
     train, validation, log = records(2, 2)
-    exact, seen = ExactSums(train(), validation(), objective=Objective(FACTORS)), []
+    exact, check = ExactSums(train(), validation(), objective=Objective(FACTORS)), untouched(net)
+    seen, hits = [], 0
     for x, y in (train if split == "train" else validation).batches:
         found, size = exact.sums(state, net)
+        check()
         assert size == len(y)
         rows = zip(x, y, strict=True)
         losses = [FACTORS[label] * F.cross_entropy(net(row[None])[0], label) for row, label in rows]
         seen += [loss.item() for loss in losses]
-        for name, parameter in getattr(net, state)().items():
+        hits += int((net(x).argmax(1) == y).sum())
+        parameters = getattr(net, state)()
+        assert set(found) == set(parameters)
+        for name, parameter in parameters.items():
             gradients = (torch.autograd.grad(loss, parameter, retain_graph=True) for loss in losses)
             torch.testing.assert_close(found[name], sum(g for (g,) in gradients), **EXACT)
+            assert found[name].abs().max() > 1e-3
+        if state == "alphas":
+            _, own = exact.alpha_gradient_sum(net, (x, y))
+            assert own.tolist() == pytest.approx(seen[-size:], rel=1e-12)
     assert log == [f"{split} 1.0", f"{split} 1.1"]
-    metrics = exact.metrics()
-    assert ("train_accuracy" in metrics) == (split == "train")
-    metrics.pop("train_accuracy", None)
-    assert metrics == {f"{split}_loss": pytest.approx(sum(seen) / len(seen))}
+    accuracy = {"train_accuracy": hits / len(seen)} if split == "train" else {}
+    assert exact.metrics() == {f"{split}_loss": pytest.approx(sum(seen) / len(seen)), **accuracy}
 
 
 def test_sums_of_second_order_look_ahead_from_the_weights_before_the_last_step(net, records):
@@ -256,3 +272,192 @@ def test_sums_of_second_order_look_ahead_from_the_weights_before_the_last_step(n
         assert (found[kind] - first[kind]).abs().max() > 1e-4
     assert sorted(log) == ["train 1.0", "validation 1.0"]
     assert sums.metrics() == {"validation_loss": pytest.approx(losses.mean().item())}
+
+
+# --- of one batch: closed forms, finite differences, and other codes
+
+
+def descend(net, batches, *, lr):
+    """The weights' gradients over one local step per batch."""
+    rest = iter(batches)
+
+    def gradient_sums():
+        data = next(rest)
+        return {"weights": (BatchGradients().weight_gradient_sum(net, data), len(data[1]))}
+
+    given = {"steps": len(batches), "local_lrs": {"weights": lr}}
+    found = periodic_gradients(gradient_sums, {"weights": net.weights()}, **given)
+    return found[0]["weights"], found[1]
+
+
+def test_three_steps_equal_a_loop_of_sgd(net, batch):
+    batches, lr = [batch(6, 0), batch(4, 1), batch(2, 2)], 0.5
+    start = copies(net.weights())
+    gradients, size = descend(net, batches, lr=lr)
+    assert size == 4  # the mean
+    before_last = copies(net.weights())
+    net.load_state_dict(start, strict=False)
+    optimizer = torch.optim.SGD(net.weights().values(), lr=lr)
+    for index, (x, y) in enumerate(batches):
+        if index == 2:  # two of the three steps have been taken, as documented
+            for name, weight in net.weights().items():
+                torch.testing.assert_close(before_last[name], weight.detach(), **EXACT)
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    for name, weight in net.weights().items():
+        moved = (start[name] - weight.detach()) / lr
+        torch.testing.assert_close(gradients[name] / size, moved, **EXACT)
+        assert moved.abs().max() > 1e-3
+
+
+def test_an_empty_tally_knows_nothing():
+    assert [math.isnan(share) for share in (Tally().loss, Tally().accuracy)] == [True, True]
+
+
+# Rows (q, t, c) of L = q (w - a t)^2 / 2 + c a w.
+TRAIN = torch.tensor([[2.0, 1.0, 0.5], [4.0, -1.0, 1.5]], dtype=torch.float64)
+
+
+VALIDATION = torch.tensor([[3.0, 2.0, 0.0], [1.0, 0.0, -1.0], [5.0, 1.0, 2.0]]).double()
+
+
+def derivatives(rows, w, a):
+    """Of the mean loss of ``rows`` by hand: dL/dw, dL/da and d2L/dadw."""
+    q, t, c = rows.unbind(1)
+    d_w = (q * (w - a * t) + c * a).mean()
+    d_a = (-q * t * (w - a * t) + c * w).mean()
+    d_aw = (-q * t + c).mean()
+    return d_w.item(), d_a.item(), d_aw.item()
+
+
+def step(network, lr):
+    """W' after one plain step on the training rows, by hand."""
+    d_w, _, _ = derivatives(TRAIN, network.w.item(), network.a.item())
+    return {"w": network.w.detach() - lr * d_w, "unused": network.unused.detach()}
+
+
+def second_order(network, virtual_weights, lr, validation=VALIDATION):
+    """Gradient and losses from the training rows and others, all of label 0."""
+    labels = torch.zeros(3, dtype=torch.int64)
+    return BatchGradients().second_order_gradient(
+        network,
+        weights=network.weights(),
+        virtual_weights=virtual_weights,
+        train_batch=(TRAIN, labels[:2]),
+        validation_batch=(validation, labels[: len(validation)]),
+        inner_lr=lr,
+    )
+
+
+@pytest.mark.parametrize("lr", [0.05, 0.5])
+def test_second_order_of_a_quadratic_has_its_closed_form(lr, quadratic, untouched):
+    check = untouched(quadratic)
+    gradients, losses = second_order(quadratic, step(quadratic, lr), lr)
+    w, a = quadratic.w.item(), quadratic.a.item()
+    _, _, train_aw = derivatives(TRAIN, w, a)
+    virtual_w = step(quadratic, lr)["w"].item()
+    validation_w, validation_a, _ = derivatives(VALIDATION, virtual_w, a)
+    # d/da L_val(a, w - lr dL_tr/dw) = dL_val/da - lr d2L_tr/dadw dL_val/dw', and its finite
+    # difference is exact. Multiplying by 2 r instead of dividing leaves only the first term.
+    expected = validation_a - lr * train_aw * validation_w
+    assert abs(lr * train_aw * validation_w) > 0.05
+    torch.testing.assert_close(gradients["cell"].item(), expected, **EXACT)
+    q, t, c = VALIDATION.unbind(1)
+    by_hand = q * (virtual_w - a * t) ** 2 / 2 + c * a * virtual_w
+    torch.testing.assert_close(losses - quadratic.OFFSET, by_hand)
+    assert not losses.requires_grad
+    check()
+
+
+def test_without_a_gradient_at_the_virtual_weights_there_is_no_correction(quadratic):
+    rows = torch.tensor([[1.0, 0.0, 0.0]]).double()  # w^2 / 2: stationary at w = 0
+    stationary = {"w": torch.zeros(1).double(), "unused": quadratic.unused.detach()}
+    gradients, _ = second_order(quadratic, stationary, 0.1, rows)
+    assert gradients["cell"].item() == 0.0
+
+
+def test_second_order_of_a_network_equals_finite_differences(net, batch, untouched):
+    """On a smooth net: the step is differentiated numerically, alpha by alpha."""
+    train, validation, lr, eps = batch(8, 1), batch(6, 2), 0.2, 1e-5
+    weights = copies(net.weights())
+
+    def after_a_step():
+        loss = F.cross_entropy(net(train[0]), train[1])
+        gradients = torch.autograd.grad(loss, list(net.weights().values()))
+        return {n: weights[n] - lr * g for n, g in zip(weights, gradients, strict=True)}
+
+    def validation_loss():
+        moved = torch.func.functional_call(net, after_a_step(), (validation[0],))
+        return F.cross_entropy(moved, validation[1]).item()
+
+    check = untouched(net)
+    gradients, losses = BatchGradients().second_order_gradient(
+        net,
+        weights=net.weights(),
+        virtual_weights=after_a_step(),
+        train_batch=train,
+        validation_batch=validation,
+        inner_lr=lr,
+    )
+    check()
+    assert losses.mean().item() == pytest.approx(validation_loss())
+    first_order, _ = BatchGradients().alpha_gradient_sum(net, validation)
+    for kind, alpha in net.alphas().items():
+        numeric = torch.zeros_like(alpha)
+        for index in range(alpha.numel()):
+            values = []
+            for sign in (1, -1):
+                alpha.data.view(-1)[index] += sign * eps
+                values.append(validation_loss())
+                alpha.data.view(-1)[index] -= sign * eps
+            numeric.view(-1)[index] = (values[0] - values[1]) / (2 * eps)
+        torch.testing.assert_close(gradients[kind], numeric, rtol=1e-3, atol=1e-6)
+        off = (first_order[kind] / 6 - numeric).abs().max()
+        assert off > 20 * (gradients[kind] - numeric).abs().max()
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, 2.5])
+def test_mixed_level_adds_the_gradients_of_both_means(weight, net, batch, untouched):
+    train, validation = batch(7, 4), batch(3, 5)
+    check = untouched(net)
+    gradients, losses = BatchGradients().mixed_level_gradient(
+        net, train_batch=train, validation_batch=validation, validation_weight=weight
+    )
+    check()
+    assert losses.shape == (3,)
+    from_train, _ = BatchGradients().alpha_gradient_sum(net, train)
+    from_validation, own = BatchGradients().alpha_gradient_sum(net, validation)
+    torch.testing.assert_close(losses, own)
+    for kind, gradient in gradients.items():
+        expected = from_train[kind] / 7 + weight * from_validation[kind] / 3
+        torch.testing.assert_close(gradient, expected, **EXACT)
+
+
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.1)])
+def test_the_virtual_step_is_the_step_that_sgd_takes(momentum, weight_decay, net, batch, untouched):
+    settings = SGD(0.3, 0.3, momentum=momentum, weight_decay=weight_decay, clip_norm=None)
+    optimizer = make_sgd(net.weights().values(), settings)
+
+    def real_step(data):
+        optimizer.zero_grad()
+        F.cross_entropy(net(data[0]), data[1]).backward()
+        optimizer.step()
+
+    for seed in range(3):  # the first step has no momentum yet
+        data = batch(6, seed)
+        optimizer.zero_grad()
+        check = untouched(net)
+        moved = BatchGradients().virtual_step(net, data, optimizer=optimizer)
+        check()
+        assert not any(weight.requires_grad for weight in moved.values())
+        real_step(data)
+        for name, weight in net.weights().items():
+            torch.testing.assert_close(moved[name], weight.detach(), **EXACT)
+
+
+def test_parameters_that_a_loss_does_not_use_get_zeros(quadratic):
+    labels = torch.zeros(2, dtype=torch.int64)
+    quadratic.forward = lambda x: torch.stack([x[:, 0] * quadratic.w, x[:, 1]], 1)
+    gradients, _ = BatchGradients().alpha_gradient_sum(quadratic, (TRAIN, labels))
+    assert gradients["cell"].tolist() == [0.0]

@@ -1,14 +1,20 @@
 """Alternating steps against explicit loops: an alpha step, then a weight step, batch by batch."""
 
 import copy
+import math
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.search.exact_gradients import BatchGradients, ExactGradients
-from fednas_flwr.search.local_search import Alternating, alternate
+from fednas_flwr.search.local_search import (
+    Alternating,
+    alpha_entropy,
+    alternate,
+    beta_gradient,
+    rising,
+)
 from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import SGD, Adam
 
@@ -103,6 +109,33 @@ def test_a_learning_rate_of_zero_keeps_the_alphas(net, batch):
     assert all(torch.equal(alpha, start[kind]) for kind, alpha in net.alphas().items())
 
 
-def test_an_unknown_rule_is_named_with_the_nearest(net):
-    with pytest.raises(ConfigError, match=r"rule=mixed_levels is unknown.*nearest: mixed_level"):
-        search(net, [], [], "mixed_levels")
+def test_entropy_of_known_distributions():
+    assert alpha_entropy({"a": torch.zeros(3, 8)}) == pytest.approx(math.log(8))
+    assert alpha_entropy({"a": torch.tensor([[1e4, 0.0]])}) == 0.0
+    half = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
+    two = {"a": half, "b": torch.zeros(1, 4)}
+    assert alpha_entropy(two) == pytest.approx((1.5 * math.log(2) + math.log(4)) / 2, rel=1e-6)
+
+
+def test_the_gradient_is_that_of_the_mean_logsumexp_of_all_edges():
+    torch.manual_seed(0)
+    numbers = {"normal": 4, "reduction": 2}
+    alphas = {k: torch.randn(n, 5).double().requires_grad_() for k, n in numbers.items()}
+    edges = torch.cat(list(alphas.values()))
+    loss = 3.5 * torch.stack([edge.exp().sum().log() for edge in edges]).mean()
+    expected = torch.autograd.grad(loss, list(alphas.values()))
+    actual = beta_gradient(alphas, weight=3.5)
+    assert list(actual) == list(alphas)
+    for mine, other in zip(actual.values(), expected, strict=True):
+        torch.testing.assert_close(mine, other)
+        assert not mine.requires_grad
+
+
+def test_ops_that_are_never_chosen_are_left_alone():
+    gradient = beta_gradient({"cell": torch.tensor([[1.0, -1e9]])}, weight=2.0)["cell"]
+    assert gradient.tolist() == [[2.0, 0.0]]
+
+
+def test_the_weight_rises_linearly_to_its_value_in_the_last_round():
+    found = [rising(5.0, number, 4) for number in (1, 2, 3, 4)]
+    assert found == pytest.approx([1.25, 2.5, 3.75, 5.0])

@@ -13,7 +13,14 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search import optimizer_step
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate, train_candidates
-from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd, no_moments
+from fednas_flwr.search.optimizer_step import (
+    Optimizer,
+    Optimizers,
+    make_adam,
+    make_sgd,
+    no_moments,
+    trainable_weights,
+)
 from fednas_flwr.search.proxyless import SampledPaths, search_paths
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.dp_cells import DPCellSpace
@@ -304,3 +311,44 @@ def test_a_step_leaves_parameters_without_a_gradient_as_they_are(parts):
     velocity = optimizer.torch_optimizer.state[weights["parts.b"]]["momentum_buffer"]
     torch.testing.assert_close(moved, 0.1 * velocity)
     assert all(weight.grad is None for weight in weights.values())
+
+
+def test_the_learning_rate_falls_along_a_cosine():
+    settings = SGD(0.1, 0.02, momentum=0.9, weight_decay=3e-4, clip_norm=5.0)
+    rates = [settings.at_round(number, 8).lr for number in range(1, 9)]
+    assert settings.at_round(9, 8).lr == pytest.approx(0.02)  # after the last round
+    # torch's own schedule, from which this is written.
+    optimizer = make_sgd([nn.Parameter(torch.zeros(1))], settings)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8, eta_min=0.02)
+    for rate in rates:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        optimizer.step()
+        schedule.step()
+    changed = settings.at_round(3, 8)
+    assert (changed.momentum, changed.weight_decay, changed.clip_norm) == (0.9, 3e-4, 5.0)
+
+
+def test_adam_has_the_betas_of_darts():
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = make_adam([parameter], Adam(lr=0.01, weight_decay=1e-3))
+    assert optimizer.defaults["betas"] == (0.5, 0.999)
+    assert optimizer.defaults["weight_decay"] == 1e-3
+    parameter.grad = torch.tensor([0.3, -5.0])
+    optimizer.step()
+    torch.testing.assert_close(parameter.detach(), torch.tensor([0.99, -1.99]))  # by lr, not more
+
+
+@pytest.mark.parametrize(("clip_norm", "expected"), [(None, 5.0), (10.0, 5.0), (0.5, 0.5)])
+def test_clipping_bounds_the_norm_of_all_parameters_together(clip_norm, expected):
+    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0]), torch.tensor([0.0, -4.0])
+    plain = SGD(0.1, 0.1, momentum=0.0, weight_decay=0.0, clip_norm=None)
+    optimizer_step.clip_gradients(make_sgd(parameters, plain), clip_norm)
+    gradient = torch.cat([parameter.grad for parameter in parameters])
+    assert gradient.norm().item() == pytest.approx(expected, rel=1e-5)
+    assert gradient[0] / gradient[2] == pytest.approx(-0.75)
+
+
+def test_trainable_weights_leave_the_alphas_out(net):
+    assert set(trainable_weights(net)) == {n for n, _ in net.named_parameters() if n[0] != "a"}
+    assert set(trainable_weights(nn.Linear(1, 1))) == {"weight", "bias"}

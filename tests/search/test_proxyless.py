@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search import proxyless
 from fednas_flwr.search.exact_gradients import ExactGradients
@@ -193,8 +192,3 @@ def test_momentum_of_zero_has_no_nesterov(supernet):
     plain = SGD(0.1, 0.0, momentum=0.0, weight_decay=0.0, clip_norm=None)
     optimizer = make_sgd(supernet.weights().values(), plain, nesterov=True)
     assert optimizer.defaults["nesterov"] is False
-
-
-def test_an_unknown_mode_is_named_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"gates=too is unknown.*nearest: two"):
-        SampledPaths("too", False, None)

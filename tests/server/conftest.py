@@ -18,6 +18,21 @@ from fednas_flwr.settings.optimizers import SGD, Adam
 from ..finished_runs import Told
 
 DECLARED = 100
+
+
+class Clock:
+    """The time of a cohort, which passes where it waits and nowhere else."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def monotonic(self):
+        return self.seconds
+
+    def sleep(self, seconds):
+        self.seconds += seconds
+
+
 SEARCH = Search(
     local=LocalSearch(
         Amount(1, None, 8),
@@ -105,13 +120,15 @@ def make_app(damage, claims, properties):
 
 
 @pytest.fixture
-def federation():
-    """``federation(clients, ...)``: a cohort, its grid, its events, and ``ask``.
+def federation(monkeypatch):
+    """``federation(clients, ...)``: a cohort, its grid, events, and clock, and ``ask``.
 
     ``damage`` changes the content of a client's replies; ``claims`` is who a node says it is,
     ``properties`` what it says besides; ``needed`` and ``alike`` are what connecting asks for.
     ``answering(round)`` are the clients that answer.
     """
+    clock = Clock()
+    monkeypatch.setattr("fednas_flwr.server.cohort.time", clock)
 
     def make(
         num_clients=3,
@@ -132,6 +149,7 @@ def federation():
             run="run",
             num_clients=num_clients,
             emit=lambda event, **fields: events.append({"event": event, **fields}),
+            wait=clock.sleep,
             **{"quorum_share": 0.5, "deadline_s": 30.0, "connect_s": 30.0, **settings},
         )
         layouts = {name: Layout.of(tensors) for name, tensors in client_tensors(0).items()}
@@ -154,6 +172,7 @@ def federation():
         own = grid(app, num_clients if nodes is None else nodes)
         if connected:
             cohort.connect(own, needed=needed, alike=alike)
-        return Told(cohort=cohort, grid=own, events=events, ask=ask, answering=answering)
+        how = {"ask": ask, "answering": answering}
+        return Told(cohort=cohort, grid=own, events=events, clock=clock, **how)
 
     return make

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.server.exchange import Participants, Sampling, midzuno
 from fednas_flwr.settings.names import SAMPLINGS
-from fednas_flwr.settings.run_settings import SamplingSettings
 
 sizes_of_clients = st.lists(st.integers(0, 6), min_size=2, max_size=4).filter(any)
 
@@ -92,8 +90,3 @@ def test_who_stands_in_stays_for_the_round_and_others_are_asked_again():
     assert participants.after({1, 4, 6}) == participants
     assert participants.after({1, 2, 6}) == Participants((1, 2, 6), (9, 3))
     assert participants.after({6}) == participants
-
-
-def test_another_name_is_refused():
-    with pytest.raises(ConfigError, match="by=uniformly is unknown"):
-        SamplingSettings(5, "uniformly")

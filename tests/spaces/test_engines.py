@@ -87,19 +87,6 @@ def test_op_weights_of_every_example(space):
     assert_same(*outcomes, tolerance=1e-10)  # 1e-11 was seen on one kind of CPU
 
 
-@pytest.mark.parametrize("norm", ["batch", "group"])
-def test_state_dicts_and_initialisation_do_not_depend_on_the_engine(space, norm):
-    states = []
-    for engine in ("reference", "fast"):
-        with seeded(4, "supernet"):
-            supernet = by(engine, dataclasses.replace(space, norm=norm).supernet())
-        states.append(supernet.state_dict())
-    assert list(states[0]) == list(states[1])
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    reference, _ = both_engines(space, norm=norm)
-    reference.load_state_dict(states[1])
-
-
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("size", [(8, 6), (7, 5), (1, 1), (1, 4)])
 def test_pools(size, stride):

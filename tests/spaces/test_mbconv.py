@@ -191,9 +191,3 @@ def test_gates_of_every_example_give_its_own_gradient():
 def test_impossible_spaces_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(SMALL, **change)
-
-
-def test_genotypes_of_another_depth_are_refused():
-    other = space_of("fdnas", 32, candidates="proxyless")
-    with pytest.raises(ConfigError, match="5 -> 6 are needed"):
-        SMALL.network(other.random_genotype(make_generator(0, "other")))
