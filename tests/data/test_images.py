@@ -231,12 +231,12 @@ def test_dicom_is_shown_by_its_own_window(tmp_path):
     scan.WindowCenter, scan.WindowWidth = None, None  # as anonymisation leaves them
     pydicom.dcmwrite(tmp_path / "a" / "1.dcm", scan)
     found, _ = read("image_folder", tmp_path)
-    assert found.features[0, 0].tolist() == [[255, 191], [128, 0]]
+    assert found.features[0, 0].tolist() == [[255, 191], [127, 0]]
     assert found.notes[0].startswith("1 DICOM images have no window")
     (tmp_path / "a" / "3.dcm").write_bytes(b"no image")
     with pytest.raises(ConfigError, match=r"1 of 3 files .*3\.dcm"):
         read("image_folder", tmp_path)
-    # in colour, as of microscopes with 12 bits of 16, or of ultrasound, and by a palette, whose indices are no shades
+    # in colour, also of 12 bits in 16, and by a palette, whose indices are no shades
     scan.BitsAllocated, scan.BitsStored, scan.HighBit = 8, 8, 7
     red, green, blue = np.array([[0, 255], [9, 7]], np.uint8), np.full((2, 2), 80, np.uint8), 4
     for name, colour in zip(("Red", "Green", "Blue"), (red, green, red), strict=True):
