@@ -266,7 +266,8 @@ def _dicom(content: bytes, intensity: Sequence[float] | None) -> tuple[np.ndarra
     if kind == "PALETTE COLOR":
         values = processing.apply_color_lut(values, opened)[..., :3]
     if values.ndim == 3 and (kind == "PALETTE COLOR" or opened.SamplesPerPixel == 3):
-        return (values >> 8 * (values.itemsize - 1)).astype(np.uint8), []
+        bits = 8 * values.itemsize if kind == "PALETTE COLOR" else opened.BitsStored
+        return (values >> max(0, bits - 8)).astype(np.uint8), []
     if values.ndim != 2:
         raise _BrokenError(
             f"one image was expected, got shape {values.shape}: save frames as images"
@@ -274,12 +275,14 @@ def _dicom(content: bytes, intensity: Sequence[float] | None) -> tuple[np.ndarra
     values = processing.apply_modality_lut(values, opened)
     said: list[str] = []
     ends = values
-    if not intensity:
+    has_table = "VOILUTSequence" in opened
+    if not intensity and not has_table and not opened.get("WindowWidth"):  # nor if empty or 0
+        said = [_UNWINDOWED]
+    elif not intensity:
         values = ends = processing.apply_voi_lut(values, opened)
-        if "VOILUTSequence" not in opened and "WindowCenter" in opened:
-            ends = processing.apply_windowing(np.array([-_BEYOND, _BEYOND]), opened)
-        elif "VOILUTSequence" not in opened:
-            said = [_UNWINDOWED]
+        if not has_table:
+            with np.errstate(over="ignore"):  # of a sigmoid
+                ends = processing.apply_windowing(np.array([-_BEYOND, _BEYOND]), opened)
     pixels = _shades(values, intensity, (ends.min(), ends.max()))
     return 255 - pixels if kind == "MONOCHROME1" else pixels, said  # of which 0 is white
 

@@ -27,7 +27,7 @@ _UNKNOWN = re.compile(
 _FAR_DAYS = 84_006  # from 1970 to 2200
 _FIRST_DAYS = {-719_162, -25_567, 0}  # of the years 1, 1900 and 1970, which may mean missing
 _TELLS = 0.995  # AUROC of a column alone
-_DARK = 32  # of 255: the largest value of images that are hardly meant
+_DARK = 32  # of 255: the span of values of images that are hardly meant
 _MOST_CLASSES = 20  # that are numbers
 _ID_NAME = re.compile(
     r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record|obs|seqn|rownames?)$", re.I
@@ -154,16 +154,17 @@ def _of_images(records: Records) -> Iterator[str]:
 
 
 def of_brightness(images: Iterable[Tensor]) -> Iterator[str]:
-    """Yield a sentence on uint8 images that are all dark, of which there are any."""
-    brightest = -1
+    """Yield a sentence on uint8 images that are all dark, or of one shade; none on no images."""
+    darkest, brightest = 255, -1
     for image in images:
-        brightest = max(brightest, int(image.max()))
-        if brightest >= _DARK:
+        low, high = image.aminmax()
+        darkest, brightest = min(darkest, int(low)), max(brightest, int(high))
+        if brightest >= darkest + _DARK:
             return
     if brightest >= 0:
         yield (
-            f"the brightest pixel is {brightest} of 255: set dataset.intensity=[low,high] "
-            "of images of more than 8 bits, or multiply arrays to reach 255"
+            f"the pixels are from {darkest} to {brightest} of 255: set dataset.intensity=[low,high]"
+            " of gray images of more than 8 bits, or write others anew so that they reach 255"
         )
 
 

@@ -323,8 +323,9 @@ def check_alike(first: str, records: Records, second: str, others: Records) -> N
     tables = records.schema and others.schema
     forms = {(of.labels.dtype, of.labels.dim()) for of in (records, others)}
     differences = {
-        f"classes: {listed(records.class_names)}, and {listed(others.class_names)}; set "
-        "dataset.class_names to all of them": others.class_names != records.class_names,
+        f"classes: {listed(records.class_names)}, and {listed(others.class_names)}; name "
+        "alike what is one, or set dataset.class_names to all of them": others.class_names
+        != records.class_names,
         "form of labels: one has a class per record, the other several labels or a number; write "
         "them in one form": len(forms) > 1,
         f"feature columns (they differ in {listed(only) or 'order'}): set dataset.numeric, "

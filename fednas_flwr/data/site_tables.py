@@ -117,7 +117,8 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
         if other != label:
             raise ConfigError(
                 f"the last column of site {first} is {', '.join(label)}, and that of site {site} "
-                f"{', '.join(other)}: name the label in dataset.label."
+                f"{', '.join(other)}: name the label in dataset.label, and let {SITES_FILE} "
+                "rename it where it has another name."
             )
     sizes = {site: len(next(iter(table.texts.values()))) for site, table in tables.items()}
     names = list(dict.fromkeys(name for table in tables.values() for name in table.texts))
@@ -196,7 +197,15 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
         found[site].setdefault(setting, {})[column] = value
 
     times = Counter(name for table in tables.values() for name in table.texts)
-    common = [name for name, number in times.items() if number > len(tables) / 2]
+    usual_case = {name.lower(): name for name, _ in reversed(times.most_common())}
+    holders = Counter(key for table in tables.values() for key in {*map(str.lower, table.texts)})
+    first = next(iter(tables.values())).texts  # which has its way where sites are in two halves
+    common = [
+        name
+        for name in times
+        if name == usual_case[low := name.lower()]
+        and 2 * holders[low] > len(tables) - (name in first)
+    ]
     for site, table in tables.items():
         lacking = [name for name in common if name not in table.texts]
         spare = [name for name in table.texts if name not in common]

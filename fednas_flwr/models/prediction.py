@@ -239,16 +239,16 @@ class Model(nn.Module):
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
         outputs: list[Tensor] = [torch.zeros(0, classes)]
-        brightest: list[Tensor] = []
+        extremes: list[Tensor] = []
         done = 0
         for x in raw.batches(batch_size):
-            brightest += [x.max()] if x.dtype == torch.uint8 else []
+            extremes += [torch.stack(x.aminmax())] if x.dtype == torch.uint8 else []
             outputs.append(self.logits(x.to(device)).float().cpu())
             done += len(x)
             if progress is not None:
                 progress(done, len(raw))
         logits = torch.cat(outputs)
-        notes = (*raw.notes, *of_brightness(brightest))
+        notes = (*raw.notes, *of_brightness(extremes))
         for note in notes:
             warnings.warn(note, stacklevel=3)  # of whom torch's no_grad is the caller
         return Predictions(

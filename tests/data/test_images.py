@@ -228,10 +228,15 @@ def test_dicom_is_shown_by_its_own_window(tmp_path):
     found, _ = read("image_folder", tmp_path)
     assert found.features[0, 0].tolist() == [[0, 0], [128, 255]]
     assert found.features[1, 0].tolist() == [[255, 255], [127, 0]]
+    scan.WindowCenter, scan.WindowWidth = None, None  # as anonymisation leaves them
+    pydicom.dcmwrite(tmp_path / "a" / "1.dcm", scan)
+    found, _ = read("image_folder", tmp_path)
+    assert found.features[0, 0].tolist() == [[255, 191], [127, 0]]
+    assert found.notes[0].startswith("1 DICOM images have no window")
     (tmp_path / "a" / "3.dcm").write_bytes(b"no image")
     with pytest.raises(ConfigError, match=r"1 of 3 files .*3\.dcm"):
         read("image_folder", tmp_path)
-    # in colour, as of ultrasound, and by a palette, whose indices are no shades
+    # in colour, also of 12 bits in 16, and by a palette, whose indices are no shades
     scan.BitsAllocated, scan.BitsStored, scan.HighBit = 8, 8, 7
     red, green, blue = np.array([[0, 255], [9, 7]], np.uint8), np.full((2, 2), 80, np.uint8), 4
     for name, colour in zip(("Red", "Green", "Blue"), (red, green, red), strict=True):
@@ -244,9 +249,12 @@ def test_dicom_is_shown_by_its_own_window(tmp_path):
     scan.SamplesPerPixel, scan.PlanarConfiguration = 3, 0
     scan.PixelData = np.stack([red, green, red], 2).tobytes()
     pydicom.dcmwrite(tmp_path / "a" / "2.IMA", scan)
+    scan.BitsAllocated, scan.BitsStored, scan.HighBit = 16, 12, 11
+    scan.PixelData = (np.stack([red, green, red], 2).astype(np.uint16) * 16).tobytes()
+    pydicom.dcmwrite(tmp_path / "a" / "4.dcm", scan)
     Image.fromarray(np.stack([red, green, red], 2)).save(tmp_path / "a" / "3.png")
     for name in ("2.dcm", "3.dcm"):
         (tmp_path / "a" / name).unlink()
     found, _ = read("image_folder", tmp_path)
-    assert found.features.tolist() == [[red.tolist(), green.tolist(), red.tolist()]] * 3
-    assert len({*found.ids.tolist()}) == 1
+    assert found.features.tolist() == [[red.tolist(), green.tolist(), red.tolist()]] * 4
+    assert len({*found.ids.tolist()}) == 2  # of 12 bits they are others

@@ -105,6 +105,10 @@ def test_what_would_join_sites_is_proposed(tmp_path):
     )
     tables = read_site_tables(data_settings("csv", {"cache": "none"}), tmp_path)
     assert proposals(tables)["c"]["scale"] == {"chol": 38.67}
+    two = {site: tables[site] for site in "ab"}  # of which the first has its way
+    (tmp_path / "b.csv").write_text("Age,sex,Chol,y\n" + ours)
+    two["b"] = read_site_tables(data_settings("csv", {"cache": "none"}), tmp_path)["b"]
+    assert proposals(two) == {"b": {"rename": {"Age": "age", "Chol": "chol"}}}
     rows_shown = side_by_side(tables)
     assert rows_shown[0] == ("", "a", "b", "c", "d")
     assert dict((row[0], row[1:]) for row in rows_shown)["records"] == ("9",) * 4
