@@ -40,7 +40,7 @@ TRAINING = (
 )
 FEDAVG = (
     *("algorithm=fedavg", "retrain=recommended"),
-    *("retrain.as_used=0", "retrain.weights.lr=0.1"),
+    *("retrain.unaugmented=0", "retrain.weights.lr=0.1"),
 )
 DIVISIONS = {"iid": "partition=iid", "label-skewed": "partition=label_groups"}
 MINUTES = {"scale": 1 / 60, "decimals": 0}

@@ -497,7 +497,6 @@ algorithm=zero_cost stages=[search] training.precision=bfloat16 | in which no cl
 algorithm=dpnas stages=[search] training.precision=bfloat16 | with algorithm.dp_aware
 algorithm=zero_cost stages=[search] training.class_factors={a:.5} | training.class_factors={a: 0.5}
 algorithm=feathers retrain.weights.lr=.3 | configurations of its own
-algorithm=feathers algorithm.bandit={scaled:false,scale_retention:.1} | scaled=false
 algorithm=feathers algorithm.configurations=[$ARM] algorithm.num_configurations=3 |
 algorithm=fedex algorithm.configurations=[$ARM] algorithm.ranges={lr:{low:.1}} |
 algorithm=fedex retrain.weights.clip_norm=1 | retrain.weights.clip_norm=1.0 has no

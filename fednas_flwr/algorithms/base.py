@@ -301,7 +301,7 @@ class RoundStrategy(Strategy, Generic[S]):
         *,
         split: str = "train",
         proximal: float = 0.0,
-        as_used: bool = False,
+        augmented: bool = True,
     ) -> rq.LocalTraining:
         """The training that ``retrain`` asks of clients, with these constants."""
         retrain = self.config.retrain
@@ -313,7 +313,7 @@ class RoundStrategy(Strategy, Generic[S]):
             retrain.auxiliary_weight,
             drop_path_prob,
             proximal,
-            as_used,
+            augmented,
             self.config.training.precision,
         )
 

@@ -76,7 +76,7 @@ def prepare(
         if isinstance(local, LocalTraining):
             network.drop_path_prob = local.drop_path_prob  # type: ignore[assignment]
             optimizers = opt.Optimizers(weights, sent=sent)
-            opt.train(network, gradients, weights, local.proximal, fixed_norm=local.as_used)
+            opt.train(network, gradients, weights, local.proximal)
             return optimizers, gradients.metrics()
         assert isinstance(network, Supernet)
         alphas = network.alphas()
@@ -122,7 +122,7 @@ def _gradients(
         generator: Of exact batches and their augmentation.
     """
     amount, auxiliary_weight = local.amount, local.auxiliary_weight
-    augmented = isinstance(local, LocalSearch) or not local.as_used
+    augmented = isinstance(local, LocalSearch) or local.augmented
     if client.guard is not None:
         return NoisedGradients(
             client,

@@ -230,9 +230,8 @@ def check_buildable(config: Config) -> Made:
     if "retrain" in config.stages:
         networks["retrain"] = network
     for stage, network in networks.items():
-        if not any(isinstance(layer, nn.GroupNorm) for layer in network.modules()):
-            continue
-        if error := _error_of_one_record(network.eval(), prepared.input_shape):
+        has_norm = any(isinstance(layer, nn.GroupNorm) for layer in network.modules())
+        if has_norm and (error := _error_of_one_record(network.eval(), prepared.input_shape)):
             sizes = _sizes(config.search_space, "search_space") + _sizes(config.retrain, "retrain")
             raise ConfigError(
                 f"{stage}: of a single record a group norm of the network has one value only, "

@@ -413,7 +413,7 @@ def _last_round(config: Config, description: dict[str, Any]) -> rq.LocalTraining
         retrain.weights.at_round(retrain.planned, retrain.planned),
         retrain.auxiliary_weight,
         retrain.drop_path_prob,
-        as_used=retrain.as_used > 0,
+        augmented=retrain.unaugmented == 0,
         precision=config.training.precision,
     )
 

@@ -166,8 +166,7 @@ class LocalTraining(ps.Checked):
         drop_path_prob: From 0 to below 1.
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
             the weights that were sent.
-        as_used: True if the network is trained as it will be used: batch norm normalises by the
-            averages that were sent, and keeps them, and images are not augmented.
+        augmented: Whether images are.
         precision: Of exact gradients, ``auto`` being ``float32``; null is the run's setting.
     """
 
@@ -178,7 +177,7 @@ class LocalTraining(ps.Checked):
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
     proximal: opt.NonNegative = 0.0
-    as_used: bool = False
+    augmented: bool = True
     precision: Annotated[str, ps.OneOf((*PRECISIONS, AUTO))] | None = None
 
     states = ("weights",)

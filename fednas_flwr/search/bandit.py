@@ -157,12 +157,12 @@ class Bandit(Learnt):
         return {a: r if math.isfinite(r) else worst for a, r in rewards.items()}
 
     def _scale_after(self, rewards: list[float]) -> float:
-        """The root of the running mean of squared rewards."""
+        """The root of the running mean of squared rewards, of which each phase keeps half."""
         newest = math.hypot(*rewards) / math.sqrt(len(rewards))
         if self.scale == 0:
             return newest
-        kept = self.settings.scale_retention
-        return math.hypot(math.sqrt(kept) * self.scale, math.sqrt(1 - kept) * newest)
+        root = math.sqrt(0.5)
+        return math.hypot(root * self.scale, root * newest)
 
 
 def make_configurations(choice: opt.ConfigurationChoice, seed: int) -> list[opt.Configuration]:

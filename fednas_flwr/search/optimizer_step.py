@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fednas_flwr.search.candidate import Candidate, Relaxed
 from fednas_flwr.settings.optimizers import SGD, Adam
@@ -148,12 +147,7 @@ def path_states(supernet: Supernet, paths: Iterable[Sequence[int]]) -> dict[str,
 
 
 def train(
-    network: nn.Module,
-    gradients: Gradients,
-    weights: Optimizer,
-    proximal: float = 0.0,
-    *,
-    fixed_norm: bool = False,
+    network: nn.Module, gradients: Gradients, weights: Optimizer, proximal: float = 0.0
 ) -> None:
     """Train the weights of a network, in place.
 
@@ -162,12 +156,8 @@ def train(
         gradients: Of its weights.
         weights: Steps along them.
         proximal: mu of :class:`Proximal`.
-        fixed_norm: True if batch norm keeps its averages and normalises by them.
     """
     network.train()
-    for module in network.modules():
-        if fixed_norm and isinstance(module, _BatchNorm):
-            module.eval()
     pull = Proximal(proximal, weights.parameters)
     for _ in gradients.steps():
         weights.step(pull.added_to(gradients.weights(network)))

@@ -247,7 +247,6 @@ class BanditSettings(Checked):
             may not stay good.
         temperature: Temperature of the softmax, in units of the rewards' scale.
         scaled: If true, rewards are divided by their running scale.
-        scale_retention: Share of the scale that a phase keeps, in [0, 1).
     """
 
     beta: Positive
@@ -255,7 +254,6 @@ class BanditSettings(Checked):
     retention: Share
     temperature: Temperature
     scaled: bool
-    scale_retention: ShareBelow1
 
 
 @dataclass(frozen=True)

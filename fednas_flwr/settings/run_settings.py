@@ -141,10 +141,8 @@ class Retrain(ps.Checked):
         channels: Channels of the first cells; null takes the supernet's size.
         num_cells: Cells of the network; null takes the supernet's number.
         norm: Normalisation of the network: ``batch``, or ``group``, which privacy needs.
-        as_used: Share of the rounds, the last ones, in which the network is trained as it will be
-            used: batch norm normalises by the averages over all clients that it has by then (FixBN,
-            Zhong et al. 2023, arXiv 2303.06530), and images are not augmented (He et al. 2019,
-            arXiv 1909.09148). 0 normalises each batch by itself and augments throughout.
+        unaugmented: Share of the rounds, the last ones, in which images are not augmented, as they
+            will not be in use (He et al. 2019, arXiv 1909.09148).
         auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 has none.
         drop_path_prob: Probability of drop-path in the last round; it rises linearly from 0.
         weights: The optimiser's constants.
@@ -158,7 +156,7 @@ class Retrain(ps.Checked):
     channels: Width | None
     num_cells: Cells | None
     norm: Norm
-    as_used: opt.ShareBelow1
+    unaugmented: opt.ShareBelow1
     auxiliary_weight: opt.RateOrZero
     drop_path_prob: opt.ShareBelow1
     weights: opt.SGD

@@ -37,12 +37,6 @@ def _fixed(c: Config) -> bool:
     return isinstance(c.algorithm, GivenNetwork) and c.genotype is None
 
 
-def _averages_norm(c: Any) -> bool:
-    """Return whether the network may have batch norm, whose averages clients return."""
-    has_norm = not _fixed(c) or c.algorithm.has_norm or facts.begins_with_weights(c)
-    return has_norm and c.retrain.norm == "batch"
-
-
 def _measures(c: Config) -> bool:
     """Return whether a private run has something to measure on clients' records."""
     tests = "evaluate" in c.stages and c.dataset.fractions.get("test", 0) > 0
@@ -111,13 +105,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("retrain.norm", lambda c: _fixed(c) and not c.algorithm.has_norm, NETWORK),
     Rule(
-        "retrain.as_used",
-        lambda c: (
-            facts.retrains_by_gradients(c)
-            or not (_averages_norm(c) or any(c.dataset.augmentation.values()))
-        ),
-        "algorithm={c.algorithm.name}, retrain.norm={c.retrain.norm}, retrain.exchange="
-        "{c.retrain.exchange} and dataset={c.dataset.name}, with which all rounds are alike",
+        "retrain.unaugmented",
+        lambda c: facts.retrains_by_gradients(c) or not any(c.dataset.augmentation.values()),
+        "retrain.exchange={c.retrain.exchange} and dataset={c.dataset.name}, with which all rounds "
+        "are alike",
     ),
     Rule(
         "retrain.drop_path_prob",
@@ -136,7 +127,7 @@ RULES: tuple[Rule, ...] = (
         "retrain.weights",
     ),
     Rule(
-        "retrain.exchange retrain.evaluate_every retrain.as_used retrain.weights.min_lr",
+        "retrain.exchange retrain.evaluate_every retrain.unaugmented retrain.weights.min_lr",
         lambda c: algorithm_of(c).retraining is not None,
         "algorithm={c.algorithm.name}, which retrains in exchanges of its own",
     ),
@@ -245,7 +236,7 @@ OF_IMAGES = (
 # Settings by the value that another one needs to have (``facts.holds``), where there is such.
 NEEDS = {
     "stages=retrain": "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
-    "retrain.batch_size retrain.as_used retrain.auxiliary_weight retrain.drop_path_prob "
+    "retrain.batch_size retrain.unaugmented retrain.auxiliary_weight retrain.drop_path_prob "
     "retrain.weights privacy.retrain privacy.search_share privacy.scores_error "
     "evaluation.baselines evaluation.deliver",
     "stages=evaluate": "evaluation.personalised dataset.linear_baseline dataset.limit_test "
@@ -254,7 +245,6 @@ NEEDS = {
     "stages=export": "evaluation.baselines evaluation.deliver",
     "algorithm.rule=mixed_level": "algorithm.validation_weight",
     "algorithm.sampler=controller": "algorithm.controller",
-    "algorithm.bandit.scaled=true": "algorithm.bandit.scale_retention",
     "algorithm.group_by=tag": "algorithm.client_tags",
     "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of all clients together
     "retrain.rounds!=1": "retrain.drop_path_prob",  # which rises from 0 in the first round
@@ -286,7 +276,7 @@ NEEDS = {
 
 ZERO_IS_NONE = (
     "evaluation.baselines dataset.limit_test dataset.crop_padding dataset.cutout "
-    "retrain.as_used retrain.auxiliary_weight retrain.drop_path_prob retrain.evaluate_every "
+    "retrain.unaugmented retrain.auxiliary_weight retrain.drop_path_prob retrain.evaluate_every "
     "algorithm.evaluate_every"
 ).split()
 

@@ -17,9 +17,7 @@ from fednas_flwr.search.bandit import EQUAL, LEAST, Bandit, Theta, Trial
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SCHEDULES, BanditSettings, ThetaSettings
 
-SETTINGS = BanditSettings(
-    beta=3.0, step_size=0.5, retention=0.9, temperature=0.25, scaled=True, scale_retention=0.5
-)
+SETTINGS = BanditSettings(beta=3.0, step_size=0.5, retention=0.9, temperature=0.25, scaled=True)
 rewards = st.floats(-10, 10)
 
 

@@ -158,7 +158,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
             self.drop_path_prob * (server_round - 1) / num_rounds,
             split="+".join(trained_on(every)),
             proximal=self.proximal,
-            as_used=server_round > (1 - self.config.retrain.as_used) * num_rounds,
+            augmented=server_round <= (1 - self.config.retrain.unaugmented) * num_rounds,
         )
         request = Train(local=local)
         metrics = self.train("train.weights", request, weights.momentum)

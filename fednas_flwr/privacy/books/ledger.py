@@ -525,9 +525,7 @@ class Ledger(AbstractContextManager["Ledger"]):
 
 def _account(state: _State, name: str) -> dict[str, Any]:
     """Return what is booked on an account, changed in place."""
-    booked: dict[str, Any] = {"orders": None, "totals": {}, "assignments": []}
-    booked = state.setdefault(name, booked)
-    return booked
+    return state.setdefault(name, {"orders": None, "totals": {}, "assignments": []})
 
 
 def _add(totals: _Totals, entry: Entry, orders: Sequence[float]) -> None:
