@@ -237,12 +237,12 @@ def with_names_first(texts: Texts, path: Path) -> tuple[Texts, list[str]]:
     One that counts its rows, and names no images, is left out.
     """
     others, notes = tables.without_row_numbers(texts)
-    first = next((name for name in texts if _names_images({name: texts[name]}, path)), None)
-    if first is None or first == next(iter(others)):
-        return others, notes
-    if first == next(iter(texts)):
-        return texts, []
-    return {first: texts[first], **others}, [*notes, f"column {first} names the images"]
+    first = next((name for name in others if _names_images({name: texts[name]}, path)), None)
+    if first is None:
+        return (texts, []) if notes and _names_images(texts, path) else (others, notes)
+    if first != next(iter(others)):
+        notes.append(f"column {first} names the images")
+    return {first: texts[first], **others}, notes
 
 
 def _names_images(texts: Texts, path: Path) -> bool:

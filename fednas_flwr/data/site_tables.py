@@ -287,7 +287,8 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
     codes = {
         site: distinct(table.texts[name].different)
         for site, table in tables.items()
-        if table.kind(name) == CATEGORY or name in label_columns(table.settings)
+        if table.kind(name) == CATEGORY
+        or (name in table.texts and name in label_columns(table.settings))
     }
     others = [site for site, table in tables.items() if site not in codes and table.kind(name)]
     if not codes or max(map(len, codes.values())) > 2 * _MOST_SHOWN:

@@ -135,6 +135,7 @@ OWN_INPUTS = {
     **dict.fromkeys(("mean", "std"), "shared as those of the records, see below"),
     **dict.fromkeys(("label", "label_separator", "id_column", "form"), "how its files are written"),
     "intensity": "how it reads its images",
+    "limit": "that of all tables",
     **dict.fromkeys(("positive", "threshold"), "of a model's file; a request's is in its settings"),
 }
 OWN_CLIENT = {
