@@ -194,7 +194,7 @@ def make_objective(config: Config, prepared: Prepared, device: torch.device) -> 
         torch.tensor(values, device=device) if factors else None,
         None if positive is None else class_names.index(positive),
         records.multi_label,
-        own_loss,
+        own_loss=own_loss,
     )
 
 

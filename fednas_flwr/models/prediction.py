@@ -239,16 +239,16 @@ class Model(nn.Module):
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
         outputs: list[Tensor] = [torch.zeros(0, classes)]
-        extremes: list[Tensor] = []
+        shades: list[Tensor] = []  # black, since images to predict may well be of one shade
         done = 0
         for x in raw.batches(batch_size):
-            extremes += [torch.stack(x.aminmax())] if x.dtype == torch.uint8 else []
+            shades += [torch.stack([x.max(), x.new_tensor(0)])] if x.dtype == torch.uint8 else []
             outputs.append(self.logits(x.to(device)).float().cpu())
             done += len(x)
             if progress is not None:
                 progress(done, len(raw))
         logits = torch.cat(outputs)
-        notes = (*raw.notes, *of_brightness(extremes))
+        notes = (*raw.notes, *of_brightness(shades))
         for note in notes:
             warnings.warn(note, stacklevel=3)  # of whom torch's no_grad is the caller
         return Predictions(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fednas_flwr.api import Result, compose, run
+from fednas_flwr.base.processes import ALONE
 from fednas_flwr.models.networks import load_description
 from fednas_flwr.pipeline import baselines
 from fednas_flwr.report.html_report import write_report
@@ -191,6 +192,7 @@ def test_no_candidate_has_trained_on_what_chooses_it(recommended, monkeypatch):
         return real(self, split, **options)
 
     monkeypatch.setattr(Client, "epoch", noted)
+    monkeypatch.setenv(ALONE, "1")  # so that all train in this process
     config = replace(recommended, stages=["search", "retrain", "evaluate", "export"])
     folder = Path(str(run(config).folder))
     last = read_run(folder).rounds("retrain")
