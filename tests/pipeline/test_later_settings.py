@@ -38,11 +38,20 @@ def test_auto_is_bfloat16_where_the_network_is_large_enough_and_the_processor_ha
     assert content(trained("auto", least=10**9)) == single
 
 
-def test_what_a_client_trains_for_itself_is_trained_as_in_the_last_round(trained):
+@pytest.mark.parametrize(
+    ("alike", "as_well", "other"),
+    [
+        (["training.precision=auto"], ["training.precision=bfloat16"], []),
+        (["dataset.flip=true", "retrain.unaugmented=0.5"], [], ["dataset.flip=true"]),
+    ],
+)
+def test_what_a_client_trains_for_itself_is_trained_as_in_the_last_round(
+    alike, as_well, other, trained
+):
     tested = ["stages=[retrain,evaluate,export]", "evaluation.personalised=true"]
-    found = {p: trained(p, *tested) for p in ("float32", "bfloat16", "auto")}
-    of = {p: read_run(run.folder).last("evaluated")["personalised"] for p, run in found.items()}
-    assert of["auto"] == of["bfloat16"] != of["float32"]
+    runs = [trained("float32", *tested, *more) for more in (alike, as_well, other)]
+    first, same, differs = (read_run(r.folder).last("evaluated")["personalised"] for r in runs)
+    assert first == same != differs
 
 
 def test_a_resumed_run_keeps_the_format_that_it_began_with(trained, monkeypatch):
