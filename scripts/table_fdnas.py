@@ -1,13 +1,14 @@
 """Tables: FDNAS and CFDNAS on Fashion-MNIST, small forms of the paper's Tables 3, 4 and 5.
 
-    python scripts/table_fdnas.py --root <folder with FashionMNIST> [--jobs 2] [--full]
+    python scripts/table_fdnas.py --root <folder> [--jobs 2] [--full] [--cifar FILE]
 
 10 clients whose groups of 3, 3 and 4 hold different classes, 3 seeds. The baselines search on one
 client alone or on all records in one place; what they find is trained by all clients, as FDNAS'
 network is. CFDNAS also with an epsilon per client for all that it does, on images and on scattering
 features with a linear classifier beside the blocks. ``--full`` makes the first table's FDNAS and
-MobileNetV2 with all 60,000 images and twice the width instead, one seed, an hour or two of a core
-each. Continues where it was stopped; every finished run is added to scripts/results/.
+MobileNetV2 with all 60,000 images and twice the width instead; ``--cifar`` makes them with all
+images of CIFAR-10, an npz file, and the paper's 19 blocks at half their width, one seed. Both are
+for a GPU. Continues where it was stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -40,8 +41,15 @@ ON_FEATURES = [  # networks are smaller there: 0.35 to 0.44 M multiply-adds
 ]
 FULL = [
     *("dataset.limit_train=null", "dataset.limit_test=null", "search_space.width=1.0"),
-    *("rounds=15", "algorithm.batch_size=64", "retrain.rounds=20", "retrain.batch_size=64"),
-    *("training.precision=auto", "runtime.threads=1"),
+    *("rounds=15", "algorithm.batch_size=128", "retrain.rounds=20", "retrain.batch_size=128"),
+    "runtime.threads=1",
+]
+CIFAR = [
+    *("dataset=npz", "dataset.crop_padding=4", "dataset.flip=true"),
+    *("dataset.limit_train=null", "dataset.limit_test=null"),
+    *("search_space=mbconv", "search_space.candidates=fdnas", "search_space.width=0.5"),
+    *("rounds=10", "algorithm.batch_size=256", "retrain.rounds=16", "retrain.batch_size=256"),
+    "runtime.threads=1",
 ]
 TRAINED = ["stages=[retrain,evaluate]"]
 MOBILENET = "MobileNetV2's blocks, FedAvg"
@@ -61,19 +69,30 @@ GROUPS = {"phone": range(3), "cpu": range(3, 6), "gpu": range(6, 10)}  # and the
 def main() -> None:
     """Run what is missing."""
     parser = arguments(__doc__)
-    parser.add_argument("--full", action="store_true", help="with all images, one seed")
+    parser.add_argument("--full", action="store_true", help="with all images")
+    parser.add_argument(
+        "--cifar", type=Path, help="an npz file of CIFAR-10"
+    )
     options = parser.parse_args()
-    root = options.root.resolve()
-    name, images = ("fdnas_full", "all") if options.full else ("fdnas", "small form: 2,500")
+    root = (options.cifar or options.root).resolve()
+    name, data, option = "fdnas", "Fashion-MNIST, small form: 2,500 images", ""
+    if options.full:
+        name, data, option = "fdnas_full", "Fashion-MNIST, all images", " --full"
+    if options.cifar:
+        name, data, option = "fdnas_cifar", "CIFAR-10 (JPEG), all images", " --cifar FILE"
     start_results(
         RESULTS / f"{name}.json",
-        title=f"FDNAS and baselines on Fashion-MNIST, {images} images",
-        command=f"{COMMAND} --full" if options.full else COMMAND,
+        title=f"FDNAS and baselines on {data}",
+        command=COMMAND + option,
         columns=[*ACCURACIES, *SIZES, *SEARCH],
         against={"algorithm": MOBILENET},
     )
+    if options.cifar:
+        make_pair(RUNS / "cifar", CIFAR, results=name, seed=1, root=root, blocks=19)
+        return
     if options.full:
-        make_pair(RUNS / "full", FULL, results="fdnas_full", seed=1, root=root)
+        for seed in SEEDS:
+            make_pair(RUNS / "full", FULL, results=name, seed=seed, root=root)
         return
     start_results(
         RESULTS / "cfdnas.json",
@@ -126,25 +145,24 @@ def make_seed(seed: int, *, root: Path) -> None:
         add_groups("naive-CFDNAS", folder, naive, rounds=rounds, seed=seed, root=root)
 
 
-def make_pair(folder: Path, sizes: Sequence[str], *, results: str, seed: int, root: Path) -> Path:
+def make_pair(
+    folder: Path, sizes: Sequence[str], *, results: str, seed: int, root: Path, blocks: int = 6
+) -> Path:
     """Make FDNAS' run and that of MobileNetV2's blocks; returns the folder of the former."""
     searched = folder / f"fdnas_s{seed}"
     add("FDNAS", searched, [*FDNAS, *sizes], results=results, seed=seed, root=root)
     unused = {"rounds", "algorithm.batch_size"}  # by what does not search
     sizes = [text for text in sizes if text.partition("=")[0] not in unused]
-    fixed = [*FDNAS, *TRAINED, *sizes, f"genotype={mobilenet_blocks(RUNS / 'mobilenet.json')}"]
+    genotype = mobilenet_blocks(RUNS / f"mobilenet_{blocks}.json", blocks)
+    fixed = [*FDNAS, *TRAINED, *sizes, f"genotype={genotype}"]
     trained = folder / f"mobilenet_s{seed}"
     add(MOBILENET, trained, fixed, results=results, seed=seed, root=root)
     return searched
 
 
-def mobilenet_blocks(path: Path) -> Path:
-    """Write the genotype whose blocks are all MobileNetV2's, in the small skeleton.
-
-    The network of the paper's size (``algorithm=fedavg algorithm.network=mobilenet_v2``) takes 40 s
-    per round here.
-    """
-    edges = tuple(Edge("mbconv6_3x3", block, block + 1) for block in range(6))
+def mobilenet_blocks(path: Path, blocks: int) -> Path:
+    """Write the genotype whose blocks are all MobileNetV2's."""
+    edges = tuple(Edge("mbconv6_3x3", block, block + 1) for block in range(blocks))
     path.parent.mkdir(parents=True, exist_ok=True)
     save_genotype(path, Genotype(space="mbconv", cells={"blocks": edges}))
     return path

@@ -1,9 +1,9 @@
-"""Table: the papers' rows on all images of Fashion-MNIST, in networks of 25 M multiply-adds.
+"""Table: the papers' rows on all images of Fashion-MNIST or CIFAR-10, of 25 M multiply-adds.
 
-    python scripts/table_papers.py --root <folder> [--for 150min] [--only DP-FNAS]
+    python scripts/table_papers.py --root <folder> [--for 150min] [--only DP-FNAS] [--cifar FILE]
 
 All rows retrain NAS-Bench-201's cell, one per stage, with the fewest channels (a multiple of 2)
-that give it 25 M multiply-adds, for 20 rounds of one epoch of all 60,000 images; only FedEx and
+that give it 25 M multiply-adds, for 20 rounds of one epoch of all images; only FedEx and
 FEATHERS tune as they retrain, which is what they are. Batch size and learning rate of the others
 were chosen on 10,000 held-out training images, after ten rounds on 20,000 others. DP-FNAS' search
 is private, by a budget of 3.5, and as in the paper the delivered model is not. A search takes about
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,15 +34,15 @@ from fednas_flwr.spaces.genotype import load_genotype
 RESULTS = Path(__file__).parent / "results" / "papers.json"
 RUNS = Path("runs/table_papers")
 LEAST_MULTIPLY_ADDS = 25e6
+FASHION, CIFAR = "Fashion-MNIST", "CIFAR-10 (JPEG)"
+SHAPES = {FASHION: (1, 28, 28), CIFAR: (3, 32, 32)}
 SPACE = ("search_space=nasbench201_small", "search_space.channels=4")
 TRAINING = (
     *("stages=[retrain,evaluate,export]", "retrain.rounds=20", "retrain.local_epochs=1"),
-    "retrain.batch_size=32",
+    *("retrain.batch_size=32", "retrain.unaugmented=0.3"),
 )
-FEDAVG = (
-    *("algorithm=fedavg", "retrain=recommended"),
-    *("retrain.unaugmented=0", "retrain.weights.lr=0.1"),
-)
+FEDAVG = ("algorithm=fedavg", "retrain=recommended", "retrain.weights.lr=0.1")
+SHIFTED = (*FEDAVG, "dataset.crop_padding=4", "dataset.flip=true")  # of files, which have none
 DIVISIONS = {"iid": "partition=iid", "label-skewed": "partition=label_groups"}
 MINUTES = {"scale": 1 / 60, "decimals": 0}
 COLUMNS = [
@@ -71,6 +72,7 @@ class Row:
         number: What the paper has on its own data (%); None where it has no such row.
         training: Settings of the retraining.
         partition: One of ``DIVISIONS``.
+        data: Of which images.
     """
 
     paper: str
@@ -80,10 +82,12 @@ class Row:
     number: float | None
     training: tuple[str, ...] = FEDAVG
     partition: str = "iid"
+    data: str = FASHION
 
     def settings(self, *, of: tuple[str, ...]) -> list[str]:
         """Overrides of a run: those ``of`` a stage, and data and their division."""
-        data = ("dataset=fashion_mnist", "dataset.limit_train=null", "dataset.limit_test=null")
+        files = "fashion_mnist" if self.data == FASHION else "npz"
+        data = (f"dataset={files}", "dataset.limit_train=null", "dataset.limit_test=null")
         division = (DIVISIONS[self.partition], f"clients={self.clients}")
         return [*of, *data, *division, "runtime.threads=1", "training.precision=auto"]
 
@@ -118,6 +122,9 @@ ROWS = [
     Row("DP-FNAS", "FNAS", 8, FNAS, 96.7),
     Row("DP-FNAS", "DP-FNAS", 8, DP_FNAS, 96.6),
     *(row for row in feathers("iid", 10, (91, 78, 93)) if row.number and "FedEx" not in row.name),
+    Row("DP-FNAS", "DP-FNAS", 4, DP_FNAS, 96.9, SHIFTED, data=CIFAR),
+    Row("DP-FNAS", "FNAS", 4, FNAS, 96.8, SHIFTED, data=CIFAR),
+    Row("DP-FNAS", "recommended", 4, RECOMMENDED, None, SHIFTED, data=CIFAR),
 ]
 
 
@@ -127,22 +134,28 @@ def main() -> None:
     parser.add_argument("--for", dest="time", default="1000h", help="stop after 150min, 2h, ...")
     parser.add_argument("--only", default="", help="rows of one paper: FEATHERS, DP-FNAS")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--cifar", type=Path, help="an npz file of CIFAR-10")
     options = parser.parse_args()
     start_results(
         RESULTS,
-        title="The papers' rows on all 60,000 images of Fashion-MNIST",
+        title="The papers' rows on all images of Fashion-MNIST or CIFAR-10",
         command="python scripts/table_papers.py --root <folder>",
         columns=COLUMNS,
     )
-    root, end = options.root.resolve(), time.monotonic() + seconds(options.time)
-    rows = [row for row in ROWS if options.only in ("", row.paper)]
+    roots = {FASHION: options.root.resolve()}
+    if options.cifar:
+        roots[CIFAR] = options.cifar.resolve()
+    end = time.monotonic() + seconds(options.time)
+    rows = [row for row in ROWS if options.only in ("", row.paper) and row.data in roots]
     jobs = [(row, seed) for seed in options.seeds for row in rows]
-    make_all(lambda job: make(*job, root=root, end=end), jobs, at_a_time=options.jobs)
+    make_all(lambda job: make(*job, roots=roots, end=end), jobs, at_a_time=options.jobs)
 
 
-def make(row: Row, seed: int, *, root: Path, end: float) -> None:
+def make(row: Row, seed: int, *, roots: Mapping[str, Path], end: float) -> None:
     """Make one row's runs, unless they are there or the time is over."""
+    root = roots[row.data]
     group = {
+        "data": row.data,
         "paper": row.paper,
         "clients": row.clients,
         "partition": row.partition,
@@ -157,7 +170,7 @@ def make(row: Row, seed: int, *, root: Path, end: float) -> None:
     if search is None:
         return
     genotype = search.folder / "genotype.json"
-    sizes = (f"genotype={genotype}", f"retrain.channels={channels(genotype)}")
+    sizes = (f"genotype={genotype}", f"retrain.channels={channels(genotype, SHAPES[row.data])}")
     measure(
         RESULTS,
         folder(f"{row.paper} {row.name}", row, seed),
@@ -176,17 +189,18 @@ def make(row: Row, seed: int, *, root: Path, end: float) -> None:
 
 def folder(name: str, row: Row, seed: int) -> Path:
     """Of a run of that name on a row's division of the images."""
-    words = re.findall(r"[\w-]+", f"{name.removeprefix('experiment=')} {row.partition}")
+    place = row.partition if row.data == FASHION else f"cifar10 {row.partition}"
+    words = re.findall(r"[\w-]+", f"{name.removeprefix('experiment=')} {place}")
     return RUNS / "_".join([*words, str(row.clients), f"s{seed}"])
 
 
-def channels(genotype: Path) -> int:
+def channels(genotype: Path, shape: tuple[int, int, int]) -> int:
     """The fewest channels, a multiple of 2, with which a found cell has 25 M multiply-adds."""
     cell, width, cost = load_genotype(genotype), 0, 0
     while cost < LEAST_MULTIPLY_ADDS:
         width += 2
         settings = {"channels": width, "num_cells": 1, "norm": "batch"}
-        space = make_space("nasbench201", input_shape=(1, 28, 28), num_classes=10, **settings)
+        space = make_space("nasbench201", input_shape=shape, num_classes=10, **settings)
         cost = count_multiply_adds(space.network(cell), space.input_shape)
     return width
 
