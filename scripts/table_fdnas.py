@@ -70,9 +70,7 @@ def main() -> None:
     """Run what is missing."""
     parser = arguments(__doc__)
     parser.add_argument("--full", action="store_true", help="with all images")
-    parser.add_argument(
-        "--cifar", type=Path, help="an npz file of CIFAR-10"
-    )
+    parser.add_argument("--cifar", type=Path, help="an npz file of CIFAR-10")
     options = parser.parse_args()
     root = (options.cifar or options.root).resolve()
     name, data, option = "fdnas", "Fashion-MNIST, small form: 2,500 images", ""
