@@ -1,10 +1,10 @@
-"""Time of a training step in bfloat16 over that in float32, by the size of the network.
+"""Time of training a fixed network, over a bare loop of PyTorch and in bfloat16 over float32.
 
     python scripts/bench_precision.py [--repeats 9]
 
 Networks of one NAS-Bench-201 cell of 3x3 convolutions per stage, or more, trained on made-up images
-by plain steps of SGD on one thread; CPU time, medians of pairs. ``training.precision=auto`` takes
-bfloat16 from ``LEAST_MULTIPLY_ADDS`` on.
+by steps of SGD on one thread, which clients make or a loop of ten lines; CPU time, medians of
+pairs. ``training.precision=auto`` takes bfloat16 from ``LEAST_MULTIPLY_ADDS`` on.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import torch
 from torch.nn import functional
 
+from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data.loaders import Split, epoch_batches
 from fednas_flwr.models.networks import computes_in_bfloat16
 from fednas_flwr.pipeline.later_settings import LEAST_MULTIPLY_ADDS
-from fednas_flwr.search.exact_gradients import computed_in
+from fednas_flwr.search.exact_gradients import ExactGradients
+from fednas_flwr.search.objective import Batch
+from fednas_flwr.search.optimizer_step import Optimizer, train, trainable_weights
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32
 from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.nasbench201 import OPS, NASBench201Space
 
 SIZES = list(itertools.product((8, 28), (8, 16, 32), (1, 3)))  # side, channels, cells
-BATCH = 32
+BATCH, STEPS = 32, 8
+SGD_SETTINGS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 3e-4}
 
 
 def main() -> None:
@@ -36,37 +42,72 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"instructions for bfloat16: {computes_in_bfloat16(torch.device('cpu'))}")
     print(f"auto: from {LEAST_MULTIPLY_ADDS / 1e6:g} M multiply-adds")
-    print("image  channels  cells  multiply-adds (M)  float32 (ms)  bfloat16 / float32")
+    print(
+        "image  channels  cells  multiply-adds (M)  bare (ms)  of a client / bare  bfloat16 / bare"
+    )
     for side, channels, cells in SIZES:
         space = NASBench201Space(
             input_shape=(1, side, side), num_classes=10, channels=channels, num_cells=cells
         )
         network = space.network(space.genotype([OPS.index("nor_conv_3x3")] * 6))
         cost = count_multiply_adds(network, space.input_shape) / 1e6
-        ratios, singles = [], []
-        for i in range(repeats + 1):
-            single, half = (step(network, side, precision) for precision in (FLOAT32, BFLOAT16))
-            if i:  # the first steps set up
-                ratios.append(half / single)
-                singles.append(1e3 * single)
+        split = made_up(side)
+        bare, clients, halves = zip(
+            *(
+                (
+                    in_a_loop(network, split),
+                    of_a_client(network, split, FLOAT32) / in_a_loop(network, split),
+                    of_a_client(network, split, BFLOAT16) / in_a_loop(network, split),
+                )
+                for _ in range(repeats + 1)
+            ),
+            strict=True,
+        )
         print(
-            f"{side:5}  {channels:8}  {cells:5}  {cost:17.2f}  {median(singles):12.1f}  "
-            f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            f"{side:5}  {channels:8}  {cells:5}  {cost:17.2f}  {1e3 * median(bare[1:]):9.1f}  "
+            f"{spread(clients[1:])}  {spread(halves[1:])}",  # the first steps set up
             flush=True,
         )
 
 
-def step(network: torch.nn.Module, side: int, precision: str) -> float:
-    """CPU seconds of one step."""
-    x, y = torch.randn(BATCH, 1, side, side), torch.randint(10, (BATCH,))
-    optimizer = torch.optim.SGD(network.train().parameters(), lr=0.05, momentum=0.9)
+def spread(ratios: Sequence[float]) -> str:
+    """A median and its range."""
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def made_up(side: int) -> Split:
+    """Images for some batches, and random classes."""
+    images = torch.randint(256, (STEPS * BATCH, 1, side, side), dtype=torch.uint8)
+    rows = torch.arange(len(images))
+    return Split(images, torch.randint(10, rows.shape), rows, (0.3,), (0.4,))
+
+
+def in_a_loop(network: torch.nn.Module, split: Split) -> float:
+    """CPU seconds of a step of a bare loop."""
+    optimizer = torch.optim.SGD(network.train().parameters(), **SGD_SETTINGS)
     began = time.process_time()
-    with computed_in(precision, (x, y)):
-        loss = functional.cross_entropy(network(x), y)
-    optimizer.zero_grad()
-    torch.autograd.backward(loss)
-    optimizer.step()
-    return time.process_time() - began
+    for rows in torch.randperm(len(split)).split(BATCH):
+        x = (split.features[rows].float() / 255 - split.mean[0]) / split.std[0]
+        loss = functional.cross_entropy(network(x), split.labels[rows])
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    return (time.process_time() - began) / STEPS
+
+
+def of_a_client(network: torch.nn.Module, split: Split, precision: str) -> float:
+    """CPU seconds of a step as clients make it."""
+    sgd = torch.optim.SGD(network.parameters(), **SGD_SETTINGS)
+    weights = Optimizer(trainable_weights(network), sgd)
+    generator = make_generator(0)
+
+    def batches() -> Iterator[Batch]:
+        for rows in epoch_batches(len(split), batch_size=BATCH, generator=generator):
+            yield split.batch(rows, "cpu")
+
+    began = time.process_time()
+    train(network, ExactGradients(batches, precision=precision), weights)
+    return (time.process_time() - began) / STEPS
 
 
 if __name__ == "__main__":
