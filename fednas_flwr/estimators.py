@@ -100,7 +100,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """Search, train and export a network in a run folder.
 
         Records are written below ``dataset.cache`` and removed at the end, unless the run is
-        interrupted or cut short, and can go on by ``fednas run resume=<run folder>``.
+        interrupted or cut short, and can go on by ``fednas run resume=<run folder>``; its
+        ``config.yaml`` names their folder, which is then to be removed by hand.
 
         Args:
             X: A table, a DataFrame of pandas or another library or an array [N, F]; or images, an
@@ -192,8 +193,11 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
                 table[site] = np.asarray(groups)
                 chosen |= {"partition": "column", "partition.column": site}
             content = _parquet(table)
-        elif groups is not None:
-            raise ValueError("groups are for tables: give clients=<number> with images.")
+        elif groups is not None or self.task == "regression":
+            raise ValueError(
+                "groups, and targets that are numbers, are for tables: of images, shape "
+                f"{X.shape}, give clients=<number>, and classes to FedClassifier."
+            )
         else:
             arrays = io.BytesIO()
             np.savez(arrays, x_train=X, y_train=y)
