@@ -9,6 +9,7 @@ import io
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -220,6 +221,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             raise
         if read_run(result.folder).status == "completed":
             shutil.rmtree(folder)
+        else:
+            go_on = f"fednas run resume={result.folder}"
+            warnings.warn(f"the time limit has cut the fit short: {go_on}", stacklevel=3)
         return result
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:
@@ -273,6 +277,10 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     def _target(self, y: Any) -> Any:
         check_classification_targets(y)
         self.classes_ = np.unique(y)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"y has one class, {self.classes_[0]}: a classifier needs two or more."
+            )
         if padded := [name for name in map(str, self.classes_) if name != name.strip()]:
             raise ValueError(f"the class {padded[0]!r} begins or ends with blanks: strip them.")
         return y.astype(str)
