@@ -8,7 +8,6 @@ torch is imported when a run begins.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -217,25 +216,24 @@ def check(config: Config) -> None:
 def execute(
     config: Config, *, resumed: bool, listeners: Iterable[Listener] = (), quiet: bool = False
 ) -> None:
-    """Run a configuration whose folder exists, unless quiet with a display and a closing table."""
-    from fednas_flwr.deploy.whole_run import run_whole
+    """Run a configuration whose folder exists, unless quiet with a display and a closing table.
 
-    if quiet:
-        run_whole(config, listeners=listeners, resumed=resumed)
-        return
-    print(f"run folder: {config.run_dir}", flush=True)
-    go_on = f"fednas run resume={config.run_dir}"
-    from fednas_flwr.report.terminal import ProgressDisplay, print_summary
+    What stops it, and can go on, has a note that says how.
+    """
+    from fednas_flwr.deploy.whole_run import run_whole
     from fednas_flwr.server.cohort import QuorumError
 
     try:
+        if quiet:
+            run_whole(config, listeners=listeners, resumed=resumed)
+            return
+        from fednas_flwr.report.terminal import ProgressDisplay, print_summary
+
+        print(f"run folder: {config.run_dir}", flush=True)
         with ProgressDisplay() as display:
             run_whole(config, listeners=[display, *listeners], resumed=resumed, tell=display)
-    except KeyboardInterrupt:
-        print(f"\nTo go on: {go_on}", file=sys.stderr)
-        raise
-    except (OSError, QuorumError) as error:  # such as a full disk, or clients that are gone
-        error.add_note(f"to go on once that is mended: {go_on}")
+    except (KeyboardInterrupt, OSError, QuorumError) as error:  # of a full disk, say
+        error.add_note(f"to go on: fednas run resume={config.run_dir}")
         raise
     print_summary(config.folder)
 

@@ -9,6 +9,7 @@ import io
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -100,7 +101,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """Search, train and export a network in a run folder.
 
         Records are written below ``dataset.cache`` and removed at the end, unless the run is
-        interrupted or cut short, and can go on by ``fednas run resume=<run folder>``.
+        interrupted or cut short, and can go on by ``fednas run resume=<run folder>``; its
+        ``config.yaml`` names their folder, which is then to be removed by hand.
 
         Args:
             X: A table, a DataFrame of pandas or another library or an array [N, F]; or images, an
@@ -192,8 +194,11 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
                 table[site] = np.asarray(groups)
                 chosen |= {"partition": "column", "partition.column": site}
             content = _parquet(table)
-        elif groups is not None:
-            raise ValueError("groups are for tables: give clients=<number> with images.")
+        elif groups is not None or self.task == "regression":
+            raise ValueError(
+                "groups, and targets that are numbers, are for tables: of images, shape "
+                f"{X.shape}, give clients=<number>, and classes to FedClassifier."
+            )
         else:
             arrays = io.BytesIO()
             np.savez(arrays, x_train=X, y_train=y)
@@ -216,6 +221,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             raise
         if read_run(result.folder).status == "completed":
             shutil.rmtree(folder)
+        else:
+            go_on = f"fednas run resume={result.folder}"
+            warnings.warn(f"the time limit has cut the fit short: {go_on}", stacklevel=3)
         return result
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:
@@ -269,6 +277,10 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     def _target(self, y: Any) -> Any:
         check_classification_targets(y)
         self.classes_ = np.unique(y)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"y has one class, {self.classes_[0]}: a classifier needs two or more."
+            )
         if padded := [name for name in map(str, self.classes_) if name != name.strip()]:
             raise ValueError(f"the class {padded[0]!r} begins or ends with blanks: strip them.")
         return y.astype(str)

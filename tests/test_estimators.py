@@ -91,8 +91,9 @@ def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_pat
 
     monkeypatch.setattr(estimators, "run", partial(run, listeners=[stop]))
     table = patients().assign(label=1, site=2)  # features, whose names are taken
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as stopped:
         fit(tmp_path, table[["age", "label", "site"]], table["died"], groups=table["hospital"])
+    assert stopped.value.__notes__ == [f"to go on: fednas run resume={tmp_path / 'run'}"]
     model = run(tmp_path / "run").model
     assert [column.name for column in model.inputs.schema] == ["age", "label", "site"]
     with pytest.raises(ConfigError, match="run_dir="):
@@ -102,7 +103,8 @@ def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_pat
 
 def test_records_of_a_fit_that_time_cuts_short_stay(tmp_path):
     table = patients()
-    with suppress(ConfigError):  # where no time was left for a model
+    said = f"the time limit has cut the fit short: fednas run resume={tmp_path / 'run'}"
+    with pytest.warns(match=said), suppress(ConfigError):  # where no time was left for a model
         fit(tmp_path, table[["age"]], table["died"], time_limit="0.01s")
     assert read_run(tmp_path / "run").status == "cut short"
     assert len([*(tmp_path / "cache").glob("fit-*/records.parquet")]) == 1
@@ -189,6 +191,18 @@ def test_images(tmp_path):
     assert model.classes_.tolist() == list(range(10))
     assert model.predict(images[:30]).dtype == labels.dtype
     assert model.score(images[:200], labels[:200]) > 0.5
+
+
+def test_images_have_no_groups_and_no_numbers_to_predict():
+    images, numbers = load_digits().images[:20], np.arange(20)
+    for model, groups in ((FedRegressor(), None), (FedClassifier(), numbers)):
+        with pytest.raises(ValueError, match=r"are for tables: of images, shape \(20, 8, 8\)"):
+            model.fit(images, numbers, groups=groups)
+
+
+def test_one_class_is_refused():
+    with pytest.raises(ValueError, match="y has one class, 7: a classifier needs two or more"):
+        FedClassifier().fit(np.eye(4), [7] * 4)
 
 
 def test_settings_reach_the_run(tmp_path):

@@ -102,9 +102,14 @@ def test_weights_of_another_network_are_refused(tmp_path, change):
 def test_a_file_that_is_no_state_dict_is_refused(tmp_path):
     torch.save({"model": weights_of()}, tmp_path / "nested.pth")
     torch.save(Path("a"), tmp_path / "object.pth")
-    (tmp_path / "text.safetensors").write_text("none")
-    for name in ("nested.pth", "object.pth", "text.safetensors", "nothing.pth"):
-        with pytest.raises(ConfigError, match=f"{name} of '?{TINY}.* cannot be read"):
+    torch.save([torch.zeros(1), 2], tmp_path / "list.pth")
+    for name in ("text.safetensors", "text.pth"):
+        (tmp_path / name).write_text("none")
+    for name, reason in (
+        *((name, "ValueError: it holds more than") for name in ("nested.pth", "list.pth")),
+        *((name, r"\w+: ") for name in ("object.pth", "text.safetensors", "text.pth", "no.pth")),
+    ):
+        with pytest.raises(ConfigError, match=rf"{name} of '?{TINY}.* cannot be read \({reason}"):
             Pretrained(TINY).load_weights(tmp_path / name)
 
 

@@ -117,14 +117,15 @@ class Pretrained(nn.Module):
             if path.suffix == ".safetensors":
                 return load_file(path)
             state: Any = torch.load(path, map_location="cpu", weights_only=True)
-            if not all(isinstance(value, Tensor) for value in state.values()):
+            tensors = state.values() if isinstance(state, dict) else [state]
+            if not all(isinstance(value, Tensor) for value in tensors):
                 raise ValueError("it holds more than a state dict of tensors")
             return dict(state)
         except Exception as error:  # whatever a file or the Hub has in store
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise ConfigError(
-                f"weights={path} of {show(self.name)} cannot be read: {reason}; expected a file of "
-                "safetensors or a state dict, or null to fetch them from the Hub."
+                f"weights={path or 'null, from the Hub,'} of {show(self.name)} cannot be read "
+                f"({reason}): give the path of a file of safetensors or a state dict."
             ) from error
 
 

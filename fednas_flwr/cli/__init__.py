@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         atexit.register(gc.freeze)  # or the interpreter looks for garbage for a second as it ends
     try:
         return _main(arguments)
-    except KeyboardInterrupt:
-        print("\nfednas: stopped.", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print("", *getattr(stopped, "__notes__", ()), "fednas: stopped.", sep="\n", file=sys.stderr)
         return STOPPED
 
 

@@ -65,19 +65,22 @@ def importance(
     sites_N = torch.from_numpy(np.unique(names, return_inverse=True)[1])[chosen]
     number, places = len(chosen), _places(schema)
     columns: list[dict[str, Any]] = []
-    weights_RN = resampled(PERMUTATIONS, number, generator)
+
+    logits_NC = network(x_NF)
+
+    def measure(logits_NC: Tensor, weights_1N: Tensor) -> Tensor:
+        return weighted_scores(logits_NC, labels_N, weights_1N, objective=objective)[metric]
+
+    resamples = torch.split(resampled(PERMUTATIONS, number, generator), 1)
+    before = [measure(logits_NC, weights_1N) for weights_1N in resamples]
     for name, at in places.items():
         drops = []
-        for weights_1N in torch.split(weights_RN, 1):
+        for weights_1N, score in zip(resamples, before, strict=True):
             order_N = torch.rand(number, generator=generator, dtype=torch.float64)
             shuffled_N = (sites_N + order_N).argsort()
             changed_NF = x_NF.clone()
             changed_NF[sites_N.argsort(stable=True)[:, None], at] = x_NF[shuffled_N[:, None], at]
-            before, after = (
-                weighted_scores(network(x), labels_N, weights_1N, objective=objective)[metric]
-                for x in (x_NF, changed_NF)
-            )
-            drops.append(before - after)
+            drops.append(score - measure(network(changed_NF), weights_1N))
         drop_R = torch.cat(drops) * (-1 if metric == LOG_LOSS else 1)
         ends = drop_R.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
         row: dict[str, Any] = {
@@ -95,8 +98,7 @@ def importance(
         for j, b in enumerate(numbers[:i])
         if abs(correlation_FF[i, j]) >= CORRELATED
     ]
-    probabilities_NC = objective.probabilities(network(x_NF))
-    positive = objective.positive_class(probabilities_NC.shape[1])
+    positive = objective.positive_class(logits_NC.shape[1])
     effects = []
     for name in [row["name"] for row in columns[: EFFECTS if positive is not None else 0]]:
         column, at = next(c for c in schema if c.name == name), places[name]

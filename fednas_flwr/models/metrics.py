@@ -79,16 +79,19 @@ class Metrics:
 def accuracies_of_parts(
     network: SkipNetwork, split: Split, device: torch.device, *, objective: Objective
 ) -> dict[str, float]:
-    """Return the accuracies of a network ``without_skip`` and ``without_cells``.
+    """Return the accuracies of a network ``without_skip`` and ``without_cells``, if it has both.
+
+    A threshold is of the whole network, and says nothing of its parts.
 
     Args:
-        network: With a skip, which it has again when this returns.
+        network: A skip it has again when this returns.
         split: The records, at least one.
         device: That of the network.
         objective: Gives the hits.
     """
     skip = network.skip
-    assert skip is not None
+    if skip is None:
+        return {}
     alone = nn.Sequential(nn.Flatten(), skip)
     network.skip = None
     try:

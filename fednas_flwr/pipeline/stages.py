@@ -264,10 +264,11 @@ def _evaluate(
             logits, labels = metrics.predicted(network.to(device), test, device)
             central = metrics.detailed(logits, labels, objective=objective, seed=config.seed)
             has_accuracy = not objective.predicts_numbers
-            if isinstance(network, SkipNetwork) and network.skip is not None and has_accuracy:
+            if isinstance(network, SkipNetwork) and has_accuracy and threshold is None:
                 central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
-            if schema := prepared.server_test.schema:
+            beside = run.folder.parent.name == BASELINES_FOLDER  # one of many, which takes seconds
+            if (schema := prepared.server_test.schema) and not beside:
                 central["importance"] = importance(
                     network.eval(),
                     test,

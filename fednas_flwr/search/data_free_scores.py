@@ -22,6 +22,7 @@ Tensor suffixes: B batch, C channels, H height, W width, P positions (batch and 
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -73,7 +74,7 @@ def measure(
         if set(names) & set(wanted):
             of = _of_small_images(space) if names == ("learning",) else space
             with seeded(seed, "scored network"):
-                network = of.network(genotype)
+                network = deepcopy(of.network(genotype))  # with what others share, as it is changed
             numbers = measured(network, of.input_shape, make_generator(seed, *names))
             each = numbers if isinstance(numbers, tuple) else (numbers,)
             values |= zip(names, each, strict=True)
@@ -235,7 +236,7 @@ def az_nas_parts(
     network.train()
     he_normal = partial(nn.init.kaiming_normal_, nonlinearity="relu", generator=generator)
     _draw_weights(network, he_normal)
-    x = torch.randn(batch_size, *input_shape, generator=generator)
+    x = torch.randn(batch_size, *input_shape, generator=generator).requires_grad_()
     features = _features(network, x)
     entropies = torch.stack([_entropy(feature.detach()) for feature in features])
     terms = []
@@ -307,7 +308,8 @@ MEASURES: dict[tuple[str, ...], Measure] = {
 SCORES = tuple(name for names in MEASURES for name in names)
 AZ_NAS = ("expressivity", "progressivity", "trainability", "multiply_adds")
 SYNFLOW = ("synflow",)
-UNRANKED = ("darts", "mbconv")  # spaces whose networks AZ-NAS ranks no better than chance
+# Spaces whose networks AZ-NAS ranks no better than chance, or of which nobody has measured it.
+UNRANKED = ("darts", "mbconv", "adapters")
 
 
 def trusted_scores(space: str) -> tuple[str, ...]:

@@ -54,14 +54,14 @@ class MaskedSum:
             ValueError: They do not suffice.
         """
         for i in self.survivors:
-            parts = {j + 1: opened.parts[i] for j, opened in openings.items()}
+            parts = {j + 1: o.parts[i] for j, o in openings.items() if i in o.parts}
             add_mask(rebuild(parts), self.vectors, sign=-1)
         for d in set(self.participants) - set(self.survivors):
             for i in self.survivors:
-                if i not in openings:
+                if i not in openings or d not in openings[i].pairs:
                     raise ValueError(
-                        f"site {i} has dropped out after site {d}, and only it could open the mask "
-                        "that they share."
+                        f"site {i} has dropped out after site {d}, or keeps back the mask that "
+                        "they share, which only it could open."
                     )
                 add_mask(openings[i].pairs[d], self.vectors, sign=-1 if i < d else 1)
         return self.vectors

@@ -340,8 +340,8 @@ def latency_of(space: SearchSpace, table: str) -> Callable[[Genotype], float]:
     """
     if not isinstance(space, MBConvSpace):
         raise ConfigError(
-            f"algorithm.limits.table={table} with search_space={space.name}: a latency table is "
-            "for mbconv only; set limits of parameters or multiply_adds."
+            f"limits.table={table} with search_space={space.name}: a latency table is for mbconv "
+            "only; set limits of parameters or multiply_adds."
         )
     costs = space_costs(space, read_table(Path(table)))
     return lambda genotype: costs.of_path(space.path(genotype))

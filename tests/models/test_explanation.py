@@ -11,7 +11,7 @@ from torch import nn
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.records import Column, Records
-from fednas_flwr.models.explanation import importance, mistakes
+from fednas_flwr.models.explanation import PERMUTATIONS, importance, mistakes
 from fednas_flwr.search.objective import Objective
 
 NUMBER = 600
@@ -27,7 +27,10 @@ MEAN, STD = (10.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), (2.0, 1.0, 1.0, 1.0, 1.0, 1.0,
 class Known(nn.Module):
     """Class 1 where ``used`` is above its mean, surer for the kind c."""
 
+    asked = 0
+
     def forward(self, x):
+        self.asked += 1
         return torch.stack([torch.zeros(len(x)), 3 * x[:, 0] + 2 * x[:, 6]], 1)
 
 
@@ -42,11 +45,18 @@ def table():
     return Split(x, labels, torch.arange(NUMBER), MEAN, STD), labels
 
 
-def explained(metric="accuracy", sites=None):
+def explained(metric="accuracy", sites=None, network=None):
     split, _ = table()
     given = np.empty(0) if sites is None else sites
     how = {"objective": Objective(), "metric": metric, "sites": given, "seed": 0}
-    return importance(Known().eval(), split, SCHEMA, **how)
+    return importance((network or Known()).eval(), split, SCHEMA, **how)
+
+
+def test_the_unshuffled_table_is_computed_once():
+    network = Known()
+    found = explained(network=network)
+    effects = sum(len(effect["x"]) for effect in found["effects"])
+    assert network.asked == 1 + PERMUTATIONS * len(SCHEMA) + effects
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "auroc", "average_precision", "f1", "log_loss"])

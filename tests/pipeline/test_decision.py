@@ -83,10 +83,13 @@ def test_every_route_gives_the_same_labels(finished_run, data, private, tmp_path
 
 def test_the_estimator_decides_by_the_threshold(tmp_path):
     settings = ["algorithm.draws=2", "retrain.rounds=4", f"dataset.cache={tmp_path / 'cache'}"]
+    settings += ["search_space.skip=linear"]
     model = FedClassifier(clients=2, preset="fast", settings=[*settings, f"run_dir={tmp_path}/r"])
     table = patients(600)
     model.fit(table, label="died")
-    threshold = read_run(model.run_folder).last("evaluated")["threshold"]
+    evaluated = read_run(model.run_folder).last("evaluated")
+    threshold, central = evaluated["threshold"], evaluated["central"]
+    assert not {"without_skip", "without_cells"} & {*central}  # which no threshold was chosen for
     shares = model.predict_proba(table)[:, 1].astype(np.float32)
     labels = np.where(shares >= np.float32(threshold), "yes", "no")
     assert (model.predict(table) == labels).all()

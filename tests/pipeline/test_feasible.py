@@ -214,6 +214,9 @@ def test_limits_that_no_network_keeps_are_refused(compose_config, algorithm):
     small = (f"algorithm={algorithm}", f"{group}.parameters=20000", "retrain.channels=64")
     api.check(compose_config(*small, "stages=[search]"))
     assert "): raise them, or lower" in refused(compose_config(*small))
+    timed = (f"{group}.table=phone.json", f"{group}.latency_ms=1")
+    sentence = refused(compose_config(f"algorithm={algorithm}", *timed))
+    assert sentence.startswith("limits.table=phone.json with search_space=nasbench201")
 
 
 def test_more_threads_than_cores_can_run_are_refused(compose_config, monkeypatch):

@@ -17,6 +17,7 @@ from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
 from fednas_flwr.pipeline.feasible import check_buildable
+from fednas_flwr.runs.numbers import read_run
 
 from ..finished_runs import looked_at
 
@@ -172,6 +173,9 @@ def test_searches_that_need_no_classes_find_a_network(overrides, finished_run, t
     run = finished_run(*overrides[:1], *given, *overrides[1:])
     assert not run.failed
     assert np.isfinite(run.named("evaluated")[-1]["central"]["rmse"])
+    record = read_run(run.folder)
+    assert record.scores("central")["importance"]["columns"]
+    assert not any("importance" in one.scores("central") for one in record.baselines())
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def stop_when(start, moment, *arguments):
     lines = [line for line in errors.splitlines() if line]
     if process.returncode == STOPPED:
         assert lines[-1] == "fednas: stopped."
-        assert all(line.startswith("To go on: fednas run resume=") for line in lines[:-1])
+        assert all(line.startswith("to go on: fednas run resume=") for line in lines[:-1])
 
 
 def assert_goes_on(start, folder, whole):

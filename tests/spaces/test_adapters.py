@@ -1,5 +1,7 @@
 """Adapters in a frozen network: what is trained and travels, and what the ops compute."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -15,9 +17,11 @@ from fednas_flwr.data.prepared import make_data
 from fednas_flwr.protocol.states import network_states
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
+from fednas_flwr.search.data_free_scores import SCORES, measure
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.spaces.adapters import OPS, AdapterSpace
+from fednas_flwr.spaces.genotype import Edge, Genotype
 
 TINY, CELL = "test_efficientnet", "cell"
 
@@ -127,6 +131,17 @@ def test_genotypes_of_the_space(space):
         assert space.derive({CELL: lead}) == genotype
 
 
+def test_data_free_scores_leave_the_frozen_network_as_it_is(space):
+    ops = ["none"] * (len(space.edges) - 1) + ["low_rank_4"]  # nothing trained before the last
+    cell = tuple(Edge(op, *ends) for op, ends in zip(ops, space.edges, strict=True))
+    before = {name: tensor.clone() for name, tensor in space.frozen().state_dict().items()}
+    values = measure(space, Genotype("adapters", {CELL: cell}), SCORES, seed=0)
+    assert math.isfinite(values["expressivity"])
+    assert math.isfinite(values["learning"])
+    after = space.frozen().state_dict()
+    assert all(torch.equal(before[n], t) and before[n].dtype == t.dtype for n, t in after.items())
+
+
 def chosen(weights):
     named = (f"search_space.backbone={TINY}", f"search_space.weights={weights}")
     place = ("search_space=adapters", "search_space.image_size=32", "retrain.norm=group")
@@ -138,7 +153,7 @@ def composed(*overrides):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("algorithm", ["fed_darts", "random_search", "dp_fnas"])
+@pytest.mark.parametrize("algorithm", ["fed_darts", "random_search", "dp_fnas", "zero_cost"])
 def test_a_search_sends_adapters_and_delivers_the_whole(tmp_path, weights, made_data, algorithm):
     gone = tmp_path / "gone.safetensors"
     gone.write_bytes(weights.read_bytes())

@@ -315,10 +315,8 @@ def add_shared_noise(
     **Guarantee.** Who sees such a sum, and knows all other clients' totals and the noise of those
     beyond ``honest``, sees one step of a :class:`~fednas_flwr.privacy.mechanism.renyi.Release` with
     this multiplier, as of :func:`add_noise`: the shares add up to at least ``sqrt(sigma^2 + 4^2)``,
-    and
-    to a discrete Gaussian up to
-    ``sum_divergence`` in ``tests/privacy/divergences.py``. Who sees this client's value
-    alone sees one of ``noise_multiplier / sqrt(honest)``.
+    and to a discrete Gaussian up to ``sum_divergence`` in ``tests/privacy/divergences.py``. Who
+    sees this client's value alone sees one of ``noise_multiplier / sqrt(honest)``.
 
     Args:
         total: The sum of clipped vectors: all d values of one release, in one tensor.

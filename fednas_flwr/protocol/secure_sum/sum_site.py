@@ -206,8 +206,9 @@ class SumSite:
     def _unsealed(self, context: bytes, sender: int, boxes: Mapping[int, bytes]) -> bytes:
         """Return the part that another site has made for this one."""
         try:
-            return masks.unseal(self.part_key(context, sender, self.index), boxes[sender])
-        except (KeyError, ValueError) as error:
+            key = self.part_key(context, sender, self.index)
+            return masks.unseal(key, boxes.get(sender, b""))
+        except ValueError as error:
             raise ConfigError(
                 f"refused, the part of site {sender} is not usable: {error}."
             ) from error

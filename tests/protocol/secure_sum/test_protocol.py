@@ -1,6 +1,7 @@
 """Sites and server of a secure sum, with real keys, masks and journals; Flower is not needed."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ class Exchange:
 
     def open_by(self, i, survivors=None):
         survivors = survivors or sorted(self.sum.survivors)
-        boxes = {j: self.boxes[j][i] for j in survivors if j != i}
+        boxes = {j: self.boxes[j][i] for j in survivors if i in self.boxes[j]}
         return self.sites[i].open(self.context, survivors, self.signatures, boxes)
 
     def total(self, clients=None):
@@ -107,6 +108,18 @@ def test_one_opening_is_not_enough(sites):
 def test_a_site_lost_after_signing_beside_one_lost_before_fails_the_sum(sites):
     exchange = Exchange(sites).answer([0, 1, 2, 3]).sign()
     refuses("site 3 has dropped out after site 4", exchange.total, [0, 1, 2], error=ValueError)
+
+
+def test_openings_that_lack_a_part(sites):
+    exchange = Exchange(sites).answer([0, 1, 2, 3]).sign()
+    openings = {i: exchange.open_by(i) for i in range(4)}
+    for i in (0, 1):  # two others suffice
+        openings[i] = replace(openings[i], parts={j: openings[i].parts[j] for j in (0, 1, 3)})
+    without = openings | {3: replace(openings[3], pairs={})}
+    vectors = [vector.copy() for vector in exchange.sum.vectors]
+    refuses("or keeps back the mask", exchange.sum.unmask, without, error=ValueError)
+    exchange.sum.vectors = vectors
+    assert_sum(exchange.sum.unmask(openings), range(4))
 
 
 def test_nothing_is_opened_while_a_survivor_has_not_signed(sites):
@@ -229,6 +242,8 @@ def test_parts_of_another_exchange_or_changed_ones_are_not_used(sites):
     for box in (earlier.boxes[1][0], exchange.boxes[2][0], genuine[:-1] + b"\0\0"):
         exchange.boxes[1][0] = box
         refuses("the part of site 1 is not usable", exchange.open_by, 0)
+    del exchange.boxes[1][0]
+    refuses("site 1 is not usable: a sealed part", exchange.open_by, 0)
     exchange.boxes[1][0] = genuine
     assert exchange.open_by(0)
 
