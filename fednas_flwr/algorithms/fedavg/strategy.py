@@ -6,6 +6,7 @@ an optimiser of the server.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import cast
 
@@ -29,7 +30,8 @@ from fednas_flwr.settings.run_settings import Retrain, ServerAdagrad, ServerAdam
 
 SPLITS = ("train", "validation")  # what is trained on where nothing is held out
 LOCAL_STEPS = 300  # of retraining where nobody says how many rounds
-FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
+STEPS_OF_A_ROUND = 8  # the fewest; momentum begins anew in every round
+FEWEST_ROUNDS, MOST_ROUNDS = 10, 120
 LONGER, PIXELS = 3, 256  # times as long for images of so many pixels
 FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 
@@ -39,8 +41,12 @@ def trained_on(evaluate_every: int) -> tuple[str, ...]:
     return SPLITS[:1] if evaluate_every else SPLITS
 
 
-def planned_rounds(retrain: Retrain, records: float, input_shape: Sequence[int]) -> int:
-    """The rounds of retraining: as set, or by the records that the median client trains on.
+def planned(retrain: Retrain, records: float, input_shape: Sequence[int]) -> Retrain:
+    """Retraining with its rounds: as set, or by the records that the median client trains on.
+
+    A round has several passes over a client's records where one is of too few steps: momentum would
+    never build up, nor would 40 rounds of two steps train a linear model. Images of at least 16 by
+    16 pixels keep to one pass.
 
     Args:
         retrain: Settings of the retraining.
@@ -50,10 +56,18 @@ def planned_rounds(retrain: Retrain, records: float, input_shape: Sequence[int])
             training images, where tables and digits of 8 by 8 have learnt all before.
     """
     if retrain.rounds is not None:
-        return retrain.rounds
-    longer = LONGER if math.prod(input_shape[1:]) >= PIXELS else 1
-    rounds = round(longer * LOCAL_STEPS / retrain.local_steps(records))
-    return min(longer * MOST_ROUNDS, max(FEWEST_ROUNDS, rounds))
+        return retrain
+    steps = retrain.local_steps(records)
+    if math.prod(input_shape[1:]) >= PIXELS:
+        longer, passes = LONGER, 1
+    else:
+        longer, passes = 1, math.ceil(STEPS_OF_A_ROUND / steps)
+    rounds = round(longer * LOCAL_STEPS / (passes * steps))
+    return replace(
+        retrain,
+        rounds=min(MOST_ROUNDS, max(FEWEST_ROUNDS, rounds)),
+        local_epochs=passes * retrain.local_epochs,
+    )
 
 
 def median_records(retrain: Retrain, declared: Iterable[Mapping[str, int]]) -> float:
