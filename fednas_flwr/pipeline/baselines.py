@@ -65,8 +65,7 @@ def prepare_baselines(config: Config) -> list[Path]:
     Args:
         config: Of a finished run that has exported a searched network.
     """
-    number = num_random(config)
-    if not number:
+    if not (number := num_random(config)):
         return []
     derived = read_run(config.folder).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
@@ -87,9 +86,8 @@ def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
             trained for all.
     """
     candidates = _candidates(config)
-    names = finalists(config.folder) if last else list(candidates)
     trained = {}
-    for name in names:
+    for name in finalists(config.folder) if last else list(candidates):
         retrain = candidates[name].retrain
         rounds = retrain.planned if last else -(-retrain.planned // SHARE)
         retrain = replace(retrain, rounds=rounds, evaluate_every=rounds)
@@ -106,8 +104,7 @@ def delivered(config: Config, candidate: Candidate) -> Config:
 
 def _candidates(config: Config) -> dict[str, Config]:
     """Return the configuration of each candidate by its name."""
-    folder = config.folder
-    derived = read_run(folder).of_kind("derived")[0]
+    derived = read_run(config.folder).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
     alike = replace(alike, retrain=_planned_retraining(alike))
     found = partial(from_json, json.dumps(derived["network"]["genotype"]))
@@ -117,7 +114,7 @@ def _candidates(config: Config) -> dict[str, Config]:
         candidates |= dict([_given(skipping, "found_skip", found)])
     candidates |= dict(_baselines(alike, num_random(config), derived, linear=True))
     candidates |= dict(_fine_tuned(alike))
-    file = folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
+    file = config.folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
     if file.is_file():  # its search is done
         space = candidates[DATA_FREE].search_space
         retrained = replace(alike, stages=STAGES, genotype=str(file.resolve()))

@@ -30,8 +30,8 @@ from fednas_flwr.settings.run_settings import Retrain, ServerAdagrad, ServerAdam
 
 SPLITS = ("train", "validation")  # what is trained on where nothing is held out
 LOCAL_STEPS = 300  # of retraining where nobody says how many rounds
-STEPS_OF_A_ROUND = 8  # the fewest; momentum begins anew in every round
-FEWEST_ROUNDS, MOST_ROUNDS = 10, 120
+STEPS_OF_A_ROUND = 5  # the fewest, in each of which momentum begins anew
+FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
 LONGER, PIXELS = 3, 256  # times as long for images of so many pixels
 FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 
@@ -44,30 +44,26 @@ def trained_on(evaluate_every: int) -> tuple[str, ...]:
 def planned(retrain: Retrain, records: float, input_shape: Sequence[int]) -> Retrain:
     """Retraining with its rounds: as set, or by the records that the median client trains on.
 
-    A round has several passes over a client's records where one is of too few steps: momentum would
-    never build up, nor would 40 rounds of two steps train a linear model. Images of at least 16 by
-    16 pixels keep to one pass.
+    Where a pass over these is of fewer than 5 steps, a round has several: 40 rounds of two steps,
+    each of which begins without momentum, leave a linear model of a table half trained.
 
     Args:
         retrain: Settings of the retraining.
         records: Number of the median client.
-        input_shape: Of a record. Images of at least 16 by 16 pixels get three times the steps:
-            2,000 of Fashion-MNIST gained 7 points by that and 8,000 of CIFAR-10 15, on held-out
-            training images, where tables and digits of 8 by 8 have learnt all before.
+        input_shape: Of a record. Images of at least 16 by 16 pixels get three times the steps, in
+            rounds of one pass: 2,000 of Fashion-MNIST gained 7 points by that and 8,000 of CIFAR-10
+            15, on held-out training images, where tables and digits of 8 by 8 have learnt all
+            before.
     """
     if retrain.rounds is not None:
         return retrain
-    steps = retrain.local_steps(records)
+    steps, longer = retrain.local_steps(records), 1
+    passes = math.ceil(STEPS_OF_A_ROUND / steps)
     if math.prod(input_shape[1:]) >= PIXELS:
         longer, passes = LONGER, 1
-    else:
-        longer, passes = 1, math.ceil(STEPS_OF_A_ROUND / steps)
-    rounds = round(longer * LOCAL_STEPS / (passes * steps))
-    return replace(
-        retrain,
-        rounds=min(MOST_ROUNDS, max(FEWEST_ROUNDS, rounds)),
-        local_epochs=passes * retrain.local_epochs,
-    )
+    rounds = max(FEWEST_ROUNDS, round(longer * LOCAL_STEPS / (passes * steps)))
+    epochs = passes * retrain.local_epochs
+    return replace(retrain, rounds=min(longer * MOST_ROUNDS, rounds), local_epochs=epochs)
 
 
 def median_records(retrain: Retrain, declared: Iterable[Mapping[str, int]]) -> float:
@@ -232,12 +228,10 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
 
     def _steps(self) -> int:
         """Number of steps of a round."""
-        steps = local_steps(self.config, self.stage)
-        if steps is not None:
+        if (steps := local_steps(self.config, self.stage)) is not None:
             return steps
         declared = (of.get("splits", {}) for of in self.cohort.properties.values())
-        retrain = self.config.retrain
-        return retrain.local_steps(median_records(retrain, declared))
+        return self.config.retrain.local_steps(median_records(self.config.retrain, declared))
 
     @classmethod
     def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
