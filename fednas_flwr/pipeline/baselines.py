@@ -145,7 +145,7 @@ def _planned_retraining(config: Config) -> Retrain:
         sizes = median(sum(splits.values()) for splits in partition["splits"])
     else:
         sizes = partition["summary"]["sizes"][QUANTILES.index(0.5)]
-    return planned(config.retrain, share * sizes, network["input_shape"])
+    return planned(config, share * sizes, network["input_shape"])
 
 
 def _folders(config: Config, place: str, runs: Mapping[str, Config]) -> list[Path]:

@@ -86,7 +86,7 @@ def begin(
         known.get("splits", dict.fromkeys(SPLITS, 0)) for known in cohort.properties.values()
     ]
     records = median_records(config.retrain, splits)
-    config = replace(config, retrain=planned(config.retrain, records, prepared.input_shape))
+    config = replace(config, retrain=planned(config, records, prepared.input_shape))
     config = schedule.for_classes(config, prepared.train)
     if config.samples:
         splits = _declared_at_first(cohort, earlier)

@@ -41,6 +41,7 @@ def trained(search, request):
         (128, (13,), 38, 2),  # 8 steps in a round
         (60, (13,), 40, 3),
         (20, (13,), 40, 5),
+        (60, (1, 8, 8), 40, 1),
         (60, (3, 32, 32), 40 * LONGER, 1),
         (20_000, (3, 32, 32), 10, 1),
     ],
@@ -48,10 +49,13 @@ def trained(search, request):
 def test_retraining_is_as_long_as_the_clients_records_ask_for(
     compose_config, records, input_shape, rounds, passes
 ):
-    retrain = compose_config("retrain.batch_size=32", "retrain.rounds=7").retrain
-    made = planned(replace(retrain, rounds=None), records, input_shape)
+    config = compose_config("retrain.batch_size=32", "retrain.rounds=7")
+    assert planned(config, records, input_shape) == config.retrain
+    config = replace(config, retrain=replace(config.retrain, rounds=None))
+    made = planned(config, records, input_shape)
     assert (made.rounds, made.local_epochs) == (rounds, passes)
-    assert planned(retrain, records, input_shape) == retrain
+    config = replace(config, retrain=replace(config.retrain, exchange="gradients"))
+    assert planned(config, records, input_shape).local_epochs == 1  # their momentum stays
 
 
 def test_rounds_equal_local_loops_and_a_weighted_average(trained):

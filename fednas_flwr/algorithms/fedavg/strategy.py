@@ -25,6 +25,7 @@ from fednas_flwr.protocol.requests import TakeNetworkGradient, Train
 from fednas_flwr.protocol.states import Packed, Tensors
 from fednas_flwr.search.optimizer_step import after_prefix, make_sgd
 from fednas_flwr.settings import AlgorithmSettings, Config
+from fednas_flwr.settings.incompatible import retrains_by_gradients
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.run_settings import Retrain, ServerAdagrad, ServerAdam
 
@@ -41,26 +42,25 @@ def trained_on(evaluate_every: int) -> tuple[str, ...]:
     return SPLITS[:1] if evaluate_every else SPLITS
 
 
-def planned(retrain: Retrain, records: float, input_shape: Sequence[int]) -> Retrain:
+def planned(config: Config, records: float, input_shape: Sequence[int]) -> Retrain:
     """Retraining with its rounds: as set, or by the records that the median client trains on.
 
-    Where a pass over these is of fewer than 5 steps, a round has several: 40 rounds of two steps,
-    each of which begins without momentum, leave a linear model of a table half trained.
+    Where a pass over a table's records is of fewer than 5 steps, a round has several passes: 40
+    rounds of two steps, which begin without momentum, leave a linear model half trained. Along
+    gradients momentum stays.
 
     Args:
-        retrain: Settings of the retraining.
+        config: Settings of the run.
         records: Number of the median client.
-        input_shape: Of a record. Images of at least 16 by 16 pixels get three times the steps, in
-            rounds of one pass: 2,000 of Fashion-MNIST gained 7 points by that and 8,000 of CIFAR-10
-            15, on held-out training images, where tables and digits of 8 by 8 have learnt all
-            before.
+        input_shape: Of a record. Images of at least 16 by 16 pixels get three times the steps:
+            2,000 of Fashion-MNIST gained 7 points by that and 8,000 of CIFAR-10 15, on held-out
+            training images, where tables and digits of 8 by 8 have learnt all before.
     """
-    if retrain.rounds is not None:
+    if (retrain := config.retrain).rounds is not None:
         return retrain
-    steps, longer = retrain.local_steps(records), 1
-    passes = math.ceil(STEPS_OF_A_ROUND / steps)
-    if math.prod(input_shape[1:]) >= PIXELS:
-        longer, passes = LONGER, 1
+    steps, image = retrain.local_steps(records), input_shape[1:]
+    longer = LONGER if math.prod(image) >= PIXELS else 1
+    passes = 1 if image or retrains_by_gradients(config) else math.ceil(STEPS_OF_A_ROUND / steps)
     rounds = max(FEWEST_ROUNDS, round(longer * LOCAL_STEPS / (passes * steps)))
     epochs = passes * retrain.local_epochs
     return replace(retrain, rounds=min(longer * MOST_ROUNDS, rounds), local_epochs=epochs)
