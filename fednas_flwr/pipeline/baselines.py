@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fednas_flwr.algorithms.fedavg.strategy import planned_rounds
+from fednas_flwr.algorithms.fedavg.strategy import planned
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.features import transform_of
@@ -65,8 +65,7 @@ def prepare_baselines(config: Config) -> list[Path]:
     Args:
         config: Of a finished run that has exported a searched network.
     """
-    number = num_random(config)
-    if not number:
+    if not (number := num_random(config)):
         return []
     derived = read_run(config.folder).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
@@ -86,13 +85,12 @@ def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
         last: False for all candidates and a third of the rounds; True for the best ones, which are
             trained for all.
     """
-    rounds = _rounds(config)
-    rounds = rounds if last else -(-rounds // SHARE)
     candidates = _candidates(config)
-    names = finalists(config.folder) if last else list(candidates)
     trained = {}
-    for name in names:
-        retrain = replace(candidates[name].retrain, rounds=rounds, evaluate_every=rounds)
+    for name in finalists(config.folder) if last else list(candidates):
+        retrain = candidates[name].retrain
+        rounds = retrain.planned if last else -(-retrain.planned // SHARE)
+        retrain = replace(retrain, rounds=rounds, evaluate_every=rounds)
         trained[name] = replace(candidates[name], retrain=retrain)
     return _folders(config, FINALISTS_FOLDER if last else BASELINES_FOLDER, trained)
 
@@ -100,16 +98,15 @@ def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
 def delivered(config: Config, candidate: Candidate) -> Config:
     """Return the configuration by which a run trains the candidate that it delivers."""
     alike = _candidates(config)[candidate.name]
-    retrain = replace(alike.retrain, rounds=_rounds(config))
     dataset = replace(alike.dataset, linear_baseline=config.dataset.linear_baseline)
-    return replace(alike, retrain=retrain, dataset=dataset, run_dir=config.run_dir)
+    return replace(alike, dataset=dataset, run_dir=config.run_dir)
 
 
 def _candidates(config: Config) -> dict[str, Config]:
     """Return the configuration of each candidate by its name."""
-    folder = config.folder
-    derived = read_run(folder).of_kind("derived")[0]
+    derived = read_run(config.folder).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
+    alike = replace(alike, retrain=_planned_retraining(alike))
     found = partial(from_json, json.dumps(derived["network"]["genotype"]))
     candidates = dict([_given(alike, "found", found)])
     if len(derived["network"]["input_shape"]) == 1 and config.search_space.skip == NO_SKIP:
@@ -117,7 +114,7 @@ def _candidates(config: Config) -> dict[str, Config]:
         candidates |= dict([_given(skipping, "found_skip", found)])
     candidates |= dict(_baselines(alike, num_random(config), derived, linear=True))
     candidates |= dict(_fine_tuned(alike))
-    file = folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
+    file = config.folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
     if file.is_file():  # its search is done
         space = candidates[DATA_FREE].search_space
         retrained = replace(alike, stages=STAGES, genotype=str(file.resolve()))
@@ -139,8 +136,8 @@ def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
     yield FINE_TUNED, replace(config, algorithm=algorithm, dataset=dataset, stages=STAGES)
 
 
-def _rounds(config: Config) -> int:
-    """Return the rounds of retraining of the delivered network."""
+def _planned_retraining(config: Config) -> Retrain:
+    """Return the retraining of the delivered network, with its rounds."""
     run = read_run(config.folder)
     partition, network = run.last("partition"), run.last("derived")["network"]
     share = sum(config.dataset.fractions[name] for name in ("train", "validation"))
@@ -148,7 +145,7 @@ def _rounds(config: Config) -> int:
         sizes = median(sum(splits.values()) for splits in partition["splits"])
     else:
         sizes = partition["summary"]["sizes"][QUANTILES.index(0.5)]
-    return planned_rounds(config.retrain, share * sizes, network["input_shape"])
+    return planned(config, share * sizes, network["input_shape"])
 
 
 def _folders(config: Config, place: str, runs: Mapping[str, Config]) -> list[Path]:

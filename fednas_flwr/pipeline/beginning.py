@@ -15,7 +15,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from fednas_flwr.algorithms.base import RoundStrategy, data_set_of
-from fednas_flwr.algorithms.fedavg.strategy import median_records, planned_rounds
+from fednas_flwr.algorithms.fedavg.strategy import median_records, planned
 from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import simulated_properties
@@ -86,8 +86,7 @@ def begin(
         known.get("splits", dict.fromkeys(SPLITS, 0)) for known in cohort.properties.values()
     ]
     records = median_records(config.retrain, splits)
-    rounds = planned_rounds(config.retrain, records, prepared.input_shape)
-    config = replace(config, retrain=replace(config.retrain, rounds=rounds))
+    config = replace(config, retrain=planned(config, records, prepared.input_shape))
     config = schedule.for_classes(config, prepared.train)
     if config.samples:
         splits = _declared_at_first(cohort, earlier)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.algorithms.fedavg.strategy import LONGER, planned_rounds
+from fednas_flwr.algorithms.fedavg.strategy import LONGER, planned
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import augment, epoch_batches
 from fednas_flwr.models.networks import make_network
@@ -32,20 +32,30 @@ def trained(search, request):
 
 
 @pytest.mark.parametrize(
-    ("records", "input_shape", "rounds"),
+    ("records", "input_shape", "rounds", "passes"),
     [
-        (479, (1, 8, 8), 20),  # 15 batches of 32 in a round
-        (479, (1, 16, 16), 20 * LONGER),
-        (479, (256,), 20),  # a table, or features
-        (60, (13,), 40),
-        (60, (3, 32, 32), 40 * LONGER),
-        (20_000, (3, 32, 32), 10),
+        (479, (1, 8, 8), 20, 1),  # 15 batches of 32 in a pass
+        (479, (1, 16, 16), 20 * LONGER, 1),
+        (479, (256,), 20, 1),  # a table, or features
+        (150, (13,), 40, 1),
+        (128, (13,), 38, 2),  # 8 steps in a round
+        (60, (13,), 40, 3),
+        (20, (13,), 40, 5),
+        (60, (1, 8, 8), 40, 1),
+        (60, (3, 32, 32), 40 * LONGER, 1),
+        (20_000, (3, 32, 32), 10, 1),
     ],
 )
-def test_images_are_trained_on_for_longer(compose_config, records, input_shape, rounds):
-    retrain = compose_config("retrain.batch_size=32", "retrain.rounds=7").retrain
-    assert planned_rounds(replace(retrain, rounds=None), records, input_shape) == rounds
-    assert planned_rounds(retrain, records, input_shape) == 7
+def test_retraining_is_as_long_as_the_clients_records_ask_for(
+    compose_config, records, input_shape, rounds, passes
+):
+    config = compose_config("retrain.batch_size=32", "retrain.rounds=7")
+    assert planned(config, records, input_shape) == config.retrain
+    config = replace(config, retrain=replace(config.retrain, rounds=None))
+    made = planned(config, records, input_shape)
+    assert (made.rounds, made.local_epochs) == (rounds, passes)
+    config = replace(config, retrain=replace(config.retrain, exchange="gradients"))
+    assert planned(config, records, input_shape).local_epochs == 1  # their momentum stays
 
 
 def test_rounds_equal_local_loops_and_a_weighted_average(trained):

@@ -220,4 +220,4 @@ def test_a_run_and_what_it_is_compared_with_train_images_as_long(
     config = replace(config, retrain=replace(config.retrain, rounds=None))
     config = replace(config, run_dir=str(tmp_path / "run"))
     assert len(read_run(run(config, quiet=True).folder).rounds("retrain")) == rounds
-    assert baselines._rounds(config) == rounds
+    assert baselines._planned_retraining(config).rounds == rounds
