@@ -24,7 +24,7 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError, listed, unknown_choice
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.notation import distinct, iso_date
+from fednas_flwr.data.notation import YES_NO, distinct, iso_date
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records
 from fednas_flwr.data.table_files import Form, Texts, suffix_of
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
@@ -124,7 +124,16 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     names = list(dict.fromkeys(name for table in tables.values() for name in table.texts))
     texts: Texts = {}
     notes = [note for table in tables.values() for note in table.notes]
-    if said := proposals(tables):
+    said = proposals(tables)
+    of_label = {s: {"map": of["map"]} for s, of in said.items() if {*label} & {*of.get("map", {})}}
+    labels_of = [table.texts.get(label[0], Cells([])) for table in tables.values()]
+    words = {code for cells in labels_of for code in cells.different}
+    if of_label and {*map(str.lower, words)} <= {*YES_NO}:
+        raise ConfigError(
+            f"sites say yes and no in {label[0]} by other words than others: join them by "
+            f"{root / SITES_FILE} with {'; '.join(as_yaml(of_label))}."
+        )
+    if said:
         notes.append(
             f"{listed(list(said), 5)}: other names, units or codes than most, it seems; "
             f"fednas data {root} partition=sites proposes what would join them"
@@ -306,8 +315,12 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
 
 
 def _nearest(code: str, codes: Sequence[str]) -> str:
-    """The code that begins or is spelled like another; ``?`` where none does."""
+    """The code that means yes or no, begins, or is spelled like another; ``?`` where none does."""
     lower = {other.lower(): other for other in codes}
+    meaning = YES_NO.get(code.lower(), "?")
+    for other in lower:
+        if YES_NO.get(other) == meaning:
+            return lower[other]
     for other in lower:
         if code.lower()[:1] == other[:1]:
             return lower[other]

@@ -24,6 +24,7 @@ from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.notation import (
     AFFIXED,
     NEARLY,
+    YES_NO,
     are_numbers,
     code_key,
     days_of,
@@ -38,14 +39,14 @@ _MOST_CATEGORIES = 256
 _WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
 _NO_NUMBERS = "list the column in dataset.categorical or dataset.ignore"
 _SAME_FEATURES = (
-    "most records have the features of others with another label: each counts by itself"
+    "most records have the features of others with another label: each counts by itself, so that "
+    "their parts hang on the whole table, which privacy does not cover: name dataset.id_column"
 )
 _MOSTLY, _SAMPLE = 0.5, 10_000  # share of records, of so many
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
 _NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
 _OF_ROWS = re.compile(r"row[ ._]?names?|index", re.IGNORECASE)  # as R and pandas name them
 _CODE = re.compile(r"0\d+|\d+[eE]\d+")  # a number by its signs, such as 007 and 1E10
-_YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
 
 
 def read_table(settings: CSV, path: Path) -> records.RecordsPair:
@@ -141,13 +142,13 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         unusual = [str(table_files.notation_of(settings)), order and f"dates with the {order}"]
         notes += filter(None, unusual)
         if settings.label in texts and not settings.labels and not settings.label_separator:
-            texts, more = _labelled(texts, settings.label, path, is_word=settings.label in names)
+            texts, more = labelled(texts, settings.label, path, is_word=settings.label in names)
             notes += more
     return texts, settings, found_in(path, notes)
 
 
-def _labelled(
-    texts: table_files.Texts, label: str, path: Path, *, is_word: bool
+def labelled(
+    texts: table_files.Texts, label: str, path: Path, *, is_word: bool = False
 ) -> tuple[table_files.Texts, list[str]]:
     """The rows with a label, and a note on the others.
 
@@ -161,7 +162,7 @@ def _labelled(
         _check_filled(texts[label], f"label ({label})", path, more)
     if not missing.any():
         return texts, []
-    rows = listed([f"{row + 1}" for row in np.flatnonzero(missing)], 5)
+    rows = listed(map(str, texts[label].numbered(np.flatnonzero(missing))), 5)
     note = f"rows without a label ({label}) are left out ({missing.sum()}: {rows})"
     return {name: cells[~missing] for name, cells in texts.items()}, [note]
 
@@ -243,7 +244,8 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
         names = ", ".join(path.name for paths in found.values() for path in paths) or "neither"
         raise ConfigError(
             f"dataset.root={root} needs one train.csv and at most one test.csv (or .csv.gz), but "
-            f"holds {names}: give such a folder, or a csv file."
+            f"holds {names}: give such a folder, or a csv file; or, of one file for each site, set "
+            "partition=sites."
         )
     return found["train"][0], found["test"][0] if found["test"] else None
 
@@ -373,7 +375,7 @@ def unreadable_cells(
             wrong[name] = ~np.isfinite(_values(cells, form, Column(name)))
             continue
         if settings.labels:
-            cells, classes = cells.changed(str.lower), {*_YES, *_NO}
+            cells, classes = cells.changed(str.lower), {*YES_NO}
         wrong[name] = _unknown_labels(cells, classes, settings.label_separator)
     if settings.id_column is not None:
         wrong[settings.id_column] = texts[settings.id_column].missing
@@ -394,8 +396,8 @@ def read_labels(
 ) -> tuple[Tensor, tuple[str, ...]]:
     """Labels of a table's rows, and the names of its classes, or of the number to predict."""
     if settings.labels:
-        marks = [label_marks(texts[name], name=name, where=str(path)) for name in settings.labels]
-        return torch.from_numpy(np.stack(marks, axis=1).astype(np.int64)), tuple(settings.labels)
+        marks = label_marks(texts, settings.labels, where=str(path))
+        return torch.from_numpy(marks.astype(np.int64)), tuple(settings.labels)
     column, separator = settings.label, settings.label_separator
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
@@ -449,21 +451,35 @@ def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
     )
 
 
-def label_marks(cells: Cells, *, name: str, where: str) -> np.ndarray:
-    """Return which rows have a label, bool ``[N]``, given its column of 0 and 1 or the like.
+def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str) -> np.ndarray:
+    """Return which rows have which labels, bool ``[N, L]``, by columns of 0 and 1 or the like.
 
     Raises:
         ConfigError: A cell says neither yes nor no.
     """
-    marks = cells.each(lambda text: text.lower() in _YES, bool)
-    wrong = np.flatnonzero(~marks & ~cells.each(lambda text: text.lower() in _NO, bool))
-    if len(wrong):
+    unclear: dict[str, list[str]] = {}
+    for name in names:
+        others = {text.lower() for text in texts[name].different} - {*YES_NO}
+        if others or texts[name].missing.any():
+            blank = [table_files.BLANK] * bool(texts[name].missing.any())
+            unclear[name] = [*sorted(others)[:9], *blank]
+    if unclear:
+        name, more = next(iter(unclear)), len(unclear) - 1
         raise ConfigError(
-            f"column {name} of {where} is one of dataset.labels but holds "
-            f"{table_files.rows_text(cells, wrong)}: expected 0 or 1 (or no and yes, false and "
-            "true)."
+            f"column {name} of {where}{f' (and {more} more)' if more else ''} is one of "
+            f"dataset.labels but holds {table_files.counted(texts[name])}: expected 0 or 1 (or no "
+            f"and yes, false and true); set {respelling(unclear)} with 1 for what means yes, or "
+            "leave such rows out by dataset.corrupt=skip."
         )
-    return marks
+    means_yes = [texts[n].each(lambda t: YES_NO.get(t.lower()) == "yes", bool) for n in names]
+    return np.stack(means_yes, axis=1)
+
+
+def respelling(words: Mapping[str, Sequence[str]]) -> str:
+    """The override by which some words in columns become 0, to be edited."""
+    maps = {n: ", ".join(f"{table_files.typed(w)}: 0" for w in of) for n, of in words.items()}
+    columns = ", ".join(f"{table_files.typed(name)}: {{{of}}}" for name, of in maps.items())
+    return f"'dataset.map={{{columns}}}'"
 
 
 def column_kind(cells: Cells, form: TableForm) -> tuple[str, np.ndarray]:
@@ -554,15 +570,16 @@ def person_ids(settings: LabelTable, texts: table_files.Texts, path: Path) -> np
 
 def _check_filled(cells: Cells, what: str, path: Path, more: str = "") -> None:
     if cells.missing.any():
-        row = int(np.argmax(cells.missing))
-        raise ConfigError(f"{path} has no {what} in row {row + 1}: fill or remove it{more}.")
+        row, *_ = cells.numbered(np.flatnonzero(cells.missing))
+        raise ConfigError(f"{path} has no {what} in row {row}: fill or remove it{more}.")
 
 
 def _apart(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Ids by which records with the same features are told apart where these say little.
 
     Of a few features of few values, most records share theirs with records of other labels, and
-    equal features do not make one record twice: then how often they came before counts, too.
+    equal features do not make one record twice: then their label counts, and how often both came
+    before. A record that is added or removed thus changes no other's id, but for this choice.
     """
     some = slice(None, None, max(1, len(ids) // _SAMPLE))
     _, first, places = np.unique(ids[some], return_index=True, return_inverse=True)
@@ -570,12 +587,11 @@ def _apart(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
     if mixed[places].mean() < _MOSTLY:
         return ids
     seen: Counter[bytes] = Counter()
-    apart = ids.copy()
-    for row, name in enumerate(ids):
-        if seen[name]:
-            apart[row] = records.record_id(b"%s%d" % (name, seen[name])).encode()
+    named = [b"%s %d" % pair for pair in zip(ids.tolist(), labels.tolist(), strict=True)]
+    for row, name in enumerate(named):
+        named[row] = b"%s %d" % (name, seen[name])
         seen[name] += 1
-    return apart
+    return records.record_ids(named)
 
 
 def _feature_ids(

@@ -83,7 +83,7 @@ def test_values_beyond_a_types_range_are_asked_about(tmp_path):
         Image.fromarray(pixels.astype(np.int32) * 8 - 1024).save(path)
 
     root = write(tmp_path, hounsfield, ".tif")
-    with pytest.raises(ConfigError, match=r"its values are -1024 to 992: set dataset.intensity="):
+    with pytest.raises(ConfigError, match=r"set dataset.intensity=\[-1024,992\]"):
         read("image_folder", root, image_size=8)
     records, _ = read("image_folder", root, image_size=8, intensity=[-1024, 1016])
     assert records.features.max() == 252
