@@ -92,7 +92,7 @@ def _read(data: Any, inputs: Inputs) -> RawData:
         return _read_path(Path(data).expanduser(), inputs)
     if hasattr(data, "to_pandas") and inputs.is_table:  # of polars, pyarrow, ...
         data = data.to_pandas()
-    if hasattr(data, "iloc") and inputs.is_table:
+    if hasattr(data, "iloc") and hasattr(data, "columns") and inputs.is_table:
         texts = table_files.texts_of(data)
         if "Unnamed: 0" in texts:  # as pandas calls the first column if it has no name
             texts.setdefault("column 1", texts["Unnamed: 0"])

@@ -307,11 +307,22 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
     times = Counter(code for found in codes.values() for code in found)
     usual = distinct(code for code, number in times.items() if number > len(codes) / 2)
     usual = usual or max(codes.values(), key=len)
+    first = next(iter(codes.values()))
     for site, found in codes.items():
+        if len(found) == len(first) and found != first and _are_shifted(found, first):
+            propose(site, "map", name, dict(zip(found, first, strict=True)))
+            continue
         new = [code for code in found if len(distinct([*usual, code])) > len(usual)]
         free = [code for code in usual if len(distinct([*found, code])) > len(found)]
         if new and free:
             propose(site, "map", name, {code: _nearest(code, free) for code in new})
+
+
+def _are_shifted(codes: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether codes are others that are counted from another number, as 1, 2 and 0, 1."""
+    if not all(code.isdecimal() for code in (*codes, *others)):
+        return False
+    return len({int(a) - int(b) for a, b in zip(codes, others, strict=True)}) == 1
 
 
 def _nearest(code: str, codes: Sequence[str]) -> str:
