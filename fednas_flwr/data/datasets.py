@@ -248,9 +248,8 @@ def find_source(dataset: Dataset, *, sites: bool) -> Path:
     kinds = ("folder",) if sites else entry.roots
     if ("folder" if root.is_dir() else "file" if root.is_file() else None) not in kinds:
         expected = " or ".join(kinds)
-        is_of_sites = root.is_dir() and entry.sites
-        cure = "give an existing one" + (", or set partition=sites" if is_of_sites else "")
-        raise ConfigError(f"dataset.root={root} is not a {expected}: {cure}.")
+        more = ", or set partition=sites" if root.is_dir() and entry.sites else ""
+        raise ConfigError(f"dataset.root={root} is not a {expected}: give an existing one{more}.")
     return root
 
 

@@ -17,19 +17,9 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
-from fednas_flwr.data import decoding, records, tables
+from fednas_flwr.data import decoding, records, table_files, tables
 from fednas_flwr.data.cells import Cells, number_of
 from fednas_flwr.data.records import Column, Records, RecordsPair
-from fednas_flwr.data.table_files import (
-    Texts,
-    check_columns,
-    counted,
-    in_common_form,
-    names_in,
-    read_texts,
-    typed,
-    without_missing,
-)
 from fednas_flwr.settings import data_settings as ds
 from fednas_flwr.settings.names import TORCHVISION_SETS
 
@@ -243,16 +233,16 @@ def read_labelled_images(settings: ds.LabelledImages, root: Path) -> RecordsPair
     return _read_parts(settings, (root, None) if is_whole else parts, _read_labelled)
 
 
-def labels_texts(path: Path, form: ds.TableForm) -> tuple[Texts, list[str]]:
+def labels_texts(path: Path, form: ds.TableForm) -> tuple[table_files.Texts, list[str]]:
     """The cells of a labels file in common form, and notes; its first line is the header."""
     form = replace(form, header=form.header or not form.column_names or None)
-    texts, separator, found = read_texts(path, form)
-    check_columns(texts, [*form.rename], where=str(path))
-    texts = without_missing(texts, form)
-    return in_common_form(texts, form, (), None, separator, where=str(path))[0], found
+    texts, separator, found = table_files.read_texts(path, form)
+    table_files.check_columns(texts, [*form.rename], where=str(path))
+    texts = table_files.without_missing(texts, form)
+    return table_files.in_common_form(texts, form, (), None, separator, where=str(path))[0], found
 
 
-def with_names_first(texts: Texts, path: Path) -> tuple[Texts, list[str]]:
+def with_names_first(texts: table_files.Texts, path: Path) -> tuple[table_files.Texts, list[str]]:
     """The columns of a labels file, that which names the images first.
 
     One that counts its rows, and names no images, is left out.
@@ -266,13 +256,13 @@ def with_names_first(texts: Texts, path: Path) -> tuple[Texts, list[str]]:
     return {first: texts[first], **others}, notes
 
 
-def _names_images(texts: Texts, path: Path) -> bool:
+def _names_images(texts: table_files.Texts, path: Path) -> bool:
     with suppress(ConfigError):
         return len(files_of(texts, path)) > 0
     return False
 
 
-def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]:
+def files_of(texts: table_files.Texts, path: Path, *, skip: bool = False) -> dict[int, Path]:
     """Return the images of a labels file by their rows, from 0.
 
     Args:
@@ -306,7 +296,7 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     return {row: known[cell] for row, cell in enumerate(cells) if cell in known}
 
 
-def _check_uncertain(settings: ds.LabelledImages, texts: Texts, path: Path) -> None:
+def _check_uncertain(settings: ds.LabelledImages, texts: table_files.Texts, path: Path) -> None:
     """Refuse a class -1 beside 0 and 1 or blanks, by which labels of X-rays say "uncertain"."""
     label, cells = settings.label, texts[settings.label]
     codes = dict(zip(map(number_of, cells.different), cells.different, strict=True))
@@ -314,14 +304,14 @@ def _check_uncertain(settings: ds.LabelledImages, texts: Texts, path: Path) -> N
     said = settings.class_names or settings.is_regression
     if said or clear or -1 not in codes or not codes.keys() <= {-1, 0, 1}:
         return
+    name, mark = table_files.typed(label), codes[-1]
     alike = [n for n, of in texts.items() if {*of.numbers[~of.missing]} <= {-1, 0, 1}]
     several = f", or, if each column is a label, dataset.labels=[{','.join(alike)}]"
     raise ConfigError(
-        f"{path}, column {label}, holds {counted(cells)}: if {codes[-1]} means uncertain, set "
-        f"{tables.respelling({label: [codes[-1]]})}, with 1 where it counts as yes, or leave such "
-        f"rows out by 'dataset.missing_in={{{typed(label)}: [{codes[-1]}]}}'; if it is a class, "
-        f"set dataset.class_names=[{','.join(codes.values())}]"
-        f"{several if len(alike) > 1 else ''}."
+        f"{path}, column {label}, holds {table_files.counted(cells)}: if {mark} means uncertain, "
+        f"set {tables.respelling({label: [mark]})}, with 1 where it counts as yes, or leave such "
+        f"rows out by 'dataset.missing_in={{{name}: [{mark}]}}'; if it is a class, set "
+        f"dataset.class_names=[{','.join(codes.values())}]{several if len(alike) > 1 else ''}."
     )
 
 
@@ -342,7 +332,7 @@ def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     settings = replace(settings, label=tables.label_column(settings, texts))
     columns, named = tables.label_columns(settings), tables.named_columns(settings)
     adapted = [*settings.missing_in, *settings.map, *settings.scale]
-    check_columns(texts, [*named, *adapted], where=str(path))
+    table_files.check_columns(texts, [*named, *adapted], where=str(path))
     if (first := next(iter(texts))) in named:
         raise ConfigError(
             f"{path} begins with the column {first}, which is to name the images: put the column "
@@ -371,7 +361,7 @@ def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     if others:
         notes = (*notes, f"{others} images that {path.name} does not name are left out")
     ids = None if settings.id_column is None else tables.person_ids(settings, texts, path)
-    further = names_in(texts, [name for name in list(texts)[1:] if name not in columns])
+    further = table_files.names_in(texts, [name for name in list(texts)[1:] if name not in columns])
     if further and not is_said:
         notes = (*notes, f"{path.name}: {settings.label} is the label, not {listed(further, 5)}")
     decoded = decoded_fields(settings, decoding.source_of(files), labels, notes, further, ids)

@@ -125,13 +125,12 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     texts: Texts = {}
     notes = [note for table in tables.values() for note in table.notes]
     said = proposals(tables)
-    of_label = {s: {"map": of["map"]} for s, of in said.items() if {*label} & {*of.get("map", {})}}
-    labels_of = [table.texts.get(label[0], Cells([])) for table in tables.values()]
-    words = {code for cells in labels_of for code in cells.different}
-    if of_label and {*map(str.lower, words)} <= {*YES_NO}:
+    spelled = {s: {"map": of["map"]} for s, of in said.items() if {*label} & {*of.get("map", {})}}
+    cells = [table.texts.get(label[0], Cells([])) for table in tables.values()]
+    if spelled and {code.lower() for of in cells for code in of.different} <= {*YES_NO}:
         raise ConfigError(
             f"sites say yes and no in {label[0]} by other words than others: join them by "
-            f"{root / SITES_FILE} with {'; '.join(as_yaml(of_label))}."
+            f"{root / SITES_FILE} with {'; '.join(as_yaml(spelled))}."
         )
     if said:
         notes.append(
@@ -309,7 +308,7 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
     usual = usual or max(codes.values(), key=len)
     first = next(iter(codes.values()))
     for site, found in codes.items():
-        if len(found) == len(first) and found != first and _are_shifted(found, first):
+        if _are_shifted(found, first):
             propose(site, "map", name, dict(zip(found, first, strict=True)))
             continue
         new = [code for code in found if len(distinct([*usual, code])) > len(usual)]
@@ -320,9 +319,10 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
 
 def _are_shifted(codes: Sequence[str], others: Sequence[str]) -> bool:
     """Return whether codes are others that are counted from another number, as 1, 2 and 0, 1."""
-    if not all(code.isdecimal() for code in (*codes, *others)):
+    if len(codes) != len(others) or not all(map(str.isdecimal, (*codes, *others))):
         return False
-    return len({int(a) - int(b) for a, b in zip(codes, others, strict=True)}) == 1
+    steps = {int(a) - int(b) for a, b in zip(codes, others, strict=True)}
+    return len(steps) == 1 and steps != {0}
 
 
 def _nearest(code: str, codes: Sequence[str]) -> str:

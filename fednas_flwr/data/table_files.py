@@ -43,10 +43,6 @@ _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so 
 _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
 # A cell of Excel whose formula was not computed; an empty text would be a value
 _UNCOMPUTED = re.compile(rb"""<c (?![^>]*t="str")[^>]*><f[^<]*(</f>)?(<v ?/>|<v></v>)?</c>""")
-_NO_TABLES = {  # by their first bytes
-    b"version https://git-lfs": "it is a pointer of Git LFS: fetch the file by git lfs pull",
-    b"\xd0\xcf\x11\xe0": "it is an Excel file of before 2007: save it as .xlsx",
-}
 _OTHERS = "give a table, arrays in an .npz file, or images as files, in a folder per class"
 BLANK = "blank"  # an empty cell, in ``map``
 _LONGEST = 200  # characters of a name by which records are divided
@@ -80,9 +76,8 @@ def read_texts(
     kind = "a CSV"
     try:
         content = path.read_bytes()
-        for start, reason in _NO_TABLES.items():
-            if content.startswith(start):
-                raise ValueError(reason)
+        if content.startswith(b"version https://git-lfs"):
+            raise ValueError("it is a pointer of Git LFS: fetch the file by git lfs pull")
         content = _PACKED.get(content[:3], bytes)(content)
         kind, reader = _READERS.get(content[:4], ("a CSV", _read_csv))
         texts, separator, notes = reader(content, form)

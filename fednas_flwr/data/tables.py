@@ -19,18 +19,8 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
-from fednas_flwr.data import records, table_files
+from fednas_flwr.data import notation, records, table_files
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.notation import (
-    AFFIXED,
-    NEARLY,
-    YES_NO,
-    are_numbers,
-    code_key,
-    days_of,
-    distinct,
-    places_among,
-)
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import DATE_ORDERS, REGRESSION, TABLE_SUFFIXES
@@ -183,7 +173,7 @@ def without_row_numbers(
     if name in used or not others or len(cells) < 2:
         return texts, []
     if _NAMELESS.fullmatch(name):
-        dates = [np.isfinite(days_of(cells, order)) for order in DATE_ORDERS]
+        dates = [np.isfinite(notation.days_of(cells, order)) for order in DATE_ORDERS]
         odd = (cells.numbers % 1 > 0) | np.logical_or.reduce(dates) | cells.missing
         said = "which has no name and another text or whole number in every row"
         are = len(cells.different) == len(cells) and not odd.any()
@@ -226,7 +216,7 @@ def encode_rows(
         if column.indicator:
             indicators.append(cells.missing)
         if column.kind == CATEGORY:
-            places = places_among(cells, column.categories)
+            places = notation.places_among(cells, column.categories)
             categories += [places == i for i in range(len(column.categories))]
     features = np.stack([*numbers, *indicators, *categories], dtype=np.float32)
     return np.ascontiguousarray(features.T)  # faster than to stack them so
@@ -270,7 +260,7 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
         texts = {name: cells[rows] for name, cells in texts.items()} if notes else texts
     kind_of = {n: kinds.get(n) or _found_kind(texts[n], settings, n, path) for n in names}
     words = [n for n, k in kind_of.items() if k == CATEGORY and n not in settings.categories]
-    many = {n: len(distinct(texts[n].different)) for n in words}
+    many = {n: len(notation.distinct(texts[n].different)) for n in words}
     if undeclared := [n for n, number in many.items() if number > _MOST_CATEGORIES]:
         name, ignored = undeclared[0], ",".join([*settings.ignore, *undeclared])
         more = f", and so have {listed(undeclared[1:], 8)}" if undeclared[1:] else ""
@@ -366,7 +356,9 @@ def unreadable_cells(
     for column in schema:
         cells, values = texts[column.name], column.categories
         if column.kind == CATEGORY:
-            wrong[column.name] = ~cells.missing & (places_among(cells, values) < 0) & bool(values)
+            wrong[column.name] = (
+                ~cells.missing & (notation.places_among(cells, values) < 0) & bool(values)
+            )
         else:
             wrong[column.name] = ~cells.missing & ~np.isfinite(_values(cells, form, column))
     for name in label_columns(settings):
@@ -375,7 +367,7 @@ def unreadable_cells(
             wrong[name] = ~np.isfinite(_values(cells, form, Column(name)))
             continue
         if settings.labels:
-            cells, classes = cells.changed(str.lower), {*YES_NO}
+            cells, classes = cells.changed(str.lower), {*notation.YES_NO}
         wrong[name] = _unknown_labels(cells, classes, settings.label_separator)
     if settings.id_column is not None:
         wrong[settings.id_column] = texts[settings.id_column].missing
@@ -386,7 +378,7 @@ def _unknown_labels(cells: Cells, classes: set[str], separator: str | None) -> n
     """Return the rows with a label that is none of some classes, if there are any; or with none."""
     names = partial(records.label_names, separator=separator)
     classes = classes or {name for text in cells.different for name in names(text)}
-    key = code_key([*classes])
+    key = notation.code_key([*classes])
     known = {*map(key, classes)}
     return ~cells.each(lambda text: known.issuperset(map(key, names(text))), bool)
 
@@ -402,7 +394,7 @@ def read_labels(
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
         names = {n for text in cells.different for n in records.label_names(text, separator)}
-        classes = tuple(settings.class_names) or distinct(names)
+        classes = tuple(settings.class_names) or notation.distinct(names)
         if len(classes) < 2:
             raise ConfigError(
                 f"{where} separated by {separator} holds {len(classes)} different labels: expected "
@@ -428,14 +420,17 @@ def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
     Raises:
         ConfigError: They can be either.
     """
-    classes, num_rows = distinct(cells.different), len(cells)
+    classes, num_rows = notation.distinct(cells.different), len(cells)
     few = len(classes) <= _MOST_NUMBERED or getattr(settings, "corrupt", "") == "skip"
-    are = are_numbers(classes)
+    are = notation.are_numbers(classes)
     if few or settings.task or settings.class_names:
         return False
     many = len(classes) > max(2 * _MOST_NUMBERED, num_rows / 10)
-    if are.mean() < NEARLY:
-        if many and np.mean([bool(AFFIXED.match(name)) for name in classes]) >= NEARLY:
+    if are.mean() < notation.NEARLY:
+        if (
+            many
+            and np.mean([bool(notation.AFFIXED.match(name)) for name in classes]) >= notation.NEARLY
+        ):
             raise ConfigError(
                 f"{where} holds {len(classes)} different texts such as {listed(classes, 3)} in "
                 f"{num_rows} rows: set dataset.task=regression if they are numbers to predict (of "
@@ -457,13 +452,9 @@ def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str)
     Raises:
         ConfigError: A cell says neither yes nor no.
     """
-    unclear: dict[str, list[str]] = {}
-    for name in names:
-        others = {text.lower() for text in texts[name].different} - {*YES_NO}
-        if others or texts[name].missing.any():
-            blank = [table_files.BLANK] * bool(texts[name].missing.any())
-            unclear[name] = [*sorted(others)[:9], *blank]
-    if unclear:
+    words = {n: {text.lower() or table_files.BLANK for text in texts[n].tolist()} for n in names}
+    others = {n: sorted(of - {*notation.YES_NO})[:10] for n, of in words.items()}
+    if unclear := {n: of for n, of in others.items() if of}:
         name, more = next(iter(unclear)), len(unclear) - 1
         raise ConfigError(
             f"column {name} of {where}{f' (and {more} more)' if more else ''} is one of "
@@ -471,7 +462,9 @@ def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str)
             f"and yes, false and true); set {respelling(unclear)} with 1 for what means yes, or "
             "leave such rows out by dataset.corrupt=skip."
         )
-    means_yes = [texts[n].each(lambda t: YES_NO.get(t.lower()) == "yes", bool) for n in names]
+    means_yes = [
+        texts[n].each(lambda t: notation.YES_NO.get(t.lower()) == "yes", bool) for n in names
+    ]
     return np.stack(means_yes, axis=1)
 
 
@@ -489,9 +482,9 @@ def column_kind(cells: Cells, form: TableForm) -> tuple[str, np.ndarray]:
     """
     present = ~cells.missing
     for kind in (NUMBER, DATE):
-        values = cells.numbers if kind == NUMBER else days_of(cells, form.date_order)
+        values = cells.numbers if kind == NUMBER else notation.days_of(cells, form.date_order)
         others = np.flatnonzero(present & np.isnan(values))
-        if len(others) <= (1 - NEARLY) * present.sum():
+        if len(others) <= (1 - notation.NEARLY) * present.sum():
             return kind, others
     return CATEGORY, np.array([], dtype=np.int64)
 
@@ -518,7 +511,7 @@ def _values(cells: Cells, form: TableForm, column: Column) -> np.ndarray:
     """Return the numbers or days in cells, float32 ``[N]``, not finite where they are none."""
     is_date = column.kind == DATE
     with np.errstate(over="ignore"):
-        values = days_of(cells, form.date_order) if is_date else cells.numbers
+        values = notation.days_of(cells, form.date_order) if is_date else cells.numbers
         return values.astype(np.float32)
 
 
@@ -542,9 +535,9 @@ def _categories(
     cells: Cells, declared: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
     """Values of a categorical column; a missing value belongs to none of them."""
-    values = distinct(cells.different)
+    values = notation.distinct(cells.different)
     if declared is not None:
-        unknown = cells[places_among(cells, declared) < 0].different
+        unknown = cells[notation.places_among(cells, declared) < 0].different
         records.check_known(
             unknown, declared, f"column {name} of {path} holds", f"dataset.categories.{name}"
         )
@@ -554,7 +547,7 @@ def _categories(
 
 def _sorted_classes(cells: Cells) -> tuple[str, ...]:
     """Return the label's values, by number where all are whole numbers."""
-    codes = distinct(cells.different)
+    codes = notation.distinct(cells.different)
     try:
         return tuple(sorted(codes, key=int))
     except ValueError:

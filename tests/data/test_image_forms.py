@@ -89,6 +89,15 @@ def test_values_beyond_a_types_range_are_asked_about(tmp_path):
     assert records.features.max() == 252
 
 
+def test_signed_numbers_of_8_bits_are_not_taken_for_shades(tmp_path):
+    def signed(pixels, path):
+        Image.fromarray(pixels).save(path, tiffinfo={339: 2})
+
+    root = write(tmp_path, signed, ".tif")
+    with pytest.raises(ConfigError, match="holds signed numbers of 8 bits"):
+        read("image_folder", root, image_size=8)
+
+
 def test_one_picture_is_refused(tmp_path):
     root = write(tmp_path, lambda pixels, path: gray(np.zeros_like(pixels), path))
     with pytest.raises(ConfigError, match="all 4 images are one picture"):
