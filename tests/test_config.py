@@ -64,7 +64,7 @@ def test_a_base_is_no_choice_and_every_base_has_one():
     """A file whose name begins with an underscore is refused, and is a default of another one."""
     folder = conf_folder()
     bases = [path for path in folder.rglob("_*.yaml")]
-    assert len(bases) == 13
+    assert len(bases) == 14
     texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*.yaml")]
     for path in bases:
         group, *rest = path.relative_to(folder).with_suffix("").parts

@@ -29,25 +29,30 @@ class Cells:
         texts: The same as pyarrow's chunked array of strings, null where missing.
         stored: bool ``[N]``, the cells that were stored as numbers, and so are in no notation of
             their file; None where there are none.
+        rows: int64 ``[N]``, the rows of the file, from 0; None where these are all rows.
     """
 
-    def __init__(self, texts: Any, stored: np.ndarray | None = None) -> None:
+    def __init__(
+        self, texts: Any, stored: np.ndarray | None = None, rows: np.ndarray | None = None
+    ) -> None:
         """Keep the cells: texts in their order, or an array as ``texts``."""
         import pyarrow as pa
 
         if not isinstance(texts, pa.ChunkedArray):
             texts = pa.chunked_array([pa.array([t or None for t in texts], pa.string())])
-        self.texts, self.stored = texts, stored
+        self.texts, self.stored, self.rows = texts, stored, rows
 
     def __len__(self) -> int:
         """Return the number of cells, N."""
         return len(self.texts)
 
     def __getitem__(self, rows: slice | np.ndarray) -> Cells:
-        """Return the cells of some rows: a slice, their numbers, or bool ``[N]``."""
-        is_slice = isinstance(rows, slice)
-        texts = self.texts[rows] if is_slice else self.texts.take(np.arange(len(self))[rows])
-        return Cells(texts, None if self.stored is None else self.stored[rows])
+        """Return the cells of some rows: their numbers, bool ``[N]``, or a slice, a file anew."""
+        stored = None if self.stored is None else self.stored[rows]
+        if isinstance(rows, slice):
+            return Cells(self.texts[rows], stored)
+        known = np.arange(len(self)) if self.rows is None else self.rows
+        return Cells(self.texts.take(np.arange(len(self))[rows]), stored, known[rows])
 
     @property
     def written(self) -> Cells:
@@ -57,6 +62,11 @@ class Cells:
     def text(self, row: int) -> str:
         """The cell of a row."""
         return self.texts[row].as_py() or ""
+
+    def numbered(self, rows: np.ndarray) -> list[int]:
+        """The numbers, from 1, that some rows have in the file."""
+        known = rows if self.rows is None else self.rows[rows]
+        return [row + 1 for row in known.tolist()]
 
     def tolist(self) -> list[str]:
         """The cells."""
@@ -92,7 +102,7 @@ class Cells:
         changed = self.each(function, object)
         if but_stored and self.stored is not None:
             changed[self.stored] = self.each(str, object)[self.stored]
-        return Cells(changed.tolist(), self.stored)
+        return Cells(changed.tolist(), self.stored, self.rows)
 
     @cached_property
     def _cast(self) -> np.ndarray | None:
@@ -123,16 +133,17 @@ class Cells:
 
         if self.are_plain:
             return self
-        return Cells(compute.utf8_trim_whitespace(self.texts), self.stored).without([""])
+        trimmed = Cells(compute.utf8_trim_whitespace(self.texts), self.stored, self.rows)
+        return trimmed.without([""])
 
     def without(self, words: Collection[str]) -> Cells:
         """The cells without those that are among some words, which are missing then."""
         from pyarrow import compute
 
         found = self._among(words)
-        return (
-            self if found is None else Cells(compute.if_else(found, None, self.texts), self.stored)
-        )
+        if found is None:
+            return self
+        return Cells(compute.if_else(found, None, self.texts), self.stored, self.rows)
 
     def hold(self, words: Collection[str]) -> bool:
         """Return whether a cell is among some words."""

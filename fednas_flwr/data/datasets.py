@@ -23,6 +23,7 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_folder, sync, walk
+from fednas_flwr.data.decoding import OF_SYSTEMS
 from fednas_flwr.data.features import make_transform, transform_of, transformed
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
@@ -44,7 +45,7 @@ from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torch
 from fednas_flwr.settings.parser import parse
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 13
+_CACHE_VERSION = 14
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
@@ -247,7 +248,8 @@ def find_source(dataset: Dataset, *, sites: bool) -> Path:
     kinds = ("folder",) if sites else entry.roots
     if ("folder" if root.is_dir() else "file" if root.is_file() else None) not in kinds:
         expected = " or ".join(kinds)
-        raise ConfigError(f"dataset.root={root} is not a {expected}: give an existing one.")
+        more = ", or set partition=sites" if root.is_dir() and entry.sites else ""
+        raise ConfigError(f"dataset.root={root} is not a {expected}: give an existing one{more}.")
     return root
 
 
@@ -295,7 +297,7 @@ def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) ->
     check_sites(name)
     patterns = DATA_SETS[name].sites
     paths = sorted(path for pattern in patterns for path in root.glob(pattern))
-    paths = [path for path in paths if path.name[0] not in "._"]
+    paths = [p for p in paths if p.name[0] not in "._" and p.name not in OF_SYSTEMS]
     if not paths:
         raise ConfigError(
             f"dataset.root={root} holds no sites: expected {' or '.join(patterns)} in it."

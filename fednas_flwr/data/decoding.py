@@ -22,6 +22,10 @@ from fednas_flwr.settings.data_settings import EncodedImages
 _DICOM = (".dcm", ".dicom", ".ima")
 SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".tif", ".tiff")
 SUFFIXES += (".bmp", ".gif", ".webp", ".pgm", ".ppm", ".pbm", ".pnm", *_DICOM)
+OF_SYSTEMS = {  # folders that file systems and network storage make
+    *("@eaDir", "@Recycle", "#recycle", "#snapshot", "$RECYCLE.BIN", "RECYCLER", "lost+found"),
+    *("System Volume Information", "__MACOSX", "Network Trash Folder", "Temporary Items"),
+}
 _BESIDE = (".txt", ".csv", ".json", ".xml", ".md", ".db", ".ini")  # what may lie beside images
 _GRAY, _COLOUR = "gray", "colour"
 _GRAY_MODES = {"1", "L", "LA"}  # as Pillow calls them
@@ -38,6 +42,7 @@ _UNWINDOWED = (
 _TOLD = (_TURNED, _PAGED, _CLEAR, _BANDS, _UNWINDOWED)
 _BEYOND = 1e12  # all intensities
 _PART = re.compile(r"(train|test)(ing)?([ _-]?(set|data|images))?", re.I)
+_VALIDATION = {"val", "valid", "validation", "eval", "dev"}
 _MASK = re.compile(r"(.+)[ _.-]+(masks?|seg|segmentation|gt|annotation|label|overlay)\b", re.I)
 _MASK_FOLDERS = {"masks", "ground_truth"}
 _MOST_NAMED = 20
@@ -94,12 +99,14 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     broken: dict[str, list[str]] = {}  # names by reasons
     found: list[tuple[int, int]] = []
     facts: list[str] = []
+    ends: list[float] = []
     for i in range(count):
         name, content = source(i)
         try:
             image, own_pixels, said = _open(content, name, settings.intensity)
         except _BrokenError as error:
             broken.setdefault(str(error), []).append(name)
+            ends += error.ends
             continue
         found.append((image.shape[1], image.shape[0]))
         facts += said
@@ -122,6 +129,10 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     named, number = listed(texts, _MOST_NAMED), count - len(rows)
     if (broken and settings.corrupt != "skip") or (not rows and None in (side, channels)):
         cure = "repair or remove them, or set dataset.corrupt=skip" if rows else "repair them"
+        if ends:
+            cure = (
+                f"set dataset.intensity=[{min(ends):g},{max(ends):g}] or what of it is to be seen"
+            )
         raise ConfigError(f"{number} of {count} files cannot be read as an image: {named}: {cure}.")
     notes = []
     if broken:
@@ -168,7 +179,9 @@ def decode_like(
 
 
 class _BrokenError(Exception):
-    """An image that cannot be read."""
+    """An image that cannot be read; with its least and largest value if these are the reason."""
+
+    ends: Sequence[float] = ()
 
 
 def _open(
@@ -196,6 +209,8 @@ def _open(
                 _BANDS: getattr(opened, "tag_v2", {}).get(_SAMPLES, 1) > max(3, len(bands)),
             }
             said = [fact for fact, is_so in facts.items() if is_so]
+            if opened.mode == "L" and getattr(opened, "tag_v2", {}).get(_FORMAT, (1,)) == (2,):
+                raise _BrokenError("it holds signed numbers of 8 bits: save 16 bits")
             kind = _KINDS.get(opened.mode[0], _GRAY if opened.mode in _GRAY_MODES else _COLOUR)
             if kind in _RANGES:
                 pixels = np.asarray(opened)
@@ -230,7 +245,7 @@ def _own(pixels: np.ndarray) -> bytes:
     return first if others == [first] * 2 else b"".join([first, *others])
 
 
-_ORIENTATION, _SAMPLES = 0x0112, 0x0115  # tags of EXIF and TIFF
+_ORIENTATION, _SAMPLES, _FORMAT = 0x0112, 0x0115, 0x0153  # tags of EXIF and TIFF
 
 
 def _shades(
@@ -242,9 +257,9 @@ def _shades(
     if np.isnan(least):
         raise _BrokenError("it holds pixels that are no numbers")
     if not intensity and not low <= least <= most <= high:
-        raise _BrokenError(
-            f"its values are {least:g} to {most:g}: set dataset.intensity=[low,high]"
-        )
+        error = _BrokenError(f"values beyond {low:g} to {high:g}")
+        error.ends = least, most
+        raise error
     shares = (values.astype(np.float64) - low) / ((high - low) or 1.0)
     pixels: np.ndarray = np.rint(np.clip(shares, 0, 1) * 255).astype(np.uint8)
     return pixels
@@ -290,7 +305,9 @@ def _dicom(content: bytes, intensity: Sequence[float] | None) -> tuple[np.ndarra
 def _fitted(image: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Return uint8 ``[C, H, W]`` of an image, resized where it has another size."""
     channels, height, width = shape
-    if image.shape != (height, width, 3)[: 2 if channels == 1 else 3]:
+    if image.shape == (height, width):
+        return np.broadcast_to(image, (channels, height, width))
+    if channels == 1 or image.shape != (height, width, 3):
         from PIL import Image
 
         fitted = Image.fromarray(image).convert("L" if channels == 1 else "RGB")
@@ -307,10 +324,15 @@ def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
 def part_folders(root: Path) -> tuple[Path, Path | None]:
     """Folders of the train and the test part; a root without ``train`` is the train part.
 
-    ``Training``, ``test_set`` and the like name them, too, in any case of letters.
+    ``Training``, ``test_set`` and the like name them, too, in any case of letters. A ``train`` that
+    has images, but no folders of them, is a class if there are further such folders.
     """
     paths = [path for path in sorted(root.iterdir()) if path.is_dir()]
     folders = {part[1].lower(): path for path in paths if (part := _PART.fullmatch(path.name))}
+    if "train" in folders and "test" not in folders:
+        depths = {at[0]: len(at) for at in image_folders(root) if at}  # the deepest of each
+        is_class = depths.pop(folders["train"].name, 0) == 1 in depths.values()
+        folders = {} if is_class and not {*depths} <= _VALIDATION else folders
     return (folders["train"], folders.get("test")) if "train" in folders else (root, None)
 
 
@@ -324,7 +346,7 @@ def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], 
     left_out = "." if hidden else "._"
     found: dict[tuple[str, ...], list[str]] = {}
     for folder, folders, names in walk(root):
-        folders[:] = [name for name in folders if name[0] not in left_out]
+        folders[:] = [n for n in folders if n[0] not in left_out and n not in OF_SYSTEMS]
         named = [n for n in (*names, *folders) if n.lower().endswith(SUFFIXES)]
         if images := sorted(name for name in named if name[0] not in left_out):
             found[Path(folder).relative_to(root).parts] = images
@@ -335,7 +357,7 @@ def other_files(root: Path) -> list[str]:
     """A sentence on files in a folder that have no image's suffix, if there are any."""
     others: Counter[str] = Counter()
     for _, folders, names in walk(root):
-        folders[:] = [name for name in folders if name[0] not in "._"]
+        folders[:] = [n for n in folders if n[0] not in "._" and n not in OF_SYSTEMS]
         known = (*SUFFIXES, *_BESIDE)
         more = [n for n in names if n[0] not in "._" and not n.lower().endswith(known)]
         others.update(Path(name).suffix.lower() or "no suffix" for name in more)

@@ -17,14 +17,11 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
-from fednas_flwr.data import decoding, records, tables
-from fednas_flwr.data.cells import Cells
+from fednas_flwr.data import decoding, records, table_files, tables
+from fednas_flwr.data.cells import Cells, number_of
 from fednas_flwr.data.records import Column, Records, RecordsPair
-from fednas_flwr.data.table_files import Texts, check_columns, names_in, read_texts, without_missing
 from fednas_flwr.settings import data_settings as ds
 from fednas_flwr.settings.names import TORCHVISION_SETS
-
-LABELS_FORM = replace(ds.ANY_FORM, header=True)
 
 
 def read_digits(settings: ds.Images, path: Path) -> RecordsPair:
@@ -84,10 +81,10 @@ def read_image_folder(settings: ds.ImageFolder, root: Path) -> RecordsPair:
     """
     parts = decoding.part_folders(root)
     if not settings.class_names:
-        folders = [path.name for path in parts[0].iterdir() if path.is_dir()]
-        names = sorted(name for name in folders if name[0] not in "._")
+        names = [path.name for path in parts[0].iterdir() if path.is_dir()]
+        names = sorted(n for n in names if n[0] not in "._" and n not in decoding.OF_SYSTEMS)
         settings = replace(settings, class_names=names)
-    train, test = _read_parts(settings, root, _read_classes)
+    train, test = _read_parts(settings, parts, _read_classes)
     if parts[0] != root:
         inside = {part.name for part in parts if part}
         found = decoding.image_folders(root, hidden=True)
@@ -104,9 +101,11 @@ def _left_out(images: Mapping[tuple[str, ...], Sequence[str]]) -> list[str]:
     return [left_out] if by_folder else []
 
 
-def _read_parts(settings: Any, root: Path, read: Callable[[Any, Path], Records]) -> RecordsPair:
-    """Train and test part in a folder, the latter with the former's channels and classes."""
-    train_root, test_root = decoding.part_folders(root)
+def _read_parts(
+    settings: Any, parts: tuple[Path, Path | None], read: Callable[[Any, Path], Records]
+) -> RecordsPair:
+    """Train and test part in two folders, the latter with the former's channels and classes."""
+    train_root, test_root = parts
     train = read(settings, train_root)
     if test_root is None:
         return train, None
@@ -134,7 +133,8 @@ def _read_classes(settings: ds.ImageFolder, folder: Path) -> Records:
         images = [images[i] for i in rows]
     elif not read:
         cure = "dataset.root is the folder above the classes, or above train and test with them, "
-        cure += "and dataset.id_column=patient has <class>/<patient>/<image>.png"
+        cure += "dataset.id_column=patient has <class>/<patient>/<image>.png, "
+        cure += "and partition=sites <site>/<class>/<image>.png"
         others = [*_left_out(found), *decoding.other_files(folder), *([cure] if found else ())]
         raise ConfigError(f"{folder} has no images: {'; '.join([f'expected {form}', *others])}.")
     elif stray:
@@ -221,17 +221,28 @@ def read_labelled_images(settings: ds.LabelledImages, root: Path) -> RecordsPair
 
     Args:
         settings: How they are read; ``channels`` of the test part are those of the train part.
-        root: Holds the labels file and images, also in sub-folders; or ``train`` and optionally
-            ``test``, each with its own.
+        root: Holds the labels file and images, also in sub-folders; or else ``train`` and
+            optionally ``test``, each with its own.
 
     Raises:
         ConfigError: The table does not fit the settings, names a file that is not there or one
             twice; or an image cannot be read.
     """
-    return _read_parts(settings, root, _read_labelled)
+    parts, file = decoding.part_folders(root), settings.labels_file
+    is_whole = (root / file).is_file() and not (parts[0] / file).is_file()
+    return _read_parts(settings, (root, None) if is_whole else parts, _read_labelled)
 
 
-def with_names_first(texts: Texts, path: Path) -> tuple[Texts, list[str]]:
+def labels_texts(path: Path, form: ds.TableForm) -> tuple[table_files.Texts, list[str]]:
+    """The cells of a labels file in common form, and notes; its first line is the header."""
+    form = replace(form, header=form.header or not form.column_names or None)
+    texts, separator, found = table_files.read_texts(path, form)
+    table_files.check_columns(texts, [*form.rename], where=str(path))
+    texts = table_files.without_missing(texts, form)
+    return table_files.in_common_form(texts, form, (), None, separator, where=str(path))[0], found
+
+
+def with_names_first(texts: table_files.Texts, path: Path) -> tuple[table_files.Texts, list[str]]:
     """The columns of a labels file, that which names the images first.
 
     One that counts its rows, and names no images, is left out.
@@ -245,13 +256,13 @@ def with_names_first(texts: Texts, path: Path) -> tuple[Texts, list[str]]:
     return {first: texts[first], **others}, notes
 
 
-def _names_images(texts: Texts, path: Path) -> bool:
+def _names_images(texts: table_files.Texts, path: Path) -> bool:
     with suppress(ConfigError):
         return len(files_of(texts, path)) > 0
     return False
 
 
-def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]:
+def files_of(texts: table_files.Texts, path: Path, *, skip: bool = False) -> dict[int, Path]:
     """Return the images of a labels file by their rows, from 0.
 
     Args:
@@ -269,6 +280,8 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     names = {file: {p.name, cut[p].name, cut[p].as_posix()} for p, file in paths.items()}
     times = Counter(name for of in names.values() for name in of)
     known = {name: file for file, of in names.items() for name in of if times[name] == 1}
+    own = path.parent.name  # which paths may begin with, as those of CheXpert do
+    known |= {f"{own}/{p.as_posix()}": file for p, file in paths.items()}
     known |= {p.as_posix(): file for p, file in paths.items()}
     cells = [text and PureWindowsPath(text).as_posix() for text in texts[column].tolist()]
     missing = [cell or "an empty cell" for cell in cells if cell not in known]
@@ -283,16 +296,34 @@ def files_of(texts: Texts, path: Path, *, skip: bool = False) -> dict[int, Path]
     return {row: known[cell] for row, cell in enumerate(cells) if cell in known}
 
 
+def _check_uncertain(settings: ds.LabelledImages, texts: table_files.Texts, path: Path) -> None:
+    """Refuse a class -1 beside 0 and 1 or blanks, by which labels of X-rays say "uncertain"."""
+    label, cells = settings.label, texts[settings.label]
+    codes = dict(zip(map(number_of, cells.different), cells.different, strict=True))
+    clear = 0 not in codes and not cells.missing.any()
+    said = settings.class_names or settings.is_regression
+    if said or clear or -1 not in codes or not codes.keys() <= {-1, 0, 1}:
+        return
+    name, mark = table_files.typed(label), codes[-1]
+    alike = [n for n, of in texts.items() if {*of.numbers[~of.missing]} <= {-1, 0, 1}]
+    several = f", or, if each column is a label, dataset.labels=[{','.join(alike)}]"
+    raise ConfigError(
+        f"{path}, column {label}, holds {table_files.counted(cells)}: if {mark} means uncertain, "
+        f"set {tables.respelling({label: [mark]})}, with 1 where it counts as yes, or leave such "
+        f"rows out by 'dataset.missing_in={{{name}: [{mark}]}}'; if it is a class, set "
+        f"dataset.class_names=[{','.join(codes.values())}]{several if len(alike) > 1 else ''}."
+    )
+
+
 def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     """Images that the labels file in a folder names."""
     path = folder / settings.labels_file
     if not path.is_file():
         raise ConfigError(f"dataset.labels_file: {path} does not exist: correct its name.")
-    skip = settings.corrupt == "skip"
+    skip, form = settings.strict, tables.form_of(settings)
     # at private sites UTF-8: an encoding that is found in the rows would be one of all of them
-    form = replace(LABELS_FORM, corrupt=settings.corrupt, encoding="utf-8-sig" if skip else None)
-    texts, _, found = read_texts(path, form)
-    texts = without_missing(texts, form)
+    encoding = form.encoding or ("utf-8-sig" if skip else None)
+    texts, found = labels_texts(path, replace(form, encoding=encoding))
     if not skip:
         texts, more = with_names_first(texts, path)
         found += more
@@ -300,7 +331,8 @@ def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     is_said = settings.names_label or settings.labels
     settings = replace(settings, label=tables.label_column(settings, texts))
     columns, named = tables.label_columns(settings), tables.named_columns(settings)
-    check_columns(texts, named, where=str(path))
+    adapted = [*settings.missing_in, *settings.map, *settings.scale]
+    table_files.check_columns(texts, [*named, *adapted], where=str(path))
     if (first := next(iter(texts))) in named:
         raise ConfigError(
             f"{path} begins with the column {first}, which is to name the images: put the column "
@@ -309,6 +341,7 @@ def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     if first.lower().endswith(decoding.SUFFIXES) and not skip:
         raise ConfigError(f"{path} begins with the image {first}: give it a first line of names.")
     paths = files_of(texts, path, skip=skip)
+    others = len(decoding.image_files(path.parent)) - len({*paths.values()})
     if skip:
         wrong = tables.unreadable_cells(settings, texts, ())
         wrong[first] = np.array([row not in paths for row in range(len(texts[first]))], dtype=bool)
@@ -319,12 +352,16 @@ def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     if len(set(files)) < len(files) and not skip:
         twice = Counter(files).most_common(1)[0][0]
         raise ConfigError(f"{path} names the image {twice.name} in more than one row: keep one.")
+    if not (skip or settings.labels or settings.label_separator):
+        texts[first] = Cells(map(str, range(len(files))))  # of no further use
+        _check_uncertain(settings, texts, path)
+        texts, more = tables.labelled(texts, settings.label, path)
+        notes, files = (*notes, *more), [files[int(row)] for row in texts[first].tolist()]
     labels, classes = tables.read_labels(settings, texts, path)
-    others = len(decoding.image_files(path.parent)) - len(set(files))
     if others:
         notes = (*notes, f"{others} images that {path.name} does not name are left out")
     ids = None if settings.id_column is None else tables.person_ids(settings, texts, path)
-    further = names_in(texts, [name for name in list(texts)[1:] if name not in columns])
+    further = table_files.names_in(texts, [name for name in list(texts)[1:] if name not in columns])
     if further and not is_said:
         notes = (*notes, f"{path.name}: {settings.label} is the label, not {listed(further, 5)}")
     decoded = decoded_fields(settings, decoding.source_of(files), labels, notes, further, ids)

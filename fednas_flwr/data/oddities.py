@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
-from fednas_flwr.data.notation import AFFIXED, are_numbers
+from fednas_flwr.data.notation import AFFIXED, YES_NO, are_numbers
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, count_labels
 
 _FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
@@ -28,17 +28,13 @@ _FAR_DAYS = 84_006  # from 1970 to 2200
 _FIRST_DAYS = {-719_162, -25_567, 0}  # of the years 1, 1900 and 1970, which may mean missing
 _TELLS = 0.995  # AUROC of a column alone
 _DARK = 32  # of 255: the span of values of images that are hardly meant
-_MOST_CLASSES = 20  # that are numbers
+_MOST_CLASSES, _FEWEST_GRADES = 20, 6  # that are numbers
 _ID_NAME = re.compile(
     r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record|obs|seqn|rownames?)$", re.I
 )
 _PERSON = re.compile(r"(patient|subject|participant|person)([ _-]?(id|nr|no))?|p?id", re.I)
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _FEWEST_PIXELS = 64
-_YES_NO = {
-    **dict.fromkeys(("yes", "y", "true", "1", "j", "ja"), "yes"),
-    **dict.fromkeys(("no", "n", "false", "0", "nein"), "no"),
-}
 _DENSE = 2  # whole numbers for each record, fewer of which count records, without those of a test
 _FLOAT32 = 2**24  # whole numbers above are not told apart
 
@@ -57,13 +53,15 @@ def oddities(records: Records, test: Records | None = None) -> list[str]:
 
 
 def _of_test(records: Records, test: Records) -> Iterator[str]:
-    if number := np.isin(test.ids, records.ids).sum():
+    known = {*records.ids.tolist()}  # np.isin sorts, which takes longer
+    if number := sum(name in known for name in test.ids.tolist()):
         yield f"{number} of its {len(test)} records or persons are among those to train on"
     if test.features.dtype == torch.uint8:
         yield from of_brightness(test.features)
     if records.schema:
-        mean = records.features.nanmean(0)
-        std = (records.features - mean).square().nanmean(0).sqrt()
+        some = records.features[:: max(1, len(records) // _SAMPLE)]
+        mean = some.nanmean(0)
+        std = (some - mean).square().nanmean(0).sqrt()
         yield from off_scale(test.features, records.schema, mean.tolist(), std.tolist())
 
 
@@ -111,17 +109,32 @@ def _of_labels(records: Records) -> Iterator[str]:
     cure = "by dataset.map" if records.schema else "in the data"
     yield from _spelled_alike("the label", records.class_names, cure)
     codes = [] if len(counts) > 4 else ["9"]  # of few classes, which may mean missing
+    codes += ["-1"] if {*records.class_names} == {"-1", "0", "1"} and records.schema else []
     for name in [n for n in records.class_names if n in codes or _UNKNOWN.fullmatch(n)][:1]:
         yield f"the label holds {name}: if it means that the label is missing, remove these records"
-    numbers = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
-    if numbers and records.schema and not records.multi_label:
-        yield f"the label has {len(counts)} classes that are numbers: is it a number to predict?"
+    many = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
+    if records.schema and not records.multi_label and (many or _are_counts(records, counts)):
+        yield (
+            f"the label has {len(counts)} classes that are numbers: if it is a number to predict, "
+            "set dataset.task=regression"
+        )
+
+
+def _are_counts(records: Records, counts: Sequence[int]) -> bool:
+    """Return whether classes may be counts or grades: 0, 1, ..., of one most frequent value."""
+    codes = [int(name) for name in records.class_names if name.isdecimal()]
+    often = np.array(counts, dtype=float)
+    if len(codes) < max(len(counts), _FEWEST_GRADES) or (np.diff(codes) != 1).any():
+        return False
+    rises = np.diff(often) * np.where(np.arange(1, len(codes)) <= often.argmax(), 1, -1)
+    by_chance = 2 * np.sqrt(often[1:] + often[:-1])
+    return bool((rises >= -by_chance).all() and often.max() > _APART * often.min())
 
 
 def _spelled_alike(what: str, codes: Sequence[str], how: str = "by dataset.map") -> Iterator[str]:
     """Yield sentences on codes that may be one, all say yes or no, or are lists of others."""
     alike: dict[str, list[str]] = {}
-    spoken = _YES_NO if all(code.lower() in _YES_NO for code in codes) else {}
+    spoken = YES_NO if all(code.lower() in YES_NO for code in codes) else {}
     for code in codes:
         shown = "".join(sign for sign in code if unicodedata.category(sign) != "Cf")
         plain = " ".join(unicodedata.normalize("NFKC", shown).lower().split())

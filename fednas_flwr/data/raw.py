@@ -18,7 +18,7 @@ from torch import Tensor
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import decoding, npz, table_files
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.images import LABELS_FORM, files_of, with_names_first
+from fednas_flwr.data.images import files_of, labels_texts, with_names_first
 from fednas_flwr.data.notation import NEARLY, distinct, places_among
 from fednas_flwr.data.oddities import off_scale
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels, feature_names
@@ -92,7 +92,7 @@ def _read(data: Any, inputs: Inputs) -> RawData:
         return _read_path(Path(data).expanduser(), inputs)
     if hasattr(data, "to_pandas") and inputs.is_table:  # of polars, pyarrow, ...
         data = data.to_pandas()
-    if hasattr(data, "iloc") and inputs.is_table:
+    if hasattr(data, "iloc") and hasattr(data, "columns") and inputs.is_table:
         texts = table_files.texts_of(data)
         if "Unnamed: 0" in texts:  # as pandas calls the first column if it has no name
             texts.setdefault("column 1", texts["Unnamed: 0"])
@@ -108,10 +108,8 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
     if inputs.is_table:
         return _sites(path, inputs) if path.is_dir() else _table(path, inputs.form, inputs)
     if table_files.suffix_of(path):
-        texts = table_files.without_missing(
-            table_files.read_texts(path, LABELS_FORM)[0], LABELS_FORM
-        )
-        texts, _ = with_names_first(texts, path)
+        form = replace(inputs.form, separator=None, encoding=None, corrupt="refuse")
+        texts, _ = with_names_first(labels_texts(path, form)[0], path)
         files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),
@@ -277,8 +275,7 @@ def _row_labels(texts: table_files.Texts, inputs: Inputs, *, where: str) -> Tens
     if inputs.multi_label and not inputs.label:
         if not texts.keys() >= set(names):
             return None
-        marks = [label_marks(texts[name], name=name, where=where) for name in names]
-        return torch.from_numpy(np.stack(marks, axis=1)).long()
+        return torch.from_numpy(label_marks(texts, names, where=where)).long()
     if not inputs.label or inputs.label not in texts:
         return None
     cells = texts[inputs.label]

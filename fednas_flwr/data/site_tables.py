@@ -24,7 +24,7 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError, listed, unknown_choice
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.notation import distinct, iso_date
+from fednas_flwr.data.notation import YES_NO, distinct, iso_date
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records
 from fednas_flwr.data.table_files import Form, Texts, suffix_of
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
@@ -124,7 +124,15 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     names = list(dict.fromkeys(name for table in tables.values() for name in table.texts))
     texts: Texts = {}
     notes = [note for table in tables.values() for note in table.notes]
-    if said := proposals(tables):
+    said = proposals(tables)
+    spelled = {s: {"map": of["map"]} for s, of in said.items() if {*label} & {*of.get("map", {})}}
+    cells = [table.texts.get(label[0], Cells([])) for table in tables.values()]
+    if spelled and {code.lower() for of in cells for code in of.different} <= {*YES_NO}:
+        raise ConfigError(
+            f"sites say yes and no in {label[0]} by other words than others: join them by "
+            f"{root / SITES_FILE} with {'; '.join(as_yaml(spelled))}."
+        )
+    if said:
         notes.append(
             f"{listed(list(said), 5)}: other names, units or codes than most, it seems; "
             f"fednas data {root} partition=sites proposes what would join them"
@@ -298,16 +306,32 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
     times = Counter(code for found in codes.values() for code in found)
     usual = distinct(code for code, number in times.items() if number > len(codes) / 2)
     usual = usual or max(codes.values(), key=len)
+    first = next(iter(codes.values()))
     for site, found in codes.items():
+        if _are_shifted(found, first):
+            propose(site, "map", name, dict(zip(found, first, strict=True)))
+            continue
         new = [code for code in found if len(distinct([*usual, code])) > len(usual)]
         free = [code for code in usual if len(distinct([*found, code])) > len(found)]
         if new and free:
             propose(site, "map", name, {code: _nearest(code, free) for code in new})
 
 
+def _are_shifted(codes: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether codes are others that are counted from another number, as 1, 2 and 0, 1."""
+    if len(codes) != len(others) or not all(map(str.isdecimal, (*codes, *others))):
+        return False
+    steps = {int(a) - int(b) for a, b in zip(codes, others, strict=True)}
+    return len(steps) == 1 and steps != {0}
+
+
 def _nearest(code: str, codes: Sequence[str]) -> str:
-    """The code that begins or is spelled like another; ``?`` where none does."""
+    """The code that means yes or no, begins, or is spelled like another; ``?`` where none does."""
     lower = {other.lower(): other for other in codes}
+    meaning = YES_NO.get(code.lower(), "?")
+    for other in lower:
+        if YES_NO.get(other) == meaning:
+            return lower[other]
     for other in lower:
         if code.lower()[:1] == other[:1]:
             return lower[other]

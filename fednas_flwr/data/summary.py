@@ -23,6 +23,7 @@ from fednas_flwr.data.records import (
     assign_splits,
     count_labels,
 )
+from fednas_flwr.data.table_files import typed
 from fednas_flwr.settings.names import QUANTILES, SPLITS
 
 FEWEST = 20  # training records below which a client is called small
@@ -217,7 +218,7 @@ def _suggestions(prepared: Prepared) -> list[str]:
     found = [(c, _values(records, c)) for c in records.schema if c.kind != CATEGORY]
     ends = [(c.name, _ends(values, c)) for c, values in found if len(values)]
     pairs = [(name, ",".join(pair)) for name, pair in ends if len({*pair}) == 2]
-    keys = {name: re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", name) for name, _ in pairs}
+    keys = {name: typed(name) for name, _ in pairs}
     odd = [name for name in keys if not re.fullmatch(r"[\w \\()\[\]{}:=,/+.$%*@?|-]+", name, re.A)]
     ranges = ",".join(f"{keys[name]}:[{pair}]" for name, pair in pairs if name not in odd)
     if odd and prepared.uses_own_statistics:

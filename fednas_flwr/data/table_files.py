@@ -44,6 +44,7 @@ _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
 # A cell of Excel whose formula was not computed; an empty text would be a value
 _UNCOMPUTED = re.compile(rb"""<c (?![^>]*t="str")[^>]*><f[^<]*(</f>)?(<v ?/>|<v></v>)?</c>""")
 _OTHERS = "give a table, arrays in an .npz file, or images as files, in a folder per class"
+BLANK = "blank"  # an empty cell, in ``map``
 _LONGEST = 200  # characters of a name by which records are divided
 _HEAD = 1_000_000  # bytes in which a header begins
 _FIRST = 1000  # cells by which it is seen that a header is none
@@ -75,6 +76,8 @@ def read_texts(
     kind = "a CSV"
     try:
         content = path.read_bytes()
+        if content.startswith(b"version https://git-lfs"):
+            raise ValueError("it is a pointer of Git LFS: fetch the file by git lfs pull")
         content = _PACKED.get(content[:3], bytes)(content)
         kind, reader = _READERS.get(content[:4], ("a CSV", _read_csv))
         texts, separator, notes = reader(content, form)
@@ -162,9 +165,10 @@ def _scaled(text: str, factor: float) -> str:
 
 
 def _respelled(spellings: Mapping[str, str]) -> Callable[[str], str]:
-    key = notation.code_key(list(spellings))
-    others = {key(text): other for text, other in spellings.items()}
-    return lambda text: others.get(key(text), text)
+    key = notation.code_key([text for text in spellings if text != BLANK])
+    others = {key(text): other for text, other in spellings.items() if text != BLANK}
+    blank = spellings.get(BLANK, "")
+    return lambda text: others.get(key(text), text) if text else blank
 
 
 def notation_of(form: TableForm) -> notation.Notation:
@@ -522,9 +526,23 @@ def names_in(texts: Texts, columns: Sequence[str]) -> dict[str, np.ndarray]:
     return {name: texts[name].each(str, np.str_) for name in short}
 
 
+def typed(name: str) -> str:
+    """A column's name or a cell as a key of a mapping that is typed as an override."""
+    return re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", name)
+
+
+def counted(cells: Cells) -> str:
+    """The different cells with their numbers, for a message: ``1 (20), blank (5)``."""
+    counts = Counter(text or BLANK for text in cells.tolist()).most_common()
+    return listed([f"{text} ({number:,})" for text, number in counts], 5)
+
+
 def rows_text(cells: Cells, rows: np.ndarray, *, most: int = 10) -> str:
-    """Return cells with their rows, from 1, for a message: ``yes in row 1, no in row 3``."""
-    named = [f"{cells.text(row)} in row {row + 1}" for row in rows[:most].tolist()]
+    """Return cells with their file's rows, from 1, for a message: ``yes in row 1, no in row 3``."""
+    numbers = cells.numbered(rows[:most])
+    named = [
+        f"{cells.text(r)} in row {n}" for r, n in zip(rows[:most].tolist(), numbers, strict=True)
+    ]
     return ", ".join(named) + (f" and {len(rows) - most} more" if len(rows) > most else "")
 
 

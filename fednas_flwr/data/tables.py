@@ -19,17 +19,8 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
-from fednas_flwr.data import records, table_files
+from fednas_flwr.data import notation, records, table_files
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.notation import (
-    AFFIXED,
-    NEARLY,
-    are_numbers,
-    code_key,
-    days_of,
-    distinct,
-    places_among,
-)
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import DATE_ORDERS, REGRESSION, TABLE_SUFFIXES
@@ -38,14 +29,14 @@ _MOST_CATEGORIES = 256
 _WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
 _NO_NUMBERS = "list the column in dataset.categorical or dataset.ignore"
 _SAME_FEATURES = (
-    "most records have the features of others with another label: each counts by itself"
+    "most records have the features of others with another label: each counts by itself, so that "
+    "their parts hang on the whole table, which privacy does not cover: name dataset.id_column"
 )
 _MOSTLY, _SAMPLE = 0.5, 10_000  # share of records, of so many
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
 _NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
 _OF_ROWS = re.compile(r"row[ ._]?names?|index", re.IGNORECASE)  # as R and pandas name them
 _CODE = re.compile(r"0\d+|\d+[eE]\d+")  # a number by its signs, such as 007 and 1E10
-_YES, _NO = ("1", "1.0", "yes", "true"), ("0", "0.0", "no", "false")
 
 
 def read_table(settings: CSV, path: Path) -> records.RecordsPair:
@@ -141,13 +132,13 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         unusual = [str(table_files.notation_of(settings)), order and f"dates with the {order}"]
         notes += filter(None, unusual)
         if settings.label in texts and not settings.labels and not settings.label_separator:
-            texts, more = _labelled(texts, settings.label, path, is_word=settings.label in names)
+            texts, more = labelled(texts, settings.label, path, is_word=settings.label in names)
             notes += more
     return texts, settings, found_in(path, notes)
 
 
-def _labelled(
-    texts: table_files.Texts, label: str, path: Path, *, is_word: bool
+def labelled(
+    texts: table_files.Texts, label: str, path: Path, *, is_word: bool = False
 ) -> tuple[table_files.Texts, list[str]]:
     """The rows with a label, and a note on the others.
 
@@ -161,7 +152,7 @@ def _labelled(
         _check_filled(texts[label], f"label ({label})", path, more)
     if not missing.any():
         return texts, []
-    rows = listed([f"{row + 1}" for row in np.flatnonzero(missing)], 5)
+    rows = listed(map(str, texts[label].numbered(np.flatnonzero(missing))), 5)
     note = f"rows without a label ({label}) are left out ({missing.sum()}: {rows})"
     return {name: cells[~missing] for name, cells in texts.items()}, [note]
 
@@ -182,7 +173,7 @@ def without_row_numbers(
     if name in used or not others or len(cells) < 2:
         return texts, []
     if _NAMELESS.fullmatch(name):
-        dates = [np.isfinite(days_of(cells, order)) for order in DATE_ORDERS]
+        dates = [np.isfinite(notation.days_of(cells, order)) for order in DATE_ORDERS]
         odd = (cells.numbers % 1 > 0) | np.logical_or.reduce(dates) | cells.missing
         said = "which has no name and another text or whole number in every row"
         are = len(cells.different) == len(cells) and not odd.any()
@@ -225,7 +216,7 @@ def encode_rows(
         if column.indicator:
             indicators.append(cells.missing)
         if column.kind == CATEGORY:
-            places = places_among(cells, column.categories)
+            places = notation.places_among(cells, column.categories)
             categories += [places == i for i in range(len(column.categories))]
     features = np.stack([*numbers, *indicators, *categories], dtype=np.float32)
     return np.ascontiguousarray(features.T)  # faster than to stack them so
@@ -243,7 +234,8 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
         names = ", ".join(path.name for paths in found.values() for path in paths) or "neither"
         raise ConfigError(
             f"dataset.root={root} needs one train.csv and at most one test.csv (or .csv.gz), but "
-            f"holds {names}: give such a folder, or a csv file."
+            f"holds {names}: give such a folder, or a csv file; or, of one file for each site, set "
+            "partition=sites."
         )
     return found["train"][0], found["test"][0] if found["test"] else None
 
@@ -268,7 +260,7 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
         texts = {name: cells[rows] for name, cells in texts.items()} if notes else texts
     kind_of = {n: kinds.get(n) or _found_kind(texts[n], settings, n, path) for n in names}
     words = [n for n, k in kind_of.items() if k == CATEGORY and n not in settings.categories]
-    many = {n: len(distinct(texts[n].different)) for n in words}
+    many = {n: len(notation.distinct(texts[n].different)) for n in words}
     if undeclared := [n for n, number in many.items() if number > _MOST_CATEGORIES]:
         name, ignored = undeclared[0], ",".join([*settings.ignore, *undeclared])
         more = f", and so have {listed(undeclared[1:], 8)}" if undeclared[1:] else ""
@@ -364,7 +356,9 @@ def unreadable_cells(
     for column in schema:
         cells, values = texts[column.name], column.categories
         if column.kind == CATEGORY:
-            wrong[column.name] = ~cells.missing & (places_among(cells, values) < 0) & bool(values)
+            wrong[column.name] = (
+                ~cells.missing & (notation.places_among(cells, values) < 0) & bool(values)
+            )
         else:
             wrong[column.name] = ~cells.missing & ~np.isfinite(_values(cells, form, column))
     for name in label_columns(settings):
@@ -373,7 +367,7 @@ def unreadable_cells(
             wrong[name] = ~np.isfinite(_values(cells, form, Column(name)))
             continue
         if settings.labels:
-            cells, classes = cells.changed(str.lower), {*_YES, *_NO}
+            cells, classes = cells.changed(str.lower), {*notation.YES_NO}
         wrong[name] = _unknown_labels(cells, classes, settings.label_separator)
     if settings.id_column is not None:
         wrong[settings.id_column] = texts[settings.id_column].missing
@@ -384,7 +378,7 @@ def _unknown_labels(cells: Cells, classes: set[str], separator: str | None) -> n
     """Return the rows with a label that is none of some classes, if there are any; or with none."""
     names = partial(records.label_names, separator=separator)
     classes = classes or {name for text in cells.different for name in names(text)}
-    key = code_key([*classes])
+    key = notation.code_key([*classes])
     known = {*map(key, classes)}
     return ~cells.each(lambda text: known.issuperset(map(key, names(text))), bool)
 
@@ -394,13 +388,13 @@ def read_labels(
 ) -> tuple[Tensor, tuple[str, ...]]:
     """Labels of a table's rows, and the names of its classes, or of the number to predict."""
     if settings.labels:
-        marks = [label_marks(texts[name], name=name, where=str(path)) for name in settings.labels]
-        return torch.from_numpy(np.stack(marks, axis=1).astype(np.int64)), tuple(settings.labels)
+        marks = label_marks(texts, settings.labels, where=str(path))
+        return torch.from_numpy(marks.astype(np.int64)), tuple(settings.labels)
     column, separator = settings.label, settings.label_separator
     cells, where = texts[column], f"{path}, column {column},"
     if separator is not None:
         names = {n for text in cells.different for n in records.label_names(text, separator)}
-        classes = tuple(settings.class_names) or distinct(names)
+        classes = tuple(settings.class_names) or notation.distinct(names)
         if len(classes) < 2:
             raise ConfigError(
                 f"{where} separated by {separator} holds {len(classes)} different labels: expected "
@@ -426,14 +420,17 @@ def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
     Raises:
         ConfigError: They can be either.
     """
-    classes, num_rows = distinct(cells.different), len(cells)
+    classes, num_rows = notation.distinct(cells.different), len(cells)
     few = len(classes) <= _MOST_NUMBERED or getattr(settings, "corrupt", "") == "skip"
-    are = are_numbers(classes)
+    are = notation.are_numbers(classes)
     if few or settings.task or settings.class_names:
         return False
     many = len(classes) > max(2 * _MOST_NUMBERED, num_rows / 10)
-    if are.mean() < NEARLY:
-        if many and np.mean([bool(AFFIXED.match(name)) for name in classes]) >= NEARLY:
+    if are.mean() < notation.NEARLY:
+        if (
+            many
+            and np.mean([bool(notation.AFFIXED.match(name)) for name in classes]) >= notation.NEARLY
+        ):
             raise ConfigError(
                 f"{where} holds {len(classes)} different texts such as {listed(classes, 3)} in "
                 f"{num_rows} rows: set dataset.task=regression if they are numbers to predict (of "
@@ -449,21 +446,33 @@ def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
     )
 
 
-def label_marks(cells: Cells, *, name: str, where: str) -> np.ndarray:
-    """Return which rows have a label, bool ``[N]``, given its column of 0 and 1 or the like.
+def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str) -> np.ndarray:
+    """Return which rows have which labels, bool ``[N, L]``, by columns of 0 and 1 or the like.
 
     Raises:
         ConfigError: A cell says neither yes nor no.
     """
-    marks = cells.each(lambda text: text.lower() in _YES, bool)
-    wrong = np.flatnonzero(~marks & ~cells.each(lambda text: text.lower() in _NO, bool))
-    if len(wrong):
+    words = {n: {text.lower() or table_files.BLANK for text in texts[n].tolist()} for n in names}
+    others = {n: sorted(of - {*notation.YES_NO})[:10] for n, of in words.items()}
+    if unclear := {n: of for n, of in others.items() if of}:
+        name, more = next(iter(unclear)), len(unclear) - 1
         raise ConfigError(
-            f"column {name} of {where} is one of dataset.labels but holds "
-            f"{table_files.rows_text(cells, wrong)}: expected 0 or 1 (or no and yes, false and "
-            "true)."
+            f"column {name} of {where}{f' (and {more} more)' if more else ''} is one of "
+            f"dataset.labels but holds {table_files.counted(texts[name])}: expected 0 or 1 (or no "
+            f"and yes, false and true); set {respelling(unclear)} with 1 for what means yes, or "
+            "leave such rows out by dataset.corrupt=skip."
         )
-    return marks
+    means_yes = [
+        texts[n].each(lambda t: notation.YES_NO.get(t.lower()) == "yes", bool) for n in names
+    ]
+    return np.stack(means_yes, axis=1)
+
+
+def respelling(words: Mapping[str, Sequence[str]]) -> str:
+    """The override by which some words in columns become 0, to be edited."""
+    maps = {n: ", ".join(f"{table_files.typed(w)}: 0" for w in of) for n, of in words.items()}
+    columns = ", ".join(f"{table_files.typed(name)}: {{{of}}}" for name, of in maps.items())
+    return f"'dataset.map={{{columns}}}'"
 
 
 def column_kind(cells: Cells, form: TableForm) -> tuple[str, np.ndarray]:
@@ -473,9 +482,9 @@ def column_kind(cells: Cells, form: TableForm) -> tuple[str, np.ndarray]:
     """
     present = ~cells.missing
     for kind in (NUMBER, DATE):
-        values = cells.numbers if kind == NUMBER else days_of(cells, form.date_order)
+        values = cells.numbers if kind == NUMBER else notation.days_of(cells, form.date_order)
         others = np.flatnonzero(present & np.isnan(values))
-        if len(others) <= (1 - NEARLY) * present.sum():
+        if len(others) <= (1 - notation.NEARLY) * present.sum():
             return kind, others
     return CATEGORY, np.array([], dtype=np.int64)
 
@@ -502,7 +511,7 @@ def _values(cells: Cells, form: TableForm, column: Column) -> np.ndarray:
     """Return the numbers or days in cells, float32 ``[N]``, not finite where they are none."""
     is_date = column.kind == DATE
     with np.errstate(over="ignore"):
-        values = days_of(cells, form.date_order) if is_date else cells.numbers
+        values = notation.days_of(cells, form.date_order) if is_date else cells.numbers
         return values.astype(np.float32)
 
 
@@ -526,9 +535,9 @@ def _categories(
     cells: Cells, declared: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
     """Values of a categorical column; a missing value belongs to none of them."""
-    values = distinct(cells.different)
+    values = notation.distinct(cells.different)
     if declared is not None:
-        unknown = cells[places_among(cells, declared) < 0].different
+        unknown = cells[notation.places_among(cells, declared) < 0].different
         records.check_known(
             unknown, declared, f"column {name} of {path} holds", f"dataset.categories.{name}"
         )
@@ -538,7 +547,7 @@ def _categories(
 
 def _sorted_classes(cells: Cells) -> tuple[str, ...]:
     """Return the label's values, by number where all are whole numbers."""
-    codes = distinct(cells.different)
+    codes = notation.distinct(cells.different)
     try:
         return tuple(sorted(codes, key=int))
     except ValueError:
@@ -554,15 +563,16 @@ def person_ids(settings: LabelTable, texts: table_files.Texts, path: Path) -> np
 
 def _check_filled(cells: Cells, what: str, path: Path, more: str = "") -> None:
     if cells.missing.any():
-        row = int(np.argmax(cells.missing))
-        raise ConfigError(f"{path} has no {what} in row {row + 1}: fill or remove it{more}.")
+        row, *_ = cells.numbered(np.flatnonzero(cells.missing))
+        raise ConfigError(f"{path} has no {what} in row {row}: fill or remove it{more}.")
 
 
 def _apart(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Ids by which records with the same features are told apart where these say little.
 
     Of a few features of few values, most records share theirs with records of other labels, and
-    equal features do not make one record twice: then how often they came before counts, too.
+    equal features do not make one record twice: then their label counts, and how often both came
+    before. A record that is added or removed thus changes no other's id, but for this choice.
     """
     some = slice(None, None, max(1, len(ids) // _SAMPLE))
     _, first, places = np.unique(ids[some], return_index=True, return_inverse=True)
@@ -570,12 +580,11 @@ def _apart(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
     if mixed[places].mean() < _MOSTLY:
         return ids
     seen: Counter[bytes] = Counter()
-    apart = ids.copy()
-    for row, name in enumerate(ids):
-        if seen[name]:
-            apart[row] = records.record_id(b"%s%d" % (name, seen[name])).encode()
+    named = [b"%s %d" % pair for pair in zip(ids.tolist(), labels.tolist(), strict=True)]
+    for row, name in enumerate(named):
+        named[row] = b"%s %d" % (name, seen[name])
         seen[name] += 1
-    return apart
+    return records.record_ids(named)
 
 
 def _feature_ids(

@@ -393,28 +393,6 @@ class ImageFolder(EncodedImages, Stored):
     id_column: str | None
 
 
-@dataclass(frozen=True)
-class LabelledImages(LabelTable, EncodedImages, Stored):
-    """Images in a folder whose labels stand in a table.
-
-    Attributes:
-        labels_file: Name of the table in the folder. Its first column has the images' paths, from
-            the table's folder on, or their bare names where no two images share one.
-    """
-
-    labels_file: Annotated[Text, _IN_ROOT]
-
-
-@dataclass(frozen=True)
-class Arrays(EncodedImages, Numbers):
-    """Plain arrays of images or of rows of numbers, or encoded images."""
-
-
-@dataclass(frozen=True)
-class Npz(Arrays, Stored):
-    """Arrays in an npz file."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TableForm(Checked):
     """Format of a table's file, and what becomes of rows that do not fit it.
@@ -434,7 +412,8 @@ class TableForm(Checked):
         missing_in: The same by column, in place of all these: with ``{country: []}`` NA is a
             country.
         rename: Other names of columns, by the file's.
-        map: Other spellings of cells, by column: ``{sex: {M: 1, F: 0}}``.
+        map: Other spellings of cells, by column: ``{sex: {M: 1, F: 0}}``; an empty one is spelled
+            ``blank``.
         scale: Factors of numbers, by column, as between units: ``{chol: 38.67}``.
         corrupt: Rows with a cell that is not as declared: ``refuse`` ends the run and names them,
             ``skip`` leaves each out by itself, as private sites always do.
@@ -473,6 +452,28 @@ class TableForm(Checked):
 
 
 ANY_FORM = TableForm()  # what is not said of a file is found in it
+
+
+@dataclass(frozen=True)
+class LabelledImages(LabelTable, EncodedImages, Stored, TableForm):
+    """Images in a folder whose labels stand in a table.
+
+    Attributes:
+        labels_file: Name of the table in the folder. Its first column has the images' paths, from
+            the table's folder on, or their bare names where no two images share one.
+    """
+
+    labels_file: Annotated[Text, _IN_ROOT]
+
+
+@dataclass(frozen=True)
+class Arrays(EncodedImages, Numbers):
+    """Plain arrays of images or of rows of numbers, or encoded images."""
+
+
+@dataclass(frozen=True)
+class Npz(Arrays, Stored):
+    """Arrays in an npz file."""
 
 
 @dataclass(frozen=True)

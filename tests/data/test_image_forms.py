@@ -83,10 +83,19 @@ def test_values_beyond_a_types_range_are_asked_about(tmp_path):
         Image.fromarray(pixels.astype(np.int32) * 8 - 1024).save(path)
 
     root = write(tmp_path, hounsfield, ".tif")
-    with pytest.raises(ConfigError, match=r"its values are -1024 to 992: set dataset.intensity="):
+    with pytest.raises(ConfigError, match=r"set dataset.intensity=\[-1024,992\]"):
         read("image_folder", root, image_size=8)
     records, _ = read("image_folder", root, image_size=8, intensity=[-1024, 1016])
     assert records.features.max() == 252
+
+
+def test_signed_numbers_of_8_bits_are_not_taken_for_shades(tmp_path):
+    def signed(pixels, path):
+        Image.fromarray(pixels).save(path, tiffinfo={339: 2})
+
+    root = write(tmp_path, signed, ".tif")
+    with pytest.raises(ConfigError, match="holds signed numbers of 8 bits"):
+        read("image_folder", root, image_size=8)
 
 
 def test_one_picture_is_refused(tmp_path):

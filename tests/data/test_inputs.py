@@ -149,6 +149,7 @@ def after_an_empty_sheet(folder):
 
 NUMBERS_IN_WORDS = "categories such as .*: write numbers, dates and times plainly"
 CLASSES = r"label y: bad \d+, benign \d+$"
+TASK = "classes that are numbers: if it is a number to predict, set dataset.task=regression"
 MAYBE_MISSING = "records, which may mean missing"
 TABLES = {
     "F2": (column(range(N), "case_id"), "case_id has another whole number in every row"),
@@ -189,6 +190,16 @@ TABLES = {
     "late dates": (column(mostly(DAYS.strftime("%Y-%m-%d"), "9999-12-31", 5)), "after 2200"),
     "-999": (column(mostly(AGE, -999, 9)), f"-999 in 9 {MAYBE_MISSING}.*: x"),
     "9999": (column(mostly(AGE, 9999, 9)), f"9999 in 9 {MAYBE_MISSING}"),
+    "counts": (
+        labels(mostly(mostly(0, 1, 3), 2, 7) + np.repeat([0, 3, 4, 5], [74, 3, 2, 1])),
+        TASK,
+    ),
+    "feelings": (labels(np.arange(N) % 3 - 1), "the label holds -1: if it means"),
+    "digits": (labels(np.arange(N) % 10), r"label y: [^|]*$"),
+    "a pointer": (
+        content(lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
+        "refused: .*lfs",
+    ),
     "errors of Excel": (column(mostly(AGE.astype(str), "#DIV/0!", 7)), NUMBERS_IN_WORDS),
     "an empty column": (column([""] * N), "one value, or none, in all records.*: x"),
     "yes and Y": (column([["yes", "Y", "no", "0"][i % 4] for i in range(N)]), "join them by"),
@@ -473,6 +484,10 @@ IMAGES = {
     ),
     "a folder of masks": (placed("{}", "masks"), "4 images such as 1.png may be masks: remove"),
     "people with masks": (folder_of(".png", one="x_mask.txt"), ""),
+    "a drive's folders": (placed("{}", "{}/@eaDir", "$RECYCLE.BIN"), ""),
+    "a class called train": (placed("{}", "train"), ""),
+    "two parts without classes": (placed("train", "val"), "refused: .*train has no images"),
+    "sites": (placed("s/{}", "t/{}"), "refused: .* and partition=sites <site>/<class>/"),
     "an Apple's folder": (placed("{}", hidden=".x/y.nii"), ""),
 }
 
@@ -579,6 +594,8 @@ LABELS = {
     ),
     "one image twice": (["file,y", "0.png,a", "0.png,b"], "refused: .* 0.png in more than one row"),
     "some only": (["file,y", "0.png,a", "1.png,b"], "1 images that labels.csv does not name"),
+    "not in all rows": (["f,y", "0.png,a", "1.png,", "2.png,b"], "rows without a label .* .1: 2"),
+    "paths from the folder": (["f,y", "images/0.png,a", "images/1.png,b", "images/2.png,b"], ""),
     "several labels": (
         ["f,y", "0.png,a", "1.png,b", "2.png,a;b"],
         "the label holds a;b beside its parts",

@@ -1,5 +1,6 @@
 """Images whose labels stand in a table, as chest X-rays come."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ from PIL import Image
 from fednas_flwr import compose, load, run
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
+from fednas_flwr.data.raw import read_raw
+from fednas_flwr.data.readers import DATA_SETS
 from fednas_flwr.runs.events import read_events
 
 from ..data_sets import prepared, read
@@ -41,6 +44,10 @@ def by_findings(root):
 
 
 FINDINGS = {"labels_file": "labels.csv", "label_separator": "|"}
+
+
+MAPPED = {"labels": ["Edema", "No Finding"]}
+MAPPED["map"] = {"Edema": {"-1": 0}, "No Finding": {"-1": 0, "blank": 0}}
 
 
 def shades(records):
@@ -137,6 +144,37 @@ def test_a_changed_table_is_read_again(tmp_path):
     text = (root / "labels.csv").read_text().replace("b.png,p1,", "b.png,p1,Mass")
     (root / "labels.csv").write_text(text)
     assert prepared(**terms).train.labels[1].tolist() == [1, 0]
+
+
+def test_what_labels_of_x_rays_leave_open_is_asked_and_can_be_said(tmp_path):
+    """As CheXpert writes them: 1 is yes, 0 no, -1 uncertain, and what is not mentioned blank."""
+    rows = ["1.0,", "-1.0,1.0", "0.0,0.0", "1.0,-1.0"]
+    lines = [f"{image},{cells}" for image, cells in zip(ROWS, rows, strict=True)]
+    root = written(tmp_path, ["Path,Edema,No Finding", *lines])
+    of = {"labels_file": "labels.csv"}
+    with pytest.raises(ConfigError, match=r"-1.0 \(1\).*labels=\[Edema,No Finding\]") as one:
+        read("labelled_images", root, **of)
+    with pytest.raises(ConfigError, match=r"-1.0 \(1\).*dataset.map=") as all_:
+        read("labelled_images", root, labels=["Edema", "No Finding"], **of)
+    for refused, given, labels in (
+        (one, [], [1, 0, 0]),
+        (all_, ["dataset.labels=[Edema,No Finding]"], [[1, 0], [0, 1], [0, 0], [1, 0]]),
+    ):
+        line = re.search(r"'(dataset.map=.*?)'", str(refused.value))[1]
+        named = [
+            "dataset=labelled_images",
+            f"dataset.root={root}",
+            "dataset.labels_file=labels.csv",
+        ]
+        config = compose(*named, line, *given)
+        records, _ = DATA_SETS["labelled_images"].read(config.dataset, root)
+        assert records.labels.tolist() == labels
+    left, _ = read("labelled_images", root, label="Edema", missing_in={"Edema": ["-1.0"]}, **of)
+    assert left.labels.tolist() == [1, 0, 1]
+    model = prepared(
+        "labelled_images", root=root, server_test=False, cache=tmp_path, **of, **MAPPED
+    )
+    assert read_raw(root / "labels.csv", model.inputs).labels.tolist() == labels
 
 
 @pytest.mark.run

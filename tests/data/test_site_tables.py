@@ -115,6 +115,15 @@ def test_what_would_join_sites_is_proposed(tmp_path):
     assert ("sex", "0 to 1, median 0", "0 to 1, median 0", "F, M", "0 to 1, median 0") in rows_shown
 
 
+def test_sites_that_say_yes_in_other_words_are_asked_to_join(tmp_path):
+    write(tmp_path, a=A, b="age,sex,chol,y\n50,TRUE,200,no\n60,FALSE,250.5,Yes\n")
+    with pytest.raises(ConfigError, match="join them by") as refused:
+        join(tmp_path)
+    line = str(refused.value).split(" with ")[1].rstrip(".")
+    (tmp_path / SITES_FILE).write_text(line)
+    assert join(tmp_path).labels.tolist() == [0, 1, 1, 0, 1]
+
+
 AGE, CHOL, SEX = Column("age"), Column("chol"), Column("sex", CATEGORY, ("F", "M"))
 DIFFERENT = {
     "spelled": (
@@ -162,6 +171,7 @@ def test_sites_may_write_dates_in_their_own_order(tmp_path, other):
         ("age,sex,y\n50,male,0\n60,female,1\n", True),
         ("Age,sex,y\n50,m,0\n60,f,1\n", True),  # of two sites the first has its way
         ("age,sex,y\n5000,m,0\n6000,f,1\n", True),
+        ("age,sex,y\n50,m,1\n60,f,2\n", True),  # a class that is counted from 1
         ("age,sex,y\n55,m,0\n61,f,1\n", False),
     ],
 )

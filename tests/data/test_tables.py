@@ -286,7 +286,7 @@ def test_a_column_of_lists_makes_several_labels(labelled):
     ("settings", "message"),
     [
         ({"labels": ("a", "c")}, "has no column c"),
-        ({"labels": ("a", "age")}, "holds 50 in row 1, 60 in row 2.*: expected 0 or 1"),
+        ({"labels": ("a", "age")}, "holds 50 .1., 60 .1.*: expected 0 or 1"),
         ({"labels": ("a",)}, "names one column.*set dataset.label=a"),
         ({"labels": ("a", "b"), "label": "found"}, "dataset.label has no effect with dataset.lab"),
         ({"labels": ("a", "b"), "label_separator": ";"}, "dataset.label_separator has no effect"),
@@ -299,3 +299,23 @@ def test_a_column_of_lists_makes_several_labels(labelled):
 def test_labels_that_cannot_be_read_are_refused(settings, message, labelled):
     with pytest.raises(ConfigError, match=message):
         read("csv", labelled, **settings)
+
+
+def test_of_few_patterns_a_row_that_is_removed_changes_no_others_id(tmp_path):
+    rows = [f"{i % 3},{i % 2}" for i in range(60)]
+    ids = []
+    for kept in (rows, rows[:7] + rows[8:]):
+        (tmp_path / "t.csv").write_text("\n".join(["x,y", *kept]))
+        train, _ = read("csv", tmp_path / "t.csv", categorical=["x"])
+        pairs = zip(train.features.tolist(), train.labels.tolist(), train.ids, strict=True)
+        ids.append({(*map(str, pair),) for pair in pairs})
+    assert len(ids[0]) == 60
+    assert len(ids[0] - ids[1]) == 1
+    assert ids[1] < ids[0]
+
+
+def test_rows_are_numbered_as_in_the_file(tmp_path):
+    rows = ["50,", *(f"{40 + i},{i % 2}" for i in range(30)), ",", "inf,1"]
+    (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
+    with pytest.raises(ConfigError, match="holds inf in row 33: "):
+        read("csv", tmp_path / "t.csv")
