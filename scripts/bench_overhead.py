@@ -1,14 +1,14 @@
 """What federation costs beside the local steps: ratios, all measured in one run, interleaved.
 
-    python scripts/bench_overhead.py [--parts inline ray sleeping small server] [--repeats 5]
+    python scripts/bench_overhead.py [--parts inline ray sleeping server] [--repeats 5]
 
 inline: a federated DARTS search in this process, over a bare PyTorch loop that does the same local
 steps and ends in the same tensors. ray: the wall time of a round on 2 actors over that of the same
-round inline, of 4 clients that work for 5 s or more each; small: of 50 that take 1 s together, with
-as many threads in either; sleeping: of 4 that sleep for 5 s each, so that other programs do not
-disturb it. server: decoding, checking and averaging 100 replies of a 2 M-weight supernet over
-numpy's weighted sum of the same vectors. Numbers are medians with their spread (smallest to
-largest), but ray and small compare the fastest rounds; run it on an otherwise idle machine.
+round inline, of 4 clients that work for 5 s or more each; sleeping: of 4 that sleep for 5 s each,
+so that other programs do not disturb it. server: decoding, checking and averaging 100 replies of a
+2 M-weight supernet over numpy's weighted sum of the same vectors. Numbers are medians with their
+spread (smallest to largest), but ray compares the fastest rounds; run it on an otherwise idle
+machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -59,11 +58,12 @@ from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.darts import DARTSSpace
 
-LIMITS = {"inline": 1.05, "ray": 1 / 1.8, "sleeping": 1 / 1.8, "small": 0.65, "server": 1.5}
+LIMITS = {"inline": 1.05, "ray": 1 / 1.8, "sleeping": 1 / 1.8, "server": 1.5}
 NUM_REPLIES = 100
+CLIENTS = 4  # of a round on Ray
 EQUAL_WORK = (
     *("rounds=4", "stages=[search]", "runtime.device=cpu", "runtime.threads=1", "trackers=[]"),
-    "search_space=nasbench201_small",
+    *("search_space=nasbench201_small", "algorithm.local_epochs=20"),
 )
 SEARCH = Search(
     local=LocalSearch(
@@ -75,25 +75,6 @@ SEARCH = Search(
 )
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """What clients do in the comparison of Ray with inline.
-
-    Attributes:
-        clients: Asked in each round.
-        overrides: By which their work takes as long as it should.
-    """
-
-    clients: int
-    overrides: tuple[str, ...]
-
-
-TASKS = {
-    "ray": Tasks(4, ("algorithm.local_epochs=20",)),
-    "small": Tasks(50, ("algorithm.temperatures={first: 10.0, last: 0.1}",)),
-}
-
-
 def main() -> int:
     """Measure the parts that were asked for; exit code 1 when a ratio is above its limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -103,9 +84,8 @@ def main() -> int:
     torch.set_num_threads(1)
     parts: dict[str, Callable[[], float]] = {
         "inline": lambda: measure_inline(options.repeats),
-        "ray": lambda: measure_ray("ray", min(3, options.repeats)),
+        "ray": lambda: measure_ray(min(3, options.repeats)),
         "sleeping": measure_sleeping,
-        "small": lambda: measure_ray("small", options.repeats),
         "server": lambda: measure_server(options.repeats),
     }
     missed = []
@@ -221,7 +201,7 @@ def endless(
         yield from epoch_batches(num_examples, batch_size=batch_size, generator=generator)
 
 
-def measure_ray(part: str, repeats: int) -> float:
+def measure_ray(repeats: int) -> float:
     """Return the wall time of a round on Ray with 2 actors over that of the same round inline.
 
     Inline is one process here: by itself a run starts others, which would be compared with Ray.
@@ -229,7 +209,7 @@ def measure_ray(part: str, repeats: int) -> float:
     Of each the fastest round counts, of several runs and without each run's first round, in which
     processes make data and networks: of a busy machine these say most.
     """
-    tasks, cpus = TASKS[part], len(os.sched_getaffinity(0))
+    cpus = len(os.sched_getaffinity(0))
     two_actors = f"runtime.client_cpus={cpus / 2:g}"
     runtimes = {"ray, 2 actors": ("runtime=ray", two_actors), "inline": ("runtime=inline",)}
     seconds: dict[str, list[float]] = {name: [] for name in runtimes}
@@ -238,7 +218,7 @@ def measure_ray(part: str, repeats: int) -> float:
             with tempfile.TemporaryDirectory() as folder:
                 run_dir = Path(folder) / "run"
                 command = [sys.executable, "-m", "fednas_flwr", "run", f"run_dir={run_dir}"]
-                overrides = (*EQUAL_WORK, *tasks.overrides, f"clients={tasks.clients}", *runtime)
+                overrides = (*EQUAL_WORK, f"clients={CLIENTS}", *runtime)
                 own = {ALONE: "1"} if name == "inline" else {}
                 subprocess.run(
                     [*command, *overrides],
@@ -248,9 +228,7 @@ def measure_ray(part: str, repeats: int) -> float:
                 )
                 _, *rounds = read_run(run_dir).rounds("search")
             seconds[name] += [event["seconds"] for event in rounds]
-    print(
-        f"{part}: {tasks.clients} clients per round, {min(seconds['inline']):.2f} s of work in all"
-    )
+    print(f"ray: {CLIENTS} clients per round, {min(seconds['inline']):.2f} s of work in all")
     for name, found in seconds.items():
         print(f"  {name}: {spread(found)} s per round")
     fastest = [min(found) for found in seconds.values()]
@@ -259,7 +237,7 @@ def measure_ray(part: str, repeats: int) -> float:
 
 def measure_sleeping() -> float:
     """Return the wall time of clients that sleep in turn, on 2 actors, over that of them inline."""
-    clients, pause_s, cpus = TASKS["ray"].clients, 5.0, len(os.sched_getaffinity(0))
+    clients, pause_s, cpus = CLIENTS, 5.0, len(os.sched_getaffinity(0))
     app = ClientApp()
 
     @app.train()

@@ -173,7 +173,6 @@ COST = (
 
 OUT_OF_FLOAT32 = [
     (["algorithm=dpnas", "algorithm.controller.temperature=1e-40"], "controller.temperature"),
-    (["algorithm.temperatures={first: 1, last: 1e-40}"], "temperatures.last"),
     (["algorithm=feathers", "algorithm.bandit.temperature=1e-40"], "bandit.temperature"),
     (["algorithm=fdnas", f"algorithm.hardware={COST % (1, 1e6)}"], "hardware.exponent"),
     (["algorithm=fdnas", f"algorithm.hardware={COST % (1, -1e6)}"], "hardware.exponent"),

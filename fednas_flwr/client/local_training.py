@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.noised_gradients import NoisedGradients
 from fednas_flwr.models.metrics import record_losses
@@ -83,7 +82,7 @@ def prepare(
         adam = opt.make_adam(alphas.values(), local.alphas, beta=0.0 if by_paths else 0.5)
         optimizers = opt.Optimizers(weights, opt.Optimizer(alphas, adam), sent)
         if local.alternating is not None:
-            alternate(network, gradients, optimizers, local.alternating, generator=generator)
+            alternate(network, gradients, optimizers, local.alternating)
         elif local.paths is not None:
             search_paths(network, gradients, optimizers, local.paths, generator=generator)
         return optimizers, gradients.metrics()
@@ -101,11 +100,6 @@ def _rehearse_search(gradients: NoisedGradients, local: LocalSearch, supernet: S
             chosen = (asdict(paths), paths_EK.tolist())
             gradients.rehearse_gates(supernet, paths_EK, paths.hardware, *chosen)
         return
-    if local.alternating is not None and local.alternating.temperature is not None:
-        raise ConfigError(
-            f"refused, temperature={local.alternating.temperature}: single paths have no "
-            "private gradient yet; set algorithm.temperatures=null."
-        )
     for state in local.states:
         gradients.rehearse(state, supernet)
 

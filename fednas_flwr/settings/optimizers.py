@@ -103,26 +103,6 @@ class Adam(Checked):
 
 
 @dataclass(frozen=True)
-class Temperatures(Checked):
-    """The temperature of GDAS' softmax, which falls linearly over the rounds.
-
-    Attributes:
-        first: Temperature of the first round; 10 in the paper.
-        last: Temperature of the last round; .1 in the paper.
-    """
-
-    first: Temperature
-    last: Temperature
-
-    def at_round(self, server_round: int, num_rounds: int) -> float:
-        """Return the temperature of a round of ``num_rounds``; rounds count from 1."""
-        progress = (server_round - 1) / max(1, num_rounds - 1)
-        falling = self.first + (self.last - self.first) * progress
-        low, high = sorted((self.first, self.last))
-        return min(max(falling, low), high)  # as it is, but for rounding
-
-
-@dataclass(frozen=True)
 class Configuration(Checked):
     """One arm.
 

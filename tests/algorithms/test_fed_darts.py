@@ -124,23 +124,3 @@ def test_oversampling_repeats_records_and_counts_them_once(compose_config, feder
     assert {reply.num_examples for reply in replies} == {len(client.data.train)}
     one, other = (reply.states["weights"]["float32"] for reply in replies)
     assert not torch.equal(one, other)
-
-
-GDAS = [
-    *("algorithm=fed_darts", "algorithm.beta_decay=0"),
-    "algorithm.temperatures={first: 10.0, last: 0.1}",
-]
-
-
-def test_single_paths_of_gdas_take_their_temperature_from_the_round(search):
-    """Different runs of one seed are equal; every round of all clients is as hot as it should."""
-    alphas = []
-    for _ in range(2):
-        federation = search(*GDAS, *UNEQUAL, *SETTINGS, "rounds=3", rounds=3)
-        assert not federation.failed
-        alphas.append(federation.strategy.alphas()["cell"].clone())
-        asked = [exchange.settings.local for exchange, _ in federation.asked]
-        told = [local.alternating.temperature for local in asked]
-        assert told == pytest.approx([10.0, 5.05, 0.1])
-    assert torch.equal(*alphas)
-    assert alphas[0].std() > 0.004  # they were drawn with .001

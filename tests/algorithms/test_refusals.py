@@ -7,7 +7,6 @@ from fednas_flwr.base.errors import ConfigError
 GROUP = "search_space.norm=group retrain.norm=group"
 PRIVATE = f"privacy=dp {GROUP}"
 FDNAS = "algorithm=fdnas search_space=mbconv_small retrain=mbconv"
-GDAS = "algorithm=fed_darts algorithm.temperatures={first: 10.0, last: 0.1}"
 HALVING = "algorithm=successive_halving algorithm.pool.draws=9"
 LOCAL = f"{HALVING} algorithm.pool.keep=4 algorithm.rewarded=local"
 DATA_FREE = "algorithm=zero_cost algorithm.draws=4"
@@ -22,9 +21,6 @@ REFUSED = {
     "algorithm=feathers algorithm.ranges.momentum={low: 2.0, high: 1.0, log: false}": (
         "high=1.0 .* 2.0 or more"
     ),
-    f"{GDAS} search_space=darts_small": r"search_space=darts: single paths.*nasbench201",
-    f"{GDAS} algorithm.rule=second_order": "no second order; set",
-    f"{GDAS} {PRIVATE}": "with privacy.unit=record: single paths",
     "algorithm=fedex privacy=dp": "record with algorithm=fedex is not possible",
     "algorithm=fedex dataset.fractions={train: 0.8, validation: 0.0, test: 0.2}": (
         r"dataset.fractions.validation=0\.0"

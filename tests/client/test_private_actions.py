@@ -664,7 +664,6 @@ OUTSIDE = [
     ("evaluate.model", {"network": {"name": "nothing"}}, "do not fit evaluate.model"),
     ("train.probe", {"trials": 3 * [TRIAL], "steps": 17}, "committed values: steps=51"),
     ("train.probe", {"trials": 51 * [TRIAL]}, "committed values: steps=51"),
-    ("train.search", {"local.alternating.temperature": 1.0}, "temperature=1.0: single pat"),
     ("train.candidate", {"candidates": 51 * [[5] * 15]}, "committed values: steps=51"),
     ("train.candidate", {"candidates": 3 * [[5] * 15], "local_steps": 17}, "steps=51"),
     ("train.candidate", {"candidates": [[5] * 16]}, "a path must be 15 columns of ops"),
