@@ -689,8 +689,8 @@ def test_every_setting_of_a_mapping_that_is_null_can_be_set(choice):
 
 def test_a_mapping_that_was_null_is_checked_as_a_whole(tmp_path):
     zero_cost = ["algorithm=zero_cost", "algorithm.shortlist.keep=20"]
-    whole = compose(*zero_cost, "algorithm.shortlist.scores=[zen]")
-    given = compose("algorithm=zero_cost", "algorithm.shortlist={keep: 20, scores: [zen]}")
+    whole = compose(*zero_cost, "algorithm.shortlist.scores=[synflow]")
+    given = compose("algorithm=zero_cost", "algorithm.shortlist={keep: 20, scores: [synflow]}")
     assert whole.algorithm == given.algorithm
     with pytest.raises(ConfigError, match=r"^algorithm.shortlist.scores is missing: give it"):
         compose(*zero_cost)
@@ -700,8 +700,8 @@ def test_a_mapping_that_was_null_is_checked_as_a_whole(tmp_path):
         compose("algorithm.shortlist.keep=20")
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(compose_tree(["algorithm=zero_cost"])))
-    again = [f"config={path}", *zero_cost[1:], "algorithm.shortlist.scores=[zen]"]
-    assert compose_tree(again)["algorithm"]["shortlist"] == {"keep": 20, "scores": ["zen"]}
+    again = [f"config={path}", *zero_cost[1:], "algorithm.shortlist.scores=[synflow]"]
+    assert compose_tree(again)["algorithm"]["shortlist"] == {"keep": 20, "scores": ["synflow"]}
 
 
 # --- the last learning rate

@@ -41,10 +41,10 @@ REFUSED = {
         "pool.draws=1 is out of range: expected 2 or more"
     ),
     f"{HALVING} algorithm.pool.keep=10": "pool.keep=10 is out of range.*draws=9",
-    f"{HALVING} algorithm.pool.keep=4 algorithm.pool.shortlist={{keep: 3, scores: [naswot]}}": (
+    f"{HALVING} algorithm.pool.keep=4 algorithm.pool.shortlist={{keep: 3, scores: [synflow]}}": (
         "shortlist.keep=3 .* 4 to draws=9"
     ),
-    f"{DATA_FREE} algorithm.shortlist={{keep: 5, scores: [zen]}}": (
+    f"{DATA_FREE} algorithm.shortlist={{keep: 5, scores: [synflow]}}": (
         "shortlist.keep=5 .* 2 to draws=4"
     ),
     f"{DATA_FREE} algorithm.limits.latency_ms=3": "a limit of latency needs a table",
