@@ -396,8 +396,6 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
             release = measures.prepare_metrics(network, asked.threshold)
     if client.guard is not None:
         return release()
-    if asked.statistics_batch_size is not None:
-        local_training.refresh_statistics(client, request, network, asked.statistics_batch_size)
     objective = replace(client.objective, threshold=asked.threshold)
     logits, labels = predicted(network, client.split(asked.split), client.device)
     metrics = measured(logits, labels, objective=objective)

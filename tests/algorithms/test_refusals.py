@@ -15,9 +15,6 @@ REFUSED = {
     "algorithm=fdnas search_space=nasbench201_small": "paths of blocks; set search_space=mbconv",
     f"{FDNAS} algorithm.alphas.weight_decay=1e-3": "ops that are not sampled must keep",
     f"{FDNAS} privacy=dp search_space.norm=batch": "set search_space.norm=group",
-    f"algorithm=feathers {PRIVATE} algorithm.rewarded=averaged": (
-        "rewarded=averaged with privacy=dp.*rewarded=local"
-    ),
     "algorithm=feathers algorithm.ranges.momentum={low: 2.0, high: 1.0, log: false}": (
         "high=1.0 .* 2.0 or more"
     ),
