@@ -486,11 +486,11 @@ algorithm=fedavg retrain.drop_path_prob=.1 | retrain.drop_path_prob=0.1 has no e
 algorithm=cfdnas algorithm.client_tags=[a,b,c]
     | algorithm.client_tags=[a, b, c] has no effect with algorithm.group_by=alphas
 algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3 | tries no net
-algorithm=fnas stages=[search] training.momentum=server | clients send no models
+algorithm=fnas stages=[search] training.momentum=averaged | clients send no models
 $LOCAL stages=[search] training.momentum=averaged | clients send no models
 $LOCAL stages=[search] runtime.wire=int8 | no trained model is sent
 stages=[search] retrain.weights.momentum=0 | momentum=0.0 has no effect
-$LOCAL retrain.exchange=gradients training.momentum=server | the server steps with the momentum
+$LOCAL retrain.exchange=gradients training.momentum=averaged | the server steps with the momentum
 algorithm=zero_cost stages=[search] runtime.wire=int8 | in which no client trains
 algorithm=zero_cost stages=[search] training.precision=bfloat16 | in which no client trains
 algorithm=dpnas stages=[search] training.precision=bfloat16 | with algorithm.dp_aware
@@ -508,7 +508,7 @@ stages=[retrain] genotype=a.json search_space=darts | by which the network has s
 evaluation.personalised=true dataset.fractions={test:0,validation:.5} | no client has test records
 dataset.server_test=false dataset.limit_test=5 | dataset.server_test=false
 partition=quantity partition.fractions=[.1,.9] partition.alpha=.2 | set partition.fractions=[]
-algorithm=fnas retrain.exchange=gradients training.momentum=server
+algorithm=fnas retrain.exchange=gradients training.momentum=averaged
     | the momentum of algorithm.weights and
 algorithm=fedprox algorithm.proximal=.1 retrain.exchange=gradients | in which clients take no steps
 algorithm=fedex retrain.exchange=models | retrains in exchanges of its own

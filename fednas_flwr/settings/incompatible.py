@@ -148,7 +148,7 @@ CLASHES = {
     "privacy.unit=client secure_sum=null": "each client would add all of the noise; set "
     "secure_sum=true",
     "privacy.unit=client training.momentum=averaged": "the moments would be further releases; set "
-    "training.momentum=reset or training.momentum=server",
+    "training.momentum=reset",
     "privacy.unit=client privacy.metrics_noise_multiplier!=null": "no metric of a whole client is "
     "defined; set it to null",
     "privacy.unit=client retrain.exchange=gradients": "updates of several steps are released; set "
@@ -163,8 +163,6 @@ CLASHES = {
     "secure_sum!=null evaluation.personalised=true": "it is a result per client; leave it out",
     "secure_sum!=null runtime=deployment partition!=sites": ROSTER,
     "secure_sum!=null runtime=deployment privacy!=dp": ROSTER,
-    "server_optimizer!=none training.momentum=server": "both are optimisers of the server; leave "
-    "one out",
 }
 # All else that excludes each other; which, why, and what to do: a format of the configuration c.
 CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (

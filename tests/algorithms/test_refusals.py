@@ -22,9 +22,7 @@ REFUSED = {
     "algorithm=fedex dataset.fractions={train: 0.8, validation: 0.0, test: 0.2}": (
         r"dataset.fractions.validation=0\.0"
     ),
-    "algorithm=fedex training.momentum=server": "training.momentum=server with algorithm=fedex",
     "server_optimizer=adam": f"server_optimizer=adam with algorithm=fed_darts: {ONLY}",
-    "algorithm=fedavg server_optimizer=yogi training.momentum=server": "both are optimisers",
     "algorithm=fedavg server_optimizer.lr=1": r"server_optimizer\.lr",
     "algorithm=fedavg server_optimizer=adagrad server_optimizer.beta_1=0": "beta_1",
     "algorithm=fedavg aggregate=median clients=20 secure_sum=true": (

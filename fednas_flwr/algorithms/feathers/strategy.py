@@ -15,7 +15,7 @@ from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import Layout, unpack
 from fednas_flwr.search.bandit import Bandit, make_configurations
 from fednas_flwr.search.local_search import Alternating, rising
-from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
+from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, Configuration
 
 BOUND_PER_SCALE = 4.0
 
@@ -60,7 +60,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round)
         best = self.configurations[self.bandit.best()]
-        metrics = self.train(*self._training(best), best.momentum)
+        metrics = self.train(*self._training(best))
         self.values = {"bandit": self.bandit.to_json()}
         return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
 
@@ -112,7 +112,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         request = rq.Probe(
             search=local if isinstance(local, rq.LocalSearch) else None,
             training=local if isinstance(local, rq.LocalTraining) else None,
-            trials=[rq.Trial(self._sgd(c), c.adam(), c.dropout) for c in configurations],
+            trials=[rq.Trial(c.sgd(self.clip_norm), c.adam(), c.dropout) for c in configurations],
             loss_bound=bound,
         )
         total = torch.zeros(len(configurations), dtype=torch.float64)
@@ -137,15 +137,12 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
         """Local search or training with a configuration."""
-        sgd = self._sgd(configuration)
+        sgd = configuration.sgd(self.clip_norm)
         if self.stage == "retrain":
             return self.local_training(sgd, configuration.dropout)
         amount = self.amount(self.settings.local_epochs, self.settings.batch_size)
         alternating = Alternating(self.settings.rule, beta_decay=self._beta_weight)
         return rq.LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
-
-    def _sgd(self, configuration: Configuration) -> SGD:
-        return self.client_weights(configuration.sgd(self.clip_norm))
 
     @classmethod
     def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:

@@ -24,7 +24,7 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
         settings = self.settings
         local = LocalSearch(
             self.amount(settings.local_epochs, settings.batch_size),
-            self.client_weights(settings.weights.at_round(server_round, num_rounds)),
+            settings.weights.at_round(server_round, num_rounds),
             settings.alphas,
             alternating=Alternating(
                 settings.rule,
@@ -34,7 +34,7 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
             ),
         )
         request = Search(local=local)
-        return self.train("train.search", request, settings.weights.momentum)
+        return self.train("train.search", request)
 
     @classmethod
     def releases(cls, settings: FedDARTSSettings, private: PrivateRound) -> list[PlannedRelease]:
