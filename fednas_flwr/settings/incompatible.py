@@ -59,11 +59,6 @@ def chooses(config: Config) -> bool:
     return searches(config) or algorithm_of(config).retraining is not None
 
 
-def begins_with_weights(config: Config) -> bool:
-    """Return whether the given network begins with public weights."""
-    return isinstance(config.algorithm, GivenNetwork) and config.algorithm.weights is not None
-
-
 def retrains_by_gradients(config: Config) -> bool:
     """Return whether every step of retraining is an exchange, FedSGD's, and not FedAvg's many.
 

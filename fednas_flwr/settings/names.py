@@ -49,7 +49,6 @@ CLASS_METRICS = (ACCURACY, AUROC, "average_precision", "f1", LOG_LOSS)
 DECIDED = (ACCURACY, "f1")  # of the most probable class; by others labels get a threshold
 R2, RMSE, MAE = NUMBER_METRICS = ("r2", "rmse", "mae")  # of targets that are numbers
 METRICS = CLASS_METRICS + NUMBER_METRICS
-ERRORS = (LOG_LOSS, RMSE, MAE)  # of which less is better
 CLOSENESS = "closeness"  # of predicted numbers, from 0 to 1, in the place of accuracy
 CLASSIFICATION, REGRESSION = TASKS = ("classification", "regression")
 SQUARED, ABSOLUTE, HUBER = NUMBER_LOSSES = ("squared", "absolute", "huber")
