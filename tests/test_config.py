@@ -252,7 +252,6 @@ def test_cache_folder_comes_from_the_environment(monkeypatch):
         ("privacy.weights.max_grad_norm", 1e30, "at most 10000 (the noise grows with it"),
         ("rounds", 10**9, "expected at most 10000 in all"),
         ("retrain.rounds", 10**5, "fewer rounds of more local steps"),
-        ("training.oversample", True, "with privacy=dp: a record that is drawn several times"),
     ],
 )
 def test_bad_privacy_is_named_by_its_whole_key(key, value, words):

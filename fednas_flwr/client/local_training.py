@@ -193,11 +193,8 @@ def refresh_statistics(
 
 
 def validation_losses(client: Client, network: nn.Module) -> torch.Tensor:
-    """Return the loss of every validation record, float64 [records] on the CPU.
-
-    Of the same objective as training: rarer classes repeated where the client oversamples.
-    """
-    split = client.for_training(client.data.validation)
+    """Return the loss of every validation record, float64 [records] on the CPU, as in training."""
+    split = client.data.validation
     losses = record_losses(network, split, client.device, objective=client.objective)
     factors = client.objective.record_factors(split.labels[split.rows])
     return losses if factors is None else losses * factors.double().cpu()

@@ -124,8 +124,6 @@ ROSTER = (
 # Values that exclude each other, see holds(), and why: a format of the configuration c.
 CLASHES = {
     # Privacy.
-    "training.oversample=true privacy=dp": "a record that is drawn several times costs more than "
-    "is booked; set training.class_factors={{<class>: <public factor>}} instead",
     "algorithm.weights!=null privacy=dp genotype=null algorithm.network!=null": "such networks "
     "have batch normalisation; set dataset.backbone.name={c.algorithm.network}, its frozen "
     "features, with algorithm.network=linear",

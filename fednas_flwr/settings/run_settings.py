@@ -382,7 +382,6 @@ class TrainingSettings(ps.Checked):
             else ``reset``.
         class_factors: Public factors of the losses of classes, by name; with privacy they multiply
             what is clipped already.
-        oversample: If true, training repeats the records of rarer classes; not with privacy.
         loss: Loss of training: of a target that is a number ``squared``, ``absolute`` or ``huber``
             (squared up to a standard deviation, then absolute), of its standardised difference; or
             a name that ``register_loss`` knows. Null is ``squared``, and of classes cross-entropy,
@@ -392,7 +391,6 @@ class TrainingSettings(ps.Checked):
     precision: Annotated[str, ps.OneOf((*names.PRECISIONS, names.AUTO))]
     momentum: Annotated[str, ps.OneOf(opt.MOMENTA)] | None
     class_factors: dict[str, opt.ShareAbove0]
-    oversample: bool
     loss: ps.Text | None
 
 
