@@ -93,10 +93,10 @@ def prepare(
 def _rehearse_search(gradients: NoisedGradients, local: LocalSearch, supernet: Supernet) -> None:
     """Try a private search's gradients on made-up records."""
     if (paths := local.paths) is not None:
-        for active_E1 in covering_paths(supernet, mode="one"):
+        for active_E1 in covering_paths(supernet, number=1):
             network = PathNetwork(supernet.train(), active_E1)
             gradients.rehearse("weights", network, "path", active_E1.tolist())
-        for paths_EK in () if paths.warm_up else covering_paths(supernet, mode=paths.gates):
+        for paths_EK in () if paths.warm_up else covering_paths(supernet, number=2):
             chosen = (asdict(paths), paths_EK.tolist())
             gradients.rehearse_gates(supernet, paths_EK, paths.hardware, *chosen)
         return

@@ -13,7 +13,6 @@ from typing import Annotated
 from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, within
 
-GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
 SCHEDULES = ("aggressive", "adaptive", "constant")
 RESNET8_WIDTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -49,7 +48,6 @@ ShareAbove0 = Annotated[float, Between(0, 1, above=True)]
 ShareBelow1 = Annotated[float, Between(0, 1, below=True)]
 LossBound = Annotated[float, Between(LEAST_LOSS_BOUND, 1e3, reason="in nats, of one record")]
 Rule = Annotated[str, OneOf(RULES)]
-Gates = Annotated[str, OneOf(GATES)]
 
 
 def _decay_within(lr: float, weight_decay: float) -> tuple[bool, str]:

@@ -310,7 +310,7 @@ def test_a_learning_rate_of_no_state_is_refused():
 
 LOCAL = plain_of(AT_LEAST["train.search"])["local"]
 NO_AMOUNT = {"epochs": None, "steps": None, "batch_size": None}
-DRAWN = {"gates": "two", "warm_up": False, "hardware": None}
+DRAWN = {"warm_up": False, "hardware": None}
 
 
 ALTERNATIVES = [

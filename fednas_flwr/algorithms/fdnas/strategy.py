@@ -41,9 +41,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
             self.amount(settings.local_epochs, settings.batch_size),
             settings.weights.at_round(server_round, num_rounds),
             settings.alphas,
-            paths=SampledPaths(
-                settings.gates, server_round <= settings.warm_up_rounds, self._hardware
-            ),
+            paths=SampledPaths(server_round <= settings.warm_up_rounds, self._hardware),
         )
         request = Search(local=local)
         return self.train("train.search", request)
