@@ -66,7 +66,7 @@ def clip_to(gradients, norm):
 @pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("seed", range(4))
 def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, supernet, records):
-    path = paths(supernet, "one", seed)
+    path = paths(supernet, 1, seed)
     network = PathNetwork(supernet, path)
     derived = SPACE.network(SPACE.genotype(path[:, 0].tolist())).double()
     own, state = network.weights(), supernet.state_dict()
@@ -178,7 +178,7 @@ def test_the_first_covering_paths_have_the_most_weights(supernet):
     assert covering_paths(supernet, number=1)[0].tolist() == [[1], [1], [1]]
     assert covering_paths(supernet, number=2)[0].tolist() == [[1, 2], [1, 2], [1, 2]]
     counts = {
-        sum(w.numel() for w in PathNetwork(supernet, paths(supernet, "one", s)).weights().values())
+        sum(w.numel() for w in PathNetwork(supernet, paths(supernet, 1, s)).weights().values())
         for s in range(30)
     }
     most = PathNetwork(supernet, covering_paths(supernet, number=1)[0]).weights().values()
