@@ -1,14 +1,11 @@
 """What federation costs beside the local steps: ratios, all measured in one run, interleaved.
 
-    python scripts/bench_overhead.py [--parts inline ray sleeping small server] [--repeats 5]
+    python scripts/bench_overhead.py [--parts inline ray] [--repeats 5]
 
 inline: a federated DARTS search in this process, over a bare PyTorch loop that does the same local
 steps and ends in the same tensors. ray: the wall time of a round on 2 actors over that of the same
-round inline, of 4 clients that work for 5 s or more each; small: of 50 that take 1 s together, with
-as many threads in either; sleeping: of 4 that sleep for 5 s each, so that other programs do not
-disturb it. server: decoding, checking and averaging 100 replies of a 2 M-weight supernet over
-numpy's weighted sum of the same vectors. Numbers are medians with their spread (smallest to
-largest), but ray and small compare the fastest rounds; run it on an otherwise idle machine.
+round inline, of 4 clients that work for 5 s or more each. Numbers are medians with their spread
+(smallest to largest), but ray compares the fastest rounds; run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -21,15 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from flwr.app import Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 from torch.nn import functional
 
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
@@ -40,58 +32,23 @@ from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid, ray_grid
+from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline.beginning import make_cohort
-from fednas_flwr.protocol.messages import Header, Reply, decode_request, encode_reply, encode_states
-from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
-from fednas_flwr.protocol.states import Layout, WeightedAverage, network_states, pack
+from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
-from fednas_flwr.search.local_search import Alternating
-from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.server.reply_checks import accept_reply
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
-from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.spaces.darts import DARTSSpace
 
-LIMITS = {"inline": 1.05, "ray": 1 / 1.8, "sleeping": 1 / 1.8, "small": 0.65, "server": 1.5}
-NUM_REPLIES = 100
+LIMITS = {"inline": 1.05, "ray": 1 / 1.8}
+CLIENTS = 4  # of a round on Ray
 EQUAL_WORK = (
     *("rounds=4", "stages=[search]", "runtime.device=cpu", "runtime.threads=1", "trackers=[]"),
-    "search_space=nasbench201_small",
+    *("search_space=nasbench201_small", "algorithm.local_epochs=20"),
 )
-SEARCH = Search(
-    local=LocalSearch(
-        Amount(1, None, 8),
-        SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None),
-        Adam(lr=0.01, weight_decay=0.0),
-        alternating=Alternating("first_order"),
-    )
-)
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """What clients do in the comparison of Ray with inline.
-
-    Attributes:
-        clients: Asked in each round.
-        overrides: By which their work takes as long as it should.
-    """
-
-    clients: int
-    overrides: tuple[str, ...]
-
-
-TASKS = {
-    "ray": Tasks(4, ("algorithm.local_epochs=20",)),
-    "small": Tasks(50, ("algorithm.temperatures={first: 10.0, last: 0.1}",)),
-}
 
 
 def main() -> int:
@@ -103,10 +60,7 @@ def main() -> int:
     torch.set_num_threads(1)
     parts: dict[str, Callable[[], float]] = {
         "inline": lambda: measure_inline(options.repeats),
-        "ray": lambda: measure_ray("ray", min(3, options.repeats)),
-        "sleeping": measure_sleeping,
-        "small": lambda: measure_ray("small", options.repeats),
-        "server": lambda: measure_server(options.repeats),
+        "ray": lambda: measure_ray(min(3, options.repeats)),
     }
     missed = []
     for name in options.parts:
@@ -221,7 +175,7 @@ def endless(
         yield from epoch_batches(num_examples, batch_size=batch_size, generator=generator)
 
 
-def measure_ray(part: str, repeats: int) -> float:
+def measure_ray(repeats: int) -> float:
     """Return the wall time of a round on Ray with 2 actors over that of the same round inline.
 
     Inline is one process here: by itself a run starts others, which would be compared with Ray.
@@ -229,7 +183,7 @@ def measure_ray(part: str, repeats: int) -> float:
     Of each the fastest round counts, of several runs and without each run's first round, in which
     processes make data and networks: of a busy machine these say most.
     """
-    tasks, cpus = TASKS[part], len(os.sched_getaffinity(0))
+    cpus = len(os.sched_getaffinity(0))
     two_actors = f"runtime.client_cpus={cpus / 2:g}"
     runtimes = {"ray, 2 actors": ("runtime=ray", two_actors), "inline": ("runtime=inline",)}
     seconds: dict[str, list[float]] = {name: [] for name in runtimes}
@@ -238,7 +192,7 @@ def measure_ray(part: str, repeats: int) -> float:
             with tempfile.TemporaryDirectory() as folder:
                 run_dir = Path(folder) / "run"
                 command = [sys.executable, "-m", "fednas_flwr", "run", f"run_dir={run_dir}"]
-                overrides = (*EQUAL_WORK, *tasks.overrides, f"clients={tasks.clients}", *runtime)
+                overrides = (*EQUAL_WORK, f"clients={CLIENTS}", *runtime)
                 own = {ALONE: "1"} if name == "inline" else {}
                 subprocess.run(
                     [*command, *overrides],
@@ -248,138 +202,11 @@ def measure_ray(part: str, repeats: int) -> float:
                 )
                 _, *rounds = read_run(run_dir).rounds("search")
             seconds[name] += [event["seconds"] for event in rounds]
-    print(
-        f"{part}: {tasks.clients} clients per round, {min(seconds['inline']):.2f} s of work in all"
-    )
+    print(f"ray: {CLIENTS} clients per round, {min(seconds['inline']):.2f} s of work in all")
     for name, found in seconds.items():
         print(f"  {name}: {spread(found)} s per round")
     fastest = [min(found) for found in seconds.values()]
     return fastest[0] / fastest[1]
-
-
-def measure_sleeping() -> float:
-    """Return the wall time of clients that sleep in turn, on 2 actors, over that of them inline."""
-    clients, pause_s, cpus = TASKS["ray"].clients, 5.0, len(os.sched_getaffinity(0))
-    app = ClientApp()
-
-    @app.train()
-    def sleep(message: Message, context: Context) -> Message:
-        time.sleep(pause_s)
-        return Message(message.content, reply_to=message)
-
-    runtime = configured("runtime=ray", f"runtime.client_cpus={cpus / 2:g}").runtime
-    with ray_grid(app, clients, runtime) as grid:
-        for _ in range(2):  # the first time actors start
-            states = encode_states({"weights": {"float32": torch.zeros(100_000)}})
-            started = time.perf_counter()
-            nodes = grid.get_node_ids()
-            waiting = set(
-                grid.push_messages([Message(RecordDict({**states}), n, "train") for n in nodes])
-            )
-            while waiting:
-                replies = grid.pull_messages(waiting)
-                waiting -= {reply.metadata.reply_to_message_id for reply in replies}
-        ratio = (time.perf_counter() - started) / (clients * pause_s)
-    print(f"sleeping: {clients} clients, {pause_s:g} s each")
-    return ratio
-
-
-def measure_server(repeats: int) -> float:
-    """Return the CPU time of averaging 100 replies over that of numpy's weighted sum."""
-    InProcessGrid(make_client_app(), 1)  # Flower makes no message before there is a task
-    torch.manual_seed(0)
-    space = DARTSSpace(input_shape=(3, 32, 32), num_classes=10, channels=16, num_cells=8)
-    supernet = space.supernet()
-    states = {name: state for name, state in network_states(supernet).items() if state}
-    layouts = {name: Layout.of(state) for name, state in states.items()}
-    header = Header("bench", "search", 1, 1, 0, "nonce")
-    contents = [reply_content(states, layouts, header, seed) for seed in range(NUM_REPLIES)]
-    request = Message(RecordDict(), 2, "train.search")
-    messages = [Message(content, reply_to=request) for content in contents]
-    replies = [accept_reply(message, header=header, layouts=layouts) for message in messages]
-    vectors = [
-        [vector.numpy() for packed in reply.states.values() for vector in packed.values()]
-        for reply in replies
-    ]
-
-    def average() -> list[torch.Tensor]:
-        mean = WeightedAverage()
-        for message in messages:
-            reply = accept_reply(message, header=header, layouts=layouts)
-            mean.add(reply.states, weight=reply.num_examples)
-        return [mean.result()["weights"]["float32"]]
-
-    def weighted_sum() -> list[np.ndarray]:
-        sums = [np.zeros_like(vector) for vector in vectors[0]]
-        for reply, own in zip(replies, vectors, strict=True):
-            for total, vector in zip(sums, own, strict=True):
-                total += vector * vector.dtype.type(reply.num_examples)
-        return sums
-
-    weights = layouts["weights"].sizes["float32"]
-    print(f"server: {NUM_REPLIES} replies of {weights / 1e6:.2f} M weights")
-    ratio = compare(
-        {"decode, check, average": average, "numpy's weighted sum": weighted_sum}, repeats
-    )
-    held = replies_held(contents, layouts)
-    print(f"  replies in memory at a time, at most: {held} (limit 3)")
-    return ratio if held <= 3 else float("inf")
-
-
-def reply_content(
-    states: dict[str, dict[str, torch.Tensor]],
-    layouts: dict[str, Layout],
-    header: Header,
-    seed: int,
-) -> RecordDict:
-    """Return a client's reply with other weights for every seed."""
-    generator = torch.Generator().manual_seed(seed)
-    packed = {name: pack(tensors) for name, tensors in states.items()}
-    packed["weights"]["float32"].normal_(generator=generator)
-    digests = {name: layout.digest for name, layout in layouts.items()}
-    return encode_reply(header, Reply(num_examples=100 + seed, states=packed, digests=digests))
-
-
-def replies_held(contents: Sequence[RecordDict], layouts: dict[str, Layout]) -> int:
-    """Return how many replies live at once while a cohort's replies are averaged.
-
-    As in a runtime, a reply comes to be when it is pulled; those that are still referred to count.
-    """
-    alive: weakref.WeakSet[Message] = weakref.WeakSet()
-    most = 0
-
-    class Grid(InProcessGrid):
-        def answer(self, message: Message) -> Message:
-            nonlocal most
-            index = self._contexts[message.metadata.dst_node_id].node_config["partition-id"]
-            if message.metadata.message_type == "query.describe":
-                reply = Reply(num_examples=1e6, properties={"client": index})
-                content = encode_reply(header_of(message), reply)
-            else:
-                content = RecordDict(dict(contents[int(index)]))
-                content["header"] = encode_reply(header_of(message), digests)["header"]
-            answer = Message(content, reply_to=message)
-            alive.add(answer)
-            most = max(most, len(alive))
-            return answer
-
-    digests = Reply(
-        num_examples=1, digests={name: layout.digest for name, layout in layouts.items()}
-    )
-    cohort = Cohort(num_clients=len(contents), run="bench")
-    cohort.connect(Grid(make_client_app(), len(contents)))
-    average = WeightedAverage()
-    for _, reply in cohort.ask(
-        Exchange("train.search", stage="search", server_round=1, settings=SEARCH, layouts=layouts)
-    ):
-        average.add(reply.states, weight=reply.num_examples)
-    average.result()
-    return most
-
-
-def header_of(message: Message) -> Header:
-    """Return the header of a request."""
-    return decode_request(message.metadata.message_type, message.content).header
 
 
 def compare(contenders: dict[str, Callable[[], object]], repeats: int) -> float:

@@ -1,13 +1,13 @@
 """Table: data-free scores of NAS-Bench-201 cells against a published table of their accuracies.
 
-    python scripts/table_scores.py --table <file> --column <names> --root <cifar10.npz>
+    python scripts/table_scores.py --table <file> --column <names>
 
 Random cells are scored in the networks of the small preset (8 channels, one cell per stage), and
-each score and combination of scores is compared with what the table says of them. 3 seeds. Two of
-the scores read 64 records, x_train and y_train of a file. Continues where it was stopped; scores
-are kept in runs/table_scores, what follows from them is added to scripts/results/scores.json. Its
-seconds are those of the comparison; the scores of a cell take about half a second of CPU.
-``learning``, which takes seconds, is left out.
+each score and combination of scores is compared with what the table says of them. 3 seeds.
+Continues where it was stopped; scores are kept in runs/table_scores, what follows from them is
+added to scripts/results/scores.json. Its seconds are those of the comparison; the scores of a cell
+take about half a second of CPU. ``learning``, which takes seconds, is left out. The rows "zen",
+"naswot" and those of records, by scores that are gone, are of commit 0ae3c38c.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ import torch
 from scipy.stats import spearmanr
 from table_runs import commit, is_made
 from tables import append_result, start_results
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.report.lookup import CellTable, read_cell, read_table
-from fednas_flwr.search.data_free_scores import AZ_NAS, SCORES, combine, measure, naswot
+from fednas_flwr.search.data_free_scores import AZ_NAS, SCORES, combine, measure
 from fednas_flwr.spaces.genotype import Edge
 from fednas_flwr.spaces.latency_tables import machine_name
 from fednas_flwr.spaces.nasbench201 import NODES, NASBench201Space
@@ -39,14 +37,12 @@ RESULTS = Path(__file__).parent / "results" / "scores.json"
 RUNS = Path("runs/table_scores")
 CHANNELS, NUM_CELLS = 8, 1  # of the first stage, per stage
 CELLS, DRAWS = 500, 250  # cells that are scored, of which a search draws some
-RECORDS = 64
 SEEDS = (1, 2, 3)
 REPEATS = 1000  # searches among the scored cells
 BEST = 0.8  # quantile of the percentiles above which the second correlation is taken
 QUICK = tuple(name for name in SCORES if name != "learning")  # which costs seconds
-OF_RECORDS = ("naswot, of records", "gradient norm, of records")
 COMBINATIONS = {
-    **{name: (name,) for name in (*QUICK, *OF_RECORDS)},
+    **{name: (name,) for name in QUICK},
     "AZ-NAS": AZ_NAS,
     "AZ-NAS and synflow": (*AZ_NAS, "synflow"),
 }
@@ -63,18 +59,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--column", nargs="+", default=[], help="of accuracies in the table")
-    parser.add_argument("--root", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     table = read_table(options.table, options.column)
     start_results(
         RESULTS,
         title="Data-free scores of random NAS-Bench-201 cells by a table of all cells",
-        command="python scripts/table_scores.py --table <file> --column <names> --root <npz file>",
+        command="python scripts/table_scores.py --table <file> --column <names>",
         columns=COLUMNS,
     )
     for seed in SEEDS:
-        scored = score_cells(seed, read_records(options.root, seed))
+        scored = score_cells(seed)
         for name, scores in COMBINATIONS.items():
             settings = {
                 "scores": list(scores),
@@ -102,23 +97,6 @@ def main() -> None:
             )
 
 
-def read_records(file: Path, seed: int) -> tuple[Tensor, Tensor]:
-    """Return random images [B, 3, 32, 32], about standardised, and labels [B]."""
-    arrays = np.load(file)
-    chosen = np.random.default_rng(seed).choice(len(arrays["y_train"]), RECORDS, replace=False)
-    images = torch.from_numpy(arrays["x_train"][chosen]).permute(0, 3, 1, 2) / 255
-    return (images - 0.5) / 0.25, torch.from_numpy(arrays["y_train"][chosen]).long()
-
-
-def measure_records(network: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return NASWOT and the norm of the loss' gradient on records, of a new network."""
-    network.train()
-    loss = F.cross_entropy(network(images), labels)
-    gradients = torch.autograd.grad(loss, list(network.parameters()), allow_unused=True)
-    norm = sum(float(gradient.norm()) for gradient in gradients if gradient is not None)
-    return dict(zip(OF_RECORDS, (naswot(network, images), norm), strict=True))
-
-
 def notation(edges: Sequence[Edge]) -> str:
     """Return a cell in the benchmark's notation, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``."""
     return "+".join(
@@ -127,7 +105,7 @@ def notation(edges: Sequence[Edge]) -> str:
     )
 
 
-def score_cells(seed: int, records: tuple[Tensor, Tensor]) -> dict[str, dict[str, float]]:
+def score_cells(seed: int) -> dict[str, dict[str, float]]:
     """Return the scores of different random cells by their notation, from a file as far as known.
 
     The seed is that of the draw, the initialisation and the inputs.
@@ -135,7 +113,6 @@ def score_cells(seed: int, records: tuple[Tensor, Tensor]) -> dict[str, dict[str
     space = NASBench201Space(
         input_shape=(3, 32, 32), num_classes=10, channels=CHANNELS, num_cells=NUM_CELLS
     )
-    names = (*QUICK, *OF_RECORDS)
     generator, cells = make_generator(seed, "pool"), {}
     while len(cells) < CELLS:
         genotype = space.random_genotype(generator)
@@ -147,18 +124,15 @@ def score_cells(seed: int, records: tuple[Tensor, Tensor]) -> dict[str, dict[str
         with path.open() as file:
             known = {row.pop("cell"): row for row in csv.DictReader(file)}
     with path.open("a") as file:
-        writer = csv.DictWriter(file, ["cell", *names])
+        writer = csv.DictWriter(file, ["cell", *QUICK])
         if not known:
             writer.writeheader()
         for cell, genotype in cells.items():
             if cell not in known:
-                with seeded(seed, "scored network"):
-                    network = space.network(genotype)
                 known[cell] = measure(space, genotype, QUICK, seed=seed)
-                known[cell] |= measure_records(network, *records)
                 writer.writerow({"cell": cell, **known[cell]})
                 file.flush()
-    return {cell: {name: float(known[cell][name]) for name in names} for cell in cells}
+    return {cell: {name: float(known[cell][name]) for name in QUICK} for cell in cells}
 
 
 def compare(

@@ -468,7 +468,7 @@ from fednas_flwr import (
     Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
 )
 from fednas_flwr.settings import AlgorithmSettings, SearchSpaceSettings
-from fednas_flwr.settings.optimizers import SGD, Adam, Temperatures
+from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
 
@@ -483,7 +483,6 @@ class OwnSettings(AlgorithmSettings):
     weights: SGD
     alphas: Adam
     beta_decay: float
-    temperatures: Temperatures | None
 
 
 @dataclass(frozen=True)

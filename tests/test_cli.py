@@ -89,7 +89,7 @@ algorithm.name=fnas | algorithm.name=fnas | write algorithm=<name>
 rounds=many | rounds=many | a whole number
 rounds=2.5 | rounds=2.5 | a whole number
 seed=true | seed=true | a whole number
-training.oversample=1 | training.oversample=1 | true or false
+dataset.server_test=1 | dataset.server_test=1 | true or false
 stages=search | stages=search | a list such as [text, ...]
 algorithm.weights=3 | algorithm.weights=3 | a group of settings
 retrain.weights.lr=.inf | retrain.weights.lr=.inf | a number

@@ -50,7 +50,8 @@ RUNS = [  # together they have every class of settings
     ],
     ["algorithm=fedavg", "dataset=csv", "server_optimizer=adam"],
     [
-        *("algorithm=zero_cost", "algorithm.shortlist={keep: 2, scores: [zen]}", "secure_sum=null"),
+        *("algorithm=zero_cost", "algorithm.shortlist={keep: 2, scores: [synflow]}"),
+        "secure_sum=null",
         *("algorithm.limits.parameters=1000000", "runtime=ray", "dataset=image_folder"),
     ],
     ["algorithm=successive_halving", "algorithm.pool.limits.parameters=1000000"],

@@ -136,10 +136,10 @@ def test_hydras_grammar():
 
 @pytest.mark.run
 def test_hydra_informs(capsys):
-    shortlist = ["algorithm.shortlist.keep=5", "algorithm.shortlist.scores=[zen]"]  # was null
+    shortlist = ["algorithm.shortlist.keep=5", "algorithm.shortlist.scores=[synflow]"]  # was null
     assert cli.main(["run", "algorithm=zero_cost", *shortlist, "--cfg", "job"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
-    assert tree["algorithm"]["shortlist"] == {"keep": 5, "scores": ["zen"]}
+    assert tree["algorithm"]["shortlist"] == {"keep": 5, "scores": ["synflow"]}
     assert "file://" in told("-m", "fednas_flwr", "run", "--info", "searchpath")
     typed = {"COMP_LINE": "fednas run algorithm=fed_"}
     completed = told("-m", "fednas_flwr", "-sc", "query=bash", env=typed)

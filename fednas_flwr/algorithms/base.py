@@ -42,7 +42,6 @@ from fednas_flwr.spaces.genotype import Genotype, skip_share
 from fednas_flwr.spaces.space import SearchSpace
 
 SERVER = "server."  # before the names of the server's own tensors in a checkpoint
-VELOCITY = "velocity"  # the state of its momentum there
 EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accuracy is held to
 FARTHEST = 100.0  # nats: a model that has diverged loses as much on a record
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
@@ -174,9 +173,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     The run's ``momentum`` is that of local training. ``reset``: optimisers begin anew with every
     request. ``averaged``: their moments travel with the model and are averaged and checkpointed
-    like it, so that clients keep nothing. ``server``: clients step without momentum, and the server
-    moves the model by ``v = m v + (average - model)`` (FedAvgM: Hsu et al. 2019, arXiv
-    1909.06335).
+    like it, so that clients keep nothing.
 
     Args:
         network: Supernet or network whose tensors are the initial global state; it is only read.
@@ -227,7 +224,6 @@ class RoundStrategy(Strategy, Generic[S]):
         self.is_private = config.dp is not None
         self.schedule, self.momentum = schedule, self._momentum()
         self.layouts, self.states = self._initial(network)
-        self._velocity: st.Packed = {}
         self.values: dict[str, Any] = {}
         self.cohort, self.checkpoints = cohort, checkpoints
         self.keeper: Keeper | None = None
@@ -380,19 +376,13 @@ class RoundStrategy(Strategy, Generic[S]):
         return self.cohort.clients if self._participants is None else self._participants.candidates
 
     def train(
-        self,
-        action: str,
-        settings: rq.Settings,
-        momentum: float,
-        *,
-        only: Mapping[str, Collection[str]] = {},
+        self, action: str, settings: rq.Settings, *, only: Mapping[str, Collection[str]] = {}
     ) -> dict[str, float]:
         """Have all clients train the global model, and make their average the new one.
 
         Args:
             action: Action whose replies are the model's states.
             settings: The request.
-            momentum: Momentum of the server, where the server has it.
             only: By state the names of the tensors that are sent and come back; all others stay as
                 they are. A state that is not named travels whole.
 
@@ -402,7 +392,7 @@ class RoundStrategy(Strategy, Generic[S]):
         part = st.Part(self.layouts, only)
         replies = self.ask(action, settings, states=part.of(self.states), layouts=part.layouts)
         average, metrics = self.average(replies)
-        self.move(part.filled(average, self.states), momentum)
+        self.move(part.filled(average, self.states))
         return metrics
 
     def reward(
@@ -485,19 +475,8 @@ class RoundStrategy(Strategy, Generic[S]):
             metrics.append(replace(reply, states={}))
         return average.result(), mean_metrics(metrics)
 
-    def client_weights(self, weights: SGD) -> SGD:
-        """The constants that clients step by: without momentum where the server has it."""
-        return replace(weights, momentum=0.0) if self.momentum == "server" else weights
-
-    def move(self, average: dict[str, st.Packed], momentum: float) -> None:
-        """Make the clients' average the global model, with the server's momentum if it has any."""
-        before, weights = self.states["weights"], average["weights"]
-        for dtype, vector in weights.items() if self.momentum == "server" else ():
-            moved = vector - before[dtype]
-            if dtype in self._velocity:
-                moved.add_(self._velocity[dtype], alpha=momentum)
-            self._velocity[dtype] = moved
-            weights[dtype] = before[dtype] + moved
+    def move(self, average: dict[str, st.Packed]) -> None:
+        """Make the clients' average the global model."""
         self.states = average
 
     def start(
@@ -681,8 +660,8 @@ class RoundStrategy(Strategy, Generic[S]):
     def _save(self, server_round: int) -> None:
         if self.checkpoints is None:
             return
-        states = self.states | {VELOCITY: self._velocity}
-        tensors = {f"{n}.{dtype}": v for n, packed in states.items() for dtype, v in packed.items()}
+        packed = self.states.items()
+        tensors = {f"{n}.{dtype}": v for n, state in packed for dtype, v in state.items()}
         tensors |= {f"{SERVER}{name}": tensor for name, tensor in self.server_tensors().items()}
         self.checkpoints.save(Checkpoint(self.stage, server_round, tensors, self.values))
 
@@ -697,7 +676,6 @@ class RoundStrategy(Strategy, Generic[S]):
             for dtype in packed:
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
         self.load_server_tensors(server_state(checkpoint))
-        self._velocity = after_prefix(checkpoint.tensors, f"{VELOCITY}.")
         return checkpoint.round
 
     def _load_named(self, tensors: Mapping[str, Tensor]) -> None:

@@ -60,7 +60,6 @@ class Client:
         from_ranges: True if its table is standardised by declared ranges, within which it may tell
             noised statistics.
         objective: Gives losses and hits; its tensors are on the device.
-        oversample: True if training repeats records of rarer classes.
         precision: Of plain gradients, see :func:`fednas_flwr.search.exact_gradients.computed_in`.
         guard: Guard that releases must pass; with one the client answers private actions only.
         wire: Format of float32 vectors in replies, see :mod:`fednas_flwr.protocol.messages`.
@@ -87,7 +86,6 @@ class Client:
     moments: list[Moments] | None = None
     from_ranges: bool = False
     objective: Objective = CLASSIFICATION
-    oversample: bool = False
     precision: str = FLOAT32
     guard: ReleaseGuard | None = None
     wire: str = "float32"
@@ -207,10 +205,6 @@ class Client:
         first, *rest = (getattr(self.data, part) for part in name.split("+"))
         return loaders.concat_splits(first, *rest) if rest else first
 
-    def for_training(self, split: Split) -> Split:
-        """Return the split whose rows are trained on."""
-        return loaders.oversampled(split) if self.oversample else split
-
     def generator(self, header: Header, *purpose: int | str) -> torch.Generator:
         """Return the generator of one purpose in one exchange of this client."""
         return make_generator(self.seed, header.stage, header.round, self.index, *purpose)
@@ -224,7 +218,6 @@ class Client:
         augmented: bool = True,
     ) -> Iterator[Batch]:
         """Yield training batches of one shuffled pass over ``split``."""
-        split = self.for_training(split)
         for indices in loaders.epoch_batches(
             len(split), batch_size=batch_size, generator=generator
         ):

@@ -169,9 +169,7 @@ def take_gradients(
 
     The sums over a batch of gradients of the weights (train records) or alphas (validation
     records) or both, taken at the same point. ``num_examples`` is the batch size B_k by which the
-    server divides; fused, the alphas' sum is scaled to the weights' batch size. A batch in which
-    oversampling repeats records stands for no more of them than the split has, and its sums are
-    scaled to these. Private clients
+    server divides; fused, the alphas' sum is scaled to the weights' batch size. Private clients
     return noised sums over Poisson batches of per-record gradients, each clipped (DP-FNAS, arXiv
     2110.11025, Eq. 3 and 4), and the public expected batch size. With sums of weights go buffers.
 
@@ -180,12 +178,12 @@ def take_gradients(
     sent, so that secure sums may share its noise.
     """
     states = ACTIONS[request.action].gradients_of
-    split, auxiliary_weight = SPLIT_OF[states[0]], 0.0
+    auxiliary_weight = 0.0
     chosen: tuple[Any, ...] = ()
     with before_reading(request.action):
         network = client.sent_network(request).train()
         if isinstance(asked, rq.TakeNetworkGradient):
-            split, auxiliary_weight = asked.split, asked.auxiliary_weight
+            auxiliary_weight = asked.auxiliary_weight
             network.drop_path_prob = asked.drop_path_prob  # type: ignore[assignment]
             chosen = (asked.network, asked.drop_path_prob > 0)
         lrs = {state: asked.local_lrs[state] for state in states}
@@ -203,10 +201,6 @@ def take_gradients(
         steps=asked.local_steps,
         local_lrs=lrs,
     )
-    if client.oversample:
-        records = min(batch_size, len(client.split(split)))
-        sums = {s: {n: g * (records / batch_size) for n, g in v.items()} for s, v in sums.items()}
-        batch_size = records
     if "weights" in sums and parameters["buffers"]:
         sums["buffers"] = parameters["buffers"]
     return Reply.of(batch_size, sums, gradients.metrics(), like=parameters)
@@ -396,8 +390,6 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
             release = measures.prepare_metrics(network, asked.threshold)
     if client.guard is not None:
         return release()
-    if asked.statistics_batch_size is not None:
-        local_training.refresh_statistics(client, request, network, asked.statistics_batch_size)
     objective = replace(client.objective, threshold=asked.threshold)
     logits, labels = predicted(network, client.split(asked.split), client.device)
     metrics = measured(logits, labels, objective=objective)
@@ -530,7 +522,7 @@ def _step_batches(
 
     They are augmented by the generator.
     """
-    split = client.for_training(client.split(name))
+    split = client.split(name)
     for step in count(first):
         indices = step_batch(
             len(split),

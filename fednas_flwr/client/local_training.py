@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.noised_gradients import NoisedGradients
 from fednas_flwr.models.metrics import record_losses
@@ -83,7 +82,7 @@ def prepare(
         adam = opt.make_adam(alphas.values(), local.alphas, beta=0.0 if by_paths else 0.5)
         optimizers = opt.Optimizers(weights, opt.Optimizer(alphas, adam), sent)
         if local.alternating is not None:
-            alternate(network, gradients, optimizers, local.alternating, generator=generator)
+            alternate(network, gradients, optimizers, local.alternating)
         elif local.paths is not None:
             search_paths(network, gradients, optimizers, local.paths, generator=generator)
         return optimizers, gradients.metrics()
@@ -94,18 +93,13 @@ def prepare(
 def _rehearse_search(gradients: NoisedGradients, local: LocalSearch, supernet: Supernet) -> None:
     """Try a private search's gradients on made-up records."""
     if (paths := local.paths) is not None:
-        for active_E1 in covering_paths(supernet, mode="one"):
+        for active_E1 in covering_paths(supernet, number=1):
             network = PathNetwork(supernet.train(), active_E1)
             gradients.rehearse("weights", network, "path", active_E1.tolist())
-        for paths_EK in () if paths.warm_up else covering_paths(supernet, mode=paths.gates):
+        for paths_EK in () if paths.warm_up else covering_paths(supernet, number=2):
             chosen = (asdict(paths), paths_EK.tolist())
             gradients.rehearse_gates(supernet, paths_EK, paths.hardware, *chosen)
         return
-    if local.alternating is not None and local.alternating.temperature is not None:
-        raise ConfigError(
-            f"refused, temperature={local.alternating.temperature}: single paths have no "
-            "private gradient yet; set algorithm.temperatures=null."
-        )
     for state in local.states:
         gradients.rehearse(state, supernet)
 
@@ -199,11 +193,8 @@ def refresh_statistics(
 
 
 def validation_losses(client: Client, network: nn.Module) -> torch.Tensor:
-    """Return the loss of every validation record, float64 [records] on the CPU.
-
-    Of the same objective as training: rarer classes repeated where the client oversamples.
-    """
-    split = client.for_training(client.data.validation)
+    """Return the loss of every validation record, float64 [records] on the CPU, as in training."""
+    split = client.data.validation
     losses = record_losses(network, split, client.device, objective=client.objective)
     factors = client.objective.record_factors(split.labels[split.rows])
     return losses if factors is None else losses * factors.double().cpu()

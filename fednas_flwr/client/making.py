@@ -113,8 +113,6 @@ def make_client(
         moments=None if prepared.mean else column_moments(prepared.train, client_data.train.rows),
         from_ranges=config.dataset.from_ranges,
         objective=make_objective(config, prepared, device),
-        oversample=config.training.oversample
-        and guard is None,  # a private site reads a record once
         precision=config.training.precision,
         guard=guard,
         wire=config.runtime.wire,
@@ -172,7 +170,6 @@ def make_objective(config: Config, prepared: Prepared, device: torch.device) -> 
     of_metric = number if metric in names.NUMBER_METRICS else classes
     for setting, value, form in (
         (f"training.class_factors={show(factors)}", factors, one_class),
-        ("training.oversample=true", config.training.oversample, one_class),
         (f"evaluation.positive={positive}", positive, classes),
         (f"evaluation.metric={metric}", metric, of_metric),
         (f"training.loss={loss}", loss in names.NUMBER_LOSSES, number),

@@ -28,7 +28,7 @@ from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.secure_sum.masks import Cells
 from fednas_flwr.protocol.states import Tensors
 from fednas_flwr.search import proxyless as px
-from fednas_flwr.search.candidate import PREFIX, Pool, Relaxed
+from fednas_flwr.search.candidate import PREFIX, Pool
 from fednas_flwr.search.objective import Batch, Output
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, trainable_weights
 from fednas_flwr.spaces.costs import HardwareLoss
@@ -119,7 +119,7 @@ class NoisedGradients:
         return self._mean("weights", partial(self._weight_sum, network))
 
     def alphas(
-        self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
+        self, supernet: Supernet, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the noised mean gradient of the alphas; requests for others are refused."""
         assert isinstance(supernet, Supernet)  # as ``local_training`` has it

@@ -188,23 +188,15 @@ def decoded_fields(
 
 
 def records_from_arrays(
-    features: np.ndarray,
-    labels: np.ndarray,
-    class_names: tuple[str, ...],
-    *,
-    ids: np.ndarray | None = None,
+    features: np.ndarray, labels: np.ndarray, class_names: tuple[str, ...]
 ) -> Records:
-    """Return records of labels [N] or [N, L].
-
-    Without given ids these are hashes of pixels, or of a table's numbers.
-    """
+    """Return records of labels [N] or [N, L]; ids are hashes of pixels, or of a table's numbers."""
     features = np.ascontiguousarray(features)
     is_table = features.ndim == 2
     num_features = features.shape[1] if is_table else 0
-    if ids is None:
-        ids = records.record_ids(
-            row.tobytes() for row in (records.canonical(features) if is_table else features)
-        )
+    ids = records.record_ids(
+        row.tobytes() for row in (records.canonical(features) if is_table else features)
+    )
     return Records(
         features=torch.from_numpy(features),
         labels=torch.from_numpy(labels.astype(np.int64)),

@@ -215,18 +215,6 @@ def largest_feature(split: Split) -> tuple[int, float]:
     return column, float(largest[column])
 
 
-def oversampled(split: Split) -> Split:
-    """Return the split with the rows of rarer classes repeated until all classes are as large.
-
-    Each class that has a record gets as many rows as the largest; the last repetition is cut.
-    """
-    labels = split.labels[split.rows]
-    by_class = [split.rows[labels == label] for label in torch.unique(labels)]
-    largest = max((len(rows) for rows in by_class), default=0)
-    repeated = [rows.repeat(-(-largest // len(rows)))[:largest] for rows in by_class]
-    return replace(split, rows=torch.cat([split.rows[:0], *repeated]), persons=None)
-
-
 def epoch_batches(
     num_examples: int, *, batch_size: int | None, generator: torch.Generator
 ) -> Iterator[Tensor]:

@@ -211,10 +211,7 @@ def _suggestions(prepared: Prepared) -> list[str]:
         lines.append(f"evaluation.positive={rarest}, the rarer class, for AUROC and the like")
     if one_class and float(shares[rare]) < RARE / prepared.num_classes:
         share = f"{100 * float(shares[rare]):.1f} %"
-        lines.append(
-            f"training.class_factors or training.oversample=true: {rarest} is {share} of the "
-            "records"
-        )
+        lines.append(f"training.class_factors: {rarest} is {share} of the records")
     found = [(c, _values(records, c)) for c in records.schema if c.kind != CATEGORY]
     ends = [(c.name, _ends(values, c)) for c, values in found if len(values)]
     pairs = [(name, ",".join(pair)) for name, pair in ends if len({*pair}) == 2]

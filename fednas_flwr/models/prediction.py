@@ -185,9 +185,9 @@ class Model(nn.Module):
         """
         return self._objective().probabilities(self.logits(x))
 
-    def _objective(self, positive: int | None = None) -> Objective:
-        inputs = self.inputs
-        return objective_of(inputs.target, positive=positive, multi_label=inputs.multi_label)
+    def _objective(self) -> Objective:
+        made = self.inputs
+        return objective_of(made.target, positive=made.positive, multi_label=made.multi_label)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits ``[N, classes]`` of what :meth:`forward` takes."""
@@ -200,32 +200,21 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def predict(
-        self,
-        data: Any,
-        *,
-        batch_size: int = BATCH_SIZE,
-        progress: Progress | None = None,
-        threshold: float | None = None,
-        positive: int | None = None,
+        self, data: Any, *, progress: Progress | None = None, threshold: float | None = None
     ) -> Predictions:
         """Return the labels and probabilities of raw data.
 
         Args:
             data: Images or a table, in memory or as a path: see
                 :func:`~fednas_flwr.data.raw.read_raw`.
-            batch_size: Records that are computed together, at least 1.
             progress: Told after each batch how many records are done, and of how many.
             threshold: See :class:`Predictions`; None is the model's own.
-            positive: The same.
 
         Raises:
             ConfigError: The data is not what the model takes, or a threshold has no class.
         """
-        inputs = self.inputs
-        if threshold is None and positive in (None, inputs.positive):
-            threshold = inputs.threshold
-        positive = inputs.positive if positive is None else positive
-        objective = self._objective(positive)
+        threshold = self.inputs.threshold if threshold is None else threshold
+        objective = self._objective()
         classes = len(self.class_names)
         is_called = objective.multi_label or objective.positive_class(classes) is not None
         if threshold is not None and not is_called:
@@ -233,15 +222,13 @@ class Model(nn.Module):
                 f"threshold={threshold:g} is for a model of two classes, of several labels, or "
                 f"with evaluation.positive; this one has {classes} classes: leave it out."
             )
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size} must be at least 1.")
         raw = read_raw(data, self.inputs)
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
         outputs: list[Tensor] = [torch.zeros(0, classes)]
         shades: list[Tensor] = []  # black, since images to predict may well be of one shade
         done = 0
-        for x in raw.batches(batch_size):
+        for x in raw.batches(BATCH_SIZE):
             shades += [torch.stack([x.max(), x.new_tensor(0)])] if x.dtype == torch.uint8 else []
             outputs.append(self.logits(x.to(device)).float().cpu())
             done += len(x)
@@ -262,7 +249,7 @@ class Model(nn.Module):
             self.inputs.id_column,
             logits,
             threshold,
-            positive,
+            self.inputs.positive,
             self.inputs.target,
         )
 

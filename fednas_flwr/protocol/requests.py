@@ -655,8 +655,6 @@ class Evaluate(AtSite):
     Attributes:
         network: Description of the network.
         split: The split's name.
-        statistics_batch_size: In batches of how many train records batch norm's statistics are
-            estimated anew before; None takes those that were sent, and so do private clients.
         with_scores: True if clients also tell scores, and a histogram of the probabilities of the
             positive class; private ones never do.
         threshold: Probability from which a record is of the positive class; None predicts the
@@ -667,7 +665,6 @@ class Evaluate(AtSite):
 
     network: Description
     split: str
-    statistics_batch_size: opt.Count | None = None
     with_scores: bool = False
     threshold: opt.Share | None = None
     summed: Annotated[str, ps.OneOf(names.METRICS)] | None = None

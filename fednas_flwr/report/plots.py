@@ -31,7 +31,6 @@ LOG: Figure = {"type": "log", "dtick": 1, "exponentformat": "power"}
 BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#e8842c", "#2ea36b", "#8b98a9"
 COLOURS = (BLUE, ORANGE, GREEN, "#9a5bd0", "#d64b6a", "#1d9fb0", "#a38a1c", GREY)
 MOST_MARKERS = 60
-MOST_SLIDER_STEPS = 60
 MOST_GAPS = 40  # rows or columns of a heat map that are drawn apart
 MOST_LABELS = 12  # points that have their names beside them
 WIDE_RANGE = 100  # of costs, from which their axis is logarithmic
@@ -87,11 +86,10 @@ def all_figures(run: Run) -> dict[str, Figure]:
 
 def stage_figures(run: Run, stage: str) -> dict[str, Figure | None]:
     """Return what a stage's rounds have measured, and its phases of exploration."""
-    phases = run.explored(stage)
-    drawn = {f"{stage}_estimates": estimates(phases)}
+    drawn: dict[str, Figure | None] = {}
     for charts, measured in (
         (CHARTS, {e["round"]: e["metrics"] for e in run.rounds(stage)}),
-        (PHASES, {event["round"]: event for event in phases}),
+        (PHASES, {event["round"]: event for event in run.explored(stage)}),
     ):
         for key, (heading, title, look, metrics) in charts.items():
             noised = ", noised" if run.is_private and any(map(is_noised, metrics)) else ""
@@ -328,26 +326,20 @@ def partition(event: Event) -> Figure | None:
 
 
 def alphas(run: Run) -> dict[str, Figure]:
-    """Return the heat maps of the softmaxed alphas by kind of cell, the derived edges marked.
-
-    They show the last round; ``frames`` are at most 60 rounds, evenly chosen, with the first and
-    the last.
-    """
+    """Return heat maps of the last round's softmaxed alphas by kind of cell, with derived edges."""
     if not (events := run.alphas()):
         return {}
-    last, edges = len(events) - 1, derived_edges(events)
-    steps = sorted({round(i * last / (MOST_SLIDER_STEPS - 1)) for i in range(MOST_SLIDER_STEPS)})
-    chosen, ops, figures = [events[step] for step in steps], events[-1]["ops"], {}
+    edges, figures = derived_edges(events), {}
     for kind, newest in events[-1]["alphas"].items():
-        shares = [[_softmax(row) for row in event["alphas"][kind]] for event in chosen]
-        values = [value for step in shares for row in step for value in row]
+        shares = [_softmax(row) for row in newest]
+        values = [value for row in shares for value in row]
         labels = edge_labels(len(newest))
         marks = [(e.op, e.label) for e in edges if e.kind == kind and e.label in labels]
         hover, ends = "%{y}<br>%{x}: %{z:.3f}<extra></extra>", (min(values), max(values))
         figures[kind] = _heat(
-            ops,
+            events[-1]["ops"],
             labels,
-            shares[-1],
+            shares,
             hover,
             title="share",
             ends=ends,
@@ -356,10 +348,6 @@ def alphas(run: Run) -> dict[str, Figure]:
             yaxis=DOWNWARDS,
             height=130 + 24 * len(labels),
         )
-        figures[kind]["frames"] = [
-            {"name": str(event["round"]), "data": [{"type": "heatmap", "z": step}]}
-            for event, step in zip(chosen, shares, strict=True)
-        ]
     return figures
 
 
@@ -385,20 +373,6 @@ def predictions(run: Run) -> Figure | None:
     name, exact = (*run.class_names, "number")[0], _diagonal("exact", min(true), max(true))
     points = _dots(true, predicted, "records", size=5, opacity=0.6)
     return _figure(points, exact, x=f"true {name}", y=f"predicted {name}")
-
-
-def estimates(phases: Sequence[Event]) -> Figure | None:
-    """Return every arm's estimated reward after each phase as a heat map."""
-    if not phases:
-        return None
-    rounds = [str(event["round"]) for event in phases]
-    by_arm = [_rounded(row) for row in zip(*(e["estimates"] for e in phases), strict=True)]
-    hover = "round %{x}, configuration %{y}: %{z}<extra></extra>"
-    rings = [(str(event["round"]), event["best"]) for event in phases]
-    look: Figure = {"title": "nats", "x": "round", "y": "configuration"}
-    figure = _heat(rounds, range(len(by_arm)), by_arm, hover, rings=rings, **look)
-    figure["layout"]["title"] = {"text": "Estimated rewards; rings mark the choice"}
-    return figure
 
 
 def _figure(
@@ -443,21 +417,19 @@ def _diagonal(name: str, *ends: float) -> Figure:
 def _heat(
     columns: Sequence[str],
     rows: Sequence[object],
-    z: Sequence[Sequence[float | None]],
+    z: Sequence[Sequence[float]],
     hover: str,
     *,
     title: str,
-    ends: tuple[float, float] | None = None,
+    ends: tuple[float, float],
     rings: Sequence[tuple[str, object]] = (),
     x: str = "",
-    y: str = "",
     xaxis: Figure = CATEGORIES,
     **layout: Any,
 ) -> Figure:
     """Return a heat map with its axis of colours, and rings around some of its cells."""
-    known = [value for row in z for value in row if value is not None]
-    low, high = ends or (min(known, default=0), max(known, default=1))
-    colours = {"cmin": low, "cmax": high, "colorbar": {"title": {"text": title}, "thickness": 12}}
+    bar = {"title": {"text": title}, "thickness": 12}
+    colours = {"cmin": ends[0], "cmax": ends[1], "colorbar": bar}
     place = {"type": "heatmap", "x": columns, "y": [*rows], "z": z}
     gaps = {f"{axis}gap": int(len(of) <= MOST_GAPS) for axis, of in (("x", columns), ("y", rows))}
     cells = {**place, "hovertemplate": hover, "coloraxis": "coloraxis", **gaps}
@@ -465,7 +437,7 @@ def _heat(
     look: Figure = {"symbol": "circle-open", "size": 11, "color": ORANGE, "line": {"width": 2.5}}
     marks = [_dots(*ringed, "", **look) | {"hoverinfo": "skip"}] if rings else []
     layout |= {"coloraxis": colours, "showlegend": False}
-    return _figure(cells, *marks, x=x, y=y, xaxis=xaxis, **layout)
+    return _figure(cells, *marks, x=x, y="", xaxis=xaxis, **layout)
 
 
 def _softmax(row: Sequence[float | None]) -> list[float]:

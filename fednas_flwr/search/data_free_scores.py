@@ -40,7 +40,6 @@ from fednas_flwr.spaces.space import SearchSpace
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
 ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SELU, nn.Tanh, nn.Hardtanh, nn.Sigmoid)
 WEIGHTED = (nn.Linear, nn.Conv2d)
-NASWOT_INPUTS = 64
 LEARNING_BATCH, LEARNING_RATE = 32, 0.1  # of the first step
 LARGEST_SIDE = 16  # of images of the made-up task
 Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], float | tuple[float, ...]]
@@ -140,71 +139,6 @@ def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
     return math.log(total) if total > 0 else -math.inf
 
 
-def zen(
-    network: nn.Module,
-    input_shape: tuple[int, ...],
-    generator: torch.Generator,
-    *,
-    batch_size: int = 16,
-    step: float = 0.01,
-    repeats: int = 4,
-) -> float:
-    """The Zen-score, ``log E |f(x) - f(x + a e)| + sum_l log sqrt(mean_j s_lj^2)``.
-
-    How much the features f before the global pool change with the input, for weights, x and e from
-    N(0, 1); the norms keep the numbers finite, and what they divide by, the variance s_lj^2 of
-    channel j before norm l, is multiplied back. Lin et al. (2021), arXiv 2102.01063, Alg. 1.
-
-    Deviations: skip connections stay, which the paper takes out of its chains; f is the output of
-    the last cell; a group norm's variances are those of its groups; norms that only see constants
-    are left out; 4 draws of weights instead of 32.
-
-    Args:
-        network: Changed by the call.
-        input_shape: Shape of one example.
-        generator: Source of weights and inputs.
-        batch_size: Examples per draw; the published code takes 64.
-        step: a; the published code's.
-        repeats: Draws.
-    """
-    network.train()
-    values = []
-    for _ in range(repeats):
-        _draw_weights(network, partial(nn.init.normal_, generator=generator))
-        x = torch.randn(batch_size, *input_shape, generator=generator)
-        moved = x + step * torch.randn(x.shape, generator=generator)
-        with torch.no_grad():
-            features, before_norms = _features(network, x), _inputs(network, x, NORMS)
-            difference = _features(network, moved)[-1] - features[-1]
-        norm = float(difference.flatten(1).norm(dim=1).mean())
-        variances = [_variance(module, inputs) for module, inputs in before_norms]
-        scale = sum(0.5 * math.log(variance) for variance in variances if variance > 0)
-        values.append(math.log(norm) + scale if norm > 0 else -math.inf)
-    return sum(values) / len(values)
-
-
-def naswot(network: nn.Module, inputs: Tensor) -> float:
-    """Compute ``log |det K|`` with K_ij the number of activations on which inputs i and j agree.
-
-    An activation's code is whether what enters it is positive; networks that tell inputs apart have
-    a K near a multiple of the identity. Mellor et al. (2021), arXiv 2006.04647, Eq. 2.
-
-    Deviations: as a data-free score it is given 64 inputs from N(0, 1) instead of 128 from the
-    data; the sign that enters is also the code of the activations that are not piecewise linear.
-
-    Args:
-        network: Changed by the call.
-        inputs: [B, ...].
-    """
-    network.train()
-    with torch.no_grad():
-        kernel = torch.zeros(len(inputs), len(inputs), dtype=torch.float64)
-        for _, entering in _inputs(network, inputs, ACTIVATIONS):
-            code = (entering > 0).flatten(1).float()
-            kernel += (code @ code.T + (1 - code) @ (1 - code).T).double()
-        return float(torch.linalg.slogdet(kernel).logabsdet)
-
-
 def az_nas_parts(
     network: nn.Module,
     input_shape: tuple[int, ...],
@@ -298,10 +232,6 @@ MEASURES: dict[tuple[str, ...], Measure] = {
     ("synflow",): lambda network, shape, _: synflow(network, shape),
     ("parameters",): lambda network, *_: float(count_parameters(network)),
     ("multiply_adds",): lambda network, shape, _: float(count_multiply_adds(network, shape)),
-    ("zen",): zen,
-    ("naswot",): lambda network, shape, generator: naswot(
-        network, torch.randn(NASWOT_INPUTS, *shape, generator=generator)
-    ),
     ("expressivity", "progressivity", "trainability"): az_nas_parts,
     ("learning",): learning,
 }
@@ -375,45 +305,21 @@ def _jacobian(g_in: Tensor, g_out: Tensor) -> Tensor:
     return in_PC.T @ out_PC / len(out_PC)
 
 
-def _variance(norm: nn.Module, inputs: Tensor) -> float:
-    """The mean of the variances by which a norm would divide its inputs."""
-    if isinstance(norm, nn.GroupNorm):
-        grouped = inputs.reshape(len(inputs) * norm.num_groups, -1)
-        return float(grouped.var(dim=1, correction=0).mean())
-    return float(inputs.movedim(1, 0).flatten(1).var(dim=1, correction=0).mean())
-
-
 def _features(network: nn.Module, x: Tensor) -> list[Tensor]:
     """The outputs of the modules of the chain."""
     chain: list[nn.Module] = network.chain()  # type: ignore[operator]
-    outputs = {module: output for module, _, output in _forwards(network, x, chain)}
-    return [outputs[module] for module in chain]
+    outputs: dict[nn.Module, Tensor] = {}
 
+    def record(module: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
+        outputs[module] = output
 
-def _inputs(
-    network: nn.Module, x: Tensor, kinds: tuple[type[nn.Module], ...]
-) -> list[tuple[nn.Module, Tensor]]:
-    """All modules of some kinds with their inputs, in the order of computation."""
-    modules = [module for module in network.modules() if isinstance(module, kinds)]
-    return [(module, entering) for module, entering, _ in _forwards(network, x, modules)]
-
-
-def _forwards(
-    network: nn.Module, x: Tensor, modules: Iterable[nn.Module]
-) -> list[tuple[nn.Module, Tensor, Tensor]]:
-    """Each module with its input and output, in the order of computation."""
-    seen: list[tuple[nn.Module, Tensor, Tensor]] = []
-
-    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.append((module, inputs[0], output))
-
-    handles = [module.register_forward_hook(record) for module in modules]
+    handles = [module.register_forward_hook(record) for module in chain]
     try:
         network(x)
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return [outputs[module] for module in chain]
 
 
 class Scored(NamedTuple):

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
-from fednas_flwr.search.candidate import PREFIX, Pool, Relaxed
+from fednas_flwr.search.candidate import PREFIX, Pool
 from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective, heads
 from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
 from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
@@ -117,7 +117,7 @@ class BatchGradients:
         return {n: torch.zeros_like(weights[n]) if g is None else g for n, g in sums.items()}
 
     def alpha_gradient_sum(
-        self, supernet: Relaxed, batch: Batch
+        self, supernet: Supernet, batch: Batch
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The sum over a batch of per-sample gradients of the alphas, and the batch's losses.
 
@@ -132,7 +132,7 @@ class BatchGradients:
         return _gradients(losses.sum(), alphas), losses.detach()
 
     def virtual_step(
-        self, supernet: Relaxed, batch: Batch, *, optimizer: torch.optim.Optimizer
+        self, supernet: Supernet, batch: Batch, *, optimizer: torch.optim.Optimizer
     ) -> dict[str, Tensor]:
         """Compute ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
 
@@ -154,7 +154,7 @@ class BatchGradients:
 
     def second_order_gradient(
         self,
-        supernet: Relaxed,
+        supernet: Supernet,
         *,
         weights: Mapping[str, Tensor],
         virtual_weights: Mapping[str, Tensor],
@@ -201,7 +201,7 @@ class BatchGradients:
 
     def mixed_level_gradient(
         self,
-        supernet: Relaxed,
+        supernet: Supernet,
         *,
         train_batch: Batch,
         validation_batch: Batch,
@@ -275,7 +275,7 @@ class ExactGradients(BatchGradients):
             return self.weight_gradient(network, self.train_batch)
 
     def alphas(
-        self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
+        self, supernet: Supernet, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
         """The gradient of the alphas by any rule."""
         precision = FLOAT32 if rule == "second_order" else self.precision
@@ -285,7 +285,7 @@ class ExactGradients(BatchGradients):
         return gradient
 
     def _alphas(
-        self, supernet: Relaxed, weights: Optimizer, rule: str, validation_weight: float
+        self, supernet: Supernet, weights: Optimizer, rule: str, validation_weight: float
     ) -> tuple[Tensors, Tensor]:
         """The gradient, and the losses [B] of the validation batch."""
         batches = {"train_batch": self.train_batch, "validation_batch": self.validation_batch}

@@ -9,7 +9,7 @@ regulariser reads no record: it costs no privacy, so a client or the server may 
 with privacy after the noise.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.search import optimizer_step as opt
-from fednas_flwr.search.candidate import Candidate, GumbelPath, Relaxed
-from fednas_flwr.settings.optimizers import NonNegative, Positive, Rule
+from fednas_flwr.search.candidate import Candidate
+from fednas_flwr.settings.optimizers import NonNegative, Rule
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.space import Supernet
 
@@ -34,23 +34,12 @@ class Alternating(Checked):
             the weights that the search began with.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
             ``local_search.beta_gradient``.
-        temperature: Temperature of GDAS, above 0: both gradients are of single paths, each drawn
-            anew (``candidate.GumbelPath``). None computes all ops.
     """
 
     rule: Rule
     validation_weight: NonNegative = 1.0
     proximal: NonNegative = 0.0
     beta_decay: NonNegative = 0.0
-    temperature: Positive | None = None
-
-    def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude the second order of single paths."""
-        yield (
-            self.temperature is not None and self.rule == "second_order",
-            "rule=second_order with single paths is not defined: the look-ahead is of another "
-            "path; set rule=first_order",
-        )
 
 
 def alternate(
@@ -58,8 +47,6 @@ def alternate(
     gradients: opt.Gradients,
     optimizers: opt.Optimizers,
     alternating: Alternating,
-    *,
-    generator: torch.Generator | None = None,
 ) -> None:
     """Search in place: each step moves the alphas, then the weights.
 
@@ -68,23 +55,13 @@ def alternate(
         gradients: Exact or noised gradients.
         optimizers: Optimisers of weights and alphas.
         alternating: The constants.
-        generator: Source of single paths; on the CPU.
     """
     assert optimizers.alphas is not None
     supernet.train()
     proximal = opt.Proximal(alternating.proximal, supernet.weights())
-    temperature = alternating.temperature
-
-    def network() -> Relaxed:
-        """The network of the next gradient."""
-        if temperature is None:
-            return supernet
-        assert generator is not None
-        return GumbelPath(supernet, temperature=temperature, generator=generator)
-
     for _ in gradients.steps():
         gradient = gradients.alphas(
-            network(),
+            supernet,
             optimizers.weights,
             rule=alternating.rule,
             validation_weight=alternating.validation_weight,
@@ -93,7 +70,7 @@ def alternate(
             further = beta_gradient(supernet.alphas(), weight=alternating.beta_decay)
             gradient = opt.add_gradients(gradient, further)
         optimizers.alphas.step(gradient)
-        optimizers.weights.step(proximal.added_to(gradients.weights(network())))
+        optimizers.weights.step(proximal.added_to(gradients.weights(supernet)))
 
 
 def train_candidates(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.candidate import Candidate, Relaxed
+from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.space import Supernet
@@ -37,7 +37,7 @@ class Gradients(Protocol):
         """
 
     def alphas(
-        self, supernet: Relaxed, weights: Optimizer, *, rule: str, validation_weight: float
+        self, supernet: Supernet, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
         """The gradient of a supernet's alphas, on validation records.
 

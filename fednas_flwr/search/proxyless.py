@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective
 from fednas_flwr.search.optimizer_step import Gradients, Optimizers
-from fednas_flwr.settings.optimizers import Gates
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.costs import Costs, HardwareLoss, count_parameters
 from fednas_flwr.spaces.mbconv import CELL, NEVER, MBConvNetwork
@@ -29,7 +28,6 @@ from fednas_flwr.spaces.operations import Choice
 from fednas_flwr.spaces.space import Supernet
 
 LARGEST_ALPHA = 1e3  # of those that are drawn from; no Gumbel noise bridges the way to NEVER
-NUM_PATHS = {"one": 1, "two": 2, "full": None}  # K by mode; None is O
 
 
 class PathNetwork(nn.Module):
@@ -82,10 +80,10 @@ def offered_ops(supernet: Supernet) -> Tensor:
     return torch.tensor([[name is not None for name in row] for row in names])
 
 
-def covering_paths(supernet: Supernet, *, mode: str) -> list[Tensor]:
-    """Paths [E, K] that compute every op of every block between them.
+def covering_paths(supernet: Supernet, *, number: int) -> list[Tensor]:
+    """Paths [E, K] of a ``number`` K of ops that compute every op of every block between them.
 
-    The first ones have the most weights: no others of the mode take more memory.
+    The first ones have the most weights: no others take more memory.
     """
     orders = []
     for block, offered_O in zip(_blocks(supernet), offered_ops(supernet).tolist(), strict=True):
@@ -94,10 +92,9 @@ def covering_paths(supernet: Supernet, *, mode: str) -> list[Tensor]:
         offered = [column for column, is_offered in enumerate(offered_O) if is_offered]
         orders.append(sorted(offered, key=lambda column: -sizes[column]))
     num_ops = supernet.alphas()[CELL].shape[1]
-    num_paths = NUM_PATHS[mode] or num_ops
     return [
-        torch.tensor([_turned(order, first, num_ops)[:num_paths] for order in orders])
-        for first in range(0, max(map(len, orders)), num_paths)
+        torch.tensor([_turned(order, first, num_ops)[:number] for order in orders])
+        for first in range(0, max(map(len, orders)), number)
     ]
 
 
@@ -111,8 +108,8 @@ def expected_cost(costs: Costs, alphas_EO: Tensor, paths_EK: Tensor, gates: Tens
     """The expected cost E, differentiable in the gates [E, K], or of records, [B, E, K].
 
     The gate of an op enters it as its probability would (section 3.3): E has its value under
-    softmax(alphas) and ``dE/dg_j`` is the op's cost, so that in mode ``full`` the alphas' gradient
-    is that of E, and in mode ``two`` that of the two ops' mean cost.
+    softmax(alphas) and ``dE/dg_j`` is the op's cost, so that of all ops the alphas' gradient
+    is that of E, and of two that of their mean cost.
     """
     zero = gates - gates.detach()  # with the gates' gradient
     p = alphas_EO.softmax(dim=-1).expand(*gates.shape[:-1], -1)
@@ -134,20 +131,19 @@ def _blocks(supernet: Supernet) -> list[Choice]:
     return supernet.body.choices()
 
 
-def draw_paths(alphas_EO: Tensor, *, mode: str, generator: torch.Generator) -> Tensor:
+def draw_paths(alphas_EO: Tensor, *, number: int, generator: torch.Generator) -> Tensor:
     """The columns of the ops to compute, int64 [E, K] on the CPU, the active one first.
 
-    ``one``: an op with its probability p = softmax(alphas). ``two``: two ops drawn from p without
-    replacement; which of them is active is drawn by the softmax over the two (section 3.2.1).
-    ``full``: all ops, the active one drawn from p.
+    A ``number`` K of ops, drawn from p = softmax(alphas) without replacement. Which of two is
+    active is drawn by the softmax over the two (section 3.2.1).
 
     Drawn as the largest of ``alphas + Gumbel noise``: in descending order these are draws without
     replacement, also where probabilities underflow.
     """
     alphas_EO = alphas_EO.detach().cpu().double()
     gumbel_EO = -torch.empty_like(alphas_EO).exponential_(generator=generator).log()
-    paths_EK = (alphas_EO + gumbel_EO).argsort(dim=-1, descending=True)[:, : NUM_PATHS[mode]]
-    if mode == "two":
+    paths_EK = (alphas_EO + gumbel_EO).argsort(dim=-1, descending=True)[:, :number]
+    if number == 2:
         p_second_E1 = alphas_EO.gather(-1, paths_EK).softmax(dim=-1)[:, 1:]
         draw_E1 = torch.rand(len(paths_EK), 1, generator=generator, dtype=torch.float64)
         paths_EK = torch.where(draw_E1 < p_second_E1, paths_EK.flip(-1), paths_EK)
@@ -203,12 +199,10 @@ class SampledPaths(Checked):
     """The steps of a client's local search on sampled paths.
 
     Attributes:
-        gates: ``two`` or ``full`` (:func:`~fednas_flwr.search.proxyless.draw_paths`).
         warm_up: True if the weights are trained alone, on paths that are drawn uniformly.
         hardware: The effect of cost on the loss of the alphas; None leaves it out.
     """
 
-    gates: Gates
     warm_up: bool
     hardware: HardwareLoss | None
 
@@ -228,8 +222,7 @@ def search_paths(
     zero, if there is no weight decay, which Adam would turn into full steps.
 
     Deviation: the public code moves the alphas once every few weight steps; here as in our other
-    searches every weight step follows an alpha step. In mode ``two`` the alphas are rescaled after
-    their step.
+    searches every weight step follows an alpha step.
 
     Args:
         supernet: A supernet of the MBConv space, with the parameters of ``optimizers``.
@@ -243,16 +236,15 @@ def search_paths(
         if not paths.warm_up:
             assert optimizers.alphas is not None
             alphas_EO = supernet.alphas()[CELL]
-            drawn_EK = draw_paths(drawable_alphas(supernet), mode=paths.gates, generator=generator)
+            drawn_EK = draw_paths(drawable_alphas(supernet), number=2, generator=generator)
             gradient_EO = gradients.gates(supernet, drawn_EK, paths.hardware)
             old_EO = alphas_EO.detach().clone()
             optimizers.alphas.step({CELL: gradient_EO})
-            if paths.gates == "two":
-                with torch.no_grad():
-                    alphas_EO.copy_(rescale(alphas_EO, old_EO, drawn_EK))
+            with torch.no_grad():
+                alphas_EO.copy_(rescale(alphas_EO, old_EO, drawn_EK))
         drawn_EO = drawable_alphas(supernet)
         drawn_EO = uniform_alphas(drawn_EO) if paths.warm_up else drawn_EO
-        path_E1 = draw_paths(drawn_EO, mode="one", generator=generator)
+        path_E1 = draw_paths(drawn_EO, number=1, generator=generator)
         # weights beside the path get no gradient: they neither decay nor move
         optimizers.weights.step(gradients.weights(PathNetwork(supernet, path_E1)))
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
 from typing import Any, Protocol
 
 from flwr.app import Message
@@ -106,7 +105,6 @@ class Cohort:
     statistics: Statistics | None = field(default=None, init=False)
     predicts_numbers: bool = field(default=False, init=False)
     sampling: Sampling | None = field(default=None, init=False)
-    _num_classes: int = field(default=1, init=False)
     _grid: Grid | None = field(default=None, init=False)
     _nodes: dict[int, int] = field(default_factory=dict, init=False)  # client -> node id
     _max_examples: dict[int, float] = field(default_factory=dict, init=False)  # declared records
@@ -192,8 +190,6 @@ class Cohort:
         self._nodes = {index: owners[index][0] for index in fit}
         self.properties = {index: reply.properties for index, reply in fit.items()}
         self._max_examples = {index: reply.num_examples for index, reply in fit.items()}
-        named = [len(of.get("class_names", [])) for of in self.properties.values()]
-        self._num_classes = max(1, int(median(named)))  # as most clients have it
 
     def _wait_for_nodes(self, grid: Grid) -> list[int]:
         """The nodes that have appeared, ascending.
@@ -266,8 +262,7 @@ class Cohort:
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
         """Make a cohort of some of the connected clients, with their own quorum and counts."""
         part = replace(self, run=run, num_clients=len(clients), emit=emit, wait=time.sleep)
-        part.statistics, part._num_classes = self.statistics, self._num_classes
-        part.names = self.names
+        part.statistics, part.names = self.statistics, self.names
         part._grid, part._refused = self._grid, self._refused
         part._nodes = {client: self._nodes[client] for client in clients}
         part._left = {client: why for client, why in self._left.items() if client in clients}
@@ -453,7 +448,7 @@ class Cohort:
             name: checks.distance(state, {})
             for name, state in messages.restore_sent(carried).items()
         }
-        limits = partial(checks.honest_limits, exchange, sent=sent, classes=self._num_classes)
+        limits = partial(checks.honest_limits, exchange, sent=sent)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
             has_left = client in self._left and not exchange.also_left

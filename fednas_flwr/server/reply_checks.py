@@ -259,7 +259,6 @@ def honest_limits(
     *,
     sent: Mapping[str, float],
     examples: float,
-    classes: int = 1,
     records: Mapping[str, int],
 ) -> Limits:
     """The limits of one client's honest reply.
@@ -269,7 +268,6 @@ def honest_limits(
         settings: The client's arguments in it.
         sent: Norm of each state that it is sent.
         examples: Number of records that it has declared.
-        classes: Number of classes: oversampling repeats a record at most as often.
         records: With privacy the declared records by split.
     """
     plans = exchange.planned.items() if records else ()
@@ -301,7 +299,7 @@ def honest_limits(
     if STATISTICS in planned:  # of a norm of 1 per record, in units of its largest norm
         largest = math.sqrt(sizes.get(STATISTICS, 0)) * total(STATISTICS)
         norms[STATISTICS] = SLACK * largest / batches[STATISTICS]
-    training = settings.trained_by(examples * classes)
+    training = settings.trained_by(examples)
     if training is None:
         noise = 0.0
         if "metrics" in planned:  # on one of two released means of numbers from 0 to 1

@@ -59,11 +59,6 @@ def chooses(config: Config) -> bool:
     return searches(config) or algorithm_of(config).retraining is not None
 
 
-def begins_with_weights(config: Config) -> bool:
-    """Return whether the given network begins with public weights."""
-    return isinstance(config.algorithm, GivenNetwork) and config.algorithm.weights is not None
-
-
 def retrains_by_gradients(config: Config) -> bool:
     """Return whether every step of retraining is an exchange, FedSGD's, and not FedAvg's many.
 
@@ -129,8 +124,6 @@ ROSTER = (
 # Values that exclude each other, see holds(), and why: a format of the configuration c.
 CLASHES = {
     # Privacy.
-    "training.oversample=true privacy=dp": "a record that is drawn several times costs more than "
-    "is booked; set training.class_factors={{<class>: <public factor>}} instead",
     "algorithm.weights!=null privacy=dp genotype=null algorithm.network!=null": "such networks "
     "have batch normalisation; set dataset.backbone.name={c.algorithm.network}, its frozen "
     "features, with algorithm.network=linear",
@@ -148,7 +141,7 @@ CLASHES = {
     "privacy.unit=client secure_sum=null": "each client would add all of the noise; set "
     "secure_sum=true",
     "privacy.unit=client training.momentum=averaged": "the moments would be further releases; set "
-    "training.momentum=reset or training.momentum=server",
+    "training.momentum=reset",
     "privacy.unit=client privacy.metrics_noise_multiplier!=null": "no metric of a whole client is "
     "defined; set it to null",
     "privacy.unit=client retrain.exchange=gradients": "updates of several steps are released; set "
@@ -163,8 +156,6 @@ CLASHES = {
     "secure_sum!=null evaluation.personalised=true": "it is a result per client; leave it out",
     "secure_sum!=null runtime=deployment partition!=sites": ROSTER,
     "secure_sum!=null runtime=deployment privacy!=dp": ROSTER,
-    "server_optimizer!=none training.momentum=server": "both are optimisers of the server; leave "
-    "one out",
 }
 # All else that excludes each other; which, why, and what to do: a format of the configuration c.
 CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (

@@ -13,7 +13,6 @@ from typing import Annotated
 from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, within
 
-GATES = ("two", "full")
 RULES = ("first_order", "second_order", "mixed_level")
 SCHEDULES = ("aggressive", "adaptive", "constant")
 RESNET8_WIDTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -27,7 +26,7 @@ LARGEST_STEP = 1e4  # of rates, decays and weights of losses: one step of more l
 LARGEST_NORM = 1e4  # of gradients
 LARGEST_LIST = 100_000  # of configurations, which every exploration goes through
 MOST_CANDIDATES = 1000  # in one request
-MOMENTA = ("reset", "averaged", "server")
+MOMENTA = ("reset", "averaged")
 REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
 
 # Types of fields, with the values that they may have; see ``parser.Checked``.
@@ -49,7 +48,6 @@ ShareAbove0 = Annotated[float, Between(0, 1, above=True)]
 ShareBelow1 = Annotated[float, Between(0, 1, below=True)]
 LossBound = Annotated[float, Between(LEAST_LOSS_BOUND, 1e3, reason="in nats, of one record")]
 Rule = Annotated[str, OneOf(RULES)]
-Gates = Annotated[str, OneOf(GATES)]
 
 
 def _decay_within(lr: float, weight_decay: float) -> tuple[bool, str]:
@@ -100,26 +98,6 @@ class Adam(Checked):
 
     lr: RateOrZero
     weight_decay: RateOrZero
-
-
-@dataclass(frozen=True)
-class Temperatures(Checked):
-    """The temperature of GDAS' softmax, which falls linearly over the rounds.
-
-    Attributes:
-        first: Temperature of the first round; 10 in the paper.
-        last: Temperature of the last round; .1 in the paper.
-    """
-
-    first: Temperature
-    last: Temperature
-
-    def at_round(self, server_round: int, num_rounds: int) -> float:
-        """Return the temperature of a round of ``num_rounds``; rounds count from 1."""
-        progress = (server_round - 1) / max(1, num_rounds - 1)
-        falling = self.first + (self.last - self.first) * progress
-        low, high = sorted((self.first, self.last))
-        return min(max(falling, low), high)  # as it is, but for rounding
 
 
 @dataclass(frozen=True)

@@ -378,12 +378,11 @@ class TrainingSettings(ps.Checked):
             that have it (torch's autocast). ``auto`` is ``bfloat16`` in retraining where this
             machine has it and the network is large enough to gain, else ``float32``. Weights,
             steps, second-order gradients and evaluation stay float32; not with privacy.
-        momentum: The momentum between requests: dropped (``reset``), ``averaged`` like the model,
-            or kept at the ``server`` (FedAvgM). Null is ``averaged`` in private retraining by
-            ``privacy.retrain.noise_walk``, else ``reset``.
+        momentum: The momentum between requests: dropped (``reset``), or ``averaged`` like the
+            model. Null is ``averaged`` in private retraining by ``privacy.retrain.noise_walk``,
+            else ``reset``.
         class_factors: Public factors of the losses of classes, by name; with privacy they multiply
             what is clipped already.
-        oversample: If true, training repeats the records of rarer classes; not with privacy.
         loss: Loss of training: of a target that is a number ``squared``, ``absolute`` or ``huber``
             (squared up to a standard deviation, then absolute), of its standardised difference; or
             a name that ``register_loss`` knows. Null is ``squared``, and of classes cross-entropy,
@@ -393,7 +392,6 @@ class TrainingSettings(ps.Checked):
     precision: Annotated[str, ps.OneOf((*names.PRECISIONS, names.AUTO))]
     momentum: Annotated[str, ps.OneOf(opt.MOMENTA)] | None
     class_factors: dict[str, opt.ShareAbove0]
-    oversample: bool
     loss: ps.Text | None
 
 

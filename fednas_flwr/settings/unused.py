@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "aggregate secure_sum sampling runtime.wire runtime.time_limit training.precision "
-        "training.momentum training.class_factors training.oversample training.loss "
+        "training.momentum training.class_factors training.loss "
         "dataset.crop_padding dataset.flip dataset.cutout privacy.micro_batch_size",
         lambda c: not facts.retrains(c) and algorithm_of(c).trains is None,
         "algorithm=zero_cost and stages={c.stages}, in which no client trains",

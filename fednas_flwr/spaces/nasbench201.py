@@ -117,23 +117,13 @@ class NASBench201Network(operations.SkipNetwork):
             blocks += stage.children()
         return blocks
 
-    def path(self, x: Tensor, columns: Sequence[int], gates_E: Tensor) -> Tensor:
-        """Return logits [B, classes] with one op on every edge; nothing else is computed.
-
-        Args:
-            x: Images.
-            columns: For every edge the column of its op.
-            gates_E: What each edge's output is multiplied by.
-        """
-        return self.joined(self.skeleton(x, (columns, gates_E)), x)
-
 
 class _Skeleton(nn.Module):
     """Stem, three stages of cells with a residual block before the second and third, classifier.
 
     Args:
         make_cell: Returns a cell for a number of channels; a cell is called with its input and the
-            second argument of the skeleton (op weights, a path, or a drop-path probability).
+            second argument of the skeleton (op weights, or a drop-path probability).
     """
 
     def __init__(
@@ -156,10 +146,7 @@ class _Skeleton(nn.Module):
         self.classifier = nn.Linear(channels, space.num_classes)
 
     def forward(
-        self,
-        x: Tensor,
-        cell_argument: Tensor | tuple[Sequence[int], Tensor] | float,
-        compute: operations.Compute = called,
+        self, x: Tensor, cell_argument: Tensor | float, compute: operations.Compute = called
     ) -> Tensor:
         x = compute(self.stem, x)
         x = operations.channels_last(x) if compute is called else x
@@ -206,26 +193,9 @@ class SearchCell(nn.Module):
         make = functools.partial(make_operation, channels=channels, norm=norm, affine=False)
         self.edges = nn.ModuleList(operations.MixedOp(ops, make) for _ in EDGES)
 
-    def forward(self, x: Tensor, chosen: Tensor | tuple[Sequence[int], Tensor]) -> Tensor:
-        """Return a tensor shaped like ``x``.
-
-        Args:
-            x: Input.
-            chosen: Weights [B, E, O] of all ops; or each edge's column and gate, which alone is
-                computed.
-        """
+    def forward(self, x: Tensor, weights_BEO: Tensor) -> Tensor:
+        """Return a tensor shaped like ``x``, from the weights of all ops."""
         edges: Any = self.edges
-        if isinstance(chosen, tuple):
-            columns, gates_E = chosen
-            ops = [edge.op(column) for edge, column in zip(edges, columns, strict=True)]
-
-            def compute(index: int, state: Tensor | None) -> Tensor | None:
-                op = ops[index]
-                return None if op is None or state is None else gates_E[index] * op(state)
-
-            *_, out = operations.summed_states([x], EDGES, compute, nodes=NODES, empty=None)
-            return torch.zeros_like(x) if out is None else out
-        weights_BEO = chosen
 
         def leave(state: Tensor, indices: list[int]) -> Tensor:
             modules = {op: [edges[index].ops[op] for index in indices] for op in CONVOLUTIONS}

@@ -177,7 +177,7 @@ def test_no_degenerate_candidate_is_trained_measured_or_found(name, compose_conf
         sampler.learn(paths, [0.5] * len(paths))
 
 
-@pytest.mark.parametrize("momentum", ["reset", "averaged", "server"])
+@pytest.mark.parametrize("momentum", ["reset", "averaged"])
 def test_messages_carry_paths_and_give_what_whole_states_do(momentum, compose_config, federate):
     """To the last bit; whole states are averaged for the paths, and all else stays as it was."""
     config = compose_config(*DPNAS, f"training.momentum={momentum}")
@@ -198,7 +198,7 @@ def test_messages_carry_paths_and_give_what_whole_states_do(momentum, compose_co
                     given["layouts"] = strategy.layouts
             return ask(action, settings, **given)
 
-        def restored(action, settings, constant, *, only):
+        def restored(action, settings, *, only):
             """Average whole states, and keep of them what the paths have."""
             before = {name: dict(packed) for name, packed in strategy.states.items()}
             replies = told(action, settings)
@@ -209,7 +209,7 @@ def test_messages_carry_paths_and_give_what_whole_states_do(momentum, compose_co
                 for name, tensor in unpack(packed, layout).items():
                     if name not in only[state]:
                         tensor.copy_(kept[name])
-            strategy.move(average, constant)
+            strategy.move(average)
             return metrics
 
         strategy.ask = told

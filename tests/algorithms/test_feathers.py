@@ -1,12 +1,10 @@
 """FEATHERS: trials leave nothing behind, rewards are the clients' means, the best arm searches."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fednas_flwr.algorithms.feathers.strategy import _clamped
 from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
@@ -165,103 +163,6 @@ def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(search):
     for event, exchange in zip(explored(federation), tried, strict=True):
         weight = exchange.settings.search.alternating.beta_decay
         assert weight == pytest.approx(0.8 * event["round"] / ROUNDS)
-
-
-def test_a_trial_that_other_clients_measure_is_worth_nothing(compose_config, federate, monkeypatch):
-    federation = federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged"))
-    losses, asked = federation.strategy._losses, []
-
-    def other_clients(states):
-        asked.append(states)
-        return {c: own for c, own in losses(states).items() if (c == 0) == (states is asked[0])}
-
-    monkeypatch.setattr(federation.strategy, "_losses", other_clients)
-    federation.strategy.start(federation.grid, num_rounds=1)
-    assert set(explored(federation)[0]["rewards"].values()) == {0.0}
-
-
-@pytest.fixture(scope="module")
-def averaged(search):
-    return search(*SETTINGS, "algorithm.rewarded=averaged", rounds=ROUNDS)
-
-
-def test_averaged_rewards_are_of_the_model_that_the_next_round_would_begin_with(averaged):
-    """Every client's own search, numpy's average of the states, and losses before and after."""
-    event = explored(averaged)[0]
-    arms = sorted(map(int, event["rewards"]))
-    searches = of_action(averaged, "train.search")
-    measured = of_action(averaged, "evaluate.model")
-    assert len(arms) == event["kappa"] > 1
-    assert len(measured) == 2 + sum(e["kappa"] for e in explored(averaged))  # two before trials
-    assert len(searches) == ROUNDS + sum(e["kappa"] for e in explored(averaged))
-    assert not of_action(averaged, "train.probe")
-    for index, arm in enumerate(arms):
-        exchange = searches[index]
-        assert exchange.settings.local.weights.lr == (averaged.strategy.configurations[arm].lr)
-        states = []
-        for client in averaged.clients:
-            header = Header("test", "search", 1, 1, client.index, "nonce")
-            request = Request("train.search", header, exchange.settings, exchange.states)
-            states.append(ANSWERS["train.search"](client, request, request.settings).states)
-        counts = [len(client.data.train) for client in averaged.clients]
-        mean = {
-            state: {
-                dtype: torch.stack(
-                    [n / sum(counts) * s[state][dtype] for n, s in zip(counts, states, strict=True)]
-                ).sum(0)
-                for dtype in packed
-            }
-            for state, packed in states[0].items()
-            if state != "buffers"  # the losses' own statistics take their place
-        }
-        decreases, sizes = [], []
-        for client in averaged.clients:
-            supernet = client.network({"name": "supernet"}, exchange.states)
-            before = loss_of(client, supernet)
-            load_states(supernet, mean | {"buffers": exchange.states["buffers"]})
-            decreases.append(before - loss_of(client, supernet))
-            sizes.append(len(client.data.validation))
-        expected = sum(d * n for d, n in zip(decreases, sizes, strict=True)) / sum(sizes)
-        assert event["rewards"][str(arm)] == pytest.approx(expected, abs=2e-5)
-    assert max(map(abs, event["rewards"].values())) > 2e-3
-    best = averaged.strategy.configurations[event["best"]].lr
-    assert searches[len(arms)].settings.local.weights.lr == best
-
-
-def test_trials_of_averaged_models_leave_the_global_model_alone(averaged):
-    searches = of_action(averaged, "train.search")
-    kappa = explored(averaged)[0]["kappa"]
-    first = searches[0].states
-    for exchange in searches[1 : kappa + 1]:  # the last begins round 1
-        for state, packed in first.items():
-            for dtype, vector in packed.items():
-                assert torch.equal(exchange.states[state][dtype], vector)
-
-
-def test_averaged_models_are_rewarded_in_retraining_too(finished_run):
-    run = finished_run(*SETTINGS, "algorithm.rewarded=averaged", "rounds=1", "retrain.rounds=3")
-    told = run.named("explored")
-    places = [(event["stage"], event["round"]) for event in told]
-    assert places == [("search", 1), ("retrain", 1), ("retrain", 3)]
-    assert all(reward != 0 for event in told for reward in event["rewards"].values())
-
-
-def test_wild_losses_of_a_client_do_not_choose(compose_config, federate, monkeypatch):
-    federation = federate(compose_config(*SETTINGS, "algorithm.rewarded=averaged"))
-    honest = ANSWERS["evaluate.model"]
-
-    def lying(client, request, asked):
-        reply = honest(client, request, asked)
-        return replace(reply, metrics=reply.metrics | {"loss": -1e15 * (1 + request.header.phase)})
-
-    monkeypatch.setitem(ANSWERS, "evaluate.model", lying)
-    with pytest.raises(QuorumError, match=r"loss=-2000000000000000.0 is not from 0 to 1e"):
-        federation.strategy.start(federation.grid, num_rounds=1)
-    assert not explored(federation)
-
-
-def test_a_decrease_that_is_no_number_is_the_worst_reward():
-    assert [_clamped(d, 5.0) for d in (math.nan, math.inf, -math.inf, 0.5)] == [-5, -5, -5, 0.5]
 
 
 def test_the_best_configuration_searches(searched):

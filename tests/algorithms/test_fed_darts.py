@@ -8,12 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.client.answer import answer
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
-from fednas_flwr.search.local_search import Alternating
 
 from .plain import average, copied, make_sgd, rate_of_round, step
 
@@ -97,50 +93,3 @@ def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_conf
     assert len(arrays) == len(state)
     rounds = federation.named("round")
     assert [e["metrics"]["train_loss"] for e in rounds] == pytest.approx(losses, rel=1e-4)
-
-
-def test_oversampling_repeats_records_and_counts_them_once(compose_config, federate):
-    """Of a client that has one class twice as often, the epoch is longer, its weight is not."""
-    replies = []
-    for value in ("false", "true"):
-        own = ("algorithm=fed_darts", f"training.oversample={value}")
-        config = compose_config(*own, *UNEQUAL, *SETTINGS)
-        federation = federate(config)
-        client, strategy = federation.clients[1], federation.strategy
-        header = Header("test", "search", 1, 1, client.index, "nonce")
-        local = LocalSearch(
-            Amount(config.algorithm.local_epochs, None, config.algorithm.batch_size),
-            config.algorithm.weights,
-            config.algorithm.alphas,
-            alternating=Alternating(config.algorithm.rule),
-        )
-        request = Request("train.search", header, Search(local=local), strategy.states)
-        replies.append(answer(client, request))
-    labels = client.data.train.labels[client.data.train.rows].bincount()
-    assert labels.min() < labels.max()
-    epoch = client.epoch(client.data.train, batch_size=16, generator=torch.Generator())
-    seen = torch.cat([y for _, y in epoch]).bincount()
-    assert seen.tolist() == [int(labels.max())] * 3
-    assert {reply.num_examples for reply in replies} == {len(client.data.train)}
-    one, other = (reply.states["weights"]["float32"] for reply in replies)
-    assert not torch.equal(one, other)
-
-
-GDAS = [
-    *("algorithm=fed_darts", "algorithm.beta_decay=0"),
-    "algorithm.temperatures={first: 10.0, last: 0.1}",
-]
-
-
-def test_single_paths_of_gdas_take_their_temperature_from_the_round(search):
-    """Different runs of one seed are equal; every round of all clients is as hot as it should."""
-    alphas = []
-    for _ in range(2):
-        federation = search(*GDAS, *UNEQUAL, *SETTINGS, "rounds=3", rounds=3)
-        assert not federation.failed
-        alphas.append(federation.strategy.alphas()["cell"].clone())
-        asked = [exchange.settings.local for exchange, _ in federation.asked]
-        told = [local.alternating.temperature for local in asked]
-        assert told == pytest.approx([10.0, 5.05, 0.1])
-    assert torch.equal(*alphas)
-    assert alphas[0].std() > 0.004  # they were drawn with .001

@@ -281,33 +281,3 @@ def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(se
     for event in rounds:
         assert math.isfinite(event["metrics"]["train_loss"])
         assert set(event["clients"]) == {"0", "1"}
-
-
-@pytest.mark.parametrize("algorithm", ["fnas", "vanilla_nas"])
-@pytest.mark.parametrize("batch_size", ["null", "1000", "16"])
-def test_oversampling_repeats_records_and_counts_them_once(algorithm, batch_size, search):
-    """A client of rare classes answers for no more records than it has, by their mean gradient."""
-    partition = ["clients=1"] if algorithm == "vanilla_nas" else UNEQUAL
-    own = (f"algorithm={algorithm}", f"algorithm.batch_size={batch_size}", "rounds=1")
-    federation = search(*own, *GROUP, *partition, "training.oversample=true")
-    assert not federation.failed
-    gradients = [
-        (exchange.action, index, reply)
-        for exchange, replies in federation.asked
-        if exchange.action != "evaluate.model"
-        for index, reply in replies.items()
-    ]
-    repeated = 0
-    for action, index, reply in gradients:
-        client = federation.clients[index]
-        split = client.data.train if action == "train.weight_gradient" else client.data.validation
-        rows = client.for_training(split)
-        assert 1 <= reply.num_examples <= len(split)
-        repeated += len(rows) > len(split) == reply.num_examples
-        if (action, batch_size) == ("train.weight_gradient", "null"):
-            plain = Plain(federation.config, federation.data[0])
-            loss = plain.mean_loss(rows.batch(torch.arange(len(rows)), "cpu"))
-            expected = plain.gradients(loss, plain.weights)
-            mean = reply.states["weights"]["float32"] / reply.num_examples
-            torch.testing.assert_close(mean, torch.cat([g.reshape(-1) for g in expected]), **CLOSE)
-    assert repeated or batch_size == "16"

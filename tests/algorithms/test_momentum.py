@@ -1,6 +1,6 @@
-"""Where the momentum of local training goes between requests: nowhere, with the model, the server.
+"""Where the momentum of local training goes between requests: nowhere, or with the model.
 
-Moments that travel are those of one optimiser that is kept, and the server's momentum is FedAvgM's.
+Moments that travel are those of one optimiser that is kept.
 """
 
 from dataclasses import replace
@@ -116,68 +116,3 @@ def test_moments_are_averaged_as_the_weights_are(of_paths, compose_config, feder
         mean = np.average(own, axis=0, weights=counts)
         np.testing.assert_allclose(second[2][state]["float32"], mean, rtol=1e-5, atol=1e-7)
         assert not np.array_equal(*own)
-
-
-ARM = "{lr: 0.05, weight_decay: 0, momentum: 0.9, alpha_lr: 0, alpha_weight_decay: 0, dropout: 0}"
-BLOCKS = ["search_space=mbconv_small", "search_space.norm=group", "retrain=mbconv"]
-CELLS = ["search_space=dp_cells", "search_space.widths=[8]", "retrain=dp_cells"]
-MOMENTUM = ["algorithm.weights.momentum=0.9"]
-
-
-@pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize(
-    ("action", "given"),
-    [
-        ("train.search", SEARCH),
-        ("train.search", ["algorithm=fdnas", *BLOCKS, *MOMENTUM]),
-        ("train.candidate", ["algorithm=dpnas", *CELLS, *MOMENTUM]),
-        ("train.search", ["algorithm=feathers", f"algorithm.configurations=[{ARM}]"]),
-        ("train.weights", ["algorithm=fedavg", "algorithm.network=plain_cnn"]),
-    ],
-    ids=["fed_darts", "fdnas", "dpnas", "feathers", "fedavg"],
-)
-def test_every_average_has_the_servers_momentum(action, given, compose_config, federate):
-    """v <- m v + (mean of the clients' models - w); w <- w + v, of weights alone: FedAvgM."""
-    own = ("training.momentum=server", "retrain.weights.momentum=0.9")
-    config = compose_config(*given, *UNEQUAL, *own)
-    federation = recorded(federate(config))
-    federation.strategy.start(federation.grid, num_rounds=ROUNDS)
-    counts, velocity = [len(client.data.train) for client in federation.clients], 0.0
-    if config.algorithm.name == "fedavg":
-        counts = [len(c.data.train) + len(c.data.validation) for c in federation.clients]
-    trained = [asked for asked in federation.asked if asked[0] == action]
-    assert len(trained) == ROUNDS
-    sents = [sent["weights"]["float32"].double().numpy() for _, _, sent, _ in trained]
-    sents.append(federation.strategy.states["weights"]["float32"].double().numpy())
-
-    def mean(replies, state):
-        own = [replies[c].states[state]["float32"].double().numpy() for c in (0, 1)]
-        return np.average(own, axis=0, weights=counts)
-
-    for (_, asked, _, replies), sent, following in zip(trained, sents[:-1], sents[1:], strict=True):
-        assert getattr(asked, "local", asked).weights.momentum == 0
-        velocity = 0.9 * velocity + (mean(replies, "weights") - sent)
-        np.testing.assert_allclose(following, sent + velocity, atol=1e-5)
-    if given is SEARCH:
-        found = federation.strategy.states["alphas"]["float32"]
-        np.testing.assert_allclose(found, mean(replies, "alphas"), atol=1e-5)
-
-
-def test_the_servers_momentum_of_a_candidate_begins_with_its_trial(compose_config, federate):
-    of_trials = ["algorithm=random_search", "algorithm.trial_rounds=3", "training.momentum=server"]
-    federation = recorded(federate(compose_config(*of_trials, *UNEQUAL)))
-    federation.strategy.start(federation.grid, num_rounds=2)
-    counts = [len(client.data.train) for client in federation.clients]
-    actions = [*3 * ["train.weights"], "evaluate.model"]
-    assert [action for action, *_ in federation.asked] == 2 * actions
-    expected, velocity = np.zeros(0), np.zeros(0)
-    for index, (action, settings, sent, replies) in enumerate(federation.asked):
-        weights = sent["weights"]["float32"].double().numpy()
-        if index % len(actions) == 0:
-            expected, velocity = weights, np.zeros(len(weights))
-        np.testing.assert_allclose(weights, expected, atol=1e-5)
-        if action == "train.weights":
-            assert settings.local.weights.momentum == 0
-            states = [replies[c].states["weights"]["float32"].double().numpy() for c in (0, 1)]
-            velocity = 0.9 * velocity + (np.average(states, axis=0, weights=counts) - weights)
-            expected = weights + velocity

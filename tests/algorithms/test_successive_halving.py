@@ -95,12 +95,12 @@ def test_the_pool_is_the_best_of_all_that_were_drawn(searched):
 
 
 def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate):
-    """The best six by the pool's scores, of which those four stay that naswot prefers."""
+    """The best six by the pool's scores, of which those four stay that synflow prefers."""
     config, space, _ = drawn = nine_drawn(searched)
     best = ranked(*drawn)[:6]
-    naswot = [measure(space, own, ["naswot"], seed=config.seed)["naswot"] for own in best]
-    kept = [best[place] for place in sorted(range(6), key=lambda place: -naswot[place])[:4]]
-    shortlist = "algorithm.pool.shortlist={keep: 6, scores: [naswot]}"
+    synflow = [measure(space, own, ["synflow"], seed=config.seed)["synflow"] for own in best]
+    kept = [best[place] for place in sorted(range(6), key=lambda place: -synflow[place])[:4]]
+    shortlist = "algorithm.pool.shortlist={keep: 6, scores: [synflow]}"
     strategy = federate(compose_config(*SEARCH, shortlist)).strategy
     assert strategy._choose()[:4] == kept
 
@@ -345,7 +345,7 @@ def test_rungs_are_those_of_the_pool_whose_size_is_not_set(compose_config):
 def test_a_shortlist_is_as_large_as_the_pool_that_it_is_for(compose_config):
     for overrides, size in (([], 8), (MBCONV, 16)):
         own = ("algorithm.pool.draws=20", *UNSET, *overrides)
-        shortlist = "algorithm.pool.shortlist={keep: %d, scores: [naswot]}"
+        shortlist = "algorithm.pool.shortlist={keep: %d, scores: [synflow]}"
         with pytest.raises(ConfigError, match=rf"shortlist.keep={size - 1} .* {size}, the pool's"):
             compose_config(*SEARCH, *own, shortlist % (size - 1))
         config = compose_config(*SEARCH, *own, shortlist % size)

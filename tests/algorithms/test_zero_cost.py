@@ -60,18 +60,18 @@ def test_no_client_is_asked_anything(searched):
 
 
 def test_the_best_of_the_shortlist_is_derived(searched, search):
-    """The first three of the same ranking, in the order of naswot."""
-    shortlist = "algorithm.shortlist={keep: 3, scores: [naswot]}"
+    """The first three of the same ranking, in the order of synflow."""
+    shortlist = "algorithm.shortlist={keep: 3, scores: [synflow]}"
     federation = search(*SEARCH, shortlist, rounds=ROUNDS)
     space, seed = federation.strategy.space, federation.config.seed
     plain = [one.genotype for one in searched.strategy.pool()]
-    values = [measure(space, genotype, ["naswot"], seed=seed)["naswot"] for genotype in plain]
+    values = [measure(space, genotype, ["synflow"], seed=seed)["synflow"] for genotype in plain]
     best = sorted(range(3), key=lambda index: -values[index])
     pool = federation.strategy.pool()
     assert [one.genotype for one in pool] == [plain[index] for index in best] + plain[3:]
     assert federation.strategy.derive() == plain[best[0]]
     metrics = federation.events[-1]["metrics"]
-    assert metrics["naswot"] == values[best[0]]
+    assert metrics["synflow"] == values[best[0]]
 
 
 def test_resume_gives_the_same_ranking(searched, federate, tmp_path):

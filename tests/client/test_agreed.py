@@ -118,7 +118,6 @@ BY_SETTINGS = {
     "make_space": {"search_space": {"channels": 8}},
     "augmentation": {"dataset": {"crop_padding": 2}},
     "objective": {"training": {"class_factors": {"0": 1e-30}}},
-    "oversample": {"training": {"oversample": True}},
     "precision": {"training": {"precision": "bfloat16"}},
     "wire": {"runtime": {"wire": "int8"}},
 }

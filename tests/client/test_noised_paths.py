@@ -26,7 +26,7 @@ WEIGHT_TERMS = {"noise_multiplier": SIGMA, "max_grad_norm": NORM}
 ALPHA_TERMS = WEIGHT_TERMS | {"max_grad_norm": ALPHA_NORM}
 LOCAL = {
     "alternating": None,
-    "paths": asdict(proxyless.SampledPaths(gates="two", warm_up=False, hardware=None)),
+    "paths": asdict(proxyless.SampledPaths(warm_up=False, hardware=None)),
     "weights": replace(STEP, clip_norm=None),
     "alphas": Adam(lr=0.05, weight_decay=0.0),
     "steps": 2,
@@ -69,7 +69,7 @@ def hardware(networks, form):
     return HardwareLoss.of(costs, Hardware(None, "multiply_adds", target, form, 0.5, 0.7))
 
 
-def searched(site, networks, *, mode, loss, warm_up, steps=2):
+def searched(site, networks, *, loss, warm_up, steps=2):
     """Return the supernet after steps without noise, in float64."""
     supernet = networks.space.supernet()
     load_states(supernet, networks.states["supernet"])
@@ -81,7 +81,7 @@ def searched(site, networks, *, mode, loss, warm_up, steps=2):
     for _ in range(steps):
         if not warm_up:
             paths, old = (
-                proxyless.draw_paths(alphas, mode=mode, generator=generator),
+                proxyless.draw_paths(alphas, number=2, generator=generator),
                 alphas.detach().clone(),
             )
             in_loss = loss if loss is not None and loss.form == "multiplicative" else None
@@ -101,10 +101,9 @@ def searched(site, networks, *, mode, loss, warm_up, steps=2):
                 )
                 alphas.grad += proxyless.alpha_gradient(both - plain, alphas, paths)
             adam.step()
-            if mode == "two":
-                alphas.data = proxyless.rescale(alphas.detach(), old, paths)
+            alphas.data = proxyless.rescale(alphas.detach(), old, paths)
         drawn = proxyless.uniform_alphas(alphas.detach()) if warm_up else alphas
-        path = proxyless.draw_paths(drawn, mode="one", generator=generator)[:, 0].tolist()
+        path = proxyless.draw_paths(drawn, number=1, generator=generator)[:, 0].tolist()
         chosen = proxyless.PathNetwork(supernet, torch.tensor(path)[:, None]).weights()
 
         def by_weights(x, y, path=path, chosen=chosen):
@@ -116,20 +115,15 @@ def searched(site, networks, *, mode, loss, warm_up, steps=2):
     return supernet
 
 
-SEARCHES = [
-    ("two", None, False),
-    ("two", "additive", False),
-    ("full", "multiplicative", False),
-    ("two", None, True),
-]
+SEARCHES = [(None, False), ("additive", False), ("multiplicative", False), (None, True)]
 
 
-@pytest.mark.parametrize(("mode", "form", "warm_up"), SEARCHES)
-def test_private_path_search_is_clipped_steps(mode, form, warm_up, ask, networks, totals):
+@pytest.mark.parametrize(("form", "warm_up"), SEARCHES)
+def test_private_path_search_is_clipped_steps(form, warm_up, ask, networks, totals):
     loss = None if form is None else hardware(networks, form)
-    site, reply = ask(gates=mode, hardware=loss, warm_up=warm_up)
+    site, reply = ask(hardware=loss, warm_up=warm_up)
     state = {"float32": networks.states["supernet"]["alphas"]["float32"]}
-    twin = searched(site, networks, mode=mode, loss=loss, warm_up=warm_up)
+    twin = searched(site, networks, loss=loss, warm_up=warm_up)
     for name, tensors in (("weights", twin.weights()), ("alphas", twin.alphas())):
         if name not in reply.states:
             continue
@@ -144,25 +138,22 @@ def test_private_path_search_is_clipped_steps(mode, form, warm_up, ask, networks
 
 
 def test_noise_is_on_the_paths_own_weights_and_on_computed_alphas_alone(ask, networks):
-    for mode in ("two", "full"):
-        _, reply = ask(gates=mode, steps=1, weights=replace(STEP, weight_decay=0.0))
-        supernet = networks.space.supernet()
-        load_states(supernet, networks.states["supernet"])
-        before = copy.deepcopy(supernet.state_dict())
-        load_states(supernet, reply.states)
-        moved = {n for n, t in supernet.state_dict().items() if not torch.equal(t, before[n])}
-        used = [
-            {name.split(".")[4] for name in moved if name.startswith(f"body.blocks.{block}.ops.")}
-            for block in range(6)
-        ]
-        assert all(len(ops) <= 1 for ops in used)
-        assert sum(map(len, used)) >= 3
-        whole = {n for n in before if n.startswith(("body.before", "body.after"))}
-        assert whole <= moved
-        change = supernet.alphas()["blocks"].detach() - before["alphas.blocks"]
-        offered = before["alphas.blocks"] > -1
-        counts = (change != 0).sum(1).tolist()
-        assert counts == ([2] * 6 if mode == "two" else offered.sum(1).tolist())
+    _, reply = ask(steps=1, weights=replace(STEP, weight_decay=0.0))
+    supernet = networks.space.supernet()
+    load_states(supernet, networks.states["supernet"])
+    before = copy.deepcopy(supernet.state_dict())
+    load_states(supernet, reply.states)
+    moved = {n for n, t in supernet.state_dict().items() if not torch.equal(t, before[n])}
+    used = [
+        {name.split(".")[4] for name in moved if name.startswith(f"body.blocks.{block}.ops.")}
+        for block in range(6)
+    ]
+    assert all(len(ops) <= 1 for ops in used)
+    assert sum(map(len, used)) >= 3
+    whole = {n for n in before if n.startswith(("body.before", "body.after"))}
+    assert whole <= moved
+    change = supernet.alphas()["blocks"].detach() - before["alphas.blocks"]
+    assert (change != 0).sum(1).tolist() == [2] * 6
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +175,6 @@ def costly(per_op, fixed=0.5, **terms):
 
 
 TRAPS = [
-    {"gates": "three"},
-    {"gates": ["two"]},
     costly([[0.0, 1.0]], target=1.0),
     costly([], fixed=3.0, target=3.5, loss="multiplicative"),
     costly([[1.0] * 7] * 6, target=3.0, scale="x"),

@@ -13,12 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fednas_flwr.algorithms.fedavg import FedAvgSettings
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client.answer import check_fields
 from fednas_flwr.client.handlers import ANSWERS
-from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM
 from fednas_flwr.models.networks import describe_derived, make_network, make_space
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
@@ -29,7 +27,6 @@ from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_st
 from fednas_flwr.protocol.sum_requests import PROPERTIES, REQUESTS, SUM_ACTIONS
 from fednas_flwr.search.objective import Objective, Regression, heads
 from fednas_flwr.search.optimizer_step import no_moments
-from fednas_flwr.settings import NoPrivacy
 from fednas_flwr.settings.optimizers import Adam, DPAware
 
 from ..asked import ONE_STEP
@@ -664,7 +661,6 @@ OUTSIDE = [
     ("evaluate.model", {"network": {"name": "nothing"}}, "do not fit evaluate.model"),
     ("train.probe", {"trials": 3 * [TRIAL], "steps": 17}, "committed values: steps=51"),
     ("train.probe", {"trials": 51 * [TRIAL]}, "committed values: steps=51"),
-    ("train.search", {"local.alternating.temperature": 1.0}, "temperature=1.0: single pat"),
     ("train.candidate", {"candidates": 51 * [[5] * 15]}, "committed values: steps=51"),
     ("train.candidate", {"candidates": 3 * [[5] * 15], "local_steps": 17}, "steps=51"),
     ("train.candidate", {"candidates": [[5] * 16]}, "a path must be 15 columns of ops"),
@@ -973,16 +969,3 @@ def test_the_noised_mean_is_clipped_as_retraining_is_told(make_site):
         (after,) = site.answer(request).states["weights"].values()
         (before,) = request.states["weights"].values()
         assert (after - before).norm() == pytest.approx(moved, rel=1e-3)
-
-
-def test_a_private_client_never_oversamples_whatever_the_run_says(site_config, prepared, make_site):
-    guard = make_site().guard
-    config = replace(
-        site_config,
-        privacy=NoPrivacy("none"),
-        algorithm=FedAvgSettings("fedavg", "linear", None, None, 0.0),
-    )
-    config = replace(config, training=replace(config.training, oversample=True))
-    data = (prepared, [np.arange(80)])
-    assert make_client(config, 0, data=data, networks={}).oversample
-    assert not make_client(config, 0, data=data, networks={}, guard=guard).oversample

@@ -109,11 +109,8 @@ def of_supernet(action, kit):
             HardwareLoss.of(costs, Hardware(None, "multiply_adds", target, form, 0.5, 0.7))
             for form in ("additive", "multiplicative")
         ]
-        paths = [
-            SampledPaths(gates=gates, warm_up=False, hardware=loss)
-            for gates, loss in itertools.product(("two", "full"), (None, *losses))
-        ]
-        paths.append(SampledPaths(gates="two", warm_up=True, hardware=None))
+        paths = [SampledPaths(warm_up=False, hardware=loss) for loss in (None, *losses)]
+        paths.append(SampledPaths(warm_up=True, hardware=None))
         return [
             replace(asked, local=rq.LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p)) for p in paths
         ]

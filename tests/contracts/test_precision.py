@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.candidate import Candidate, GumbelPath
+from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Optimizer, make_sgd
@@ -105,18 +105,11 @@ def test_gradients_of_drawn_paths():
     space = replace(SPACES["mbconv"], norm="group")
     supernet, generator = make(space), make_generator(0, "paths")
     alphas_EO = drawable_alphas(supernet)
-    path_E1 = draw_paths(alphas_EO, mode="one", generator=generator)
-    paths_EK = draw_paths(alphas_EO, mode="two", generator=generator)
+    path_E1 = draw_paths(alphas_EO, number=1, generator=generator)
+    paths_EK = draw_paths(alphas_EO, number=2, generator=generator)
     network = PathNetwork(supernet, path_E1)
     check_near({p: exact(space, p).weights(network) for p in PRECISIONS})
     check_near({p: {"": exact(space, p).gates(supernet, paths_EK, None)} for p in PRECISIONS})
-
-
-def test_gradients_of_single_paths():
-    space = SPACES["nasbench201"]
-    generator = make_generator(0, "path")
-    path = GumbelPath(make(space), temperature=1.0, generator=generator)
-    check_near({p: exact(space, p).weights(path) for p in PRECISIONS})
 
 
 def test_gradients_of_a_candidate():

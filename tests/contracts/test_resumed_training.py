@@ -12,9 +12,7 @@ GIVEN = ("algorithm=fedavg", "algorithm.network=plain_cnn", "retrain.batch_size=
 SEARCH = ("algorithm=fed_darts", "search_space.norm=group", "algorithm.batch_size=16")
 TRAININGS = {
     "search, averaged": (*SEARCH, "training.momentum=averaged"),
-    "search, server": (*SEARCH, "training.momentum=server"),
     "averaged": (*GIVEN, "training.momentum=averaged"),
-    "server": (*GIVEN, "training.momentum=server"),
     "gradients": (*GIVEN, "retrain.exchange=gradients"),
     **{name: (*GIVEN, f"server_optimizer={name}") for name in ("adam", "yogi", "adagrad")},
     "fedex": ("algorithm=fedex", "algorithm.network=plain_cnn", "algorithm.num_configurations=5"),

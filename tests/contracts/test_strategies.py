@@ -34,8 +34,7 @@ SETTINGS = {name: list[str]() for name in algorithms() if name not in OTHERS} | 
     ],
     "random_search": ["rounds=2"],
     "successive_halving": [
-        *("algorithm.pool.draws=5", "algorithm.pool.keep=4", "algorithm.pool.by=[synflow]"),
-        "training.momentum=server",
+        *("algorithm.pool.draws=5", "algorithm.pool.keep=4", "algorithm.pool.by=[synflow]")
     ],
 }
 ROUNDS = 2

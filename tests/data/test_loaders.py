@@ -255,15 +255,6 @@ def test_batches_and_augmentation_on_the_gpu(images):
     assert torch.equal(moved.cpu(), augment(x.cpu(), generator=make_generator(0), **sizes))
 
 
-def test_oversampling_repeats_rarer_classes_evenly():
-    labels = torch.tensor([0, 0, 0, 0, 0, 2, 2, 1, 0])
-    split = Split(torch.zeros(9, 1), labels, torch.tensor([8, 1, 2, 5, 3, 6, 7, 4]), (0.0,), (1.0,))
-    rows = loaders.oversampled(split).rows
-    assert labels[rows].bincount().tolist() == [5, 5, 5]
-    assert rows.bincount(minlength=9).tolist() == [0, 1, 1, 1, 1, 3, 2, 5, 1]
-    assert len(loaders.oversampled(replace(split, rows=split.rows[:0])).rows) == 0
-
-
 def pairs(low, high, **form):
     return st.tuples(*[st.floats(low, high, **form)] * 2)
 

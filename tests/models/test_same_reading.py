@@ -104,14 +104,16 @@ def test_labels_that_are_no_classes_are_a_warning(model_of):
 @pytest.mark.parametrize(("positive", "expected"), [(None, "b"), (0, "a")])
 def test_a_threshold_is_of_the_positive_class(model_of, positive, expected):
     model, path = model_of("age,y\n1,a\n20,b\n300,a\n")
+    model.inputs = replace(model.inputs, positive=positive)
     for threshold, labels in ((0.0, {expected}), (1.0, {"a", "b"} - {expected})):
-        assert set(model.predict(path, threshold=threshold, positive=positive).labels) == labels
+        assert set(model.predict(path, threshold=threshold).labels) == labels
 
 
 def test_a_threshold_of_three_classes_needs_a_positive_one(model_of):
     model, path = model_of("age,y\n1,a\n20,b\n300,c\n")
     refuses("this one has 3 classes: leave it out", model.predict, path, threshold=0.5)
-    never = model.predict(path, threshold=1.0, positive=0)
+    model.inputs = replace(model.inputs, positive=0)
+    never = model.predict(path, threshold=1.0)
     most = model.predict(path).probabilities[:, 1:].argmax(1)
     assert never.labels == ["bc"[place] for place in most]
 

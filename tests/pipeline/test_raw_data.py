@@ -102,7 +102,7 @@ def test_python_takes_raw_data(finished):
         shares = model.predict(array.astype(np.float64) / 255)
         np.testing.assert_allclose(shares.probabilities, found.probabilities, atol=1e-4)
     if finished.raw is not None:
-        own = model.predict(finished.raw, batch_size=7)
+        own = model.predict(finished.raw)
         np.testing.assert_allclose(own.probabilities, found.probabilities, atol=1e-4)
         assert own.accuracy == finished.accuracy
     if finished.raw is not None and finished.raw.suffix == ".csv":

@@ -280,7 +280,6 @@ def test_sites_with_tables_of_their_own_find_one_target(run_inline, tmp_path):
 
 NUMERIC = "column ward of .* is numeric but"
 REFUSED = {
-    "training.oversample=true": "oversample=true is for records of one class each, not with a numb",
     "evaluation.positive=icu": "positive=icu is for records with classes, not with a number",
     "evaluation.metric=auroc": "metric=auroc is for records with classes, not with a",
     "dataset.label=ward evaluation.metric=r2": (

@@ -201,7 +201,6 @@ def test_real_sites_say_that_records_can_have_several_labels(run_inline, tmp_pat
 REFUSED = {
     "partition=dirichlet": "partition=dirichlet divides records by the class of each",
     "partition=label_groups": "partition=label_groups divides records by the class",
-    "training.oversample=true": "training.oversample=true is for records of one class each",
     "training.class_factors={even: .5}": "training.class_factors=.*is for records of one class",
     "evaluation.positive=odd": "evaluation.positive=odd is unknown",
     "dataset.class_names=[even,odd]": "has 3 labels, but dataset.class_names names 2",

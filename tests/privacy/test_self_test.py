@@ -194,10 +194,10 @@ def test_rows_of_networks_are_alike(name, device, route, monkeypatch):
 def test_rows_of_drawn_paths_are_alike(device):
     with seeded(0, "mbconv"):
         supernet = MBCONV.supernet().to(device).train()
-    for paths_E1 in covering_paths(supernet, mode="one"):
+    for paths_E1 in covering_paths(supernet, number=1):
         network = PathNetwork(supernet, paths_E1)
         assert passes(by_weights(network), network, IMAGE, device)
-    paths_EK = covering_paths(supernet, mode="two")[0]
+    paths_EK = covering_paths(supernet, number=2)[0]
     alphas = supernet.alphas()
     gates = Relaxation(
         {CELL: active_gates(paths_EK, like=alphas[CELL])},

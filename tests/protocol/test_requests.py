@@ -100,9 +100,6 @@ OWN[rq.Amount] = built(rq.Amount, epochs=none, steps=steps) | built(
     rq.Amount, epochs=steps, steps=none
 )
 OWN[Hardware] = built(Hardware, table=none)
-OWN[Alternating] = built(Alternating, temperature=none) | built(
-    Alternating, rule=st.sampled_from(["first_order", "mixed_level"])
-)
 alternating, paths = values(Alternating), values(SampledPaths)
 OWN[rq.LocalSearch] = built(rq.LocalSearch, alternating=alternating, paths=none) | built(
     rq.LocalSearch, alternating=none, paths=paths
@@ -313,7 +310,7 @@ def test_a_learning_rate_of_no_state_is_refused():
 
 LOCAL = plain_of(AT_LEAST["train.search"])["local"]
 NO_AMOUNT = {"epochs": None, "steps": None, "batch_size": None}
-DRAWN = {"gates": "two", "warm_up": False, "hardware": None}
+DRAWN = {"warm_up": False, "hardware": None}
 
 
 ALTERNATIVES = [

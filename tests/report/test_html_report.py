@@ -82,8 +82,7 @@ def test_the_page_of_a_finished_run(make_run):
     figures = json.loads(page.scripts[0])
     assert set(page.plots) == set(figures)
     assert {"search_loss", "search_entropy", "retrain_loss", "partition", "clients"} <= set(figures)
-    for kind in ("normal", "reduction"):
-        assert [frame["name"] for frame in figures[f"alphas_{kind}"]["frames"]] == ["1", "2", "3"]
+    assert {"alphas_normal", "alphas_reduction"} <= set(figures)
 
 
 def test_the_page_needs_no_network(make_run):

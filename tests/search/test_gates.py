@@ -47,20 +47,20 @@ def frequencies(paths, num_ops):
     return F.one_hot(torch.stack(paths), num_ops).double().sum(2).mean(0)
 
 
-def draw_many(mode, alphas=ALPHAS):
-    generator = make_generator(0, mode)
-    return [proxyless.draw_paths(alphas, mode=mode, generator=generator) for _ in range(DRAWS)]
+def draw_many(number, alphas=ALPHAS):
+    generator = make_generator(0, f"{number} paths")
+    return [proxyless.draw_paths(alphas, number=number, generator=generator) for _ in range(DRAWS)]
 
 
 # Standard deviation of a share is at most .5 / sqrt(4000) = .008.
-@pytest.mark.parametrize("mode", ["one", "full"])
-def test_the_active_op_is_drawn_from_the_softmax(mode):
-    active = [paths[:, :1] for paths in draw_many(mode)]
+@pytest.mark.parametrize("number", [1, 4])
+def test_the_active_op_is_drawn_from_the_softmax(number):
+    active = [paths[:, :1] for paths in draw_many(number)]
     torch.testing.assert_close(frequencies(active, 4), ALPHAS.softmax(-1), rtol=0, atol=0.03)
 
 
 def test_two_ops_are_drawn_without_replacement_and_one_by_their_softmax():
-    draws = draw_many("two")
+    draws = draw_many(2)
     p = ALPHAS.softmax(-1)
     for block in range(2):
         seen = {}
@@ -78,13 +78,14 @@ def test_two_ops_are_drawn_without_replacement_and_one_by_their_softmax():
 
 def test_what_is_not_offered_comes_last_even_where_probabilities_underflow():
     alphas = torch.tensor([[900.0, 0.0, -900.0, NEVER]])
-    for mode, expected in (("one", [0]), ("two", [0, 1]), ("full", [0, 1, 2, 3])):
-        paths = proxyless.draw_paths(alphas, mode=mode, generator=make_generator(0, "underflow"))
+    for expected in ([0], [0, 1], [0, 1, 2, 3]):
+        generator = make_generator(0, "underflow")
+        paths = proxyless.draw_paths(alphas, number=len(expected), generator=generator)
         assert paths.tolist() == [expected]
 
 
 def test_uniform_paths_ignore_the_alphas_but_not_what_is_offered():
-    drawn = frequencies(draw_many("one", proxyless.uniform_alphas(ALPHAS)), 4)
+    drawn = frequencies(draw_many(1, proxyless.uniform_alphas(ALPHAS)), 4)
     expected = torch.tensor([[1 / 4] * 4, [1 / 3] * 3 + [0]], dtype=torch.float64)
     torch.testing.assert_close(drawn, expected, rtol=0, atol=0.03)
 
@@ -144,7 +145,7 @@ def test_the_mean_over_drawn_pairs_is_that_over_all_pairs():
     """4000 draws: to a cosine of .99 and a tenth of the length."""
     gates = torch.tensor([1.0, -0.5, 2.0, 0.3], dtype=torch.float64)
     drawn = torch.zeros(4, dtype=torch.float64)
-    for paths in draw_many("two", ALPHAS[:1]):
+    for paths in draw_many(2, ALPHAS[:1]):
         drawn += proxyless.alpha_gradient(gates[paths], ALPHAS[:1], paths)[0] / DRAWS
     expected = expected_pair_gradient(gates, ALPHAS[0])
     assert F.cosine_similarity(drawn, expected, dim=0) > 0.99
@@ -174,12 +175,12 @@ def dense_loss(supernet, batch, gates_EO):
     return F.cross_entropy(supernet(batch[0], {"blocks": gates_EO}), batch[1])
 
 
-@pytest.mark.parametrize("mode", ["two", "full"])
-def test_gate_gradients_of_every_path_equal_finite_differences(supernet, tiny_batch, mode):
+@pytest.mark.parametrize("number", [2, 3])
+def test_gate_gradients_of_every_path_equal_finite_differences(supernet, tiny_batch, number):
     """All active paths and all pairs: dL/dg at one-hot gates, without and with the graph."""
     for active in TINY_PATHS:
         others = [[o for o in row if o != a] for row, a in zip(TINY.offered, active, strict=True)]
-        if mode == "full":
+        if number == 3:
             missing = [[o for o in range(3) if o not in row] for row in TINY.offered]
             choices = [[[a, *o, *m] for a, o, m in zip(active, others, missing, strict=True)]]
         else:

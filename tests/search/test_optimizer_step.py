@@ -187,8 +187,8 @@ def all_ops(rule):
     return partial(Stream, MLP, loop, beta=0.5)
 
 
-def paths(*, gates, warm_up):
-    settings = SampledPaths(gates, warm_up, None)
+def paths(*, warm_up):
+    settings = SampledPaths(warm_up, None)
 
     def loop(stream, gradients, optimizers):
         search_paths(stream.network, gradients, optimizers, settings, generator=stream.generator)
@@ -207,9 +207,8 @@ def weights_alone(stream, gradients, optimizers):
 
 STREAMS = {
     **{rule: all_ops(rule) for rule in ("first_order", "second_order", "mixed_level")},
-    "two paths": paths(gates="two", warm_up=False),
-    "all paths": paths(gates="full", warm_up=False),
-    "warm-up": paths(gates="two", warm_up=True),
+    "paths": paths(warm_up=False),
+    "warm-up": paths(warm_up=True),
     "candidates": partial(Stream, CELLS, candidates),
     "weights alone": partial(Stream, MLP, weights_alone),
 }

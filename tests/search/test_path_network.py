@@ -50,8 +50,9 @@ def records():
     return tensors_of((2, 4, 4), 3, 6, make_generator(1, "batch"))
 
 
-def paths(supernet, mode, seed=0):
-    return draw_paths(drawable_alphas(supernet), mode=mode, generator=make_generator(seed, "paths"))
+def paths(supernet, number, seed=0):
+    generator = make_generator(seed, "paths")
+    return draw_paths(drawable_alphas(supernet), number=number, generator=generator)
 
 
 def clip_to(gradients, norm):
@@ -65,7 +66,7 @@ def clip_to(gradients, norm):
 @pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("seed", range(4))
 def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, supernet, records):
-    path = paths(supernet, "one", seed)
+    path = paths(supernet, 1, seed)
     network = PathNetwork(supernet, path)
     derived = SPACE.network(SPACE.genotype(path[:, 0].tolist())).double()
     own, state = network.weights(), supernet.state_dict()
@@ -93,11 +94,11 @@ def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, sup
 
 @pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("hardware", [None, MULTIPLICATIVE], ids=["plain", "multiplicative"])
-@pytest.mark.parametrize("mode", ["two", "full"])
-def test_alphas_are_clipped_by_record_through_the_gates(mode, hardware, supernet, records):
+@pytest.mark.parametrize("number", [2, 4])
+def test_alphas_are_clipped_by_record_through_the_gates(number, hardware, supernet, records):
     alphas = supernet.alphas()["blocks"]
     for seed in range(3):
-        drawn = paths(supernet, mode, seed)
+        drawn = paths(supernet, number, seed)
         gradients = []
         for i in range(len(records[1])):
             record = records[0][i : i + 1], records[1][i : i + 1]
@@ -127,9 +128,9 @@ def test_alphas_are_clipped_by_record_through_the_gates(mode, hardware, supernet
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("mode", ["two", "full"])
-def test_the_additive_cost_is_a_part_of_its_own_that_knows_no_record(mode, supernet, records):
-    alphas, drawn = supernet.alphas()["blocks"], paths(supernet, mode)
+@pytest.mark.parametrize("number", [2, 4])
+def test_the_additive_cost_is_a_part_of_its_own_that_knows_no_record(number, supernet, records):
+    alphas, drawn = supernet.alphas()["blocks"], paths(supernet, number)
     plain, _ = gate_gradient(supernet, records, drawn)
     both, _ = gate_gradient(supernet, records, drawn, hardware=ADDITIVE)
     found = proxyless.cost_gradient(ADDITIVE, supernet, drawn)
@@ -141,8 +142,8 @@ def test_the_additive_cost_is_a_part_of_its_own_that_knows_no_record(mode, super
 WILD = st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -1e30, -1e4, -2e4, 0.0, 5.0, 1e3])
 
 
-@given(st.lists(WILD, min_size=12, max_size=12), st.sampled_from(["one", "two", "full"]))
-def test_no_alphas_that_a_server_can_send_draw_what_is_not_offered(values, mode):
+@given(st.lists(WILD, min_size=12, max_size=12), st.sampled_from([1, 2, 4]))
+def test_no_alphas_that_a_server_can_send_draw_what_is_not_offered(values, number):
     supernet = SPACE.supernet()
     with torch.no_grad():
         supernet.alphas()["blocks"].copy_(torch.tensor(values).view(3, 4))
@@ -151,8 +152,8 @@ def test_no_alphas_that_a_server_can_send_draw_what_is_not_offered(values, mode)
     for seed in range(5):
         alphas = drawable_alphas(supernet)
         for drawn in (alphas, proxyless.uniform_alphas(alphas)):
-            found = draw_paths(drawn, mode=mode, generator=make_generator(seed, "paths"))
-            computed = found[:, :1] if mode == "full" else found
+            found = draw_paths(drawn, number=number, generator=make_generator(seed, "paths"))
+            computed = found[:, :1] if number == 4 else found
             assert bool(offered.gather(1, computed).all())
 
 
@@ -160,13 +161,13 @@ def test_alphas_of_a_search_are_drawn_from_as_they_are(supernet):
     assert torch.equal(drawable_alphas(supernet), supernet.alphas()["blocks"])
 
 
-@pytest.mark.parametrize("mode", ["one", "two", "full"])
-def test_covering_paths_compute_every_op_that_is_offered_and_no_other(supernet, mode):
-    covering = covering_paths(supernet, mode=mode)
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_covering_paths_compute_every_op_that_is_offered_and_no_other(supernet, number):
+    covering = covering_paths(supernet, number=number)
     offered_EO = offered_ops(supernet)
     computed_EO = torch.zeros_like(offered_EO)
     for paths_EK in covering:
-        assert paths_EK.shape == (3, {"one": 1, "two": 2, "full": 4}[mode])
+        assert paths_EK.shape == (3, number)
         assert all(len(set(row)) == len(row) for row in paths_EK.tolist())
         assert bool(offered_EO.gather(1, paths_EK[:, :1]).all())
         computed_EO.scatter_(1, paths_EK, True)
@@ -174,13 +175,13 @@ def test_covering_paths_compute_every_op_that_is_offered_and_no_other(supernet, 
 
 
 def test_the_first_covering_paths_have_the_most_weights(supernet):
-    assert covering_paths(supernet, mode="one")[0].tolist() == [[1], [1], [1]]
-    assert covering_paths(supernet, mode="two")[0].tolist() == [[1, 2], [1, 2], [1, 2]]
+    assert covering_paths(supernet, number=1)[0].tolist() == [[1], [1], [1]]
+    assert covering_paths(supernet, number=2)[0].tolist() == [[1, 2], [1, 2], [1, 2]]
     counts = {
-        sum(w.numel() for w in PathNetwork(supernet, paths(supernet, "one", s)).weights().values())
+        sum(w.numel() for w in PathNetwork(supernet, paths(supernet, 1, s)).weights().values())
         for s in range(30)
     }
-    most = PathNetwork(supernet, covering_paths(supernet, mode="one")[0]).weights().values()
+    most = PathNetwork(supernet, covering_paths(supernet, number=1)[0]).weights().values()
     assert len(counts) > 5
     assert max(counts) <= sum(w.numel() for w in most)
 

@@ -46,11 +46,11 @@ class AlphasOnly(ExactGradients):
         return {}
 
 
-def search(supernet, *, steps=4, mode="two", warm_up=False, hardware=None):
+def search(supernet, *, steps=4, warm_up=False, hardware=None):
     """Search for one pass; return where the gradients came from."""
     gradients = ExactGradients(lambda: batches(steps), lambda: batches(steps + 2, start=100))
     optimizers = optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
-    paths, generator = SampledPaths(mode, warm_up, hardware), make_generator(0, "paths")
+    paths, generator = SampledPaths(warm_up, hardware), make_generator(0, "paths")
     search_paths(supernet, gradients, optimizers, paths, generator=generator)
     return gradients
 
@@ -68,9 +68,9 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
     for batch in batches(5):
         before = copy.deepcopy(supernet.state_dict())
         if not warm_up:
-            draw_paths(alphas, mode="two", generator=again)  # of the alpha step
+            draw_paths(alphas, number=2, generator=again)  # of the alpha step
         drawn_from = proxyless.uniform_alphas(alphas) if warm_up else alphas
-        path = draw_paths(drawn_from, mode="one", generator=again)[:, 0].tolist()
+        path = draw_paths(drawn_from, number=1, generator=again)[:, 0].tolist()
         network = SPACE.network(SPACE.genotype(path)).double()
         network.load_state_dict({name: before[f"body.{name}"] for name in network.state_dict()})
         settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
@@ -86,7 +86,7 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
             momenta[name] = sgd.state[weight]["momentum_buffer"]
 
         gradients = ExactGradients(lambda batch=batch: iter([batch]), lambda: batches(1, start=100))
-        paths = SampledPaths("two", warm_up, None)
+        paths = SampledPaths(warm_up, None)
         search_paths(supernet, gradients, optimizers, paths, generator=generator)
         assert gradients.train_tally.loss == pytest.approx(loss.item())
         trained = network.state_dict()
@@ -95,10 +95,10 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
             torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-12)
 
 
-def alpha_step(supernet, batch, optimizers, mode, generator):
+def alpha_step(supernet, batch, optimizers, generator):
     """One step of the alphas on a validation batch."""
     gradients = AlphasOnly(lambda: batches(1, start=100), lambda: iter([batch]))
-    paths = SampledPaths(mode, False, None)
+    paths = SampledPaths(False, None)
     search_paths(supernet, gradients, optimizers, paths, generator=generator)
     assert gradients.validation_tally.num_examples == len(batch[1])
 
@@ -110,9 +110,9 @@ def test_alpha_steps_move_only_sampled_probabilities(supernet):
     alphas = supernet.alphas()["blocks"]
     for batch in batches(20):
         before = alphas.detach().clone()
-        pairs = draw_paths(alphas, mode="two", generator=again)
-        alpha_step(supernet, batch, optimizers, "two", generator)
-        draw_paths(alphas, mode="one", generator=again)  # of the weight step
+        pairs = draw_paths(alphas, number=2, generator=again)
+        alpha_step(supernet, batch, optimizers, generator)
+        draw_paths(alphas, number=1, generator=again)  # of the weight step
         sampled = torch.zeros(3, 4, dtype=torch.bool).scatter(1, pairs, True)
         change = alphas.softmax(-1) - before.softmax(-1)
         assert change[~sampled].abs().max() < 1e-15
@@ -122,28 +122,13 @@ def test_alpha_steps_move_only_sampled_probabilities(supernet):
     assert all(torch.equal(w, weights[name]) for name, w in supernet.weights().items())
 
 
-def test_a_full_alpha_step_is_adams_on_the_gate_gradient(supernet):
-    alphas = supernet.alphas()["blocks"]
-    twin = alphas.detach().clone().requires_grad_()
-    adam = torch.optim.Adam([twin], lr=0.01, betas=(0.0, 0.999))
-    optimizers = optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
-    generator, again = (make_generator(0, "paths") for _ in range(2))
-    for batch in batches(3):
-        paths = draw_paths(twin, mode="full", generator=again)
-        twin.grad = proxyless.alpha_gradient(gate_gradient(supernet, batch, paths)[0], twin, paths)
-        adam.step()
-        alpha_step(supernet, batch, optimizers, "full", generator)
-        draw_paths(twin, mode="one", generator=again)  # of the weight step
-        torch.testing.assert_close(alphas.detach(), twin.detach(), rtol=1e-10, atol=1e-13)
-
-
 @pytest.mark.parametrize("form", ["additive", "multiplicative"])
 def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
-    """Mode full, by the chain rule on CE and on E through softmax(alphas)."""
+    """Of all ops, by the chain rule on CE and on E through softmax(alphas)."""
     hardware = HardwareLoss.of(COSTS, Hardware(None, "ms", 8.0, form, 0.7, 0.6))
     batch = next(batches(1))
     alphas = supernet.alphas()["blocks"].detach().requires_grad_()
-    paths = draw_paths(alphas, mode="full", generator=make_generator(0, "paths"))
+    paths = draw_paths(alphas, number=4, generator=make_generator(0, "paths"))
     plain, losses = gate_gradient(supernet, batch, paths)
     found, _ = gate_gradient(supernet, batch, paths, hardware=hardware)
 
@@ -163,10 +148,9 @@ def test_a_low_target_makes_cheap_ops_likely(supernet):
     assert after < before - 1.0
 
 
-@pytest.mark.parametrize("mode", ["two", "full"])
-def test_a_pass_counts_both_splits_and_trains_both_states(supernet, mode):
+def test_a_pass_counts_both_splits_and_trains_both_states(supernet):
     before = copy.deepcopy(supernet.state_dict())
-    gradients = search(supernet, mode=mode)
+    gradients = search(supernet)
     seen = gradients.train_tally, gradients.validation_tally
     assert tuple(tally.num_examples for tally in seen) == (20, 20)
     for name in ("alphas.blocks", "body.before.0.0.weight"):

@@ -416,20 +416,6 @@ def test_a_heavy_client_is_held_to_the_largest_share_and_named_once(largest, wei
     assert all("client 1 may weigh 900 of 1100 examples" in message for message in messages)
 
 
-def test_a_client_cannot_name_so_many_classes_that_it_may_step_farther(federation):
-    """Oversampling takes as many more steps; how many classes there are is what most say."""
-    limits = []
-    for told in (["a"], ["a"] * 10_000):
-        many = federation(
-            properties={BAD: {"class_names": told}, 0: {"class_names": ["a"]}},
-            damage={BAD: poison("alphas", 0, 5e3)},
-        )
-        assert many.answering() == [0, 2]
-        limits.append(many.events[-1]["reason"])
-    assert limits[0] == limits[1]
-    assert limits[0].startswith("alphas has a norm of 5e+03, where an honest client's is at most")
-
-
 def test_a_sum_of_gradients_is_scaled_with_its_weight():
     states = {"weights": {"float32": torch.ones(2)}, "buffers": {"float32": torch.ones(1)}}
     held = Reply(8.0, states=states).weighing(0.25, summed=("weights",))
@@ -520,19 +506,14 @@ def plan(kind="weights", action="train.weights", *, batch=32.0, sigma=1.5, norm=
     return PlannedRelease("search", action, kind, splits, batch, 10, norm, sigma)
 
 
-def limits(action, settings, *, sizes, sent=None, examples=550.0, classes=1, planned=()):
+def limits(action, settings, *, sizes, sent=None, examples=550.0, planned=()):
     exchange = SimpleNamespace(
         action=action,
         layouts={name: SimpleNamespace(sizes={"float32": size}) for name, size in sizes.items()},
         planned={release.kind: release for release in planned},
     )
     return honest_limits(
-        exchange,
-        settings,
-        sent=sent or {},
-        examples=examples,
-        classes=classes,
-        records=RECORDS if planned else {},
+        exchange, settings, sent=sent or {}, examples=examples, records=RECORDS if planned else {}
     )
 
 
@@ -641,8 +622,6 @@ def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
     assert clipped.norms["weights"] == pytest.approx(
         1.25 * largest_move(22, SGD(0.1, 0.0, 0.9, 0.0, 1.0), 1.0, 5.0, 0.0), rel=1e-3
     )
-    of_three = limits("train.weights", training(1.0, epochs), sizes=sizes, sent=sent, classes=3)
-    assert of_three.norms["weights"] > 2 * clipped.norms["weights"]  # oversampling takes more steps
     free = limits("train.weights", training(None, epochs), sizes=sizes, sent=sent)
     assert free.norms["weights"] == 1e6 * (10 + 5)
     noised = [plan()]

@@ -55,12 +55,12 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             step=server_round - 1,
             local_steps=settings.local_steps,
             batch_size=None if self.is_private else settings.batch_size,
-            weights=self.client_weights(settings.weights.at_round(server_round, num_rounds)),
+            weights=settings.weights.at_round(server_round, num_rounds),
             dp_aware=None if self.is_private else settings.dp_aware,
             sparse=True,
         )
         only = path_states(self.supernet, request.candidates)
-        metrics = self.train("train.candidate", request, settings.weights.momentum, only=only)
+        metrics = self.train("train.candidate", request, only=only)
         if server_round > settings.warm_up_rounds:
             paths = self.sampler.sample(settings.rewarded_candidates, generator)
             rewards, measured = self._measure(paths)

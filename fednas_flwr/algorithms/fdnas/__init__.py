@@ -22,13 +22,11 @@ class FDNASSettings(LocalEpochs):
     """FDNAS: local epochs of ProxylessNAS on sampled paths, then averaging.
 
     Attributes:
-        gates: Paths that an alpha step computes: ``two`` drawn ones, or the ``full`` choice.
         warm_up_rounds: First rounds of weights on uniformly drawn paths, in which alphas rest.
         alphas: The alphas' optimiser.
         hardware: Hardware loss of the alphas; null has none.
     """
 
-    gates: opt.Gates
     warm_up_rounds: opt.CountOrZero
     alphas: opt.Adam
     hardware: Hardware | None

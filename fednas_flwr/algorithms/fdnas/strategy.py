@@ -39,14 +39,12 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         settings = self.settings
         local = LocalSearch(
             self.amount(settings.local_epochs, settings.batch_size),
-            self.client_weights(settings.weights.at_round(server_round, num_rounds)),
+            settings.weights.at_round(server_round, num_rounds),
             settings.alphas,
-            paths=SampledPaths(
-                settings.gates, server_round <= settings.warm_up_rounds, self._hardware
-            ),
+            paths=SampledPaths(server_round <= settings.warm_up_rounds, self._hardware),
         )
         request = Search(local=local)
-        return self.train("train.search", request, settings.weights.momentum)
+        return self.train("train.search", request)
 
     def average(
         self, replies: Iterable[tuple[int, Reply]]

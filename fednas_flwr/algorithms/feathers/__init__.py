@@ -1,14 +1,12 @@
 """FEATHERS: a bandit over hyper-parameters alternates with federated DARTS."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from fednas_flwr.algorithms.fed_darts import RULES
 from fednas_flwr.settings import AlgorithmSettings, registry
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import searches
 from fednas_flwr.settings.names import UNITS
-from fednas_flwr.settings.parser import OneOf
 
 
 @dataclass(frozen=True)
@@ -21,8 +19,6 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
         batch_size: Records per step of a client.
         clip_norm: Largest norm of a batch's mean gradient; null does not clip.
         nas_rounds: Rounds of search between two explorations.
-        rewarded: Loss that rewards a configuration: each client's own trained model (``local``), or
-            their average (``averaged``), which takes two exchanges per trial.
         beta_decay: Weight of beta-DARTS' regulariser in the last round of the search, to which it
             rises linearly.
         loss_bound: Bound on a record's decrease of loss.
@@ -35,7 +31,6 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
     clip_norm: opt.ClipNorm | None
     nas_rounds: opt.Count
     beta_decay: opt.RateOrZero
-    rewarded: Annotated[str, OneOf(opt.REWARDED)]
     loss_bound: opt.LossBound
     bandit: opt.BanditSettings
 
@@ -57,10 +52,6 @@ registry.register(
         units=UNITS,
         asks_rewards=True,
         unused=_UNUSED,
-        clashes={
-            **RULES,
-            "algorithm.rewarded!=local privacy=dp": "losses of averaged models are no planned "
-            "release, so that this is not possible yet; set algorithm.rewarded=local",
-        },
+        clashes=RULES,
     ),
 )

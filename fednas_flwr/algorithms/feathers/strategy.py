@@ -12,10 +12,10 @@ from fednas_flwr.algorithms.feathers import FEATHERSSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
-from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
+from fednas_flwr.protocol.states import Layout, unpack
 from fednas_flwr.search.bandit import Bandit, make_configurations
 from fednas_flwr.search.local_search import Alternating, rising
-from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, SGD, Configuration
+from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, Configuration
 
 BOUND_PER_SCALE = 4.0
 
@@ -30,10 +30,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     The text rewards what each client's own trained model gains on its own records. With skewed
     labels that is most where a client forgets the others' classes, and high learning rates win,
-    whose models do not average. ``rewarded="averaged"`` rewards the decrease of the loss from the
-    global model to the average of the trained ones instead: for each trial one exchange trains and
-    another measures, and one before all of them measures the global model. A client then counts for
-    at most ``loss_bound``, otherwise a record does.
+    whose models do not average.
 
     Deviations: a learning rate is not annealed, it is the bandit that lowers it. One message asks a
     client for all trials of a phase, so that no client waits for another between them and the
@@ -63,7 +60,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round)
         best = self.configurations[self.bandit.best()]
-        metrics = self.train(*self._training(best), best.momentum)
+        metrics = self.train(*self._training(best))
         self.values = {"bandit": self.bandit.to_json()}
         return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
 
@@ -75,8 +72,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         before, bound = self.bandit, self._bound()
         arms = before.draw(before.num_trials(), generator)
         tried = [self.configurations[arm] for arm in arms]
-        measure = self._rewards if self.settings.rewarded == "local" else self._averaged_rewards
-        rewards, noise = measure(tried, bound)
+        rewards, noise = self._rewards(tried, bound)
         rewarded = dict(zip(arms, rewards, strict=True))
         self.bandit = before.updated(rewarded, noise=noise)
         self.cohort.emit(
@@ -116,7 +112,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         request = rq.Probe(
             search=local if isinstance(local, rq.LocalSearch) else None,
             training=local if isinstance(local, rq.LocalTraining) else None,
-            trials=[rq.Trial(self._sgd(c), c.adam(), c.dropout) for c in configurations],
+            trials=[rq.Trial(c.sgd(self.clip_norm), c.adam(), c.dropout) for c in configurations],
             loss_bound=bound,
         )
         total = torch.zeros(len(configurations), dtype=torch.float64)
@@ -132,43 +128,6 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         noise = bound * sigma * math.sqrt(num_clients) / weight
         return (total / weight).tolist(), noise
 
-    def _averaged_rewards(
-        self, configurations: Sequence[Configuration], bound: float
-    ) -> tuple[list[float], float]:
-        """Each configuration's reward by the averaged model, and 0, the std of no noise.
-
-        It is the mean over the clients that answered before and after the trial; 0 without any.
-        """
-        before = self._losses(self.states)
-        rewards = []
-        for configuration in configurations:
-            action, request = self._training(configuration)
-            average, _ = self.average(
-                self.ask(action, request, states=self.states, layouts=self.layouts)
-            )
-            both = [
-                (num_examples, _clamped(before[client][0] - loss, bound))
-                for client, (loss, num_examples) in self._losses(average).items()
-                if client in before
-            ]
-            weight = sum(num_examples for num_examples, _ in both)
-            rewards.append(sum(n * decrease for n, decrease in both) / weight if both else 0.0)
-        return rewards, 0.0
-
-    def _losses(self, states: Mapping[str, Packed]) -> dict[int, tuple[float, float]]:
-        """Each client's validation loss of a model, and the number of its records.
-
-        Batches are normalised by its own train records' statistics.
-        """
-        request = rq.Evaluate(
-            network=self.description, split="validation", statistics_batch_size=self.batch_size
-        )
-        model = {name: state for name, state in states.items() if name != MOMENTS}
-        return {
-            client: (reply.metrics["loss"], reply.num_examples)
-            for client, reply in self.ask("evaluate.model", request, states=model)
-        }
-
     def _training(self, configuration: Configuration) -> tuple[str, rq.Settings]:
         """Action and request of a round of training with a configuration."""
         local = self._local(configuration)
@@ -178,15 +137,12 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
         """Local search or training with a configuration."""
-        sgd = self._sgd(configuration)
+        sgd = configuration.sgd(self.clip_norm)
         if self.stage == "retrain":
             return self.local_training(sgd, configuration.dropout)
         amount = self.amount(self.settings.local_epochs, self.settings.batch_size)
         alternating = Alternating(self.settings.rule, beta_decay=self._beta_weight)
         return rq.LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
-
-    def _sgd(self, configuration: Configuration) -> SGD:
-        return self.client_weights(configuration.sgd(self.clip_norm))
 
     @classmethod
     def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:
@@ -204,11 +160,6 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             planned += private.gradients(dict.fromkeys(states, "train.probe"), steps=steps)
             planned += [private.rewards("train.probe", trials)]
         return planned
-
-
-def _clamped(decrease: float, bound: float) -> float:
-    """A decrease within the bound; one that is no number counts -bound."""
-    return max(-bound, min(bound, decrease)) if math.isfinite(decrease) else -bound
 
 
 def explores(server_round: int, nas_rounds: int) -> bool:

@@ -20,8 +20,6 @@ class FedDARTSSettings(LocalEpochs):
         alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly;
             0 is the papers' form.
-        temperatures: Temperatures of GDAS, whose steps compute one drawn op per edge; null mixes
-            all ops.
     """
 
     rule: opt.Rule
@@ -29,7 +27,6 @@ class FedDARTSSettings(LocalEpochs):
     proximal: opt.RateOrZero
     alphas: opt.Adam
     beta_decay: opt.RateOrZero
-    temperatures: opt.Temperatures | None
 
 
 RULES = {
@@ -37,18 +34,7 @@ RULES = {
     "algorithm.rule=first_order"
 }
 _entry = partial(
-    registry.Algorithm,
-    FedDARTSSettings,
-    f"{__name__}.strategy:FedDARTS",
-    clashes={
-        **RULES,
-        "algorithm.temperatures!=null algorithm.rule=second_order": "single paths have no second "
-        "order; set algorithm.rule=first_order or algorithm.temperatures=null",
-        "algorithm.temperatures!=null search_space!=nasbench201": "single paths are drawn of the "
-        "NAS-Bench-201 cell only; set algorithm.temperatures=null or search_space=nasbench201",
-        "algorithm.temperatures!=null privacy.unit!=client": "single paths have no private "
-        "gradient yet; set algorithm.temperatures=null",
-    },
+    registry.Algorithm, FedDARTSSettings, f"{__name__}.strategy:FedDARTS", clashes=RULES
 )
 registry.register("algorithm", "fed_darts", _entry(units=UNITS))
 registry.register("algorithm", "fedprox_darts", _entry(units=UNITS))

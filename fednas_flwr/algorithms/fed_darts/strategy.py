@@ -17,29 +17,24 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
     """FedAvg of DARTS' alternating steps (Seng et al., 2023, FEATHERS, section 4, baseline).
 
     With the rule ``mixed_level`` it is FedNAS (He et al., 2020, arXiv 2004.08546, Alg. 1).
-
-    With ``temperatures`` the steps are GDAS' (``search.candidate``).
     """
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Search locally everywhere, average weights, alphas and buffers."""
         settings = self.settings
-        falling = settings.temperatures
-        temperature = None if falling is None else falling.at_round(server_round, num_rounds)
         local = LocalSearch(
             self.amount(settings.local_epochs, settings.batch_size),
-            self.client_weights(settings.weights.at_round(server_round, num_rounds)),
+            settings.weights.at_round(server_round, num_rounds),
             settings.alphas,
             alternating=Alternating(
                 settings.rule,
                 settings.validation_weight,
                 settings.proximal,
                 beta_decay=rising(settings.beta_decay, server_round, num_rounds),
-                temperature=temperature,
             ),
         )
         request = Search(local=local)
-        return self.train("train.search", request, settings.weights.momentum)
+        return self.train("train.search", request)
 
     @classmethod
     def releases(cls, settings: FedDARTSSettings, private: PrivateRound) -> list[PlannedRelease]:

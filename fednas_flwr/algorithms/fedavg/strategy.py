@@ -164,22 +164,22 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         """Train locally everywhere, average the weights, and measure them if it is time."""
         weights, every = self.weights, self.config.retrain.evaluate_every
         local = self.local_training(
-            self.client_weights(weights.at_round(server_round, num_rounds)),
+            weights.at_round(server_round, num_rounds),
             self.drop_path_prob * (server_round - 1) / num_rounds,
             split="+".join(trained_on(every)),
             proximal=self.proximal,
             augmented=server_round <= (1 - self.config.retrain.unaugmented) * num_rounds,
         )
         request = Train(local=local)
-        metrics = self.train("train.weights", request, weights.momentum)
+        metrics = self.train("train.weights", request)
         return metrics | self.validation_metrics(every, server_round, num_rounds)
 
-    def move(self, average: dict[str, Packed], momentum: float) -> None:
+    def move(self, average: dict[str, Packed]) -> None:
         """Step towards the clients' average by the server's optimiser, or take it as it is."""
         if self.optimizer is not None:
             before = self.states["weights"]
             average["weights"] = self.optimizer.step(average["weights"], before, self._round)
-        super().move(average, momentum)
+        super().move(average)
 
     @classmethod
     def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:

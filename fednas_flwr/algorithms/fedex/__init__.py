@@ -30,9 +30,7 @@ register(
         retraining=f"{__name__}.strategy:FedEx",
         clashes={
             "secure_sum!=null algorithm=fedex": "its clients are asked different things, which "
-            "have no sum; choose another algorithm",
-            "training.momentum=server algorithm=fedex": "every client steps with a momentum of its "
-            "own; set training.momentum=reset or training.momentum=averaged",
+            "have no sum; choose another algorithm"
         },
         unused=(
             Rule(

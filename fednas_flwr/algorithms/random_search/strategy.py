@@ -68,7 +68,6 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
         settings = self.settings
         description = describe_derived(genotype, **candidate_settings(self.config, self.prepared))
         self.layouts, self.states = self._initial(seeded_network(self.config, description))
-        self._velocity = {}
         sgd = configuration.annealed(settings.weights) if configuration else settings.weights
         drop_path_prob = configuration.dropout if configuration else 0.0
         metrics: dict[str, float] = {}
@@ -78,11 +77,11 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
                 description,
                 "train",
                 self.amount(settings.local_epochs, settings.batch_size),
-                self.client_weights(sgd.at_round(trial, settings.trial_rounds)),
+                sgd.at_round(trial, settings.trial_rounds),
                 0.0,
                 drop_path_prob * (trial - 1) / settings.trial_rounds,
             )
-            metrics = self.train("train.weights", Train(local=local), sgd.momentum)
+            metrics = self.train("train.weights", Train(local=local))
         if settings.trial_rounds:
             request = Evaluate(network=description, split="validation")
             replies = self.ask("evaluate.model", request, states=self.model)
@@ -90,7 +89,7 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
             accuracies = {client: reply.metrics["accuracy"] for client, reply in votes.items()}
             validation = mean_metrics(votes.values())
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
-        self.layouts, self.states, self._velocity = {}, {}, {}  # a candidate's are not kept
+        self.layouts, self.states = {}, {}  # a candidate's are not kept
         return metrics, accuracies
 
     def derive(self) -> Genotype:

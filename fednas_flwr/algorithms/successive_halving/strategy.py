@@ -63,9 +63,9 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
         if settings.rewarded == "local":
             measured = RewardCandidates(training=local)
         else:
-            weights = self.client_weights(settings.weights.at_round(server_round, num_rounds))
+            weights = settings.weights.at_round(server_round, num_rounds)
             request = Train(local=replace(local, weights=weights))
-            metrics |= self.train("train.weights", request, settings.weights.momentum)
+            metrics |= self.train("train.weights", request)
             measured = RewardCandidates(network=described)
         left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
         if left < len(self.pool()):
@@ -122,8 +122,6 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
             return pack({name: tensors[name_before(name, indices)] for name in names})
 
         self.states = {state: left_of(packed, state) for state, packed in states.items()}
-        if self._velocity:
-            self._velocity = left_of(self._velocity, "weights")
         mean, best = sum(rewards) / len(rewards), max(rewards)
         if self.settings.rewarded == "local":
             return {"train_loss": -math.log(max(mean, 1e-30)), **metrics}

@@ -4,22 +4,12 @@ let printing = false;
 function draw(place) {
   const figure = structuredClone(figures[place.dataset.figure]), width = place.clientWidth;
   const night = dark.matches && !printing;
-  if (figure.frames && slider) figure.data[0].z = figure.frames[step()].data[0].z;
   drawFigure(place, figure, { width, size: width < 520 ? 10 : 12,
     text: night ? "#c9d2de" : "#2a3442", rule: night ? "#313a47" : "#e3e8ee",
     ends: night ? ["#222a35", "#3d7be0"] : ["#eef2f7", "#1f55b5"] });
 }
-const slider = document.getElementById("round");
-const step = () => Number(slider.value);
 const places = [...document.querySelectorAll(".plot")];
 const drawAll = () => places.forEach(draw);
-if (slider) slider.addEventListener("input", () => {
-  const moved = places.filter((place) => figures[place.dataset.figure].frames);
-  const round = figures[moved[0].dataset.figure].frames[step()].name;
-  document.getElementById("round-number").textContent = round;
-  slider.setAttribute("aria-valuetext", "round " + round);
-  moved.forEach(draw);
-});
 let width = 0;
 new ResizeObserver(() => {
   const now = document.querySelector("main").clientWidth;
