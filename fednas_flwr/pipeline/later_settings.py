@@ -70,9 +70,10 @@ def with_learning_rate(run: Run) -> Config:
 def with_precision(run: Run, config: Config) -> Config:
     """The configuration with the number format of retraining, where it is ``auto``.
 
-    It is bfloat16 where this machine computes in it, the clients are its own, and the network has
-    so many multiply-adds that its steps gain by it (``scripts/bench_precision.py``); float32 with
-    privacy. A resumed run keeps the one that it began with.
+    It is bfloat16 where this processor computes in it, the clients are its own, and the network has
+    so many multiply-adds that its steps gain by it (``scripts/bench_precision.py``); float32 on a
+    GPU, where a step lasts as long as its kernels take to start, and with privacy. A resumed run
+    keeps the one that it began with.
     """
     if config.training.precision != AUTO:
         return config
@@ -84,7 +85,8 @@ def with_precision(run: Run, config: Config) -> Config:
         elsewhere = config.runtime.name == "deployment" or getattr(
             config.runtime, "ray_address", None
         )
-        has_it = computes_in_bfloat16(make_device(config.runtime.device))
+        device = make_device(config.runtime.device)
+        has_it = device.type == "cpu" and computes_in_bfloat16(device)
         suits = gains and has_it and not elsewhere and not config.dp
         precision = BFLOAT16 if suits else FLOAT32
         run.log.emit("precision", precision=precision)

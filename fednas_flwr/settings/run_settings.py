@@ -376,7 +376,7 @@ class TrainingSettings(ps.Checked):
     Attributes:
         precision: Number format of gradients without privacy: ``bfloat16`` is faster on processors
             that have it (torch's autocast). ``auto`` is ``bfloat16`` in retraining where this
-            machine has it and the network is large enough to gain, else ``float32``. Weights,
+            processor has it and the network is large enough to gain, else ``float32``. Weights,
             steps, second-order gradients and evaluation stay float32; not with privacy.
         momentum: The momentum between requests: dropped (``reset``), or ``averaged`` like the
             model. Null is ``averaged`` in private retraining by ``privacy.retrain.noise_walk``,

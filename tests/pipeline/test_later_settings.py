@@ -1,8 +1,10 @@
 """``training.precision=auto``: bfloat16 in retraining where it gains, and where it is to be had."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fednas_flwr.pipeline import later_settings
 from fednas_flwr.pipeline.later_settings import with_precision
@@ -60,6 +62,15 @@ def test_a_resumed_run_keeps_the_format_that_it_began_with(trained, monkeypatch)
     monkeypatch.setattr(later_settings, "computes_in_bfloat16", lambda device: False)
     gone = SimpleNamespace(folder=run.folder)
     assert with_precision(gone, run.config).training.precision == "bfloat16"
+
+
+def test_auto_is_float32_on_a_gpu(trained, monkeypatch):
+    run = trained("float32")
+    auto = replace(run.config, training=replace(run.config.training, precision="auto"))
+    begun = SimpleNamespace(folder=run.folder, log=SimpleNamespace(emit=lambda *_, **__: None))
+    assert with_precision(begun, auto).training.precision == "bfloat16"
+    monkeypatch.setattr(later_settings, "make_device", lambda name: torch.device("cuda"))
+    assert with_precision(begun, auto).training.precision == "float32"
 
 
 def test_private_training_stays_float32(trained):
