@@ -69,7 +69,7 @@ def test_a_base_is_no_choice_and_every_base_has_one():
     for path in bases:
         group, *rest = path.relative_to(folder).with_suffix("").parts
         name = "/".join(rest)
-        named = (f"[{name}]", f"[{name}, ", f"- {name}\n", f"- /{group}/{name}\n")
+        named = (f"[{name}]", f"[{name}, ", f", {name}]", f"- {name}\n", f"- /{group}/{name}\n")
         named = (*named, f"{name}@_global_")
         assert any(part in text for text in texts for part in named)
         words = f"^{group}={name} is unknown: choose one of "

@@ -41,7 +41,7 @@ def local_epochs(supernet, client, generator, algorithm, *, warm_up):
         for x, y in client.epoch(client.data.train, batch_size=16, generator=generator):
             if not warm_up:
                 batch = next(validation)
-                paths = proxyless.draw_paths(alphas, mode="two", generator=generator)
+                paths = proxyless.draw_paths(alphas, number=2, generator=generator)
                 gates, _ = proxyless.gate_gradient(supernet, batch, paths)
                 alphas.grad = proxyless.alpha_gradient(gates, alphas, paths)
                 old = alphas.detach().clone()
@@ -49,7 +49,7 @@ def local_epochs(supernet, client, generator, algorithm, *, warm_up):
                 with torch.no_grad():
                     alphas.copy_(proxyless.rescale(alphas, old, paths))
             drawn = proxyless.uniform_alphas(alphas.detach()) if warm_up else alphas
-            path = proxyless.draw_paths(drawn, mode="one", generator=generator).tolist()
+            path = proxyless.draw_paths(drawn, number=1, generator=generator).tolist()
             step(sgd, torch.nn.functional.cross_entropy(supernet.body(x, paths=path), y))
 
 
