@@ -196,8 +196,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             content = _parquet(table)
         elif groups is not None or self.task == "regression":
             raise ValueError(
-                "groups, and targets that are numbers, are for tables: of images, shape "
-                f"{X.shape}, give clients=<number>, and classes to FedClassifier."
+                f"images (shape {X.shape}) take no groups and no numbers as targets: give "
+                "clients=<number>; classes go to FedClassifier."
             )
         else:
             arrays = io.BytesIO()

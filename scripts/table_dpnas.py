@@ -7,7 +7,7 @@ epsilon of the steps that are committed to, and clients' budgets are what their 
 --networks chooses some: CNN-Tanh also with larger batches over ten epochs, the published cell at
 its full size, a quarter of an hour each, and the cell that the first search of the search's table
 has found. networks_full: the same as long as the paper's, 40 epochs in batches of 2,048, for a GPU;
-epochs, batch and learning rate were chosen on 10,000 held-out training images, for CNN-Tanh alone.
+the rate was chosen from two on 10,000 held-out training images, for CNN-Tanh alone.
 activations: of the CNN, at epsilon 3, as in the paper's Table 4. search: DP-aware and
 plain search, by the controller and at random with the same budget of candidates, and with DARTS'
 ops (Figure 3a), as long and with the controller's constants as experiment=dpnas/fashion_mnist has

@@ -196,7 +196,7 @@ def test_images(tmp_path):
 def test_images_have_no_groups_and_no_numbers_to_predict():
     images, numbers = load_digits().images[:20], np.arange(20)
     for model, groups in ((FedRegressor(), None), (FedClassifier(), numbers)):
-        with pytest.raises(ValueError, match=r"are for tables: of images, shape \(20, 8, 8\)"):
+        with pytest.raises(ValueError, match=r"images \(shape \(20, 8, 8\)\) take no groups"):
             model.fit(images, numbers, groups=groups)
 
 

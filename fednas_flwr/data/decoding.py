@@ -130,9 +130,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     if (broken and settings.corrupt != "skip") or (not rows and None in (side, channels)):
         cure = "repair or remove them, or set dataset.corrupt=skip" if rows else "repair them"
         if ends:
-            cure = (
-                f"set dataset.intensity=[{min(ends):g},{max(ends):g}] or what of it is to be seen"
-            )
+            cure = f"set dataset.intensity=[{min(ends):g},{max(ends):g}] or a narrower range"
         raise ConfigError(f"{number} of {count} files cannot be read as an image: {named}: {cure}.")
     notes = []
     if broken:
@@ -321,18 +319,23 @@ def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
     return listed((f"{w}x{h}: {number}" for (w, h), number in sizes.most_common()), 5)
 
 
-def part_folders(root: Path) -> tuple[Path, Path | None]:
+def part_folders(root: Path, *, classes: bool = False) -> tuple[Path, Path | None]:
     """Folders of the train and the test part; a root without ``train`` is the train part.
 
-    ``Training``, ``test_set`` and the like name them, too, in any case of letters. A ``train`` that
-    has images, but no folders of them, is a class if there are further such folders.
+    ``Training``, ``test_set`` and the like name them, too, in any case of letters.
+
+    Args:
+        root: The folder.
+        classes: True if a ``train`` that has images, but no folders of them, is a class where there
+            are further such folders.
     """
     paths = [path for path in sorted(root.iterdir()) if path.is_dir()]
     folders = {part[1].lower(): path for path in paths if (part := _PART.fullmatch(path.name))}
-    if "train" in folders and "test" not in folders:
+    if classes and "train" in folders and "test" not in folders:
         depths = {at[0]: len(at) for at in image_folders(root) if at}  # the deepest of each
         is_class = depths.pop(folders["train"].name, 0) == 1 in depths.values()
-        folders = {} if is_class and not {*depths} <= _VALIDATION else folders
+        is_class = is_class and not {name.lower() for name in depths} <= _VALIDATION
+        folders = {} if is_class else folders
     return (folders["train"], folders.get("test")) if "train" in folders else (root, None)
 
 

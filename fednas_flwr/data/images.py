@@ -79,7 +79,7 @@ def read_image_folder(settings: ds.ImageFolder, root: Path) -> RecordsPair:
         ConfigError: No images, an unreadable one, a folder that is no class, differing sizes, an
             image that is not in a person's folder.
     """
-    parts = decoding.part_folders(root)
+    parts = decoding.part_folders(root, classes=settings.corrupt != "skip")
     if not settings.class_names:
         names = [path.name for path in parts[0].iterdir() if path.is_dir()]
         names = sorted(n for n in names if n[0] not in "._" and n not in decoding.OF_SYSTEMS)
@@ -225,11 +225,20 @@ def read_labelled_images(settings: ds.LabelledImages, root: Path) -> RecordsPair
     return _read_parts(settings, (root, None) if is_whole else parts, _read_labelled)
 
 
-def labels_texts(path: Path, form: ds.TableForm) -> tuple[table_files.Texts, list[str]]:
-    """The cells of a labels file in common form, and notes; its first line is the header."""
+def labels_texts(
+    path: Path, form: ds.TableForm, *, whole: bool = True
+) -> tuple[table_files.Texts, list[str]]:
+    """The cells of a labels file in common form, and notes; its first line is the header.
+
+    Args:
+        path: Of the file.
+        form: How it is written.
+        whole: False if it may lack columns that the form renames.
+    """
     form = replace(form, header=form.header or not form.column_names or None)
     texts, separator, found = table_files.read_texts(path, form)
-    table_files.check_columns(texts, [*form.rename], where=str(path))
+    if whole:
+        table_files.check_columns(texts, [*form.rename], where=str(path))
     texts = table_files.without_missing(texts, form)
     return table_files.in_common_form(texts, form, (), None, separator, where=str(path))[0], found
 
@@ -297,13 +306,14 @@ def _check_uncertain(settings: ds.LabelledImages, texts: table_files.Texts, path
     if said or clear or -1 not in codes or not codes.keys() <= {-1, 0, 1}:
         return
     name, mark = table_files.typed(label), codes[-1]
+    classes = [codes[code] for code in sorted(codes)]
     alike = [n for n, of in texts.items() if {*of.numbers[~of.missing]} <= {-1, 0, 1}]
     several = f", or, if each column is a label, dataset.labels=[{','.join(alike)}]"
     raise ConfigError(
         f"{path}, column {label}, holds {table_files.counted(cells)}: if {mark} means uncertain, "
         f"set {tables.respelling({label: [mark]})}, with 1 where it counts as yes, or leave such "
         f"rows out by 'dataset.missing_in={{{name}: [{mark}]}}'; if it is a class, set "
-        f"dataset.class_names=[{','.join(codes.values())}]{several if len(alike) > 1 else ''}."
+        f"dataset.class_names=[{','.join(classes)}]{several if len(alike) > 1 else ''}."
     )
 
 

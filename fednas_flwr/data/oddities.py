@@ -109,7 +109,7 @@ def _of_labels(records: Records) -> Iterator[str]:
     cure = "by dataset.map" if records.schema else "in the data"
     yield from _spelled_alike("the label", records.class_names, cure)
     codes = [] if len(counts) > 4 else ["9"]  # of few classes, which may mean missing
-    codes += ["-1"] if {*records.class_names} == {"-1", "0", "1"} and records.schema else []
+    codes += ["-1"] if {*records.class_names} == {"-1", "0", "1"} else []
     for name in [n for n in records.class_names if n in codes or _UNKNOWN.fullmatch(n)][:1]:
         yield f"the label holds {name}: if it means that the label is missing, remove these records"
     many = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())

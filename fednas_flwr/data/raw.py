@@ -109,7 +109,7 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         return _sites(path, inputs) if path.is_dir() else _table(path, inputs.form, inputs)
     if table_files.suffix_of(path):
         form = replace(inputs.form, separator=None, encoding=None, corrupt="refuse")
-        texts, _ = with_names_first(labels_texts(path, form)[0], path)
+        texts, _ = with_names_first(labels_texts(path, form, whole=False)[0], path)
         files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),

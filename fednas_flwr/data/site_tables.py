@@ -125,9 +125,14 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     texts: Texts = {}
     notes = [note for table in tables.values() for note in table.notes]
     said = proposals(tables)
-    spelled = {s: {"map": of["map"]} for s, of in said.items() if {*label} & {*of.get("map", {})}}
+    maps = {site: of.get("map", {}).get(label[0]) for site, of in said.items()}
+    spelled = {site: {"map": {label[0]: codes}} for site, codes in maps.items() if codes}
     cells = [table.texts.get(label[0], Cells([])) for table in tables.values()]
-    if spelled and {code.lower() for of in cells for code in of.different} <= {*YES_NO}:
+    if (
+        spelled
+        and not settings.labels
+        and {code.lower() for of in cells for code in of.different} <= {*YES_NO}
+    ):
         raise ConfigError(
             f"sites say yes and no in {label[0]} by other words than others: join them by "
             f"{root / SITES_FILE} with {'; '.join(as_yaml(spelled))}."
@@ -306,10 +311,10 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
     times = Counter(code for found in codes.values() for code in found)
     usual = distinct(code for code, number in times.items() if number > len(codes) / 2)
     usual = usual or max(codes.values(), key=len)
-    first = next(iter(codes.values()))
+    model = usual if usual in codes.values() else next(iter(codes.values()))
     for site, found in codes.items():
-        if _are_shifted(found, first):
-            propose(site, "map", name, dict(zip(found, first, strict=True)))
+        if _are_shifted(found, model):
+            propose(site, "map", name, dict(zip(found, model, strict=True)))
             continue
         new = [code for code in found if len(distinct([*usual, code])) > len(usual)]
         free = [code for code in usual if len(distinct([*found, code])) > len(found)]
@@ -318,11 +323,11 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
 
 
 def _are_shifted(codes: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether codes are others that are counted from another number, as 1, 2 and 0, 1."""
+    """Return whether codes are others that are counted from one more or less, as 1, 2 and 0, 1."""
     if len(codes) != len(others) or not all(map(str.isdecimal, (*codes, *others))):
         return False
     steps = {int(a) - int(b) for a, b in zip(codes, others, strict=True)}
-    return len(steps) == 1 and steps != {0}
+    return steps in ({1}, {-1})
 
 
 def _nearest(code: str, codes: Sequence[str]) -> str:

@@ -29,8 +29,8 @@ _MOST_CATEGORIES = 256
 _WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
 _NO_NUMBERS = "list the column in dataset.categorical or dataset.ignore"
 _SAME_FEATURES = (
-    "most records have the features of others with another label: each counts by itself, so that "
-    "their parts hang on the whole table, which privacy does not cover: name dataset.id_column"
+    "most records have the features of others with another label: each counts by itself, and their "
+    "parts then depend on the whole table: name dataset.id_column to avoid it"
 )
 _MOSTLY, _SAMPLE = 0.5, 10_000  # share of records, of so many
 _MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
@@ -234,7 +234,7 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
         names = ", ".join(path.name for paths in found.values() for path in paths) or "neither"
         raise ConfigError(
             f"dataset.root={root} needs one train.csv and at most one test.csv (or .csv.gz), but "
-            f"holds {names}: give such a folder, or a csv file; or, of one file for each site, set "
+            f"holds {names}: give such a folder, or a csv file; if it holds one file per site, set "
             "partition=sites."
         )
     return found["train"][0], found["test"][0] if found["test"] else None
@@ -452,13 +452,16 @@ def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str)
     Raises:
         ConfigError: A cell says neither yes nor no.
     """
-    words = {n: {text.lower() or table_files.BLANK for text in texts[n].tolist()} for n in names}
-    others = {n: sorted(of - {*notation.YES_NO})[:10] for n, of in words.items()}
+    words = {n: {text or table_files.BLANK for text in texts[n].tolist()} for n in names}
+    others = {
+        n: sorted(word for word in of if word.lower() not in notation.YES_NO)[:10]
+        for n, of in words.items()
+    }
     if unclear := {n: of for n, of in others.items() if of}:
         name, more = next(iter(unclear)), len(unclear) - 1
         raise ConfigError(
             f"column {name} of {where}{f' (and {more} more)' if more else ''} is one of "
-            f"dataset.labels but holds {table_files.counted(texts[name])}: expected 0 or 1 (or no "
+            f"the labels but holds {table_files.counted(texts[name])}: expected 0 or 1 (or no "
             f"and yes, false and true); set {respelling(unclear)} with 1 for what means yes, or "
             "leave such rows out by dataset.corrupt=skip."
         )
@@ -580,7 +583,7 @@ def _apart(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
     if mixed[places].mean() < _MOSTLY:
         return ids
     seen: Counter[bytes] = Counter()
-    named = [b"%s %d" % pair for pair in zip(ids.tolist(), labels.tolist(), strict=True)]
+    named = [b"%s %a" % pair for pair in zip(ids.tolist(), labels.tolist(), strict=True)]
     for row, name in enumerate(named):
         named[row] = b"%s %d" % (name, seen[name])
         seen[name] += 1

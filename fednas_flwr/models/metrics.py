@@ -81,10 +81,10 @@ def accuracies_of_parts(
 ) -> dict[str, float]:
     """Return the accuracies of a network ``without_skip`` and ``without_cells``, if it has both.
 
-    A threshold is of the whole network, and says nothing of its parts.
+    Where a threshold was chosen, it is one of the whole network: its parts are not measured then.
 
     Args:
-        network: A skip it has again when this returns.
+        network: Its skip is taken off and put back.
         split: The records, at least one.
         device: That of the network.
         objective: Gives the hits.

@@ -108,8 +108,8 @@ def expected_cost(costs: Costs, alphas_EO: Tensor, paths_EK: Tensor, gates: Tens
     """The expected cost E, differentiable in the gates [E, K], or of records, [B, E, K].
 
     The gate of an op enters it as its probability would (section 3.3): E has its value under
-    softmax(alphas) and ``dE/dg_j`` is the op's cost, so that of all ops the alphas' gradient
-    is that of E, and of two that of their mean cost.
+    softmax(alphas) and ``dE/dg_j`` is the op's cost. With all ops drawn, the
+    alphas' gradient is that of E; with two, it is that of the mean cost of these two.
     """
     zero = gates - gates.detach()  # with the gates' gradient
     p = alphas_EO.softmax(dim=-1).expand(*gates.shape[:-1], -1)

@@ -129,10 +129,10 @@ class Retrain(ps.Checked):
         exchange: The clients' answers: ``models`` after all local steps of a round (FedAvg), or
             ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
             secure sums, which share the noise of single steps only, else ``models``.
-        rounds: Rounds of retraining; each ends with a checkpoint. Null, without privacy, is so
-            many that the median client takes 300 local steps, from 10 to 40, of a table with so
-            many times ``local_epochs`` that a round has 5 steps or more; for images of 16 by 16
-            pixels or more 900 steps, from 10 to 120.
+        rounds: Rounds of retraining; each ends with a checkpoint. Null, without privacy, lets the
+            median client take about 300 local steps in 10 to 40 rounds (of images of 16 by 16
+            pixels or more 900 in 10 to 120). Where a round of a table has fewer than 5 steps,
+            ``local_epochs`` is multiplied.
         evaluate_every: Rounds between evaluations of the network on the clients' validation
             records, which are then not trained on; 0 is never, and they are.
         local_epochs: A round's passes over a client's records; with ``gradients`` over those of

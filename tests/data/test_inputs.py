@@ -487,6 +487,7 @@ IMAGES = {
     "a drive's folders": (placed("{}", "{}/@eaDir", "$RECYCLE.BIN"), ""),
     "a class called train": (placed("{}", "train"), ""),
     "two parts without classes": (placed("train", "val"), "refused: .*train has no images"),
+    "such parts in capitals": (placed("Train", "Validation"), "refused: .*Train has no images"),
     "sites": (placed("s/{}", "t/{}"), "refused: .* and partition=sites <site>/<class>/"),
     "an Apple's folder": (placed("{}", hidden=".x/y.nii"), ""),
 }

@@ -146,6 +146,14 @@ def test_a_changed_table_is_read_again(tmp_path):
     assert prepared(**terms).train.labels[1].tolist() == [1, 0]
 
 
+def test_words_of_labels_are_to_be_pasted_as_they_are_written(tmp_path):
+    cells = ["Positive,0", "no,1", "yes,0", "no,0"]
+    lines = [f"{image},{cell}" for image, cell in zip(ROWS, cells, strict=True)]
+    root = written(tmp_path, ["Path,Edema,Mass", *lines])
+    with pytest.raises(ConfigError, match=r"is one of the labels .*dataset.map={Edema: {Positive"):
+        read("labelled_images", root, labels_file="labels.csv", labels=["Edema", "Mass"])
+
+
 def test_what_labels_of_x_rays_leave_open_is_asked_and_can_be_said(tmp_path):
     """As CheXpert writes them: 1 is yes, 0 no, -1 uncertain, and what is not mentioned blank."""
     rows = ["1.0,", "-1.0,1.0", "0.0,0.0", "1.0,-1.0"]

@@ -165,6 +165,12 @@ def test_sites_may_write_dates_in_their_own_order(tmp_path, other):
     assert joined.ids[:40].tolist() == joined.ids[40:].tolist()
 
 
+def test_codes_counted_from_one_are_joined_to_those_of_most_sites(tmp_path):
+    counted = "age,sex,y\n50,m,{}\n60,f,{}\n".format
+    write(tmp_path, a=counted(1, 2), b=counted(0, 1), c=counted(0, 1))
+    assert any(note.startswith("a: other names") for note in join(tmp_path).notes)
+
+
 @pytest.mark.parametrize(
     ("text", "is_told"),
     [

@@ -174,6 +174,7 @@ def test_searches_that_need_no_classes_find_a_network(overrides, finished_run, t
     assert not run.failed
     assert np.isfinite(run.named("evaluated")[-1]["central"]["rmse"])
     record = read_run(run.folder)
+    assert bool(record.baselines()) == ("evaluation.baselines=1" in overrides)
     assert record.scores("central")["importance"]["columns"]
     assert not any("importance" in one.scores("central") for one in record.baselines())
 

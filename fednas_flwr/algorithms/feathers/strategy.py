@@ -28,9 +28,9 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     space the rounds are those of federated DARTS (search stage); without one they train the
     weights of a derived network on the clients' train records (evaluation stage, Alg. 3).
 
-    The text rewards what each client's own trained model gains on its own records. With skewed
-    labels that is most where a client forgets the others' classes, and high learning rates win,
-    whose models do not average.
+    Known weakness: the rewards are what each client's own trained model gains on its own records.
+    With skewed labels that is most where a client forgets the others' classes, and high learning
+    rates win, whose models do not average.
 
     Deviations: a learning rate is not annealed, it is the bandit that lowers it. One message asks a
     client for all trials of a phase, so that no client waits for another between them and the
