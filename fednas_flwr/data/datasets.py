@@ -23,7 +23,7 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_folder, sync, walk
-from fednas_flwr.data.decoding import OF_SYSTEMS
+from fednas_flwr.data.decoding import is_hidden
 from fednas_flwr.data.features import make_transform, transform_of, transformed
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
@@ -297,7 +297,7 @@ def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) ->
     check_sites(name)
     patterns = DATA_SETS[name].sites
     paths = sorted(path for pattern in patterns for path in root.glob(pattern))
-    paths = [p for p in paths if p.name[0] not in "._" and p.name not in OF_SYSTEMS]
+    paths = [path for path in paths if not is_hidden(path.name)]
     if not paths:
         raise ConfigError(
             f"dataset.root={root} holds no sites: expected {' or '.join(patterns)} in it."

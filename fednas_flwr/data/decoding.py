@@ -22,7 +22,7 @@ from fednas_flwr.settings.data_settings import EncodedImages
 _DICOM = (".dcm", ".dicom", ".ima")
 SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".tif", ".tiff")
 SUFFIXES += (".bmp", ".gif", ".webp", ".pgm", ".ppm", ".pbm", ".pnm", *_DICOM)
-OF_SYSTEMS = {  # folders that file systems and network storage make
+_OF_SYSTEMS = {  # folders that file systems and network storage make
     *("@eaDir", "@Recycle", "#recycle", "#snapshot", "$RECYCLE.BIN", "RECYCLER", "lost+found"),
     *("System Volume Information", "__MACOSX", "Network Trash Folder", "Temporary Items"),
 }
@@ -339,6 +339,11 @@ def part_folders(root: Path, *, classes: bool = False) -> tuple[Path, Path | Non
     return (folders["train"], folders.get("test")) if "train" in folders else (root, None)
 
 
+def is_hidden(name: str, beginnings: str = "._") -> bool:
+    """Whether a file or folder is none of the user's, by how its name begins, or by the name."""
+    return name[0] in beginnings or name in _OF_SYSTEMS
+
+
 def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], list[str]]:
     """Names of the images in a folder and in its sub-folders, by their paths in it, both sorted.
 
@@ -346,12 +351,12 @@ def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], 
         root: The folder.
         hidden: True if folders and files that begin with an underscore count.
     """
-    left_out = "." if hidden else "._"
+    beginnings = "." if hidden else "._"
     found: dict[tuple[str, ...], list[str]] = {}
     for folder, folders, names in walk(root):
-        folders[:] = [n for n in folders if n[0] not in left_out and n not in OF_SYSTEMS]
+        folders[:] = [name for name in folders if not is_hidden(name, beginnings)]
         named = [n for n in (*names, *folders) if n.lower().endswith(SUFFIXES)]
-        if images := sorted(name for name in named if name[0] not in left_out):
+        if images := sorted(name for name in named if not is_hidden(name, beginnings)):
             found[Path(folder).relative_to(root).parts] = images
     return dict(sorted(found.items()))
 
@@ -360,9 +365,9 @@ def other_files(root: Path) -> list[str]:
     """A sentence on files in a folder that have no image's suffix, if there are any."""
     others: Counter[str] = Counter()
     for _, folders, names in walk(root):
-        folders[:] = [n for n in folders if n[0] not in "._" and n not in OF_SYSTEMS]
+        folders[:] = [name for name in folders if not is_hidden(name)]
         known = (*SUFFIXES, *_BESIDE)
-        more = [n for n in names if n[0] not in "._" and not n.lower().endswith(known)]
+        more = [n for n in names if not is_hidden(n) and not n.lower().endswith(known)]
         others.update(Path(name).suffix.lower() or "no suffix" for name in more)
     listing = listed(f"{suffix}: {number}" for suffix, number in others.most_common())
     return [f"{others.total()} files are not read as images ({listing})"] if others else []

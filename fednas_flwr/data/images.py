@@ -82,7 +82,7 @@ def read_image_folder(settings: ds.ImageFolder, root: Path) -> RecordsPair:
     parts = decoding.part_folders(root, classes=settings.corrupt != "skip")
     if not settings.class_names:
         names = [path.name for path in parts[0].iterdir() if path.is_dir()]
-        names = sorted(n for n in names if n[0] not in "._" and n not in decoding.OF_SYSTEMS)
+        names = sorted(name for name in names if not decoding.is_hidden(name))
         settings = replace(settings, class_names=names)
     train, test = _read_parts(settings, parts, _read_classes)
     if parts[0] != root:

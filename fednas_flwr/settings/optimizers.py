@@ -27,7 +27,6 @@ LARGEST_NORM = 1e4  # of gradients
 LARGEST_LIST = 100_000  # of configurations, which every exploration goes through
 MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged")
-REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
 
 # Types of fields, with the values that they may have; see ``parser.Checked``.
 Count = Annotated[int, Between(1)]

@@ -141,6 +141,16 @@ def test_images_that_cannot_be_used(tmp_path):
         read("image_folder", tmp_path)
 
 
+def test_no_image_decides_which_folders_are_read_at_private_sites(tmp_path):
+    kind = {"corrupt": "skip", "class_names": ("a", "train"), "image_size": 4, "channels": 1}
+    for i in range(5):
+        save_image(tmp_path / "a" / f"{i}.png", value=i)
+    (tmp_path / "train").mkdir()
+    without = read("image_folder", tmp_path, **kind)[0]
+    save_image(tmp_path / "train" / "x.png", value=9)
+    assert len(read("image_folder", tmp_path, **kind)[0]) == len(without)
+
+
 def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path):
     for name in ("1", "4"):
         save_image(tmp_path / "a" / f"{name}.png", value=int(name))

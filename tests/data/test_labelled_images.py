@@ -146,6 +146,25 @@ def test_a_changed_table_is_read_again(tmp_path):
     assert prepared(**terms).train.labels[1].tolist() == [1, 0]
 
 
+def test_images_in_a_folder_called_train_are_read_beside_other_images(tmp_path):
+    for i in range(4):
+        picture(tmp_path / "train" / f"{i}.png", 10 * i)
+    picture(tmp_path / "unlabelled" / "x.png", 99)
+    lines = ["Path,y", *(f"{i}.png,{i % 2}" for i in range(4)), ""]
+    (tmp_path / "train" / "labels.csv").write_text("\n".join(lines))
+    records, _ = read("labelled_images", tmp_path, labels_file="labels.csv")
+    assert records.labels.tolist() == [0, 1, 0, 1]
+
+
+def test_a_model_reads_files_without_the_label_that_it_has_renamed(tmp_path):
+    lines = [f"{image},{i % 2}" for i, image in enumerate(ROWS)]
+    root = written(tmp_path, ["Path,Finding", *lines])
+    of = {"labels_file": "labels.csv", "label": "y", "rename": {"Finding": "y"}}
+    model = prepared("labelled_images", root=root, server_test=False, cache=tmp_path, **of)
+    written(root, ["Path", *ROWS], name="new.csv")
+    assert len(read_raw(root / "new.csv", model.inputs).names) == len(ROWS)
+
+
 def test_words_of_labels_are_to_be_pasted_as_they_are_written(tmp_path):
     cells = ["Positive,0", "no,1", "yes,0", "no,0"]
     lines = [f"{image},{cell}" for image, cell in zip(ROWS, cells, strict=True)]

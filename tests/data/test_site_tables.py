@@ -165,6 +165,11 @@ def test_sites_may_write_dates_in_their_own_order(tmp_path, other):
     assert joined.ids[:40].tolist() == joined.ids[40:].tolist()
 
 
+def test_several_labels_may_be_words_at_one_site_and_numbers_at_another(tmp_path):
+    write(tmp_path, a="age,p,q\n50,0,1\n60,1,0\n", b="age,p,q\n55,no,yes\n61,yes,no\n")
+    assert join(tmp_path, labels=["p", "q"]).labels.tolist() == [[0, 1], [1, 0]] * 2
+
+
 def test_codes_counted_from_one_are_joined_to_those_of_most_sites(tmp_path):
     counted = "age,sex,y\n50,m,{}\n60,f,{}\n".format
     write(tmp_path, a=counted(1, 2), b=counted(0, 1), c=counted(0, 1))

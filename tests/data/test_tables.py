@@ -319,3 +319,15 @@ def test_rows_are_numbered_as_in_the_file(tmp_path):
     (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
     with pytest.raises(ConfigError, match="holds inf in row 33: "):
         read("csv", tmp_path / "t.csv")
+
+
+def test_a_removed_row_takes_its_own_id_alone_where_patterns_are_few(tmp_path):
+    rows = [f"{i % 3},1,{i % 8 / 4}" for i in range(120)]
+    of_numbers = {"task": "regression", "label": "y"}
+    found = []
+    for kept in (rows, rows[1:]):
+        (tmp_path / "t.csv").write_text("\n".join(["x,z,y", *kept, ""]))
+        table, _ = read("csv", tmp_path / "t.csv", **of_numbers)
+        found.append({*zip(table.ids.tolist(), table.labels.tolist(), strict=True)})
+    assert len(found[0] - found[1]) == 1
+    assert found[1] < found[0]

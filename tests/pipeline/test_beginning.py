@@ -1,6 +1,7 @@
 """Sites of a run have names, and decide how many clients there are."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ from fednas_flwr.api import compose
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import make_data
+from fednas_flwr.deploy.dry_run import SteppedGrid, begun
+from fednas_flwr.pipeline.baselines import prepare_candidates
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.runs.run_folder import open_run_folder
 
 SITES = ("cleveland", "hungarian", "va")
 SHORT = ("algorithm=fedavg", "retrain.rounds=1", "evaluation.baselines=0", "trackers=[]")
@@ -30,6 +34,21 @@ def folder(tmp_path):
     for site in SITES:
         (root / f"{site}.csv").write_text(table(site))
     return root
+
+
+def test_rounds_of_small_clients_have_several_passes(folder, quick_run):
+    """Those of the run, and of each candidate: a pass over their records has two steps."""
+    data = overrides(folder, "partition=sites", "retrain=recommended")
+    config = compose(*data, "algorithm=fedavg", "algorithm.network=linear")
+    with begun(config, SteppedGrid) as (began, _):
+        assert began.config.retrain.local_epochs == 3
+    search = ("algorithm=zero_cost", "algorithm.draws=2", "search_space=mlp_small", "rounds=1")
+    sizes = ("search_space.channels=8", "retrain.channels=8", "retrain.rounds=null")
+    found = quick_run(*data, *search, *sizes, "stages=[search]", "trackers=[]")
+    config = replace(found.config, evaluation=replace(found.config.evaluation, baselines=1))
+    candidates = prepare_candidates(config, last=False)
+    passes = {open_run_folder(str(made)).retrain.local_epochs for made in candidates}
+    assert passes == {3}
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ from typing import Annotated
 from fednas_flwr.algorithms.zero_cost import PoolSettings, check_scores
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings import AlgorithmSettings, Config, LocalEpochs
-from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains
 from fednas_flwr.settings.names import PERSON, RECORD
 from fednas_flwr.settings.parser import Between, OneOf, check_range
 from fednas_flwr.settings.registry import NETWORKS, NO_ALPHAS, Algorithm, Rule, register
+
+REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class SuccessiveHalvingSettings(LocalEpochs):
 
     pool: PoolSettings
     eta: Annotated[int, Between(2)]
-    rewarded: Annotated[str, OneOf(opt.REWARDED)]
+    rewarded: Annotated[str, OneOf(REWARDED)]
 
     @property
     def trains_models(self) -> bool:
