@@ -164,7 +164,7 @@ def test_numbers_of_one_bin_stay_together(finished):
         ("algorithm=feathers",),
         ("algorithm=random_search", "evaluation.personalised=true"),
         ("algorithm=fnas",),
-        ("experiment=search/recommended", "evaluation.metric=rmse", "evaluation.baselines=1"),
+        ("experiment=search/recommended", "evaluation.metric=rmse"),
     ],
     ids=lambda overrides: overrides[0].split("=")[1],
 )
@@ -173,9 +173,14 @@ def test_searches_that_need_no_classes_find_a_network(overrides, finished_run, t
     run = finished_run(*overrides[:1], *given, *overrides[1:])
     assert not run.failed
     assert np.isfinite(run.named("evaluated")[-1]["central"]["rmse"])
-    record = read_run(run.folder)
-    assert bool(record.baselines()) == ("evaluation.baselines=1" in overrides)
+
+
+def test_only_the_delivered_network_of_a_whole_run_has_the_importance_of_columns(tmp_path):
+    given = (*written(tmp_path, stays()[:200]), *TINY, *SMALL, "evaluation.baselines=1")
+    assert main(["run", "algorithm=random_search", *given, f"run_dir={tmp_path / 'run'}"]) == 0
+    record = read_run(tmp_path / "run")
     assert record.scores("central")["importance"]["columns"]
+    assert record.baselines()
     assert not any("importance" in one.scores("central") for one in record.baselines())
 
 
