@@ -42,14 +42,19 @@ def make_all(make: Callable[[T], object], jobs: Iterable[T], *, at_a_time: int) 
         list(pool.map(make, jobs))
 
 
-def is_made(results: Path, settings: Sequence[str] | Mapping[str, Any], seed: int) -> bool:
+def is_made(
+    results: Path,
+    settings: Sequence[str] | Mapping[str, Any],
+    seed: int,
+    group: Mapping[str, Any] | None = None,
+) -> bool:
     """Return whether a table holds the run of this seed and these settings or overrides.
 
     A run of a commit whose package or conf/ are not those of this checkout does not count: it is
     made again, so that all numbers of a finished table are of the same code.
     """
     known = settings if isinstance(settings, Mapping) else {"overrides": list(settings)}
-    run = find_result(results, known, seed)
+    run = find_result(results, known, seed, group)
     return run is not None and is_current(run["commit"])
 
 
@@ -88,7 +93,7 @@ def measure(
         end: When the run is stopped, to go on another time, by ``time.monotonic``.
         more: Returns further metrics of the finished run.
     """
-    if is_made(results, overrides, seed):
+    if is_made(results, overrides, seed, group):
         return
     run = make_run(folder, overrides=overrides, seed=seed, root=root, end=end)
     if run is None:

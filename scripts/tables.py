@@ -67,9 +67,14 @@ def start_results(
         _write(path, {**head, "runs": runs})
 
 
-def find_result(path: Path, settings: Mapping[str, Any], seed: int) -> dict[str, Any] | None:
-    """Return the file's run with these settings and this seed, None where there is none."""
-    return _find(_read(path)["runs"], settings, seed) if path.exists() else None
+def find_result(
+    path: Path, settings: Mapping[str, Any], seed: int, group: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Return the file's run with these settings and this seed, None where there is none.
+
+    Runs on other data may have the same settings: where ``group`` is given, it is of that row.
+    """
+    return _find(_read(path)["runs"], settings, seed, group) if path.exists() else None
 
 
 def append_result(path: Path, run: Mapping[str, Any]) -> None:
@@ -88,7 +93,7 @@ def append_result(path: Path, run: Mapping[str, Any]) -> None:
         missing = {column["metric"] for column in document["columns"]} - set(run["metrics"])
         if missing:
             raise ValueError(f"{path.name}: the run lacks the metrics {sorted(missing)}")
-        known = _find(document["runs"], run["settings"], run["seed"])
+        known = _find(document["runs"], run["settings"], run["seed"], run["group"])
         if known is not None and known["commit"] == run["commit"]:
             raise ValueError(f"{path.name} holds these settings with seed {run['seed']} already")
         runs = document["runs"]
@@ -202,11 +207,14 @@ def _source(document: Mapping[str, Any]) -> str:
 
 
 def _find(
-    runs: list[dict[str, Any]], settings: Mapping[str, Any], seed: int
+    runs: list[dict[str, Any]],
+    settings: Mapping[str, Any],
+    seed: int,
+    group: Mapping[str, Any] | None,
 ) -> dict[str, Any] | None:
     wanted = json.loads(json.dumps(settings))  # tuples are lists in the file
     found = (run for run in runs if run["settings"] == wanted and run["seed"] == seed)
-    return next(found, None)
+    return next((run for run in found if group in (None, run["group"])), None)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -100,6 +100,8 @@ def test_a_script_continues_where_it_stopped(results):
         (results.with_name("none.json"), settings, 1),
     ):
         assert find_result(place, own, seed) is None
+    assert find_result(results, settings, 1, found["group"]) == found
+    assert find_result(results, settings, 1, {"algorithm": "other data"}) is None
     start_results(results, title="New", command="c", columns=COLUMNS)
     assert find_result(results, settings, 1) == found
     assert json.loads(results.read_text())["title"] == "New"
