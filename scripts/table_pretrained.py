@@ -1,7 +1,7 @@
 """Table: pretrained networks: frozen features, adapters, fine-tuning and training from scratch.
 
     python scripts/table_pretrained.py --data <folder> [--jobs 1] [--table pretrained_few]
-        [--images 50000] [--pixels 96] [--only head ...]
+        [--images 50000] [--only head ...]
 
 ``<folder>`` has cifar10_jpeg60k.npz.xz (``{train,test}_{bytes,off}``, ``y_{train,test}``: JPEG, so
 that accuracies are 2 to 4 points below those of lossless images) and breastmnist/breastmnist.npz.
@@ -40,9 +40,14 @@ SPLITS = "dataset.fractions={train: 0.8, validation: 0.2, test: 0.0}"
 GIVEN = ("algorithm=fedavg", "stages=[retrain,evaluate,export]")
 LINEAR = (*GIVEN, "algorithm.network=linear")
 PRIVATE = ("privacy=dp", "privacy.micro_batch_size=256")
-SHARED = ("secure_sum={least_sites: 3, colluding: 1}",)
+SHARED = ("secure_sum={}",)
 BUDGETS = {1: 1.24, 3: 3.66}  # of a filter, by PRV epsilon of the whole run
 ADAPTERS = ("search_space=adapters", "retrain=mbconv_small", "retrain.norm=group")
+SEARCH = (
+    *("algorithm=successive_halving", "algorithm.eta=4", "algorithm.rewarded=local"),
+    *("algorithm.local_epochs=2", "rounds=1"),
+)
+PIXELS, MORE_PIXELS = 96, 160  # sides of enlarged images; the latter for features that many share
 ROUNDS = ("retrain.rounds=10", "retrain.batch_size=32")
 COLUMNS = [
     TEST_ACCURACY,
@@ -68,24 +73,29 @@ class Job(NamedTuple):
     seed: int
 
 
-def jobs(data: dict[str, Path], *, images: int, pixels: int) -> Iterator[Job]:
+def features_of(pixels: int) -> str:
+    """Setting of the features of images of so many pixels a side."""
+    return f"dataset.backbone={{name: {NAME}, weights: '{WEIGHTS}', image_size: {pixels}}}"
+
+
+def jobs(data: dict[str, Path], *, images: int) -> Iterator[Job]:
     """Yield all runs, seed after seed."""
-    features = f"dataset.backbone={{name: {NAME}, weights: '{WEIGHTS}', image_size: {pixels}}}"
+    features = features_of(PIXELS)
     tuned = (
         *(*GIVEN, f"algorithm.network={NAME}", f"algorithm.weights={WEIGHTS}"),
-        *(f"algorithm.image_size={pixels}", "retrain.weights.lr=0.01"),
+        *(f"algorithm.image_size={PIXELS}", "retrain.weights.lr=0.01"),
     )
     places = (
         *(f"search_space.backbone={NAME}", f"search_space.weights={WEIGHTS}"),
-        f"search_space.image_size={pixels}",
+        f"search_space.image_size={PIXELS}",
     )
     cifar = ("dataset=npz", f"dataset.root={data['cifar']}", SPLITS)
     breast = ("dataset=npz", f"dataset.root={data['breast']}", SPLITS, "evaluation.positive='0'")
     few = (*cifar, "dataset.limit_train=2000", "dataset.limit_test=2000", "clients=4")
     for seed in SEEDS:
         limits = (f"dataset.limit_train={images}", f"dataset.limit_test={max(2000, images // 5)}")
-        of_one = (*LINEAR, *cifar, features, *limits)
-        table, group = "pretrained_private", {"images": images, "pixels": pixels}
+        of_one = (*LINEAR, *cifar, features_of(MORE_PIXELS), *limits)
+        table, group = "pretrained_private", {"images": images, "pixels": MORE_PIXELS}
         for clients in (1, 8):
             shared = SHARED if clients > 1 else ()
             of_clients = (*of_one, f"clients={clients}")
@@ -96,7 +106,7 @@ def jobs(data: dict[str, Path], *, images: int, pixels: int) -> Iterator[Job]:
                 yield Job(table, {**group, "K": clients, "epsilon": epsilon}, private, seed)
         rows = {
             "head": (*LINEAR, features, *ROUNDS),
-            "adapters, searched": (*ADAPTERS, *places, "rounds=3", *ROUNDS),
+            "adapters, searched": (*SEARCH, *ADAPTERS, *places, *ROUNDS),
             "adapters, random places": (
                 *("algorithm=zero_cost", "algorithm.draws=1", *ADAPTERS, *places),
                 *("rounds=1", *ROUNDS),
@@ -139,7 +149,6 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
     parser.add_argument("--table", choices=[*TITLES], help="one of them; all without it")
     parser.add_argument("--images", type=int, default=50_000, help="of pretrained_private")
-    parser.add_argument("--pixels", type=int, default=96, help="side of enlarged images")
     parser.add_argument("--only", nargs="*", help="rows by their column training; all without it")
     options = parser.parse_args()
     data = {
@@ -155,7 +164,7 @@ def main() -> None:
             columns=COLUMNS,
             against={"training": "head"} if table != "pretrained_private" else None,
         )
-    made = jobs(data, images=options.images, pixels=options.pixels)
+    made = jobs(data, images=options.images)
     chosen = [job for job in made if job.table in asked]
     if options.only is not None:
         chosen = [job for job in chosen if job.group.get("training") in options.only]

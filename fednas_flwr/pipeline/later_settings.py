@@ -122,8 +122,10 @@ def explained(run: Run) -> list[str]:
 
 def _noise_of_mean(run: Run, release: PlannedRelease) -> float:
     """Return the noise in each value of a step's mean over the clients."""
-    batches = [release.expected_batch(known["splits"]) for known in run.cohort.properties.values()]
-    return noise_per_step(release, batches, asked=min(run.config.asked, len(batches)))
+    known = list(run.cohort.properties.values())
+    batches = [release.expected_batch(one["splits"]) for one in known]
+    asked, honest = min(run.config.asked, len(batches)), known[0].get("honest_sites", 1)
+    return noise_per_step(release, batches, asked=asked, honest=honest)
 
 
 def _span(numbers: Sequence[float]) -> str:
@@ -131,17 +133,20 @@ def _span(numbers: Sequence[float]) -> str:
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
-def noise_per_step(release: PlannedRelease, batches: Sequence[float], *, asked: int) -> float:
+def noise_per_step(
+    release: PlannedRelease, batches: Sequence[float], *, asked: int, honest: int = 1
+) -> float:
     """The standard deviation of the noise in a value of a step's mean gradient.
 
     Args:
         release: A stage's releases of gradients, their noise calibrated.
         batches: Every client's expected batch.
         asked: Number of clients that answer in a step.
+        honest: Of how many clients a secure sum needs the noise; where all answer, it has more.
     """
     if release.noise_multiplier is None:
         raise ValueError(f"the noise of {release.key} is not calibrated yet")
-    noises = 1 if release.shared else asked
+    noises = asked / honest if release.shared else asked
     whole = asked * sum(batches) / len(batches)
     return release.noise_multiplier * release.max_grad_norm * math.sqrt(noises) / whole
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.base.errors import ConfigError, NoEffectError
-from fednas_flwr.base.pretrained import Frozen, Pretrained, forget_frozen
+from fednas_flwr.base.pretrained import LENGTH, Frozen, Pretrained, forget_frozen
 from fednas_flwr.data.features import KINDS, SCATTERING, load_backbone, transform_of, transformed
 from fednas_flwr.data.prepared import make_data, make_server_data
 from fednas_flwr.data.records import Records
@@ -77,9 +77,10 @@ def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights):
     raw = Pretrained(TINY, image_size=32).eval()
     raw.load_weights(weights)
     with torch.no_grad():
-        expected = functional.layer_norm(raw(images), backbone.output_shape)
+        normed = functional.layer_norm(raw(images), backbone.output_shape)
+        expected = LENGTH * normed / backbone.output_shape[0] ** 0.5
     torch.testing.assert_close(together, expected)
-    assert expected.std() > 0.5
+    torch.testing.assert_close(together.norm(dim=1), torch.full((4,), LENGTH), rtol=0.05, atol=0)
 
 
 def test_prepared_features_are_those_of_the_raw_images_and_of_the_weights(tmp_path, weights):

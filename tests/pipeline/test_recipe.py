@@ -42,8 +42,11 @@ def test_rates_scale_as_the_noise_does(clients, batch, sigma, norm):
     many = noise_per_step(release, [batch] * clients, asked=clients)
     assert one == pytest.approx(sigma * norm / batch)
     assert many == pytest.approx(one / math.sqrt(clients))
-    shared = noise_per_step(replace(release, shared=True), [batch] * clients, asked=clients)
-    assert shared == pytest.approx(one / clients)
+    release_of_sums = replace(release, shared=True)
+    for honest in (clients, 1):  # as few as that have the noise of one client
+        told = {"asked": clients, "honest": honest}
+        shared = noise_per_step(release_of_sums, [batch] * clients, **told)
+        assert shared == pytest.approx(one / math.sqrt(clients * honest))
     some = noise_per_step(release, [batch] * 20 * clients, asked=clients)
     assert some == pytest.approx(many)  # of those who are asked
 
