@@ -85,7 +85,8 @@ def begin(
     splits: Sequence[Mapping[str, int]] = [
         known.get("splits", dict.fromkeys(SPLITS, 0)) for known in cohort.properties.values()
     ]
-    records = median_records(config.retrain, splits)
+    begun = [known for known in _declared_at_first(cohort, earlier) if known]
+    records = median_records(config.retrain, begun or splits)
     config = replace(config, retrain=planned(config, records, prepared.input_shape))
     config = schedule.for_classes(config, prepared.train)
     if config.samples:
@@ -469,6 +470,9 @@ class Run:
     def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:
         """Emit that a stage begins, and that it has finished unless it fails."""
         started = time.monotonic()
-        self.log.emit("stage_started", stage=name, rounds=rounds)
+        counts = {"rounds": rounds}
+        if name == "retrain" and not self.config.dp:
+            counts["passes"] = self.config.retrain.local_epochs
+        self.log.emit("stage_started", stage=name, **counts)
         yield
         self.log.emit("stage_finished", stage=name, seconds=time.monotonic() - started)

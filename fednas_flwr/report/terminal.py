@@ -156,8 +156,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._seconds.clear()
         self._last_line = -math.inf
         if self._bars.disable:
-            rounds = f", {sentence('rounds_text', event['rounds'])}" if event["rounds"] else ""
-            self._say(f"{event['stage']}: started{rounds}")
+            self._say(sentence("stage_started", event))
         self._bars.start()
         empty: dict[str, Any] = {"position": "", "metrics": "", "ends_at": None}
         self._bars.add_task(event["stage"], total=event["rounds"], **empty)

@@ -233,6 +233,8 @@ class Run:
         elif retrain := _chosen(self.group("retrain"), algorithm, self.last("derived")):
             if "rounds" in retrain:
                 retrain["rounds"] = self._done("retrain", retrain["rounds"])
+            if self.passes > 1:
+                retrain["local_epochs"] = self.passes
             chosen = self.last("learning_rate")
             if rates := {key: chosen[key] for key in ("lr", "min_lr") if key in chosen}:
                 retrain["weights"] = retrain["weights"] | rates
@@ -248,6 +250,12 @@ class Run:
                 if isinstance(config.get(group), dict):
                     config[group] = _in_steps(config[group], of_group)
         return config
+
+    @property
+    def passes(self) -> int:
+        """Passes over a client's records in a round of retraining; 1 where steps are counted."""
+        begun = (e for e in self.of_kind("stage_started") if e["stage"] == "retrain")
+        return max((event.get("passes", 1) for event in begun), default=1)
 
     def _done(self, stage: str, planned: int | None) -> int | str:
         """Return a stage's number of rounds: ``2 of 5`` where the run has not reached all."""

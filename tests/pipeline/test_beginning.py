@@ -12,8 +12,10 @@ from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun
 from fednas_flwr.pipeline.baselines import prepare_candidates
+from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
 
 SITES = ("cleveland", "hungarian", "va")
@@ -40,8 +42,17 @@ def test_rounds_of_small_clients_have_several_passes(folder, quick_run):
     """Those of the run, and of each candidate: a pass over their records has two steps."""
     data = overrides(folder, "partition=sites", "retrain=recommended")
     config = compose(*data, "algorithm=fedavg", "algorithm.network=linear")
-    with begun(config, SteppedGrid) as (began, _):
+    with begun(config, SteppedGrid) as (began, grid):
         assert began.config.retrain.local_epochs == 3
+        event = read_run(began.folder).last("partition")
+        larger = [{name: 20 * number for name, number in site.items()} for site in event["splits"]]
+        resumed = replace(began.config, retrain=config.retrain)  # which keeps to what was told
+        again = begin(resumed, grid, began.log, {}, earlier=[event | {"splits": larger}])
+        assert again.config.retrain.local_epochs == 1
+    linear = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain]")
+    trained = quick_run(*data, *linear, "trackers=[]", "retrain.rounds=null")
+    assert read_run(trained.folder).settings["retrain"]["local_epochs"] == 3
+    assert "of 3 passes" in write_report(trained.folder).read_text()
     search = ("algorithm=zero_cost", "algorithm.draws=2", "search_space=mlp_small", "rounds=1")
     sizes = ("search_space.channels=8", "retrain.channels=8", "retrain.rounds=null")
     found = quick_run(*data, *search, *sizes, "stages=[search]", "trackers=[]")
