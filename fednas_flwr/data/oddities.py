@@ -33,6 +33,7 @@ _ID_NAME = re.compile(
     r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record|obs|seqn|rownames?)$", re.I
 )
 _PERSON = re.compile(r"(patient|subject|participant|person)([ _-]?(id|nr|no))?|p?id", re.I)
+_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev"}
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _FEWEST_PIXELS = 64
 _DENSE = 2  # whole numbers for each record, fewer of which count records, without those of a test
@@ -207,6 +208,12 @@ def _of_columns(records: Records) -> Iterator[str]:
                 yield (
                     f"{column.name} has {len(column.categories)} categories such as {code}: write "
                     "numbers, dates and times plainly"
+                )
+                continue
+            if len(places) > 1 and {code.lower() for code in column.categories} <= _SPLITS:
+                yield (
+                    f"{column.name} says {listed(column.categories)}, and is a feature: name it in "
+                    "dataset.ignore, and put the rows of a test set into test.csv"
                 )
                 continue
             cells = features[:, places] @ np.arange(1, len(places) + 1)

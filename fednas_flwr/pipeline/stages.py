@@ -50,7 +50,7 @@ from fednas_flwr.protocol.states import Layout, Packed, unpack
 from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.leaderboard import chosen
-from fednas_flwr.runs.numbers import BASELINES_FOLDER, EVENTS_FILE
+from fednas_flwr.runs.numbers import EVENTS_FILE, is_beside
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, QuorumError
@@ -267,8 +267,7 @@ def _evaluate(
             if isinstance(network, SkipNetwork) and has_accuracy and threshold is None:
                 central |= metrics.accuracies_of_parts(network, test, device, objective=objective)
             network.cpu()
-            beside = run.folder.parent.name == BASELINES_FOLDER  # one of many, which takes seconds
-            if (schema := prepared.server_test.schema) and not beside:
+            if (schema := prepared.server_test.schema) and not is_beside(run.folder):
                 central["importance"] = importance(
                     network.eval(),
                     test,
@@ -426,8 +425,7 @@ def _hand_over(run: Run) -> None:
     lies in the run folder. Whatever goes wrong is a warning: the run has its model.
     """
     keeping = [c for c in run.cohort.clients if run.cohort.properties[c].get("keeps_model")]
-    beside = run.folder.parent.name == BASELINES_FOLDER  # whose network nobody has looked for
-    if not has_real_sites(run.config) or not keeping or beside:
+    if not has_real_sites(run.config) or not keeping or is_beside(run.folder):
         return
     with run.stage("hand over"):
         model = (run.folder / MODEL_FILE).read_bytes()

@@ -628,6 +628,12 @@ def is_complete(run_folder: Path) -> bool:
     return (run_folder / EVENTS_FILE).exists() and read_run(run_folder).status == "completed"
 
 
+def is_beside(run_folder: Path) -> bool:
+    """Return whether a folder is of a network that is compared with the run that it lies in."""
+    above = run_folder.parent
+    return above.name in BESIDE and (above.parent / CONFIG_FILE).is_file()
+
+
 def is_whole(run_folder: Path) -> bool:
     """Return whether a folder holds a completed run without a failed group of clients."""
     groups = read_run(run_folder).groups().values() if is_complete(run_folder) else [{}]

@@ -177,6 +177,14 @@ def test_codes_counted_from_one_are_joined_to_those_of_most_sites(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("codes", "others", "expected"),
+    [("12", "01", True), ("01", "12", True), ("23", "01", False), ("02", "01", False)],
+)
+def test_codes_are_shifted_by_one_alone(codes, others, expected):
+    assert site_tables._are_shifted([*codes], [*others]) is expected
+
+
+@pytest.mark.parametrize(
     ("text", "is_told"),
     [
         ("age,sex,y\n50,male,0\n60,female,1\n", True),

@@ -177,8 +177,9 @@ def test_searches_that_need_no_classes_find_a_network(overrides, finished_run, t
 
 def test_only_the_delivered_network_of_a_whole_run_has_the_importance_of_columns(tmp_path):
     given = (*written(tmp_path, stays()[:200]), *TINY, *SMALL, "evaluation.baselines=1")
-    assert main(["run", "algorithm=random_search", *given, f"run_dir={tmp_path / 'run'}"]) == 0
-    record = read_run(tmp_path / "run")
+    folder = tmp_path / "baselines" / "mine"  # by which it is none of another run
+    assert main(["run", "algorithm=random_search", *given, f"run_dir={folder}"]) == 0
+    record = read_run(folder)
     assert record.scores("central")["importance"]["columns"]
     assert record.baselines()
     assert not any("importance" in one.scores("central") for one in record.baselines())
