@@ -48,7 +48,7 @@ SEARCH = (
     *("algorithm=successive_halving", "algorithm.eta=4", "algorithm.rewarded=local"),
     *("algorithm.local_epochs=2", "rounds=1"),
 )
-PIXELS, MORE_PIXELS = 96, 160  # sides of enlarged images; the latter for features that many share
+PIXELS, MORE_PIXELS, ALL_PIXELS = 96, 160, 224  # sides of enlarged images, up to the network's own
 ROUNDS = ("retrain.rounds=10", "retrain.batch_size=32")
 COLUMNS = [
     TEST_ACCURACY,
@@ -120,10 +120,10 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[Job]:
         }
         for name, overrides in rows.items():
             yield Job("pretrained_few", {"training": name}, (*few, *overrides), seed)
-        private = (*PRIVATE, *SHARED, "privacy.epsilon=8")
+        private, head = (*PRIVATE, *SHARED, "privacy.epsilon=8"), (*LINEAR, features_of(ALL_PIXELS))
         rows = {
-            "head": (*LINEAR, features, *ROUNDS),
-            "head, epsilon 8, shared noise": (*LINEAR, features, *private),
+            "head": (*head, "retrain=recommended"),
+            "head, epsilon 8, shared noise": (*head, *private),
             "fine-tuned": (*tuned, *ROUNDS),
             "from scratch": (*GIVEN, "algorithm.network=resnet8_32", "retrain.rounds=30"),
         }
