@@ -255,7 +255,7 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         return f"{np.datetime64(int(low), 'D')} in {counts[0]} records, which may mean missing"
     for code, times, others in ((low, counts[0], values[1:]), (high, counts[-1], values[:-1])):
         above = code < 0 <= others[0] - 2 * (code == -1)
-        is_far = above if code == low else others[-1] <= code / (2 if code > 99 else 9)
+        is_far = above if code == low else others[-1] <= code / (2 if code > 99 else 4)
         often = times > 1 or others[-1] < code / 5
         if (code == -1 or abs(code) in _CODES) and often and is_far:
             return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"
