@@ -57,6 +57,11 @@ def _of_test(records: Records, test: Records) -> Iterator[str]:
     known = {*records.ids.tolist()}  # np.isin sorts, which takes longer
     if number := sum(name in known for name in test.ids.tolist()):
         yield f"{number} of its {len(test)} records or persons are among those to train on"
+    if not test.is_regression and len(test) >= _FEWEST_NUMBERS:
+        parts = [count_labels(part.labels, len(part.class_names)) for part in (records, test)]
+        counts = zip(records.class_names, *parts, strict=True)
+        if lacking := [name for name, known, number in counts if known and not number]:
+            yield f"no record has the label {listed(lacking, 5)}, of which its scores say nothing"
     if test.features.dtype == torch.uint8:
         yield from of_brightness(test.features)
     if records.schema:

@@ -245,7 +245,8 @@ def _left_out(settings: CSV, root: Path) -> list[str]:
     parts = _parts(root) if root.is_dir() and not settings.strict else ()
     beside = sorted(root.iterdir()) if parts else []
     names = [p.name for p in beside if table_files.suffix_of(p) and p not in parts]
-    return [f"{listed(names, 5)} in {root} left out: add its rows to one of the parts"] * bool(names)
+    said = f"{listed(names, 5)} in {root} left out: add the rows to one of the parts"
+    return [said] if names else []
 
 
 def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.Records:

@@ -681,7 +681,10 @@ def test_numbers_on_another_scale_are_told(tmp_path):
     notes = oddities(train, test)
     assert notes[0] == "test set: 80 of its 80 records or persons are among those to train on"
     assert notes[1].startswith("test set: numbers far from those in training")
-    assert oddities(train, replace(train, ids=np.array([b"a"] * N))) == []
+    other = replace(train, ids=np.array([b"a"] * N))
+    assert oddities(train, other) == []
+    (note,) = oddities(train, replace(other, labels=train.labels * 0))
+    assert note.startswith("test set: no record has the label 1")
 
 
 FRAME = PLAIN.assign(sex=np.array(["f", "m"])[Y])
