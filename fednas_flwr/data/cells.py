@@ -50,7 +50,9 @@ class Cells:
         """Return the cells of some rows: their numbers, bool ``[N]``, or a slice, a file anew."""
         stored = None if self.stored is None else self.stored[rows]
         if isinstance(rows, slice):
-            return Cells(self.texts[rows], stored)
+            first = self.rows[rows.start - 1] + 1 if self.rows is not None and rows.start else 0
+            counted = None if self.rows is None else self.rows[rows] - first
+            return Cells(self.texts[rows], stored, counted)
         known = np.arange(len(self)) if self.rows is None else self.rows
         return Cells(self.texts.take(np.arange(len(self))[rows]), stored, known[rows])
 

@@ -99,17 +99,19 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     broken: dict[str, list[str]] = {}  # names by reasons
     found: list[tuple[int, int]] = []
     facts: list[str] = []
-    ends: list[float] = []
+    ends: list[float] = []  # of values in images that are refused for theirs, and in others
+    spans: list[float] = []
     for i in range(count):
         name, content = source(i)
         try:
-            image, own_pixels, said = _open(content, name, settings.intensity)
+            image, pixels, said = _open(content, name, settings.intensity)
         except _BrokenError as error:
             broken.setdefault(str(error), []).append(name)
             ends += error.ends
             continue
         found.append((image.shape[1], image.shape[0]))
         facts += said
+        spans += [] if pixels.dtype == np.uint8 else [pixels.min(), pixels.max()]
         wanted = channels or (3 if _COLOUR in said else 1)
         if len(images) == 0 or wanted > images.shape[1]:
             width, height = (side, side) if side else found[0]
@@ -117,7 +119,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             of_one_form[: len(rows)] = images[: len(rows)]
             images = of_one_form
         images[len(rows)] = _fitted(image, images.shape[1:])
-        ids.append(record_id(own_pixels))
+        ids.append(record_id(_own(pixels)))
         rows.append(i)
     sizes, kinds = Counter(found), Counter(facts)
     if side is None and len(sizes) > 1:
@@ -130,7 +132,8 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     if (broken and settings.corrupt != "skip") or (not rows and None in (side, channels)):
         cure = "repair or remove them, or set dataset.corrupt=skip" if rows else "repair them"
         if ends:
-            cure = f"set dataset.intensity=[{min(ends):g},{max(ends):g}] or a narrower range"
+            low, high = min(ends + spans), max(ends + spans)
+            cure = f"set dataset.intensity=[{low:g},{high:g}] or a narrower range"
         raise ConfigError(f"{number} of {count} files cannot be read as an image: {named}: {cure}.")
     notes = []
     if broken:
@@ -184,18 +187,18 @@ class _BrokenError(Exception):
 
 def _open(
     content: bytes, name: str, intensity: Sequence[float] | None
-) -> tuple[np.ndarray, bytes, list[str]]:
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return an upright image, its own pixels, and what is to be said of its file.
 
     The image is uint8 ``[H, W]`` or ``[H, W, 3]``; its own pixels are as they are in the file, on
-    white where it is transparent, channel by channel, and one channel where these are equal.
+    white where it is transparent.
     """
     from PIL import Image, ImageOps
 
     try:
         if name.lower().endswith(_DICOM) or content[128:132] == b"DICM":
             pixels, said = _dicom(content, intensity)
-            return pixels, _own(pixels), [_GRAY if pixels.ndim == 2 else _COLOUR, *said]
+            return pixels, pixels, [_GRAY if pixels.ndim == 2 else _COLOUR, *said]
         with Image.open(io.BytesIO(content)) as opened:
             orientation = opened.getexif().get(_ORIENTATION, 1)
             is_clear = opened.mode in ("LA", "RGBA", "PA") or "transparency" in opened.info
@@ -232,7 +235,7 @@ def _open(
             is_tiff = content[:4] in (b"II*\0", b"MM\0*")
             reason = f"of no {'kind of TIFF that is read' if is_tiff else 'known image format'}"
         raise _BrokenError(reason) from error
-    return shown, _own(pixels), [kind, *said]
+    return shown, pixels, [kind, *said]
 
 
 def _own(pixels: np.ndarray) -> bytes:

@@ -226,21 +226,29 @@ def read_labelled_images(settings: ds.LabelledImages, root: Path) -> RecordsPair
 
 
 def labels_texts(
-    path: Path, form: ds.TableForm, *, whole: bool = True
-) -> tuple[table_files.Texts, list[str]]:
-    """The cells of a labels file in common form, and notes; its first line is the header.
+    path: Path, form: ds.TableForm, *, whole: bool = True, target: str | None = None
+) -> tuple[table_files.Texts, list[str], ds.TableForm]:
+    """The cells of a labels file in common form, notes, and the form; its first line is the header.
 
     Args:
         path: Of the file.
-        form: How it is written.
+        form: How it is written; the signs of numbers are found where they are unknown.
         whole: False if it may lack columns that the form renames.
+        target: Column of numbers to predict, ``last`` being the last one; None where there is none.
     """
-    form = replace(form, header=form.header or not form.column_names or None)
+    as_set = form.header
+    form = replace(form, header=as_set or not form.column_names or None)
     texts, separator, found = table_files.read_texts(path, form)
     if whole:
         table_files.check_columns(texts, [*form.rename], where=str(path))
     texts = table_files.without_missing(texts, form)
-    return table_files.in_common_form(texts, form, (), None, separator, where=str(path))[0], found
+    target = [*texts][-1] if target in ("", "last") else target
+    numbers = [target] if target in texts else []
+    dates = () if numbers and not form.strict else None
+    texts, form = table_files.in_common_form(
+        texts, form, numbers, dates, separator, where=str(path)
+    )
+    return texts, found, replace(form, header=as_set)
 
 
 def with_names_first(texts: table_files.Texts, path: Path) -> tuple[table_files.Texts, list[str]]:
@@ -325,7 +333,10 @@ def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     skip, form = settings.strict, tables.form_of(settings)
     # at private sites UTF-8: an encoding that is found in the rows would be one of all of them
     encoding = form.encoding or ("utf-8-sig" if skip else None)
-    texts, found = labels_texts(path, replace(form, encoding=encoding))
+    target = settings.label if settings.is_regression else None
+    form = replace(form, encoding=encoding)
+    texts, found, form = labels_texts(path, form, target=target)
+    settings = replace(settings, decimal=form.decimal, thousands=form.thousands)
     if not skip:
         texts, more = with_names_first(texts, path)
         found += more

@@ -57,6 +57,11 @@ def _of_test(records: Records, test: Records) -> Iterator[str]:
     known = {*records.ids.tolist()}  # np.isin sorts, which takes longer
     if number := sum(name in known for name in test.ids.tolist()):
         yield f"{number} of its {len(test)} records or persons are among those to train on"
+    if not test.is_regression and len(test) >= _FEWEST_NUMBERS:
+        parts = [count_labels(part.labels, len(part.class_names)) for part in (records, test)]
+        counts = zip(records.class_names, *parts, strict=True)
+        if lacking := [name for name, known, number in counts if known and not number]:
+            yield f"no record has the label {listed(lacking, 5)}, of which its scores say nothing"
     if test.features.dtype == torch.uint8:
         yield from of_brightness(test.features)
     if records.schema:
@@ -255,7 +260,7 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         return f"{np.datetime64(int(low), 'D')} in {counts[0]} records, which may mean missing"
     for code, times, others in ((low, counts[0], values[1:]), (high, counts[-1], values[:-1])):
         above = code < 0 <= others[0] - 2 * (code == -1)
-        is_far = above if code == low else others[-1] <= code / (2 if code > 99 else 9)
+        is_far = above if code == low else others[-1] <= code / (2 if code > 99 else 4)
         often = times > 1 or others[-1] < code / 5
         if (code == -1 or abs(code) in _CODES) and often and is_far:
             return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"

@@ -109,7 +109,9 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         return _sites(path, inputs) if path.is_dir() else _table(path, inputs.form, inputs)
     if table_files.suffix_of(path):
         form = replace(inputs.form, separator=None, encoding=None, corrupt="refuse")
-        texts, _ = with_names_first(labels_texts(path, form, whole=False)[0], path)
+        target = inputs.label if inputs.target and inputs.label else None
+        texts, *_ = labels_texts(path, form, whole=False, target=target)
+        texts, _ = with_names_first(texts, path)
         files = list(files_of(texts, path).values())
         return RawData(
             next(iter(texts.values())).tolist(),

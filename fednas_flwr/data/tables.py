@@ -58,7 +58,7 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
     train_path, test_path = _parts(path)
     texts, settings, notes = read_cells(settings, train_path)
     train = records_of(settings, texts, train_path)
-    train = replace(train, notes=(*notes, *train.notes))
+    train = replace(train, notes=(*notes, *_left_out(settings, path), *train.notes))
     if test_path is None:
         return train, None
     names = {kind: [c.name for c in train.schema if c.kind == kind] for kind in KINDS}
@@ -238,6 +238,15 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
             "partition=sites."
         )
     return found["train"][0], found["test"][0] if found["test"] else None
+
+
+def _left_out(settings: CSV, root: Path) -> list[str]:
+    """A sentence on tables beside those of a folder's parts, such as val.csv, if there are any."""
+    parts = _parts(root) if root.is_dir() and not settings.strict else ()
+    beside = sorted(root.iterdir()) if parts else []
+    names = [p.name for p in beside if table_files.suffix_of(p) and p not in parts]
+    said = f"{listed(names, 5)} in {root} left out: add the rows to one of the parts"
+    return [said] if names else []
 
 
 def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.Records:

@@ -251,7 +251,7 @@ TABLES = {
     "a sign that is not seen": (column(mostly("a", "a\u200b", 2)), "x holds a and a\u200b: join"),
     "a full stop": (column(mostly("benign", "benign.", 9)), "x holds benign and benign.: join"),
     "-1 among years": (column(mostly(AGE.astype(int), -1, 9)), f"-1 in 9 {MAYBE_MISSING}"),
-    "9 beside 0 and 1": (column(mostly(Y, 9, 9)), f"9 in 9 {MAYBE_MISSING}"),
+    "9 beside 1 and 2": (column(mostly(Y + 1, 9, 9)), f"9 in 9 {MAYBE_MISSING}"),
     "99 beside 1 to 5": (
         column([99 if i % 9 == 0 else i % 5 + 1 for i in range(N)]),
         "99 in 9 rec",
@@ -681,7 +681,10 @@ def test_numbers_on_another_scale_are_told(tmp_path):
     notes = oddities(train, test)
     assert notes[0] == "test set: 80 of its 80 records or persons are among those to train on"
     assert notes[1].startswith("test set: numbers far from those in training")
-    assert oddities(train, replace(train, ids=np.array([b"a"] * N))) == []
+    other = replace(train, ids=np.array([b"a"] * N))
+    assert oddities(train, other) == []
+    (note,) = oddities(train, replace(other, labels=train.labels * 0))
+    assert note.startswith("test set: no record has the label 1")
 
 
 FRAME = PLAIN.assign(sex=np.array(["f", "m"])[Y])

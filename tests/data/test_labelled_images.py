@@ -68,6 +68,15 @@ def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path):
     assert "1 images that labels.csv does not name are left out" in train.notes
 
 
+@pytest.mark.parametrize("given", [{}, {"decimal": "comma"}, {"thousands": "point"}], ids=str)
+def test_numbers_to_predict_are_in_the_notation_of_their_file(tmp_path, given):
+    lines = ["path;g", "a.png;1.250,5", "b.png;2,5", "c.png;3,5"]
+    root = written(tmp_path, lines)
+    train, _ = read("labelled_images", root, labels_file="labels.csv", task="regression", **given)
+    assert train.labels.tolist() == [1250.5, 2.5, 3.5]
+    assert (train.form.decimal, train.form.thousands) == ("comma", "point")
+
+
 def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path):
     lines = ["path;sex;mass;nodule;site", "images_2/c.png;f;0;1;x", "images_1/a.png;m;1;1;y"]
     root = written(tmp_path, lines)

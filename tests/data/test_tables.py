@@ -148,9 +148,10 @@ def test_a_folder_has_an_official_test_part(tmp_path):
     assert test.feature_names == train.feature_names == ("a", "colour=blue", "colour=red")
     assert test.class_names == train.class_names == ("no", "yes")
     assert (test.features.tolist(), test.labels.tolist()) == ([[4.0, 0.0, 1.0]], [1])
-    (tmp_path / "test.csv.gz").unlink()
+    (tmp_path / "test.csv.gz").rename(tmp_path / "val.csv.gz")
     alone, none = read("csv", tmp_path)
     assert none is None
+    assert alone.notes[0].startswith("val.csv.gz in ")
     assert alone.ids.tolist() == train.ids.tolist()
 
 
