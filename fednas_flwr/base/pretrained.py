@@ -159,7 +159,8 @@ class Frozen(Pretrained):
         self.output_shape = tuple(features.shape[1:])
         for hook in hooks:
             hook.remove()
-        self.register_buffer("scale", torch.tensor(LENGTH / math.sqrt(features[0].numel())))
+        scale = torch.tensor(LENGTH / math.sqrt(features[0].numel()), device="cpu")
+        self.register_buffer("scale", scale)
 
     def stages(self) -> list[nn.Module]:
         """Return the parts that compute one after the other: its sequences, or those of the one."""
@@ -169,6 +170,12 @@ class Frozen(Pretrained):
     def train(self, mode: bool = True) -> Frozen:
         """Stay in evaluation mode."""
         return super().train(False)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Take tensors that have a scale; features of models before had another length."""
+        if f"{prefix}scale" not in state_dict:
+            raise ConfigError("the model's backbone is of another version: train the model anew.")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float32 ``[B, K]`` of images ``[B, C, H, W]`` scaled to 0..1."""

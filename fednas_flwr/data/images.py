@@ -242,7 +242,8 @@ def labels_texts(
     if whole:
         table_files.check_columns(texts, [*form.rename], where=str(path))
     texts = table_files.without_missing(texts, form)
-    target = [*texts][-1] if target in ("", "last") else target
+    if target in ("", "last"):
+        target = [*(texts if form.strict else with_names_first(texts, path)[0])][-1]
     numbers = [target] if target in texts else []
     dates = () if numbers and not form.strict else None
     texts, form = table_files.in_common_form(
@@ -336,7 +337,8 @@ def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     target = settings.label if settings.is_regression else None
     form = replace(form, encoding=encoding)
     texts, found, form = labels_texts(path, form, target=target)
-    settings = replace(settings, decimal=form.decimal, thousands=form.thousands)
+    signs = table_files.notation_of(form) if skip else form
+    settings = replace(settings, decimal=signs.decimal, thousands=signs.thousands)
     if not skip:
         texts, more = with_names_first(texts, path)
         found += more

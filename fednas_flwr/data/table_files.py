@@ -304,7 +304,7 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
     if columns is None:
         columns, more = _uneven_columns(content.decode(), separator, form)
         notes += more
-    if b"\n\n" in content and b'"' not in content:  # blank lines, which count as rows of the file
+    if re.search(rb"\n[ \t]*\n", content):  # blank lines, which count as rows of the file
         filled = np.flatnonzero([bool(line.strip()) for line in content.splitlines()])
         if len(filled) == len(columns[0]):
             columns = [Cells(cells.texts, rows=filled) for cells in columns]

@@ -21,6 +21,7 @@ from torch import Tensor
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import notation, records, table_files
 from fednas_flwr.data.cells import Cells
+from fednas_flwr.data.decoding import is_hidden
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import DATE_ORDERS, REGRESSION, TABLE_SUFFIXES
@@ -81,7 +82,8 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
 def known_labels(settings: Any, train: records.Records) -> dict[str, Any]:
     """Settings by which a test part has the labels that the train part has."""
     if train.is_regression:
-        return {"task": REGRESSION}
+        signs = ("decimal", "thousands") if isinstance(settings, TableForm) else ()
+        return {"task": REGRESSION} | {name: getattr(train.form, name) for name in signs}
     return {"class_names": [] if getattr(settings, "labels", None) else list(train.class_names)}
 
 
@@ -244,8 +246,9 @@ def _left_out(settings: CSV, root: Path) -> list[str]:
     """A sentence on tables beside those of a folder's parts, such as val.csv, if there are any."""
     parts = _parts(root) if root.is_dir() and not settings.strict else ()
     beside = sorted(root.iterdir()) if parts else []
-    names = [p.name for p in beside if table_files.suffix_of(p) and p not in parts]
-    said = f"{listed(names, 5)} in {root} left out: add the rows to one of the parts"
+    tables = [path for path in beside if table_files.suffix_of(path) and path not in parts]
+    names = [path.name for path in tables if not is_hidden(path.name, "._~")]
+    said = f"{listed(names, 5)} in {root} left out: if they hold further records, add these to one"
     return [said] if names else []
 
 

@@ -270,7 +270,7 @@ def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module
     if isinstance(model.transform, Frozen):
         states = [name for name in tensors if name.startswith(TRANSFORM)]
         frozen = {name.removeprefix(TRANSFORM): tensors.pop(name) for name in states}
-        model.transform.load_state_dict(frozen, strict=False)  # the hash says what is missing
+        model.transform.load_state_dict(frozen)
         if model.transform.digest != inputs.transform[-1]:
             raise ConfigError(f"{path} holds another backbone than its metadata say.")
     network.load_state_dict(tensors)

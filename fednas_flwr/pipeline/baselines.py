@@ -139,7 +139,7 @@ def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
 def _planned_retraining(config: Config) -> Retrain:
     """Return the retraining of the delivered network, with its rounds."""
     run = read_run(config.folder)
-    partition, network = run.last("partition"), run.last("derived")["network"]
+    partition, network = run.of_kind("partition")[0], run.last("derived")["network"]
     share = sum(config.dataset.fractions[name] for name in ("train", "validation"))
     if "splits" in partition:
         sizes = median(sum(splits.values()) for splits in partition["splits"])

@@ -83,6 +83,16 @@ def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights):
     torch.testing.assert_close(together.norm(dim=1), torch.full((4,), LENGTH), rtol=0.05, atol=0)
 
 
+def test_what_a_check_without_memory_built_computes_later_and_older_tensors_are_refused(weights):
+    forget_frozen()
+    with torch.device("meta"):
+        backbone = load_backbone(Settings(**named(weights)))
+    assert backbone(torch.rand(1, 3, 9, 9)).isfinite().all()
+    older = {name: t for name, t in backbone.state_dict().items() if name != "scale"}
+    with pytest.raises(ConfigError, match="of another version: train the model anew"):
+        backbone.load_state_dict(older)
+
+
 def test_prepared_features_are_those_of_the_raw_images_and_of_the_weights(tmp_path, weights):
     settings = {"cache": tmp_path, "name": "digits", "limit_train": 70, "limit_test": 5}
     plain, made = prepared(**settings), prepared(**settings, backbone=named(weights))

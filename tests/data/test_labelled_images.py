@@ -10,8 +10,9 @@ from PIL import Image
 from fednas_flwr import compose, load, run
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
+from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.raw import read_raw
-from fednas_flwr.data.readers import DATA_SETS
+from fednas_flwr.data.readers import DATA_SETS, site_dataset
 from fednas_flwr.runs.events import read_events
 
 from ..data_sets import prepared, read
@@ -75,6 +76,23 @@ def test_numbers_to_predict_are_in_the_notation_of_their_file(tmp_path, given):
     train, _ = read("labelled_images", root, labels_file="labels.csv", task="regression", **given)
     assert train.labels.tolist() == [1250.5, 2.5, 3.5]
     assert (train.form.decimal, train.form.thousands) == ("comma", "point")
+
+
+def test_numbers_of_a_test_part_and_of_a_site_are_read_as_in_training(tmp_path):
+    how = {"labels_file": "labels.csv", "task": "regression"}
+    for part, number in (("train", "1.250,5"), ("test", "1.250")):
+        written(tmp_path / part, ["g\tpath", *(f"{number}\t{name}.png" for name in "abc")])
+    train, test = read("labelled_images", tmp_path, **how)  # the last column names the images
+    assert (train.labels.tolist(), test.labels.tolist()) == ([1250.5] * 3, [1250.0] * 3)
+    written(tmp_path / "test", ["path\tg", *(f"{name}.png\t1.250" for name in "abc")])
+    site = tmp_path / "site.yaml"
+    how |= {"target_range": [0, 2], "image_size": 8, "channels": 1, "label": "g"}
+    lines = [f"{key}: {value}" for key, value in how.items()]
+    site.write_text("\n".join(["name: labelled_images", f"root: {tmp_path / 'test'}", *lines]))
+    at_site = prepare(site_dataset(site, cache=str(tmp_path / "cache")))
+    assert {*at_site.train.labels.tolist()} == {1.25}  # nothing is looked for in its rows
+    again = read_raw(tmp_path / "test" / "labels.csv", at_site.inputs)
+    assert again.labels.tolist() == [1.25] * 3
 
 
 def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path):

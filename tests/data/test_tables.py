@@ -149,6 +149,8 @@ def test_a_folder_has_an_official_test_part(tmp_path):
     assert test.class_names == train.class_names == ("no", "yes")
     assert (test.features.tolist(), test.labels.tolist()) == ([[4.0, 0.0, 1.0]], [1])
     (tmp_path / "test.csv.gz").rename(tmp_path / "val.csv.gz")
+    for hidden in ("._train.csv", "~$train.xlsx"):  # of systems
+        (tmp_path / hidden).write_text("x")
     alone, none = read("csv", tmp_path)
     assert none is None
     assert alone.notes[0].startswith("val.csv.gz in ")
