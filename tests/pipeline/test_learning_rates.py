@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fednas_flwr.deploy.dry_run import private_terms
+from fednas_flwr.deploy.dry_run import SteppedGrid, begun, private_terms
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline.later_settings import with_learning_rate
 from fednas_flwr.protocol.messages import decode_request
@@ -63,6 +63,18 @@ def test_clients_train_at_the_rate_that_noise_and_records_give(trained):
     rates = [lr for lr, _ in trained.trained]
     assert rates[:2] == [told["lr"]] * 2
     assert 0.1 * told["lr"] < rates[-1] < 0.5 * told["lr"]
+
+
+def test_a_sum_of_more_clients_than_it_needs_has_more_noise(compose_config):
+    """By hand: each of 5 clients adds the noise that 2 need together."""
+    sums = ("secure_sum={least_sites: 3, colluding: 1}", "clients=5")
+    with begun(compose_config(*LINEAR, *sums), SteppedGrid) as (run, _):
+        with_learning_rate(run)
+        told = read_run(run.folder).last("learning_rate")
+        (release,) = run.schedule
+        known = [client["splits"] for client in run.cohort.properties.values()]
+    whole = sum(release.expected_batch(splits) for splits in known)
+    assert told["noise"] == pytest.approx(release.noise_multiplier * 0.1 * math.sqrt(5 / 2) / whole)
 
 
 def test_report_and_card_tell_the_rates_that_were_taken(trained):
