@@ -87,9 +87,10 @@ def main() -> None:
             for seed in seeds:
                 if only and name not in only:
                     continue
-                root = RUNS / "data" / f"{name}_{seed}{SUFFIX.get(overrides[0], '.npz')}"
+                file = f"{name}_{seed}{SUFFIX.get(overrides[0], '.npz')}"
+                root = RUNS / "data" / file.replace(",", "")
                 group = {"data": name, "partition": partition}
-                folder = RUNS / f"{name}_{partition}_{seed}".replace(" ", "_")
+                folder = RUNS / f"{name}_{partition}_{seed}".replace(" ", "_").replace(",", "")
                 results, more, random = RESULTS, scores, 2
                 if partitions is BUDGETS.get(name):
                     results, more, random = NUMBERS, scores_of_numbers, 1
