@@ -6,13 +6,15 @@ Nobody tuned on the seeds, which are listed here; each has a split of its own in
 and the server's test set. What is chosen is chosen by validation records. ``<folder>`` has the data
 of the README's table in the forms in which they are published: ``heart_disease/``, ``fraud/``,
 ``breastmnist/``, ``FashionMNIST/``, ``cifar10_jpeg60k.npz.xz``; digits, diabetes and tables with
-interactions are made here. Continues where it was stopped; every finished run is added to
-scripts/results/recommended.json, or, of a number to predict, regression.json.
+interactions and of patients are made here. Continues where it was stopped; every finished run is
+added to scripts/results/recommended.json, or, of a number to predict, regression.json, or, of a
+table with privacy, private_tables.json.
 
 Columns are test scores by each row's own metric: of the delivered network; of the found one, the
 mean random one, the data-free choice and ResNet-8, which all had the same rounds; of the linear
-model; and of the boosted trees on pooled records of a table. Of numbers they are R2, also of ridge
-regression on pooled records, and the delivered network's RMSE.
+model; and of logistic regression and boosted trees on pooled records of a table. Of numbers they
+are R2, also of ridge regression on pooled records, and the delivered network's RMSE. Tables with
+privacy share the noise in secure sums; each stands beside the run of its seed without privacy.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import io
 import lzma
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -32,12 +35,12 @@ from tables import start_results
 
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.runs.leaderboard import candidates, chosen, compared
-from fednas_flwr.runs.numbers import Run
+from fednas_flwr.runs.numbers import Run, read_run
 
 RESULTS = Path(__file__).parent / "results" / "recommended.json"
-NUMBERS = RESULTS.with_name("regression.json")
+NUMBERS, PRIVATE = (RESULTS.with_name(name) for name in ("regression.json", "private_tables.json"))
 RUNS = Path("runs/table_recommended")
-SEEDS, FEW_SEEDS = (101, 102, 103, 104, 105), (101, 102, 103)
+SEEDS, FEW_SEEDS, TEN_SEEDS = (101, 102, 103, 104, 105), (101, 102, 103), tuple(range(101, 111))
 SUFFIX = {"dataset=csv": ".csv"}
 TABLE = ("dataset=csv", "search_space=mlp_small", "dataset.id_column=id")
 HEART = "age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal num".split()
@@ -50,7 +53,7 @@ PARTITIONS = {
         "partition.clients_per_group=[1,1,1,1,1]",
     ),
 }
-NAMES = ("delivered", "found", "random", "data-free", "ResNet-8", "linear", "trees")
+NAMES = ("delivered", "found", "random", "data-free", "ResNet-8", "linear", "pooled", "trees")
 COLUMNS = [{"metric": name, "title": name, "scale": 100, "decimals": 1} for name in NAMES]
 COLUMNS.append(
     {"metric": "minus_simple", "title": "delivered minus simple", "scale": 100, "decimals": 1}
@@ -60,6 +63,17 @@ OF_NUMBERS = [
     for name in ("delivered", "found", "linear", "ridge", "trees")
 ]
 OF_NUMBERS.append({"metric": "rmse", "title": "RMSE of delivered"})
+WITH_PRIVACY = [
+    {"metric": name, "title": title, "decimals": 3}
+    for name, title in (
+        ("central_auroc", "AUROC"),
+        ("plain", "without privacy"),
+        ("minus_plain", "difference"),
+        ("central_f1", "F1"),
+        ("released_auroc", "AUROC told of training records"),
+        ("epsilon", "PRV epsilon"),
+    )
+]
 
 
 def main() -> None:
@@ -81,28 +95,51 @@ def main() -> None:
         command="python scripts/table_recommended.py --data <folder> --only diabetes,stays",
         columns=OF_NUMBERS,
     )
-    jobs = []
+    start_results(
+        PRIVATE,
+        title="Tables at a budget of 8 with shared noise, and the same without privacy, test AUROC",
+        command="python scripts/table_recommended.py --data <folder>",
+        columns=WITH_PRIVACY,
+    )
+    jobs, private = [], []
     for name, (write, partitions, overrides, seeds) in ROWS.items():
-        for partition, divided in partitions.items():
-            for seed in seeds:
-                if only and name not in only:
-                    continue
-                file = f"{name}_{seed}{SUFFIX.get(overrides[0], '.npz')}"
-                root = RUNS / "data" / file.replace(",", "")
-                group = {"data": name, "partition": partition}
-                folder = RUNS / f"{name}_{partition}_{seed}".replace(" ", "_").replace(",", "")
-                results, more, random = RESULTS, scores, 2
-                if partitions is BUDGETS.get(name):
-                    results, more, random = NUMBERS, scores_of_numbers, 1
-                    group = {"data": name, "privacy": partition}
-                searches = ["experiment=search/recommended"] * (not divided[0].startswith("exp"))
-                settings = [*searches, "runtime.threads=1", *overrides, *divided]
-                settings.append(f"evaluation.baselines={random}")
-                if not root.exists():
-                    write(data, root, seed)
-                run = partial(measure, results, folder, group=group, seed=seed, more=more)
-                jobs.append(partial(run, overrides=settings, root=root.resolve()))
-    make_all(lambda job: job(), jobs, at_a_time=options.jobs)
+        for partition, seed in product(partitions, seeds):
+            if only and name not in only:
+                continue
+            if not (root := data_of(name, seed)).exists():
+                write(data, root, seed)
+            run = partial(measure, seed=seed, root=root.resolve())
+            group = {"data": name, "partition": partition}
+            results, more, random = RESULTS, scores, 2
+            if partitions is BUDGETS.get(name):
+                results, more, random = NUMBERS, scores_of_numbers, 1
+                group = {"data": name, "privacy": partition}
+            divided, folder = partitions[partition], folder_of(name, partition, seed)
+            searches = ["experiment=search/recommended"] * (not divided[0].startswith("exp"))
+            settings = [*searches, "runtime.threads=1", *overrides, *divided]
+            settings.append(f"evaluation.baselines={random}")
+            jobs.append(partial(run, results, folder, group=group, more=more, overrides=settings))
+            if name in RANGES and seed in SEEDS:
+                beside = partial(scores_beside, folder)
+                folder = folder_of(name, "epsilon 8", seed)
+                settings = [*EPSILON, "secure_sum=true", "runtime.threads=1", *overrides, *divided]
+                settings.append(f"dataset.ranges={{{RANGES[name]}}}")
+                run = partial(run, PRIVATE, folder, group={"data": name}, more=beside)
+                private.append(partial(run, overrides=settings))
+    for made in (jobs, private):
+        make_all(lambda job: job(), made, at_a_time=options.jobs)
+
+
+def data_of(name: str, seed: int) -> Path:
+    """Where a row's data of a seed are written; a comma in a setting would ask for a sweep."""
+    overrides = ROWS[name][2]
+    file = f"{name}_{seed}{SUFFIX.get(overrides[0], '.npz')}"
+    return RUNS / "data" / file.replace(",", "")
+
+
+def folder_of(name: str, partition: str, seed: int) -> Path:
+    """The folder of a row's run."""
+    return RUNS / f"{name}_{partition}_{seed}".replace(" ", "_").replace(",", "")
 
 
 def scores(run: Run) -> dict[str, float | None]:
@@ -124,10 +161,17 @@ def scores(run: Run) -> dict[str, float | None]:
         "data-free": short.get("data_free"),
         "ResNet-8": short.get(resnet),
         "linear": long.get("linear"),
+        "pooled": run.scores("linear").get(metric),
         "trees": run.scores("trees").get(metric),
         "minus_simple": delivered - simple.row()["test"],
         "chose": list(long).index(choice.name) if choice else None,
     }
+
+
+def scores_beside(plain: Path, run: Run) -> dict[str, float | None]:
+    """The AUROC of the run without privacy, and how far a private one is from it."""
+    without = read_run(plain).scores("central")["auroc"]
+    return {"plain": without, "minus_plain": run.scores("central")["auroc"] - without}
 
 
 def scores_of_numbers(run: Run) -> dict[str, float | None]:
@@ -167,6 +211,20 @@ def write_interactions(data: Path, root: Path, seed: int) -> None:
     odds += 0.2 * (site - 2.5) + 0.6 * (x[:, 5] ** 2 - 1) - 1
     table = pd.DataFrame(x.round(4), columns=[f"x{i}" for i in range(12)])
     table["label"] = (drawn.random(3000) < 1 / (1 + np.exp(-odds))).astype(int)
+    _write_table(root, table.assign(site=[f"site {s}" for s in site]), seed)
+
+
+def write_patients(data: Path, root: Path, seed: int) -> None:
+    """Write 1,500 made patients of 6 hospitals, of whom about 12 % die."""
+    drawn = np.random.default_rng(seed)
+    age, crp = drawn.normal(64, 14, 1500).clip(18, 99).round(), drawn.lognormal(2.5, 1, 1500)
+    lactate, pressure = drawn.lognormal(0.3, 0.5, 1500), drawn.normal(125, 22, 1500)
+    ward, site = drawn.choice(["surgery", "icu", "medicine"], 1500), drawn.integers(0, 6, 1500)
+    odds = 0.05 * (age - 64) + 0.6 * np.log(crp / 12) + 1.2 * np.log(lactate) + (ward == "icu")
+    odds += 0.0004 * (pressure - 125) ** 2 + 0.15 * (site - 2.5) - 3.9
+    columns = {"age": age, "crp": crp.round(1), "lactate": lactate.round(2), "ward": ward}
+    table = pd.DataFrame(columns | {"pressure": pressure.round()})
+    table["died"] = np.where(drawn.random(1500) < 1 / (1 + np.exp(-odds)), "yes", "no")
     _write_table(root, table.assign(site=[f"site {s}" for s in site]), seed)
 
 
@@ -265,7 +323,7 @@ def _write_table(path: Path, table: pd.DataFrame, seed: int) -> None:
 
 Write = Callable[[Path, Path, int], None]
 SITES = ("partition=column", "partition.column=site")
-COLUMN = (*SITES, "clients=6", "dataset.label=label")
+SIX = (*SITES, "clients=6")
 EPSILON = ("experiment=search/recommended_private", "privacy.epsilon=8")
 OF_DIABETES = (
     "dataset.ranges={age:[18,80],sex:[1,2],bmi:[15,45],bp:[60,140],s1:[90,310],s2:[40,250],"
@@ -284,15 +342,23 @@ BUDGETS: dict[str, dict[str, tuple[str, ...]]] = {  # of a number to predict, in
         ),
     },
 }
+RANGES = {  # as one would state them without having seen the records
+    "patients": "age:[18,100],crp:[0,200],lactate:[0,10],pressure:[50,220]",
+    "heart": "age:[18,100],sex:[0,1],cp:[1,4],trestbps:[60,220],chol:[0,600],fbs:[0,1],"
+    "restecg:[0,2],thalach:[50,220],exang:[0,1],oldpeak:[-3,7],slope:[1,3],ca:[0,3],thal:[3,7]",
+    "fraud": "Time:[0,172800],Amount:[0,5000]," + ",".join(f"V{i}:[-10,10]" for i in range(1, 29)),
+    "interactions": ",".join(f"x{i}:[-4,4]" for i in range(12)),
+}
 ROWS: dict[str, tuple[Write, dict[str, tuple[str, ...]], tuple[str, ...], tuple[int, ...]]] = {
+    "patients": (write_patients, {"sites": SIX}, (*TABLE, "dataset.label=died"), SEEDS),
     "heart": (
         write_heart,
         {"sites": ("partition=sites", "clients=4")},
         (*TABLE, "dataset.label=num", "evaluation.positive=1"),
-        SEEDS,
+        TEN_SEEDS,
     ),
     "fraud": (write_fraud, {"iid": ("clients=5",)}, (*TABLE, "dataset.label=label"), SEEDS),
-    "interactions": (write_interactions, {"sites": COLUMN}, TABLE, SEEDS),
+    "interactions": (write_interactions, {"sites": SIX}, (*TABLE, "dataset.label=label"), SEEDS),
     "diabetes": (write_diabetes, BUDGETS["diabetes"], (*TABLE, "dataset.label=target"), FEW_SEEDS),
     "stays": (write_stays, BUDGETS["stays"], (*TABLE, "dataset.label=days"), FEW_SEEDS),
     "breast": (write_breast, {"iid": ("clients=4",)}, ("dataset=npz",), SEEDS),
