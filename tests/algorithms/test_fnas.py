@@ -105,9 +105,11 @@ def test_mean_over_unequal_clients_equals_vanilla_nas_on_the_pooled_data(mean_ru
     plain.assert_equals(mean_run.strategy)
 
 
+@pytest.mark.parametrize("waits", [0, 2])  # the rounds of a warm-up
 @pytest.mark.parametrize(("fused", "clients"), [("false", UNEQUAL), ("true", ["clients=1"])])
-def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(fused, clients, search):
+def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(fused, clients, waits, search):
     beta = ["algorithm.beta_decay=0.3", f"algorithm.fused={fused}"]
+    beta.append(f"algorithm.warmup={waits / ROUNDS}")
     federation = search("algorithm=fnas", *FULL, *clients, *beta, rounds=ROUNDS)
     plain = Plain(federation.config, federation.data[0])
     for step in range(ROUNDS):
@@ -115,6 +117,8 @@ def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(fused, clien
         before = plain.gradients(plain.mean_loss(held_out), plain.alphas)
         plain.step_weights(step, plain.mean_loss(pooled(federation.clients, "train")))
         decay = 0.3 * (step + 1) / ROUNDS * plain.alphas[0].logsumexp(-1).mean()
+        if step < waits:
+            continue
         if fused == "true":
             decays = plain.gradients(decay, plain.alphas)
             plain.step_alphas([g + d for g, d in zip(before, decays, strict=True)])

@@ -28,6 +28,8 @@ class FNASSettings(AlgorithmSettings):
         weights: The weights' optimiser.
         alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
+        warmup: Share of the rounds, the first ones, in which the alphas wait. Ops that have learnt
+            nothing yet lose to poolings and skips, which need not learn.
     """
 
     order: Annotated[int, Between(1, 2)]
@@ -39,11 +41,20 @@ class FNASSettings(AlgorithmSettings):
     weights: opt.SGD
     alphas: opt.Adam
     beta_decay: opt.RateOrZero
+    warmup: opt.ShareBelow1
 
     @property
     def trains_models(self) -> bool:
         """False: clients reply with gradients."""
         return False
+
+    def warms_up(self, number: int, num_rounds: int) -> bool:
+        """Whether a round, counted from 1, trains the weights alone."""
+        return number <= self.warmup * num_rounds
+
+    def mean_round(self) -> float:
+        """Two exchanges but in the first rounds, where alphas wait."""
+        return 2 - self.warmup if self.warmup else 1.0
 
 
 _entry = partial(

@@ -29,11 +29,11 @@ class FNAS(GradientStrategy[FNASSettings]):
     does not depend on the number of clients; ``reduce="sum"`` is the text's ``sum_k G_k / B_k``.
     The server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
     ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
-    deviation from Algorithm 1. Local steps are plain gradient descent at the learning rates of
-    ``weights`` and ``alphas``; a client's answer adds up their gradients. The server adds the
-    gradient of ``beta_decay``, which reads no record, to the clients'. With ``private`` this is
-    DP-FNAS, of first order only; then the supernet is not evaluated unless metrics are to be
-    released.
+    deviation from Algorithm 1, as is ``warmup``, in which A waits. Local steps are plain gradient
+    descent at the learning rates of ``weights`` and ``alphas``; a client's answer adds up their
+    gradients. The server adds the gradient of ``beta_decay``, which reads no record, to the
+    clients'. With ``private`` this is DP-FNAS, of first order only; then the supernet is not
+    evaluated unless metrics are to be released.
     """
 
     def set_up(self) -> None:
@@ -61,15 +61,17 @@ class FNAS(GradientStrategy[FNASSettings]):
             (beta,) = pack(beta_gradient(self.alphas(), weight=weight)).values()
         added = {"alphas": beta}
         step = partial(self.take_step, clip_norm=sgd.clip_norm, reduce=settings.reduce, added=added)
-        if settings.fused:
+        waits = settings.warms_up(server_round, num_rounds)
+        if settings.fused and not waits:
             metrics = mean_metrics(step("train.gradients", request, ("weights", "alphas")))
         else:
             before = {n: v.clone() for n, v in self.states["weights"].items()}
             first_order = replace(request, order=1)
             metrics = mean_metrics(step("train.weight_gradient", first_order, ("weights",)))
-            further = {"previous_weights": before} if settings.order == 2 else {}
-            replies = step("train.alpha_gradient", request, ("alphas",), further=further)
-            metrics |= mean_metrics(replies)
+            if not waits:
+                further = {"previous_weights": before} if settings.order == 2 else {}
+                replies = step("train.alpha_gradient", request, ("alphas",), further=further)
+                metrics |= mean_metrics(replies)
         every = settings.evaluate_every or num_rounds
         return metrics | self.validation_metrics(every, server_round, num_rounds)
 
@@ -83,7 +85,9 @@ class FNAS(GradientStrategy[FNASSettings]):
         either: those of the alphas are scaled by each client's batch sizes.
         """
         actions = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
-        if settings.fused:
+        if settings.warms_up(private.number, private.num_rounds):
+            del actions["alphas"]
+        elif settings.fused:
             actions = dict.fromkeys(actions, "train.gradients")
         summed = private.config.secure_sum is not None
         shared = summed and settings.local_steps == 1 and not settings.fused
