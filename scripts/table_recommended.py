@@ -220,8 +220,8 @@ def write_patients(data: Path, root: Path, seed: int) -> None:
     age, crp = drawn.normal(64, 14, 1500).clip(18, 99).round(), drawn.lognormal(2.5, 1, 1500)
     lactate, pressure = drawn.lognormal(0.3, 0.5, 1500), drawn.normal(125, 22, 1500)
     ward, site = drawn.choice(["surgery", "icu", "medicine"], 1500), drawn.integers(0, 6, 1500)
-    odds = 0.05 * (age - 64) + 0.6 * np.log(crp / 12) + 1.2 * np.log(lactate) + (ward == "icu")
-    odds += 0.0004 * (pressure - 125) ** 2 + 0.15 * (site - 2.5) - 3.9
+    odds = 0.07 * (age - 64) + 0.8 * np.log(crp / 12) + 1.6 * np.log(lactate) - 3.8
+    odds += 1.3 * (ward == "icu") + 0.0004 * (pressure - 125) ** 2 + 0.15 * (site - 2.5)
     columns = {"age": age, "crp": crp.round(1), "lactate": lactate.round(2), "ward": ward}
     table = pd.DataFrame(columns | {"pressure": pressure.round()})
     table["died"] = np.where(drawn.random(1500) < 1 / (1 + np.exp(-odds)), "yes", "no")
