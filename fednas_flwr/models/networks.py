@@ -415,8 +415,14 @@ def plain_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return multinomial logistic regression."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
+    """A linear layer on the flattened input, which begins with zeros.
+
+    What is drawn at random stays where few records have a say.
+    """
+    layer = nn.Linear(math.prod(input_shape), num_classes)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return nn.Sequential(nn.Flatten(), layer)
 
 
 def private_cnn(

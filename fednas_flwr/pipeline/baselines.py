@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -31,17 +31,18 @@ from fednas_flwr.search.data_free_scores import trusted_scores
 from fednas_flwr.settings import AlgorithmSettings, Config, conf_folder, with_runtime
 from fednas_flwr.settings.data_settings import EncodedImages, Images
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import BATCH, BEST, FOUND, LINEAR, NO_SKIP, QUANTILES
-from fednas_flwr.settings.optimizers import RESNETS, Configuration
+from fednas_flwr.settings.names import BATCH, BEST, FOUND, LINEAR, NO_SKIP
+from fednas_flwr.settings.optimizers import RESNETS, SGD, Configuration
 from fednas_flwr.settings.parser import parse
 from fednas_flwr.settings.registry import algorithm_of, algorithms
-from fednas_flwr.settings.run_settings import CellSpace, Retrain
+from fednas_flwr.settings.run_settings import CellSpace, Retrain, ServerAdam
 from fednas_flwr.settings.unused import without_effect
 from fednas_flwr.spaces.costs import count_multiply_adds, ranges_of_cost
 from fednas_flwr.spaces.genotype import Genotype, from_json, save_genotype
 
 AFFORDED = 2  # random networks, where nobody says how many
 COSTS = 5  # ranges of cost, from each of which a front has a network
+EXACT, ADAM_RATE = 120, 0.05  # rounds and learning rate of a linear model that is fitted exactly
 SHARE = 3  # candidates are trained for so small a part of the rounds at first
 FURTHER = 3  # baselines beside the random ones, at most
 ADDED = 0.5  # share of a run's time that baselines may add by default
@@ -69,8 +70,10 @@ def prepare_baselines(config: Config) -> list[Path]:
         return []
     derived = read_run(config.folder).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
-    chosen = _baselines(alike, number, derived, linear=not pools_records(config))
-    return _folders(config, BASELINES_FOLDER, dict(chosen))
+    chosen = dict(_baselines(alike, number, derived))
+    if not pools_records(config):
+        chosen[LINEAR] = _linear(config, alike)
+    return _folders(config, BASELINES_FOLDER, chosen)
 
 
 def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
@@ -112,8 +115,8 @@ def _candidates(config: Config) -> dict[str, Config]:
     if len(derived["network"]["input_shape"]) == 1 and config.search_space.skip == NO_SKIP:
         skipping = replace(alike, search_space=replace(config.search_space, skip=LINEAR))
         candidates |= dict([_given(skipping, "found_skip", found)])
-    candidates |= dict(_baselines(alike, num_random(config), derived, linear=True))
-    candidates |= dict(_fine_tuned(alike))
+    candidates |= dict(_baselines(alike, num_random(config), derived))
+    candidates |= {LINEAR: _linear(config, alike), **dict(_fine_tuned(alike))}
     file = config.folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
     if file.is_file():  # its search is done
         space = candidates[DATA_FREE].search_space
@@ -138,14 +141,46 @@ def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
 
 def _planned_retraining(config: Config) -> Retrain:
     """Return the retraining of the delivered network, with its rounds."""
-    run = read_run(config.folder)
-    partition, network = run.of_kind("partition")[0], run.last("derived")["network"]
+    network = read_run(config.folder).last("derived")["network"]
+    sizes, share = _records(config)
+    return planned(config, share * median(sizes), network["input_shape"])
+
+
+def _linear(config: Config, alike: Config) -> Config:
+    """Return the configuration of the linear model.
+
+    Averages of local models are off where clients differ. So that of a table with classes is fitted
+    exactly, to the pooled records' logistic regression with an L2 penalty: in each round clients
+    take one step along the gradient of all their records, and the server one by Adam along their
+    mean (FedAdam; Reddi et al. 2021, arXiv 2003.00295).
+
+    Args:
+        config: Of the run; a rule, rounds, ... that it sets hold for the linear model, too.
+        alike: Of networks beside it.
+    """
+    run, asked = read_run(config.folder), config.retrain
+    alike = replace(alike, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
+    partition, shape = run.of_kind("partition")[0], run.last("derived")["network"]["input_shape"]
+    rules = {config.aggregate.name, config.server_optimizer.name} != {"mean", "none"}
+    numbers = partition.get("multi_label") or partition.get("number")
+    if rules or numbers or config.dp or asked.rounds or asked.exchange or len(shape) > 1:
+        return alike
+    sizes, share = _records(config)
+    decay = 1 / (config.clients * share * fmean(sizes))
+    weights = SGD(lr=1.0, min_lr=1.0, momentum=0.0, weight_decay=decay, clip_norm=None)
+    steps = replace(alike.retrain, rounds=EXACT, local_epochs=1, batch_size=max(sizes))
+    file = "server_optimizer/adam.yaml"
+    adam = ServerAdam(**read_yaml(conf_folder() / file, file) | {"lr": ADAM_RATE})
+    return replace(alike, retrain=replace(steps, weights=weights), server_optimizer=adam)
+
+
+def _records(config: Config) -> tuple[list[int], float]:
+    """Return the records of the clients, or quantiles of them, and the share that is trained on."""
+    partition = read_run(config.folder).of_kind("partition")[0]
     share = sum(config.dataset.fractions[name] for name in ("train", "validation"))
     if "splits" in partition:
-        sizes = median(sum(splits.values()) for splits in partition["splits"])
-    else:
-        sizes = partition["summary"]["sizes"][QUANTILES.index(0.5)]
-    return planned(config, share * sizes, network["input_shape"])
+        return sorted(sum(splits.values()) for splits in partition["splits"]), share
+    return partition["summary"]["sizes"], share
 
 
 def _folders(config: Config, place: str, runs: Mapping[str, Config]) -> list[Path]:
@@ -204,16 +239,13 @@ def _trained_alike(config: Config, derived: Event) -> Config:
     return with_runtime(config, time_limit=None)
 
 
-def _baselines(
-    config: Config, number: int, derived: Event, *, linear: bool
-) -> Iterator[tuple[str, Config]]:
-    """Yield names and configurations; genotypes lie in the folders to be.
+def _baselines(config: Config, number: int, derived: Event) -> Iterator[tuple[str, Config]]:
+    """Yield names and configurations of all but the linear model; genotypes lie in the folders.
 
     Args:
         config: From :func:`_trained_alike`.
         number: Of random networks.
         derived: Event of the found network.
-        linear: True if a linear model is one of them.
     """
     description = derived["network"]
     space, _ = described_space(description)
@@ -226,8 +258,6 @@ def _baselines(
         yield _given(config, DATA_FREE, partial(from_json, json.dumps(scored)))
     elif algorithm_of(config).trains is not None:
         yield DATA_FREE, _data_free(config)
-    if linear:
-        yield LINEAR, replace(config, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
     shape = tuple(description["input_shape"])
     if len(shape) == 3:
         name = _nearest_resnet(shape, description["num_classes"], derived["multiply_adds"])

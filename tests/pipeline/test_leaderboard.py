@@ -5,6 +5,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from fednas_flwr.api import Result, compose, run
@@ -141,6 +143,31 @@ def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path
     assert table is not None
     assert table[2][0][0] == f"delivered ({best})"
     assert f"delivered ({best})" in write_report(result.folder).read_text()
+
+
+@pytest.mark.run
+def test_the_linear_model_of_sites_that_differ_is_that_of_their_pooled_records(
+    compose_config, tmp_path, monkeypatch
+):
+    """Averages of local models lost .005."""
+    drawn, site = np.random.default_rng(0), np.repeat([0, 1, 2], [400, 60, 140])
+    x = drawn.normal(size=(600, 6)) + (site[:, None] - 1) * [1, 1, 0, 0, 0, 0]
+    odds = x @ [1.0, -1.0, 0.5, 0, 0, 0] + 2.5 * (site - 1)
+    table = pd.DataFrame(x, columns=list("abcdef")).assign(site=[f"site {s}" for s in site])
+    table["died"] = np.where(drawn.random(600) < 1 / (1 + np.exp(-odds)), "yes", "no")
+    table.to_csv(tmp_path / "patients.csv", index=False)
+    config = compose_config(
+        "experiment=search/recommended dataset=csv search_space=mlp_small algorithm.local_epochs=1",
+        f"dataset.root={tmp_path / 'patients.csv'} dataset.label=died partition=column clients=3",
+        "partition.column=site algorithm.pool.draws=2 algorithm.pool.keep=2 algorithm.eta=2",
+        "rounds=1 search_space.channels=8 retrain.channels=8 retrain.rounds=null",
+        f"retrain.batch_size=32 evaluation.baselines=1 run_dir={tmp_path / 'run'}",
+    )
+    real = baselines.__dict__["_candidates"]
+    monkeypatch.setattr(baselines, "_candidates", lambda c: {"linear": real(c)["linear"]})
+    record = read_run(run(config).folder)
+    pooled = record.scores("linear")["auroc"]
+    assert record.scores("central")["auroc"] == pytest.approx(pooled, abs=0.002)
 
 
 @pytest.mark.run
