@@ -33,6 +33,7 @@ from fednas_flwr.models.networks import load, load_description
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import export_model
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import expanded
@@ -219,11 +220,14 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         except BaseException:
             shutil.rmtree(folder)
             raise
-        if read_run(result.folder).status == "completed":
+        done = read_run(result.folder)
+        if done.status == "completed":
             shutil.rmtree(folder)
         else:
             go_on = f"fednas run resume={result.folder}"
             warnings.warn(f"the time limit has cut the fit short: {go_on}", stacklevel=3)
+        if said := sentence("left_out", done):
+            warnings.warn(said, stacklevel=3)
         return result
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:

@@ -23,7 +23,14 @@ from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
 from fednas_flwr.report.plots import COSTS, bars, fronts
 from fednas_flwr.report.score_tables import TEST_SEED, rows_of
-from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, paragraphs, sentence
+from fednas_flwr.report.templates import (
+    DASH,
+    FORMS,
+    epsilon_text,
+    mean_and_deviation,
+    paragraphs,
+    sentence,
+)
 from fednas_flwr.report.terminal import print_line, print_table
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import (
@@ -253,9 +260,10 @@ def _test_set(run: Run) -> tuple[Any, ...]:
 
 
 def _cell(metric: Metric, group: Group) -> str:
-    form, values = FORMS[metric.unit], group.metrics[metric.name].values
-    text = mean_and_deviation(values, scale=form.scale, decimals=form.decimals)
-    return f"{text} ({TEST_SEED})" if group.test_seed and metric.name == "epsilon" else text
+    form, found = FORMS[metric.unit], group.metrics[metric.name]
+    if metric.name == "epsilon" and found.mean is not None:
+        return epsilon_text(found.mean) + (f" ({TEST_SEED})" if group.test_seed else "")
+    return mean_and_deviation(found.values, scale=form.scale, decimals=form.decimals)
 
 
 def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comparison:
@@ -266,7 +274,8 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
 
     Args:
         folders: Run folders, or folders that hold run folders at any depth.
-        against: The name of the group that differences are from.
+        against: The name of the group that differences are from; None is the only one without
+            privacy, if others on the same data have it, so that its cost has an interval.
 
     Raises:
         ConfigError: A folder does not exist, or there is no run in it; or no group has the name.
@@ -293,8 +302,11 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     groups.sort(key=lambda runs: _rank(runs[0], trials))
     shown = _distinguishing([_settings(group[0]) for group in groups])
     names = _names(groups, shown, {path.resolve() for path in folders})
+    plain = [name for runs, name in zip(groups, names, strict=True) if not runs[0].is_private]
     if against is not None:
         check_choice("--against", against, names)
+    elif len(plain) == 1 < len(names) and not {"dataset", "dataset.root"}.intersection(shown):
+        (against,) = plain
     runs = [run for group in groups for run in group]
     score = f"central_{runs[0].score.name}" if runs else METRICS[0].name
     reached = not runs or any(run.numbers().get(score) is not None for run in runs)

@@ -13,8 +13,10 @@ from fednas_flwr.models.networks import load_description
 from fednas_flwr.pipeline import baselines
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.score_tables import leaderboard_table
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.leaderboard import candidates, chosen, compared, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, FINALISTS_FOLDER, read_run
+from fednas_flwr.settings import parser, with_runtime
 
 SPREAD = (0.0, 0.01, -0.01)  # of a candidate's own resamples
 
@@ -173,6 +175,26 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(recommended, monkeypatch):
     before = (folder / "model.onnx").read_bytes()
     run(folder)
     assert (folder / "model.onnx").read_bytes() == before
+
+
+@pytest.mark.run
+def test_when_time_is_over_one_candidate_is_trained_and_the_choice_stands(recommended, monkeypatch):
+    monkeypatch.setitem(parser.SECONDS, "s", 1e-9)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    folder = run(with_runtime(recommended, time_limit="1s")).folder
+    assert read_run(folder).status == "cut short"
+    assert load_description(folder)["name"] == "linear"
+    said = "Left out, as time was over: data_free, found, random_1, resnet8_4."
+    assert sentence("left_out", read_run(folder)) == said
+    assert said in write_report(folder).read_text()
+    assert sentence("verdict", read_run(folder)).startswith("The linear model that was trained has")
+    monkeypatch.setitem(parser.SECONDS, "s", 1e6)
+    run(folder)
+    assert [len(read_run(folder).rounds("retrain")), read_run(folder).status] == [3, "completed"]
+    assert [row["network"] for row in compared(read_run(folder))[:2]] == [
+        "delivered (linear)",
+        "linear",
+    ]
 
 
 @pytest.mark.run

@@ -136,7 +136,7 @@ def test_the_epsilon_of_private_runs_has_a_column(make_run, tmp_path):
     comparison = compare_runs(folders)
     head, rows = comparison.table()
     cells = [row[head.index("epsilon")] for row in rows]
-    assert cells == ["5.10", "–", "5.10 (test seed: no privacy)"]
+    assert cells == ["5.11", "–", "5.11 (test seed: no privacy)"]
     paths = write_comparison(comparison, tmp_path / "out")
     rows = list(csv.DictReader(paths[0].read_text().splitlines()))
     assert [row["epsilon_mean"] for row in rows] == ["5.1001", "", "5.1001"]
@@ -251,9 +251,11 @@ def test_one_seed_has_the_interval_of_its_test_records_or_says_that_it_has_none(
 def test_what_privacy_costs_is_one_sentence(make_run):
     plain = make_run("plain", accuracy=0.9)
     private = make_run("eps8", accuracy=0.8, private=True)
-    text = sentence("costs_of_privacy", compare_runs([plain, private]))
-    assert text == (
+    comparison = compare_runs([plain, private])
+    assert comparison.table()[0][2] == "difference from plain (95 %)"
+    assert sentence("costs_of_privacy", comparison) == (
         "Privacy at epsilon 5.11 costs 10.0 points of test accuracy: 80.0 % (eps8) after 90.0 % "
         "(plain)."
     )
+    assert (compare_runs([plain]).against, compare_runs([private]).against) == (None, None)
     assert sentence("costs_of_privacy", compare_runs([plain])) == ""
