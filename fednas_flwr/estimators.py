@@ -45,7 +45,7 @@ MORE = "evaluation.baselines=4"
 PRESETS = {  # without and with privacy
     "fast": (FAST, FAST),
     "default": ([PLAIN], [PRIVATE]),
-    "best": ([PLAIN, MORE, "algorithm.pool.keep=16", "retrain.rounds=40"], [PRIVATE, MORE]),
+    "best": ([PLAIN, MORE, "algorithm.pool.keep=16"], [PRIVATE, MORE]),
 }
 
 
@@ -84,7 +84,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
                 none. A table's ``dataset.ranges`` are then among the ``settings``.
             time_limit: Of the run, such as ``10min``.
             preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
-                search, ``best`` compares more networks, without privacy in 40 rounds.
+                search, ``best`` compares more networks, trained as long.
             settings: Further settings, as ``fednas run`` takes them; they overrule all others.
             random_state: Seed of the run; None is 1.
             verbose: True shows what ``fednas run`` shows.

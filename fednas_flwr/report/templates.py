@@ -55,12 +55,17 @@ def as_date(days: float) -> str:
 
 def percent(value: float | None) -> str:
     """Return a share of 1 in percent with one decimal: ``91.4 %``."""
-    return DASH if value is None else f"{100 * value:.1f} %"
+    return DASH if value is None else f"{100 * value:z.1f} %"
 
 
 def score(value: float | None) -> str:
-    """Return an F1 with three decimals: ``0.914``."""
-    return DASH if value is None else f"{value:.3f}"
+    """Return an F1 with three decimals: ``0.914``.
+
+    Example:
+        >>> score(-0.0004)
+        '0.000'
+    """
+    return DASH if value is None else f"{value:z.3f}"
 
 
 def figures(value: float | None, number: int = 4) -> str:
