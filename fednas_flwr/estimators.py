@@ -82,7 +82,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             metric: Score by which networks are compared, see ``evaluation.metric`` of ``conf``.
             epsilon: Differential privacy of each client's records, as ``privacy.epsilon``; None has
                 none. A table's ``dataset.ranges`` are then among the ``settings``.
-            time_limit: Of the run, such as ``10min``.
+            time_limit: Of the run, such as ``10min``, within a round and the export; a warning says
+                what it has left out.
             preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
                 search, ``best`` compares more networks, trained as long.
             settings: Further settings, as ``fednas run`` takes them; they overrule all others.
