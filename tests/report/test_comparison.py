@@ -248,6 +248,28 @@ def test_one_seed_has_the_interval_of_its_test_records_or_says_that_it_has_none(
         assert ("One seed alone tells nothing about chance" in text) == (not of)
 
 
+@pytest.mark.parametrize(
+    ("auroc", "accuracy", "said"),
+    [
+        (0.98, 0.31, "AUROC 0.980 beside accuracy 31.0 %: the order"),
+        (
+            0.85,
+            0.05,
+            "beside accuracy 5.0 %, less than the most frequent class alone (10.0 %): the order",
+        ),
+        (0.85, 0.31, ""),
+    ],
+)
+def test_accuracy_that_disagrees_with_auroc_is_a_warning(make_run, auroc, accuracy, said):
+    def scored(event):
+        if event["event"] == "evaluated":
+            event["central"] |= {"auroc": auroc, "accuracy": accuracy, "majority": 0.1}
+
+    run = with_events(make_run("run"), scored)
+    text = "".join(compare_runs([run]).warnings)
+    assert (said in text, bool(text)) == (True, bool(said))
+
+
 def test_what_privacy_costs_is_one_sentence(make_run):
     plain = make_run("plain", accuracy=0.9)
     private = make_run("eps8", accuracy=0.8, private=True)
