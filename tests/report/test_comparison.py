@@ -237,13 +237,16 @@ def test_accuracy_that_disagrees_with_auroc_is_a_warning(auroc, accuracy):
 
 
 def test_what_privacy_costs_is_one_sentence(make_run):
-    plain = make_run("plain", accuracy=0.9)
-    private = make_run("eps8", accuracy=0.8, private=True)
+    plain = with_resamples(make_run("plain"), [0.88 + 0.001 * k for k in range(41)])
+    private = with_resamples(make_run("eps8", accuracy=0.8, private=True), [0.8] * 41)
     comparison = compare_runs([plain, private])
     assert comparison.table()[0][2] == "difference from plain (95 %)"
     assert sentence("costs_of_privacy", comparison) == (
         "Privacy at epsilon 5.11 costs 10.0 points of test accuracy: 80.0 % (eps8) after 90.0 % "
-        "(plain)."
+        "(plain), more than chance explains."
     )
+    with_resamples(private, [0.7 + 0.01 * k for k in range(41)])
+    text = sentence("costs_of_privacy", compare_runs([plain, private]))
+    assert text.endswith("after 90.0 % (plain), a loss that chance can explain.")
     assert (compare_runs([plain]).against, compare_runs([private]).against) == (None, None)
     assert sentence("costs_of_privacy", compare_runs([plain])) == ""
