@@ -211,8 +211,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         config = compose(*settings, *self.settings)
         folder = _folder_of_a_fit(expanded("dataset.cache", config.dataset.cache))
         try:
-            name = "records.parquet" if X.ndim == 2 else "records.npz"
-            root = str(write_atomically(folder / name, content))
+            root = str(write_atomically(folder / "records", content))
             data = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
             config = with_clients(replace(config, dataset=data), ())
             result = run(config, quiet=not self.verbose)
