@@ -181,6 +181,7 @@ def as_unit(value: float | None, unit: Unit) -> str:
     return FORMS[unit].text(value)
 
 
+TEX = str.maketrans({c: rf"\{c}" for c in "&%$#_{}"} | {"±": r"$\pm$", "−": "$-$"})
 FORMATS = {  # filters
     "count": count,
     "percent": percent,
@@ -195,7 +196,7 @@ FORMATS = {  # filters
     "largest": largest,
     "counted": lambda values: Counter(values).most_common(),
     "summed": lambda events, key: sum(event.get(key) or 0 for event in events),
-    "tex": lambda text: re.sub(r"([&%$#_{}])", r"\\\1", text).replace("±", r"$\pm$"),
+    "tex": lambda text: text.translate(TEX),
     "figures": figures,
     "total": lambda parts: sum(parts.values() if isinstance(parts, dict) else parts),
 }

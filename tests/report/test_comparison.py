@@ -155,10 +155,11 @@ def test_a_name_has_what_differs_most_first(make_run, tmp_path):
 
 def test_latex_has_the_table_and_escapes(make_run):
     runs = [make_run("a_1", accuracy=0.9), make_run("b_2", algorithm="fnas", accuracy=0.8)]
-    lines = as_latex(compare_runs(runs)).splitlines()
-    assert lines[0] == "\\begin{tabular}{lrrrr}"
+    lines = as_latex(compare_runs(runs, against="a_1")).splitlines()
+    assert lines[0] == "\\begin{tabular}{lrrrrr}"
     assert lines[2].startswith(r" & test accuracy (\%) & ")
     assert lines[4].startswith(r"a\_1 & 90.0 & ")
+    assert lines[5].startswith(r"b\_2 & 80.0 & $-$10.0 (one seed) & ")
     assert lines[-1] == r"\end{tabular}"
     assert all(line.endswith(r"\\") for line in (lines[2], lines[4], lines[5]))
 
