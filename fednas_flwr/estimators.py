@@ -33,6 +33,7 @@ from fednas_flwr.models.networks import load, load_description
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import export_model
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import expanded
@@ -44,7 +45,7 @@ MORE = "evaluation.baselines=4"
 PRESETS = {  # without and with privacy
     "fast": (FAST, FAST),
     "default": ([PLAIN], [PRIVATE]),
-    "best": ([PLAIN, MORE, "algorithm.pool.keep=16", "retrain.rounds=40"], [PRIVATE, MORE]),
+    "best": ([PLAIN, MORE, "algorithm.pool.keep=16"], [PRIVATE, MORE]),
 }
 
 
@@ -81,9 +82,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             metric: Score by which networks are compared, see ``evaluation.metric`` of ``conf``.
             epsilon: Differential privacy of each client's records, as ``privacy.epsilon``; None has
                 none. A table's ``dataset.ranges`` are then among the ``settings``.
-            time_limit: Of the run, such as ``10min``.
+            time_limit: Of the run, such as ``10min``, within a round and the export; a warning says
+                what it has left out.
             preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
-                search, ``best`` compares more networks, without privacy in 40 rounds.
+                search, ``best`` compares more networks, trained as long.
             settings: Further settings, as ``fednas run`` takes them; they overrule all others.
             random_state: Seed of the run; None is 1.
             verbose: True shows what ``fednas run`` shows.
@@ -209,8 +211,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         config = compose(*settings, *self.settings)
         folder = _folder_of_a_fit(expanded("dataset.cache", config.dataset.cache))
         try:
-            name = "records.parquet" if X.ndim == 2 else "records.npz"
-            root = str(write_atomically(folder / name, content))
+            root = str(write_atomically(folder / "records", content))
             data = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
             config = with_clients(replace(config, dataset=data), ())
             result = run(config, quiet=not self.verbose)
@@ -219,11 +220,14 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         except BaseException:
             shutil.rmtree(folder)
             raise
-        if read_run(result.folder).status == "completed":
+        done = read_run(result.folder)
+        if done.status == "completed":
             shutil.rmtree(folder)
         else:
             go_on = f"fednas run resume={result.folder}"
             warnings.warn(f"the time limit has cut the fit short: {go_on}", stacklevel=3)
+        if said := sentence("left_out", done):
+            warnings.warn(said, stacklevel=3)
         return result
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:

@@ -174,7 +174,7 @@ def compare(
     Args:
         run_folders: run folders or sweeps
         output: folder for compare.csv, .md, .json and .html
-        against: name of the group that differences by seed are from
+        against: name of the group that differences are from; by default the one without privacy
         csv: file for the table as CSV
         markdown: file for the table as Markdown
         latex: file for the table as LaTeX

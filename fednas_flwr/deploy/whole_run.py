@@ -3,6 +3,7 @@
 What is compared is a run of its own, in a folder of the run's.
 """
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -62,34 +63,40 @@ def run_whole(
 
 def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell: Listener) -> None:
     """Search, train the candidates, and then the one that validation records choose."""
-    folder, limit, begun = config.folder, config.runtime.time_limit, time.monotonic()
+    folder, limit = config.folder, config.runtime.time_limit
+    ends_at = math.inf if limit is None else time.monotonic() + seconds(limit)
 
-    def share(step: str, number: int = 1) -> str | None:
-        """The time that each of a step's runs may take, at least 1 s; None is any."""
-        if limit is None:
-            return None
+    def share(step: str) -> float:
+        """The seconds that a step may take."""
         to_come = list(COSTS.values())[list(COSTS).index(step) :]
-        left = begun + seconds(limit) - time.monotonic()
-        return f"{max(1.0, left * COSTS[step] / sum(to_come) / number):.1f}s"
+        return (ends_at - time.monotonic()) * COSTS[step] / sum(to_come)
 
     if not (resumed and read_run(folder).last("derived")):
         search = replace(config, stages=["search"])
-        search = with_runtime(search, time_limit=share("search"))
+        search = with_runtime(search, time_limit=_text(share("search")))
         launch(search, listeners=listeners, resumed=resumed)
         if not read_run(folder).last("derived"):  # out of time
             return
-    for step in ("candidates", "finalists"):
-        folders = baselines.prepare_candidates(config, last=step == "finalists")
-        _train_beside(config, folders, share(step, len(folders)), tell)
+    if not read_run(folder).rounds("retrain"):  # of what was chosen
+        folders = baselines.prepare_candidates(config, last=False)
+        _train_beside(config, folders, share("candidates"), tell)
+        folders = baselines.prepare_candidates(config, last=True)
+        if (left := share("finalists")) > 0:
+            _train_beside(config, folders, left, tell)
     best = chosen(folder)
     if best is None:
         raise ConfigError(f"no candidate of {folder} could be trained: see the reports below it.")
     tell({"event": "told", "text": f"delivered: {best.name}"})
-    final = with_runtime(baselines.delivered(config, best), time_limit=share("delivered"))
+    final = with_runtime(baselines.delivered(config, best), time_limit=_text(share("delivered")))
     launch(final, listeners=listeners, resumed=True)
 
 
-def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: Listener) -> None:
+def _text(limit: float) -> str | None:
+    """A time limit as settings have it, at least 1 s."""
+    return None if limit == math.inf else f"{max(1.0, limit):.1f}s"
+
+
+def _train_beside(config: Config, folders: list[Path], limit: float, tell: Listener) -> None:
     """Train networks beside the run's, those that are not done, and tell their test scores."""
     stage, begun, before = folders[0].parent.name, time.monotonic(), _share_done(folders)
     ended = threading.Event()
@@ -97,7 +104,7 @@ def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: 
     def place() -> Event:
         """How far they are, and the seconds left where that is known."""
         share, seconds = _share_done(folders), time.monotonic() - begun
-        known = before < share < 1 and limit is None
+        known = before < share < 1 and limit == math.inf
         left = seconds * (1 - share) / (share - before) if known else None
         return {"event": "beside", "stage": stage, "share": share, "left": left}
 
@@ -110,9 +117,10 @@ def _train_beside(config: Config, folders: list[Path], limit: str | None, tell: 
     thread.start()
     try:
         for number, (folder, reason) in enumerate(train_all(config, folders, limit), 1):
-            run = read_run(folder)
-            value = f"{run.score.label} {as_unit(run.test_score(), run.score.unit)}"
-            text = f"{folder.name}: {reason or value}"
+            if not reason:
+                run = read_run(folder)
+                reason = f"{run.score.label} {as_unit(run.test_score(), run.score.unit)}"
+            text = f"{folder.name}: {reason}"
             tell(place() | {"position": f"{number}/{len(folders)}", "text": text})
     finally:
         ended.set()
@@ -128,7 +136,7 @@ def _share_done(folders: Sequence[Path]) -> float:
 
 
 def train_all(
-    config: Config, folders: Sequence[Path], limit: str | None = None
+    config: Config, folders: Sequence[Path], limit: float = math.inf
 ) -> Iterator[tuple[Path, str]]:
     """Train the runs of some folders, side by side where this machine has cores for it.
 
@@ -137,15 +145,19 @@ def train_all(
     Args:
         config: Of the run that they stand beside.
         folders: Of runs.
-        limit: The time that each may take; None is any.
+        limit: The seconds that they may take. Each has an equal share of them; after them none is
+            begun, but for the first.
     """
-    folders = sorted(folders, key=lambda folder: folder.name == LINEAR)  # the shortest last
+    if limit == math.inf:
+        folders = sorted(folders, key=lambda folder: folder.name == LINEAR)  # the shortest last
+    each, ends_at = _text(limit / len(folders)), time.monotonic() + limit
+    calls = [(folder, each, ends_at if place else math.inf) for place, folder in enumerate(folders)]
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
     if alone or at_once(len(folders)) < 2 or (sent := packed(train)) is None:
-        yield from ((folder, train(folder, limit)) for folder in folders)
+        yield from ((call[0], train(*call)) for call in calls)
         return
     try:
-        for (folder, _), reason in beside(sent, [(folder, limit) for folder in folders]):
+        for (folder, *_), reason in beside(sent, calls):
             yield folder, reason
     except LostError as error:
         raise ConfigError(
@@ -154,10 +166,18 @@ def train_all(
         ) from error
 
 
-def train(folder: Path, limit: str | None) -> str:
-    """Begin the run in a folder or go on with it; returns why it has failed, else an empty text."""
+def train(folder: Path, limit: str | None, ends_at: float) -> str:
+    """Begin the run in a folder or go on with it; returns why it has failed, else an empty text.
+
+    Args:
+        folder: Of the run.
+        limit: The time that it may take; None is any.
+        ends_at: When it is too late to begin, by the clock of all processes of this machine.
+    """
     if is_complete(folder):
         return ""
+    if time.monotonic() > ends_at:
+        return "left out, as time was over"
     begun = (folder / EVENTS_FILE).exists()
     try:
         config = with_runtime(open_run_folder(str(folder)), time_limit=limit)
@@ -182,5 +202,5 @@ def _train_baselines(config: Config, tell: Listener) -> None:
         tell({"event": "told", "text": text})
         return
     if folders := baselines.prepare_baselines(config):
-        _train_beside(config, folders, None, tell)
+        _train_beside(config, folders, math.inf, tell)
         write_report(whole)

@@ -85,12 +85,12 @@ def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
 
     Args:
         config: Of a run that has searched, with ``deliver=best``.
-        last: False for all candidates and a third of the rounds; True for the best ones, which are
-            trained for all.
+        last: False for all candidates, the linear model first, and a third of the rounds; True for
+            the best ones, which are trained for all.
     """
     candidates = _candidates(config)
-    trained = {}
-    for name in finalists(config.folder) if last else list(candidates):
+    first, trained = sorted(candidates, key=lambda name: name != LINEAR), {}
+    for name in finalists(config.folder) if last else first:
         retrain = candidates[name].retrain
         rounds = retrain.planned if last else -(-retrain.planned // SHARE)
         retrain = replace(retrain, rounds=rounds, evaluate_every=rounds)

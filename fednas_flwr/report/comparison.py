@@ -17,7 +17,7 @@ from typing import Any
 from markupsafe import Markup
 from rich.console import Console
 
-from fednas_flwr.base.errors import ConfigError, check_choice
+from fednas_flwr.base.errors import ConfigError, check_choice, listed
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
@@ -195,7 +195,7 @@ class Comparison:
             constant = metric.name != self.metric and len(cells) <= several
             other = model in ("linear", "trees") and kind != score
             if cells != {DASH} and not constant and not other:
-                columns.append((_title(metric), partial(_cell, metric)))
+                columns.append((metric.label + FORMS[metric.unit].title, partial(_cell, metric)))
         if self.against is not None:
             columns.insert(2, (f"difference from {self.against} (95 %)", self._difference))
         if len(names := self.settings()) <= MOST_SETTINGS:
@@ -253,9 +253,10 @@ def _test_set(run: Run) -> tuple[Any, ...]:
 
 
 def _cell(metric: Metric, group: Group) -> str:
-    form, values = FORMS[metric.unit], group.metrics[metric.name].values
-    text = mean_and_deviation(values, scale=form.scale, decimals=form.decimals)
-    return f"{text} ({TEST_SEED})" if group.test_seed and metric.name == "epsilon" else text
+    form, found = FORMS[metric.unit], group.metrics[metric.name]
+    if metric.name == "epsilon" and found.mean is not None:
+        return templates.epsilon_text(found.mean) + (f" ({TEST_SEED})" if group.test_seed else "")
+    return mean_and_deviation(found.values, scale=form.scale, decimals=form.decimals)
 
 
 def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comparison:
@@ -266,7 +267,8 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
 
     Args:
         folders: Run folders, or folders that hold run folders at any depth.
-        against: The name of the group that differences are from.
+        against: The name of the group that differences are from; None is the only one without
+            privacy, if others on the same data have it, so that its cost has an interval.
 
     Raises:
         ConfigError: A folder does not exist, or there is no run in it; or no group has the name.
@@ -293,8 +295,11 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     groups.sort(key=lambda runs: _rank(runs[0], trials))
     shown = _distinguishing([_settings(group[0]) for group in groups])
     names = _names(groups, shown, {path.resolve() for path in folders})
+    plain = [name for runs, name in zip(groups, names, strict=True) if not runs[0].is_private]
     if against is not None:
         check_choice("--against", against, names)
+    elif len(plain) == 1 < len(names) and not {"dataset", "dataset.root"}.intersection(shown):
+        (against,) = plain
     runs = [run for group in groups for run in group]
     score = f"central_{runs[0].score.name}" if runs else METRICS[0].name
     reached = not runs or any(run.numbers().get(score) is not None for run in runs)
@@ -471,11 +476,6 @@ def _group(runs: list[Run], shown: list[str], name: str) -> Group:
     )
 
 
-def _title(metric: Metric) -> str:
-    """A metric's label with its unit."""
-    return metric.label + FORMS[metric.unit].title
-
-
 def _order(seed: Any) -> tuple[bool, Any]:
     return (not isinstance(seed, int), seed if isinstance(seed, int) else str(seed))
 
@@ -491,16 +491,10 @@ def as_csv(comparison: Comparison) -> str:
         | {f"{name}_mean": found.mean for name, found in group.metrics.items()}
         | {f"{name}_deviation": found.deviation for name, found in group.metrics.items()}
         | {"test_seed": int(group.test_seed)}
-        | {f"difference_{name}": value for name, value in _fields(group.difference).items()}
+        | {f"difference_{n}": getattr(group.difference, n, None) for n in Estimate.__match_args__}
         for group in comparison.groups
     ]
     return str(pd.DataFrame(rows).to_csv(index=False, float_format="%.8g", lineterminator="\n"))
-
-
-def _fields(difference: Estimate | None) -> dict[str, Any]:
-    return (
-        dict.fromkeys(("mean", "low", "high", "of")) if difference is None else asdict(difference)
-    )
 
 
 def as_latex(comparison: Comparison) -> str:
@@ -574,9 +568,10 @@ def write_curves(
     import pandas as pd
 
     picture = Picture(figsize=(6, 4), layout="constrained")
-    axes, (label, until) = picture.subplots(), OVER[over]
+    axes, (label, until), known = picture.subplots(), OVER[over], set[str]()
     for group in compare_runs(folders).groups:
         runs = [read_run(Path(folder)).rounds(stage) for folder in group.folders]
+        known.update(name for rounds in runs for event in rounds for name in event["metrics"])
         runs = [[e for e in rounds if e["metrics"].get(metric) is not None] for rounds in runs]
         points = [
             (place, until(rounds[: place + 1]), event["metrics"][metric])
@@ -591,7 +586,8 @@ def write_curves(
             axes.plot(x, y, label=group.name)
             axes.fill_between(x, y - spread, y + spread, alpha=0.2)
     if not axes.lines:
-        raise ConfigError(f"no run has the metric {metric} in its rounds of {stage}.")
+        have = f"they have {listed(sorted(known)) or 'none'}"
+        raise ConfigError(f"no run has the metric {metric} in its rounds of {stage}: {have}.")
     axes.set(xlabel=label, ylabel=metric.replace("_", " "))
     axes.grid(alpha=0.3)
     axes.legend()

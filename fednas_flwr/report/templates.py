@@ -55,12 +55,17 @@ def as_date(days: float) -> str:
 
 def percent(value: float | None) -> str:
     """Return a share of 1 in percent with one decimal: ``91.4 %``."""
-    return DASH if value is None else f"{100 * value:.1f} %"
+    return DASH if value is None else f"{100 * value:z.1f} %"
 
 
 def score(value: float | None) -> str:
-    """Return an F1 with three decimals: ``0.914``."""
-    return DASH if value is None else f"{value:.3f}"
+    """Return an F1 with three decimals: ``0.914``.
+
+    Example:
+        >>> score(-0.0004)
+        '0.000'
+    """
+    return DASH if value is None else f"{value:z.3f}"
 
 
 def figures(value: float | None, number: int = 4) -> str:
@@ -176,6 +181,7 @@ def as_unit(value: float | None, unit: Unit) -> str:
     return FORMS[unit].text(value)
 
 
+TEX = str.maketrans({c: rf"\{c}" for c in "&%$#_{}"} | {"±": r"$\pm$", "−": "$-$"})
 FORMATS = {  # filters
     "count": count,
     "percent": percent,
@@ -190,7 +196,7 @@ FORMATS = {  # filters
     "largest": largest,
     "counted": lambda values: Counter(values).most_common(),
     "summed": lambda events, key: sum(event.get(key) or 0 for event in events),
-    "tex": lambda text: re.sub(r"([&%$#_{}])", r"\\\1", text).replace("±", r"$\pm$"),
+    "tex": lambda text: text.translate(TEX),
     "figures": figures,
     "total": lambda parts: sum(parts.values() if isinstance(parts, dict) else parts),
 }

@@ -245,7 +245,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
         if left_out := ", ".join(name or "why some are left out" for name in head[fits:]):
             print_line(console, f"In the report, as this terminal is narrow: {left_out}.", "dim")
     named = names_by_client(run.last("partition"))
-    for text in ("verdict", "attention", *(["clients_differ"] if named else [])):
+    for text in ("verdict", "attention", "left_out", *(["clients_differ"] if named else [])):
         if said := sentence(text, run):
             print_line(console, said)
     if run.reason:

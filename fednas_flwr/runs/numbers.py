@@ -380,6 +380,11 @@ class Run:
         folders = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{EVENTS_FILE}"))
         return [read_run(file.parent) for file in folders]
 
+    def left_out(self) -> list[str]:
+        """The names of networks that were to be compared, but for which no time was left."""
+        files = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{CONFIG_FILE}"))
+        return [file.parent.name for file in files if not (file.parent / EVENTS_FILE).exists()]
+
     def beside_seconds(self) -> float:
         """The time of all networks that were trained beside this run's, added up."""
         places = (BASELINES_FOLDER, FINALISTS_FOLDER)

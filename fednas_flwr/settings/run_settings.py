@@ -632,8 +632,9 @@ class Runtime(ps.Checked):
         wire: Number format of tensors in messages, both ways.
         time_limit: Time, as 45s, 30min, 2h or 1h30min. No new round starts if it would end after
             the limit; the network is then exported as trained so far, or a search is
-            left at its checkpoint, and ``resume`` goes on. Baselines come after it, and need a run
-            that it has not cut short. Null is none.
+            left at its checkpoint, and ``resume`` goes on. With ``evaluation.deliver=best``,
+            candidates that it leaves no time for are left out, but for one; other baselines come
+            after it, and need a run that it has not cut short. Null is none.
         quorum: Share of the clients that must answer every exchange.
         deadline_s: Seconds the server waits for the replies of one exchange.
         approval_s: Seconds the server waits for people at private sites to approve the run.

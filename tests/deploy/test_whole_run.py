@@ -1,6 +1,7 @@
 """Networks that are trained side by side: the same bits as one after the other, and no orphans."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -43,7 +44,7 @@ def test_however_many_are_trained_at_once_are_the_same(cores, folders, compose_c
     done = dict(whole_run.train_all(config, first))
     assert done == dict.fromkeys(first, "")
     again = folders("f", "g")
-    assert [whole_run.train(folder, None) for folder in again] == ["", ""]
+    assert [whole_run.train(folder, None, math.inf) for folder in again] == ["", ""]
     for one, other in zip(first[:2], again, strict=True):
         assert (one / "model.onnx").read_bytes() == (other / "model.onnx").read_bytes()
 
@@ -75,7 +76,7 @@ def test_whoever_waits_is_told_how_far_the_networks_are(folders, compose_config,
     monkeypatch.setattr(
         whole_run, "launch", lambda *args, **named: launch(*args, **named | {"listeners": [wait]})
     )
-    whole_run._train_beside(compose_config(*LINEAR), made, None, told.append)
+    whole_run._train_beside(compose_config(*LINEAR), made, math.inf, told.append)
     assert (told[0]["event"], told[-1]["event"]) == ("stage_started", "stage_finished")
     shares = [event["share"] for event in told[1:-1]]
     assert shares == sorted(shares)

@@ -15,8 +15,10 @@ from fednas_flwr.models.networks import load_description
 from fednas_flwr.pipeline import baselines
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.score_tables import leaderboard_table
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.leaderboard import candidates, chosen, compared, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, FINALISTS_FOLDER, read_run
+from fednas_flwr.settings import parser, with_runtime
 
 SPREAD = (0.0, 0.01, -0.01)  # of a candidate's own resamples
 
@@ -43,15 +45,14 @@ def test_the_simplest_within_a_standard_error_of_the_best_wins(tmp_path, linear,
     scores = {"large": 0.9, "small": small, "linear": linear}
     sizes = {"large": 900, "small": 90, "linear": 1000}
     for place, add_to in ((BASELINES_FOLDER, -0.1), (FINALISTS_FOLDER, 0.0)):
+        assert chosen(tmp_path) is None  # of no candidates, and before there are finalists
         for name, score in scores.items():
             noise = 0.0 if name == "large" else 0.003
             add(tmp_path / place, name, score + add_to, parameters=sizes[name], noise=noise)
         if place == BASELINES_FOLDER:
             add(tmp_path / place, "random_1", 0.6, parameters=5)
     assert set(finalists(tmp_path)) == {"large", "small", "linear"}
-    choice = chosen(tmp_path)
-    assert choice is not None
-    assert choice.name == expected
+    assert chosen(tmp_path).name == expected
     assert [one.name for one in candidates(tmp_path)][-1] == "random_1"
 
 
@@ -74,14 +75,7 @@ def test_a_smaller_log_loss_is_better(tmp_path):
         for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
             add(tmp_path / place, name, score, metric="log_loss")
     choice = chosen(tmp_path)
-    assert choice is not None
     assert (choice.name, choice.row()["validation"]) == ("a", 0.4)
-
-
-def test_a_folder_without_candidates_delivers_none(tmp_path):
-    assert chosen(tmp_path) is None
-    add(tmp_path / BASELINES_FOLDER, "linear", 0.5)  # no choice, either
-    assert chosen(tmp_path) is None
 
 
 @pytest.fixture
@@ -139,9 +133,7 @@ def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path
     board = [row for row in board if row["rounds"]]
     assert {row["network"] for row in board} >= {"found", "linear", "random_1", "resnet8_4"}
     assert all(0 <= row["validation"] <= 1 and row["rounds"] in (1, 3) for row in board)
-    table = leaderboard_table(record)
-    assert table is not None
-    assert table[2][0][0] == f"delivered ({best})"
+    assert leaderboard_table(record)[2][0][0] == f"delivered ({best})"
     assert f"delivered ({best})" in write_report(result.folder).read_text()
 
 
@@ -200,6 +192,23 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(recommended, monkeypatch):
     before = (folder / "model.onnx").read_bytes()
     run(folder)
     assert (folder / "model.onnx").read_bytes() == before
+
+
+@pytest.mark.run
+def test_when_time_is_over_one_candidate_is_trained_and_the_choice_stands(recommended, monkeypatch):
+    monkeypatch.setitem(parser.SECONDS, "s", 1e-9)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    folder = run(with_runtime(recommended, time_limit="1s")).folder
+    assert read_run(folder).status == "cut short"
+    said = "Left out, as time was over: data_free, found, random_1, resnet8_4."
+    assert said in write_report(folder).read_text()
+    assert sentence("verdict", read_run(folder)).startswith("The linear model that was trained has")
+    assert "trained together. The records stayed" in (folder / "MODEL_CARD.md").read_text()
+    monkeypatch.setitem(parser.SECONDS, "s", 1e6)
+    run(folder)
+    assert [len(read_run(folder).rounds("retrain")), read_run(folder).status] == [3, "completed"]
+    board = [row["network"] for row in compared(read_run(folder))]
+    assert board[:2] == ["delivered (linear)", "linear"]
 
 
 @pytest.mark.run

@@ -18,10 +18,9 @@ from fednas_flwr.report.comparison import (
 )
 from fednas_flwr.report.plots import fronts
 from fednas_flwr.report.templates import sentence
+from fednas_flwr.runs.numbers import Run
 
 from .conftest import lacking, printed, with_config, with_events
-
-KINDS = ("csv", "md", "json", "html")
 
 
 def test_seeds_are_one_group_with_mean_and_deviation(make_run, tmp_path):
@@ -33,7 +32,6 @@ def test_seeds_are_one_group_with_mean_and_deviation(make_run, tmp_path):
     assert comparison.not_counted == ()
     darts, fnas = comparison.groups
     assert darts.settings == {"algorithm": "fed_darts"}
-    assert fnas.settings == {"algorithm": "fnas"}
     assert darts.seeds == (1, 2, 10)
     assert darts.metrics["central_accuracy"].values == (0.90, 0.93, 0.87)
     text = f"90.0 ± {100 * statistics.stdev(accuracies.values()):.1f}"
@@ -55,16 +53,6 @@ def test_what_analyse_trains_of_a_run_is_compared_only_where_it_is_named(make_ru
 
     assert folders(tmp_path) == ["run"]
     assert sorted(folders(tmp_path / "variants" / "run" / "variants")) == ["found", "pools-max"]
-
-
-def test_only_settings_that_differ_have_columns(make_run):
-    first, second = make_run("a"), make_run("b")
-    with_config(second, search_space={"channels": 16})
-    groups = compare_runs([first, second]).groups
-    assert [group.settings for group in groups] == [
-        {"search_space.channels": "8"},
-        {"search_space.channels": "16"},
-    ]
 
 
 def test_a_narrow_screen_shows_every_group_and_number(make_run):
@@ -93,13 +81,19 @@ def test_what_is_not_counted_is_named_with_its_reason(make_run, tmp_path):
     assert "same settings and seed" in reasons["d_double"]
     assert "no events.jsonl" in reasons["e_stillborn"]
     assert lacking(printed(print_comparison, comparison), *reasons) == []
+    nothing = compare_runs([tmp_path / "all" / "b_failed"])
+    assert nothing.groups == ()
+    assert "disk full" in printed(print_comparison, nothing)
+    assert "disk full" in write_comparison(nothing, tmp_path / "out")[1].read_text()
 
 
 def test_the_files_agree(make_run, tmp_path):
     folders = [make_run(f"run{seed}", seed=seed, accuracy=0.8 + 0.05 * seed) for seed in (1, 2)]
     comparison = compare_runs([*folders, make_run("other", algorithm="fnas", until="search")])
     paths = write_comparison(comparison, tmp_path / "out")
-    assert [path.name for path in paths] == [f"compare.{kind}" for kind in KINDS]
+    assert [path.name for path in paths] == [
+        f"compare.{kind}" for kind in ("csv", "md", "json", "html")
+    ]
     html = paths[3].read_text(encoding="utf-8")
     assert lacking(html, "87.5 ± 3.5", "disk full", "drawFigure(place, figure") == []
     assert len(html) < 100_000
@@ -115,14 +109,6 @@ def test_the_files_agree(make_run, tmp_path):
     assert len(document["not_counted"]) == 1
 
 
-def test_nothing_finished_gives_a_table_without_rows(make_run, tmp_path):
-    comparison = compare_runs([make_run("run", until="search")])
-    assert comparison.groups == ()
-    printed(print_comparison, comparison)
-    paths = write_comparison(comparison, tmp_path / "out")
-    assert "disk full" in paths[1].read_text()
-
-
 def test_folders_without_runs_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         compare_runs([tmp_path])
@@ -136,13 +122,11 @@ def test_the_epsilon_of_private_runs_has_a_column(make_run, tmp_path):
     comparison = compare_runs(folders)
     head, rows = comparison.table()
     cells = [row[head.index("epsilon")] for row in rows]
-    assert cells == ["5.10", "–", "5.10 (test seed: no privacy)"]
+    assert cells == ["5.11", "–", "5.11 (test seed: no privacy)"]
     paths = write_comparison(comparison, tmp_path / "out")
     rows = list(csv.DictReader(paths[0].read_text().splitlines()))
     assert [row["epsilon_mean"] for row in rows] == ["5.1001", "", "5.1001"]
     assert [row["test_seed"] for row in rows] == ["0", "0", "1"]
-    groups = json.loads(paths[2].read_text())["groups"]
-    assert [group["test_seed"] for group in groups] == [False, False, True]
 
 
 def test_differences_are_of_runs_with_the_same_seed(make_run, tmp_path):
@@ -159,11 +143,6 @@ def test_differences_are_of_runs_with_the_same_seed(make_run, tmp_path):
         compare_runs([tmp_path / "sweep"], against="feathers")
 
 
-def test_folders_that_were_named_give_the_names(make_run):
-    plain, private = make_run("plain"), make_run("eps8", private=True)
-    assert [group.name for group in compare_runs([plain, private]).groups] == ["plain", "eps8"]
-
-
 def test_a_name_has_what_differs_most_first(make_run, tmp_path):
     for algorithm in ("fed_darts", "fnas", "feathers"):
         for channels in (8, 16):
@@ -176,23 +155,25 @@ def test_a_name_has_what_differs_most_first(make_run, tmp_path):
 
 def test_latex_has_the_table_and_escapes(make_run):
     runs = [make_run("a_1", accuracy=0.9), make_run("b_2", algorithm="fnas", accuracy=0.8)]
-    lines = as_latex(compare_runs(runs)).splitlines()
-    assert lines[0] == "\\begin{tabular}{lrrrr}"
+    lines = as_latex(compare_runs(runs, against="a_1")).splitlines()
+    assert lines[0] == "\\begin{tabular}{lrrrrr}"
     assert lines[2].startswith(r" & test accuracy (\%) & ")
     assert lines[4].startswith(r"a\_1 & 90.0 & ")
+    assert lines[5].startswith(r"b\_2 & 80.0 & $-$10.0 (one seed) & ")
     assert lines[-1] == r"\end{tabular}"
     assert all(line.endswith(r"\\") for line in (lines[2], lines[4], lines[5]))
 
 
-@pytest.mark.parametrize("over", ["rounds", "time", "traffic"])
-@pytest.mark.parametrize("suffix", ["pdf", "svg", "png"])
+@pytest.mark.parametrize(
+    ("suffix", "over"), [("pdf", "rounds"), ("svg", "time"), ("png", "traffic")]
+)
 def test_curves_are_a_picture(make_run, tmp_path, suffix, over):
     pytest.importorskip("matplotlib")
     runs = [make_run(f"run{seed}", seed=seed) for seed in (1, 2)]
     path = tmp_path / f"curves.{suffix}"
     write_curves(runs, path, metric="train_loss", over=over)
     assert path.stat().st_size > 1000
-    with pytest.raises(ConfigError, match="no run has the metric oddity"):
+    with pytest.raises(ConfigError, match="no run has the metric oddity .* have alpha_entropy, "):
         write_curves(runs, path, metric="oddity", over=over)
 
 
@@ -248,12 +229,25 @@ def test_one_seed_has_the_interval_of_its_test_records_or_says_that_it_has_none(
         assert ("One seed alone tells nothing about chance" in text) == (not of)
 
 
+@pytest.mark.parametrize(("auroc", "accuracy"), [(0.98, 0.31), (0.85, 0.05), (0.85, 0.31)])
+def test_accuracy_that_disagrees_with_auroc_is_a_warning(auroc, accuracy):
+    central = {"auroc": auroc, "accuracy": accuracy, "majority": 0.1}
+    said = sentence("disagrees", Run(Path(), {}, [{"event": "evaluated", "central": central}]))
+    assert said.startswith("Attention") == ((auroc, accuracy) != (0.85, 0.31))
+    assert ("most frequent class alone (10.0 %)" in said) == (accuracy < 0.1)
+
+
 def test_what_privacy_costs_is_one_sentence(make_run):
-    plain = make_run("plain", accuracy=0.9)
-    private = make_run("eps8", accuracy=0.8, private=True)
-    text = sentence("costs_of_privacy", compare_runs([plain, private]))
-    assert text == (
+    plain = with_resamples(make_run("plain"), [0.88 + 0.001 * k for k in range(41)])
+    private = with_resamples(make_run("eps8", accuracy=0.8, private=True), [0.8] * 41)
+    comparison = compare_runs([plain, private])
+    assert comparison.table()[0][2] == "difference from plain (95 %)"
+    assert sentence("costs_of_privacy", comparison) == (
         "Privacy at epsilon 5.11 costs 10.0 points of test accuracy: 80.0 % (eps8) after 90.0 % "
-        "(plain)."
+        "(plain), more than chance explains."
     )
+    with_resamples(private, [0.7 + 0.01 * k for k in range(41)])
+    text = sentence("costs_of_privacy", compare_runs([plain, private]))
+    assert text.endswith("after 90.0 % (plain), a loss that chance can explain.")
+    assert (compare_runs([plain]).against, compare_runs([private]).against) == (None, None)
     assert sentence("costs_of_privacy", compare_runs([plain])) == ""
