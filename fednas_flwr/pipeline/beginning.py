@@ -158,8 +158,9 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     if len(prepared.train) and not config.dp:
-        if lines := [*reading_notes(prepared), *oddities(prepared.train, prepared.server_test)]:
-            log.emit("data", found=lines)
+        odd = oddities(prepared.train, prepared.server_test)
+        if lines := [*reading_notes(prepared), *odd]:
+            log.emit("data", found=lines, odd=[*prepared.train.notes, *odd])
 
 
 def _names(config: Config, cohort: Cohort, prepared: Prepared) -> dict[int, str]:

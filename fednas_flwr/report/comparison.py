@@ -195,7 +195,7 @@ class Comparison:
             constant = metric.name != self.metric and len(cells) <= several
             other = model in ("linear", "trees") and kind != score
             if cells != {DASH} and not constant and not other:
-                columns.append((_title(metric), partial(_cell, metric)))
+                columns.append((metric.label + FORMS[metric.unit].title, partial(_cell, metric)))
         if self.against is not None:
             columns.insert(2, (f"difference from {self.against} (95 %)", self._difference))
         if len(names := self.settings()) <= MOST_SETTINGS:
@@ -469,11 +469,6 @@ def _group(runs: list[Run], shown: list[str], name: str) -> Group:
         test_seed=any(run.privacy and sentence("test_seed", run.privacy) for run in runs),
         metrics={m.name: Statistics.of(tuple(n[m.name] for n in numbers)) for m in METRICS},
     )
-
-
-def _title(metric: Metric) -> str:
-    """A metric's label with its unit."""
-    return metric.label + FORMS[metric.unit].title
 
 
 def _order(seed: Any) -> tuple[bool, Any]:

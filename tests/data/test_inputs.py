@@ -184,6 +184,21 @@ TABLES = {
     "units": (column([f"{i % 30} days" for i in range(N)]), NUMBERS_IN_WORDS),
     "below a limit": (column(mostly(AGE.astype(str), "<0.5", 4)), NUMBERS_IN_WORDS),
     "times": (column([f"{i % 24:02}:{i % 60:02}" for i in range(N)]), NUMBERS_IN_WORDS),
+    "months": (column([d.strftime("%B %d, %Y") for d in DAYS]), NUMBERS_IN_WORDS),
+    "currencies": (column([f"EUR {i % 30}" for i in range(N)]), NUMBERS_IN_WORDS),
+    "digits of Arabic": (
+        column([chr(0x660 + i % 4) for i in range(N)]),
+        f"x has 4 {NUMBERS_IN_WORDS}",
+    ),
+    "a true minus": (column(mostly(1, "\u22121", 3)), f"x has 2 {NUMBERS_IN_WORDS}"),
+    "D for an exponent": (column(mostly("1.5D+02", "2.0D+01", 3)), f"x has 2 {NUMBERS_IN_WORDS}"),
+    "? among grades": (
+        column(mostly(np.arange(N) % 3, "?", 4)),
+        "x holds .: if it means that a cell",
+    ),
+    "- among words": (column(mostly("a", "-", 4)), "x holds -: if it means that a cell"),
+    "- beside +": (column(mostly("+", "-", 4)), r"label y: [^|]*$"),
+    "letters that look alike": (column(mostly("M", "\u041c", 3)), "x holds M and .: join them by"),
     "short years": (column([d.strftime("%d/%m/%y") for d in DAYS]), NUMBERS_IN_WORDS),
     "compact dates": (column([d.strftime("%Y%m%d") for d in DAYS]), "dates written as 20241231"),
     "named months": (column([d.strftime("%d-%b-%Y") for d in DAYS]), NUMBERS_IN_WORDS),
@@ -228,6 +243,20 @@ TABLES = {
     "lists of labels": (
         labels(["a", "a;b", "b", "a"] * 20),
         "the label holds a;b beside its parts",
+    ),
+    "lists of labels as Python writes them": (
+        labels(["['a']", "['a', 'b']", "['b']", "['a']"] * 20),
+        "holds .'a', 'b'. beside its parts",
+    ),
+    "thousands by points in numbers to predict": (
+        content(
+            lambda of: b"x;y\n" + b"".join(b"%d,5;%d.%03d\n" % (i, i, i) for i in range(1, 81))
+        ),
+        "point between thousands.*number to predict, y: 1001 to 80080",
+    ),
+    "points in numbers to predict": (
+        content(lambda of: b"x;y\n" + b"".join(b"%d;%d.%03d\n" % (i, i, i) for i in range(1, 81))),
+        "refused: .* has two readings: 1.001 in column y is 1001 or 1.001",
     ),
     "a word among numbers to predict": (
         labels(["high", *AGE[1:]]),
@@ -560,8 +589,9 @@ def test_arrays_in_memory_are_read_as_those_in_a_file(tmp_path, form):
         "another order of bytes": PIXELS.astype(">u2"),
         "RGBA": np.stack([PIXELS, PIXELS, PIXELS, np.full_like(PIXELS, 255)], axis=3),
     }[form]
-    np.savez(tmp_path / "a.npz", x=given, y=Y)
+    np.savez(tmp_path / "a.npz", x=given, y=Y.astype(float))
     data = prepared("npz", root=tmp_path / "a.npz", cache=tmp_path, server_test=False)
+    assert read_raw(tmp_path / "a.npz", data.inputs).labels.tolist() == Y.tolist()
     assert read_raw(given, data.inputs).batch(slice(None)).tolist() == data.train.features.tolist()
 
 
@@ -597,9 +627,10 @@ LABELS = {
     "some only": (["file,y", "0.png,a", "1.png,b"], "1 images that labels.csv does not name"),
     "not in all rows": (["f,y", "0.png,a", "1.png,", "2.png,b"], "rows without a label .* .1: 2"),
     "paths from the folder": (["f,y", "images/0.png,a", "images/1.png,b", "images/2.png,b"], ""),
-    "several labels": (
-        ["f,y", "0.png,a", "1.png,b", "2.png,a;b"],
-        "the label holds a;b beside its parts",
+    "several labels": (["f,y", "0,a", "1,b", "2,a;b"], "the label holds a;b beside its parts"),
+    "parts": (
+        ["f,set,y", "0,train,a", "1,train,b", "2,Test,b"],
+        ".*set says Test, train, and is not",
     ),
     "in folders": (["f,y", "./0.png,a", "1.png,b", "2.png,b "], ""),
 }
@@ -647,7 +678,7 @@ def site_folder(folder):
     PLAIN.head(40).assign(sex=mostly("f", "m", 2)[:40]).to_csv(folder / "sites/a.csv", index=False)
     there = PLAIN.tail(40).rename(columns={"age": "AGE"}).drop(columns="lab")
     there.assign(sex=1).to_csv(folder / "sites/b.csv", index=False, sep=";", decimal=",")
-    (folder / "sites/dataset.yaml").write_text("b: {rename: {AGE: age}, map: {sex: {1: m}}}\n")
+    (folder / "sites/dataset.yml").write_text("b: {rename: {AGE: age}, map: {sex: {1: m}}}\n")
     return folder / "sites"
 
 
@@ -661,6 +692,8 @@ def test_a_folder_of_sites_is_predicted_as_it_was_read(tmp_path):
     assert found.labels is not None
     assert found.labels.tolist() == Y.tolist()
     assert found.notes == ("b: column lab has no value in any of 40 rows",)
+    (root / "dataset.yml").rename(root / "dataset.yaml")
+    assert read_raw(root / "a.csv", joined.inputs).notes[-1].endswith("with its folder alone")
 
 
 def test_numbers_on_another_scale_are_told(tmp_path):

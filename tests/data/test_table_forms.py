@@ -72,7 +72,7 @@ ASKED = {
     ),
     "a number to predict": (
         "age,stage\n" + "".join(f"{i},{i % 15}\n" for i in range(200)),
-        "column stage, holds 15 different whole numbers in 200 rows: set dataset.task=regression",
+        "column stage, holds 15 different whole numbers such as 0, 1, 10 and 12 more in 200 rows",
     ),
     "a class None": ("age,y\n1,None\n2,ill\n", r"no label \(y\) in row 1.*missing_in=\{y: \[\]\}"),
     "two features of one name": ("sex,sex=m,y\nm,1,0\nf,0,1\nm,1,1\n", "2 features the name sex=m"),
