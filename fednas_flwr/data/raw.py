@@ -169,14 +169,11 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
     for part in ("", "_test", "_val", "_train"):
         labels = _checked_labels(arrays.get(f"y{part}"), inputs)
         if f"x{part}" in arrays:
-            return _array(
-                npz.usual_pixels(arrays[f"x{part}"]), inputs, where=str(path), labels=labels
-            )
-        encoded = part.removeprefix("_")
-        if f"{encoded}_bytes" in arrays:
-            contents = npz.cut(
-                arrays[f"{encoded}_bytes"], arrays[f"{encoded}_off"], origin=str(path)
-            )
+            pixels = npz.usual_pixels(arrays[f"x{part}"])
+            return _array(pixels, inputs, where=str(path), labels=labels)
+        of = part.removeprefix("_")
+        if f"{of}_bytes" in arrays:
+            contents = npz.cut(arrays[f"{of}_bytes"], arrays[f"{of}_off"], origin=str(path))
             source = partial(npz.named, contents, str(path))
             return RawData(_numbers(contents), labels, _decoded(source, len(contents), inputs))
     raise ConfigError(f"{path} holds the arrays {', '.join(arrays)}: expected x.")
