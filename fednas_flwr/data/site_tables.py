@@ -127,15 +127,18 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     names = list(dict.fromkeys(name for table in tables.values() for name in table.texts))
     texts: Texts = {}
     notes = [note for table in tables.values() for note in table.notes]
+    files = [path for path in sorted(root.iterdir()) if path.is_file() and not suffix_of(path)]
+    others = [path.name for path in files if path.suffix not in (".yaml", ".yml")]
+    if others := [name for name in others if name[0] not in "._~"]:
+        notes.append(
+            f"{listed(others, 5)} in {root} left out, for want of a table's suffix such as .csv"
+        )
     said = proposals(tables)
     maps = {site: of.get("map", {}).get(label[0]) for site, of in said.items()}
     spelled = {site: {"map": {label[0]: codes}} for site, codes in maps.items() if codes}
     cells = [table.texts.get(label[0], Cells([])) for table in tables.values()]
-    if (
-        spelled
-        and not settings.labels
-        and {code.lower() for of in cells for code in of.different} <= {*YES_NO}
-    ):
+    words = {code.lower() for of in cells for code in of.different}
+    if spelled and not settings.labels and words <= {*YES_NO}:
         raise ConfigError(
             f"sites say yes and no in {label[0]} by other words than others: join them by "
             f"{root / SITES_FILE} with {'; '.join(as_yaml(spelled))}."
