@@ -267,6 +267,7 @@ def test_settings_are_taken_as_they_are_given(tmp_path, monkeypatch):
 
 
 @pytest.mark.run
+@pytest.mark.filterwarnings("ignore:age alone tells the label")  # of some of the records it does
 def test_a_grid_search_tunes_it(tmp_path):
     table = patients()
     model = FedClassifier(preset="fast", settings=[*TINY, f"dataset.cache={tmp_path}"])

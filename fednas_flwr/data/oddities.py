@@ -272,9 +272,9 @@ def _of_columns(records: Records) -> Iterator[str]:
 
 
 def _with_usual_signs(text: str) -> str:
-    """A number as 1e-5 that is written in other digits, with a sign of minus, or as 1D-5."""
+    """A number as 1e-5 that is written in other digits, with a sign of minus, or as 1.D-5."""
     usual = re.sub(r"\d", lambda digit: str(int(digit[0])), text.replace("\u2212", "-"))
-    return re.sub(r"(?<=\d)[dD](?=[+-]?\d)", "e", usual)
+    return re.sub(r"(?<=[\d.])[dD](?=[+-]\d)", "e", usual)
 
 
 def _unusual(kind: str, cells: np.ndarray) -> str:

@@ -128,11 +128,9 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     texts: Texts = {}
     notes = [note for table in tables.values() for note in table.notes]
     files = [path for path in sorted(root.iterdir()) if path.is_file() and not suffix_of(path)]
-    others = [path.name for path in files if path.suffix not in (".yaml", ".yml")]
-    if others := [name for name in others if name[0] not in "._~"]:
-        notes.append(
-            f"{listed(others, 5)} in {root} left out, for want of a table's suffix such as .csv"
-        )
+    unread = [path.name for path in files if path.suffix not in (".yaml", ".yml")]
+    if unread := [name for name in unread if name[0] not in "._~"]:
+        notes.append(f"{listed(unread, 5)} in {root} left out: expected .csv, .xlsx and the like")
     said = proposals(tables)
     maps = {site: of.get("map", {}).get(label[0]) for site, of in said.items()}
     spelled = {site: {"map": {label[0]: codes}} for site, codes in maps.items() if codes}

@@ -160,7 +160,8 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
     if len(prepared.train) and not config.dp:
         odd = oddities(prepared.train, prepared.server_test)
         if lines := [*reading_notes(prepared), *odd]:
-            log.emit("data", found=lines, odd=[*prepared.train.notes, *odd])
+            of_table = prepared.train.notes if prepared.train.schema else ()
+            log.emit("data", found=lines, odd=[*of_table, *odd])
 
 
 def _names(config: Config, cohort: Cohort, prepared: Prepared) -> dict[int, str]:

@@ -306,10 +306,7 @@ TABLES = {
     "damaged gzip": (content(lambda of: gzip.compress(of)[:60]), "refused: .*cannot be read"),
     "a sheet that is hidden": (sheet(lambda table: None), "only the sheet data is read, not Sheet"),
     "hidden rows and columns": (sheet(hide), r"hidden rows and columns are read, too \(2\)"),
-    "merged cells": (
-        sheet(lambda table: table.merge_cells("A2:A5")),
-        r"of merged cells the first alone has a value \(1\).*age .3 missing.",
-    ),
+    "merged cells": (sheet(lambda of: of.merge_cells("A2:A5")), r"value \(1\).*age .3 missing."),
     "formulas that no program computed": (
         sheet(lambda table: setattr(table["A2"], "value", "=B2")),
         r"formulas without a stored value count as missing \(1\).*age .1 missing.",

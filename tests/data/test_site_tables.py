@@ -45,10 +45,7 @@ def test_a_column_that_a_site_lacks_is_missing_there_and_told(tmp_path):
     write(tmp_path, a=A, b="age,sex,y\n50,TRUE,1\n")
     (tmp_path / "c.txt").write_text(A)
     joined = join(tmp_path)
-    assert (
-        joined.notes[0]
-        == f"c.txt in {tmp_path} left out, for want of a table's suffix such as .csv"
-    )
+    assert joined.notes[0] == f"c.txt in {tmp_path} left out: expected .csv, .xlsx and the like"
     assert joined.features[3, 1].isnan()
     assert "b: no column chol, which counts as missing there" in joined.notes
     assert joined.class_names == ("0", "1")  # though b has one class only
