@@ -189,8 +189,11 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             table = pd.DataFrame(X).add_prefix("")
             label = label or _free("label", [*table, site])
             table[label] = y
-            chosen |= {"dataset.label": label, "search_space": "mlp_small"}
-            chosen |= {"dataset.task": self.task} if self.task != "classification" else {}
+            chosen |= {
+                "dataset.label": label,
+                "search_space": "mlp_small",
+                "dataset.task": self.task,
+            }
             if groups is not None:
                 site = site or _free("site", table)
                 table[site] = np.asarray(groups)
@@ -221,6 +224,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             shutil.rmtree(folder)
             raise
         done = read_run(result.folder)
+        for note in done.last("data").get("odd", ()):
+            warnings.warn(note, stacklevel=3)
         if done.status == "completed":
             shutil.rmtree(folder)
         else:

@@ -38,6 +38,7 @@ TYPED = [
     *("experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"),
     *("evaluation.baselines=0", "trackers=[]", "dataset=csv", "dataset.label=died"),
     *("search_space=mlp_small", "partition=column", "partition.column=hospital", "clients=3"),
+    "dataset.task=classification",
     *TINY,
 ]
 
@@ -175,7 +176,9 @@ def fit(tmp_path, X, y, *settings, groups=None, **keys):
 def test_arrays_and_groups(tmp_path, capsys):
     table = patients()
     X, groups = table[["age", "pressure"]].to_numpy(), table["hospital"]
-    model = fit(tmp_path, X, table["sex"], groups=groups, verbose=True)
+    X[:, 1] = np.arange(len(X))
+    with pytest.warns(UserWarning, match="1 has another whole number in every row"):
+        model = fit(tmp_path, X, table["sex"], groups=groups, verbose=True)
     assert f"run folder: {tmp_path / 'run'}" in capsys.readouterr().out
     assert (config_of(model).clients, model.n_features_in_) == (3, 2)
     assert model.classes_.tolist() == ["f", "m"]
@@ -252,7 +255,7 @@ def test_settings_are_taken_as_they_are_given(tmp_path, monkeypatch):
         written = pd.read_parquet(config.dataset.root)
         assert {*written[config.dataset.label]} == {"f", "m"}
         assert {*written[config.partition.column]} == {*table["hospital"]}
-        assert config.seed == 0
+        assert (config.seed, config.dataset.task) == (0, "classification")  # however many there are
         raise InterruptedError
 
     monkeypatch.setattr(estimators, "run", read)
@@ -265,6 +268,7 @@ def test_settings_are_taken_as_they_are_given(tmp_path, monkeypatch):
 
 
 @pytest.mark.run
+@pytest.mark.filterwarnings("ignore:age alone tells the label")  # of some of the records it does
 def test_a_grid_search_tunes_it(tmp_path):
     table = patients()
     model = FedClassifier(preset="fast", settings=[*TINY, f"dataset.cache={tmp_path}"])

@@ -7,6 +7,7 @@ plain numbers are read all at once, so that a table of millions of rows takes se
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,11 @@ def number_of(text: str) -> float:
         return float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
         return math.nan
+
+
+def _whole(text: str) -> str:
+    """A number without the zeros of its fraction, one or two; any other text as it is."""
+    return re.sub(r"\.00?$", "", text)
 
 
 class Cells:
@@ -139,9 +145,14 @@ class Cells:
         return trimmed.without([""])
 
     def without(self, words: Collection[str]) -> Cells:
-        """The cells without those that are among some words, which are missing then."""
+        """The cells without those that are among some words, which are missing then.
+
+        Where a word is a number such as -9, cells as -9.0 and -9.00 are, too.
+        """
         from pyarrow import compute
 
+        if codes := {_whole(word) for word in words if not math.isnan(number_of(word))}:
+            words = [*words, *(text for text in self.different if _whole(text) in codes)]
         found = self._among(words)
         if found is None:
             return self

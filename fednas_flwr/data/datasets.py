@@ -459,10 +459,8 @@ def _mapped(folder: Path, part: str, description: dict[str, Any]) -> Records:
     """Map one part's records copy-on-write: torch wants writable memory, files must not change."""
 
     def array(name: str) -> np.ndarray:
-        mapped: np.ndarray = np.load(
-            folder / f"{part}-{name}.npy", mmap_mode="c", allow_pickle=False
-        )
-        return mapped
+        of: np.ndarray = np.load(folder / f"{part}-{name}.npy", mmap_mode="c", allow_pickle=False)
+        return of
 
     tensors = {name: torch.from_numpy(array(name)) for name in ("features", "labels")}
     columns = {name: array(f"column{i}") for i, name in enumerate(description["columns"])}

@@ -46,7 +46,9 @@ _VALIDATION = {"val", "valid", "validation", "eval", "dev"}
 _MASK = re.compile(r"(.+)[ _.-]+(masks?|seg|segmentation|gt|annotation|label|overlay)\b", re.I)
 _MASK_FOLDERS = {"masks", "ground_truth"}
 _MOST_NAMED = 20
+_FEWEST = 10  # files of each form, about, by which it may tell a label
 
+Form = tuple[tuple[int, ...], tuple[str, ...], str]  # width and height, what is said, and suffix
 Source = Callable[[int], tuple[str, bytes]]  # name and content of an encoded image
 
 
@@ -74,12 +76,26 @@ class Decoded:
             loss, in any format, and for shades of gray stored as colours.
         rows: int64 ``[N]``, which of the encoded images they are.
         notes: What was done, for people.
+        forms: Of each file.
     """
 
     images: np.ndarray
     ids: np.ndarray
     rows: np.ndarray
     notes: tuple[str, ...]
+    forms: list[Form]
+
+    def telling(self, labels: Sequence[int]) -> list[str]:
+        """A sentence on what of the files alone tells a label, if anything does."""
+        found = []
+        for i, what in enumerate(("size", "kind", "suffix")):
+            pairs = {(form[i], label) for form, label in zip(self.forms, labels, strict=True)}
+            times = Counter(form for form, _ in pairs)
+            shared = {label for form, label in pairs if times[form] > 1}
+            if 1 < len(times) <= len(labels) / _FEWEST and not shared.issuperset(labels):
+                found.append(what)
+        said = f"the {listed(found)} of files alone tells a label: save all images alike"
+        return [said] if found else []
 
 
 def decode_images(settings: EncodedImages, count: int, source: Source) -> Decoded:
@@ -97,8 +113,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     ids: list[str] = []
     rows: list[int] = []
     broken: dict[str, list[str]] = {}  # names by reasons
-    found: list[tuple[int, int]] = []
-    facts: list[str] = []
+    forms: list[Form] = []
     ends: list[float] = []  # of values in images that are refused for theirs, and in others
     spans: list[float] = []
     for i in range(count):
@@ -109,19 +124,19 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             broken.setdefault(str(error), []).append(name)
             ends += error.ends
             continue
-        found.append((image.shape[1], image.shape[0]))
-        facts += said
+        forms.append((image.shape[1::-1], tuple(said), Path(name).suffix.lower()))
         spans += [] if pixels.dtype == np.uint8 else [pixels.min(), pixels.max()]
         wanted = channels or (3 if _COLOUR in said else 1)
         if len(images) == 0 or wanted > images.shape[1]:
-            width, height = (side, side) if side else found[0]
+            width, height = (side, side) if side else forms[0][0]
             of_one_form = _room(count, wanted, height, width)
             of_one_form[: len(rows)] = images[: len(rows)]
             images = of_one_form
         images[len(rows)] = _fitted(image, images.shape[1:])
         ids.append(record_id(_own(pixels)))
         rows.append(i)
-    sizes, kinds = Counter(found), Counter(facts)
+    sizes = Counter(size for size, *_ in forms)
+    kinds = Counter(fact for _, facts, _ in forms for fact in facts)
     if side is None and len(sizes) > 1:
         raise ConfigError(
             f"the images have {len(sizes)} different sizes ({_listed_sizes(sizes)}): set "
@@ -144,14 +159,16 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     for kind, usual in _RANGES.items():
         if kinds[kind]:
             low, high = settings.intensity or usual
-            notes.append(f"{kinds[kind]} {kind} images: {low:g}..{high:g} become 0..255")
+            held = f", of which they hold {min(spans):g}..{max(spans):g}"
+            notes.append(f"{kinds[kind]} {kind} images: {low:g}..{high:g} become 0..255{held}")
     shades = {_GRAY: sum(kinds[kind] for kind in (_GRAY, *_RANGES)), _COLOUR: kinds[_COLOUR]}
     become = _GRAY if images.shape[1] == 1 else _COLOUR
     if any(number for kind, number in shades.items() if kind != become):
         words = " and ".join(f"{number} {kind}" for kind, number in shades.items() if number)
         notes.append(f"{words} images: all become {become}")
     notes += [f"{kinds[words]} {words}" for words in _TOLD if kinds[words]]
-    return Decoded(images[: len(rows)], np.array(ids, ID), np.array(rows, np.int64), tuple(notes))
+    arrays = images[: len(rows)], np.array(ids, ID), np.array(rows, np.int64)
+    return Decoded(*arrays, tuple(notes), forms)
 
 
 def _room(count: int, channels: int, height: int, width: int) -> np.ndarray:
@@ -318,7 +335,7 @@ def _fitted(image: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return image.reshape(height, width, channels).transpose(2, 0, 1)
 
 
-def _listed_sizes(sizes: Counter[tuple[int, int]]) -> str:
+def _listed_sizes(sizes: Counter[tuple[int, ...]]) -> str:
     return listed((f"{w}x{h}: {number}" for (w, h), number in sizes.most_common()), 5)
 
 

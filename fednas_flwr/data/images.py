@@ -149,10 +149,7 @@ def _read_classes(settings: ds.ImageFolder, folder: Path) -> Records:
     persons = {}
     if id_column is not None:
         persons = {id_column: np.array([at[1] for at, _ in images], dtype=np.str_)}
-    ids = [
-        np.array(list(map(records.text_id, of.tolist())), dtype=records.ID)
-        for of in persons.values()
-    ]
+    ids = [np.array([*map(records.text_id, of.tolist())], records.ID) for of in persons.values()]
     source = decoding.source_of(["/".join((str(folder), *at, name)) for at, name in images])
     decoded = decoded_fields(settings, source, labels, notes, persons, *ids)
     return Records(**decoded, class_names=names, id_column=id_column or "")
@@ -178,6 +175,8 @@ def decoded_fields(
     """
     decoded = decoding.decode_images(settings, len(labels), source)
     rows = decoded.rows
+    if labels.dim() == 1 and settings.corrupt != "skip" and not labels.is_floating_point():
+        notes = (*notes, *decoded.telling(labels.tolist()))
     return {
         "features": torch.from_numpy(decoded.images),
         "labels": labels[torch.from_numpy(rows)],
@@ -238,7 +237,7 @@ def labels_texts(
     """
     as_set = form.header
     form = replace(form, header=as_set or not form.column_names or None)
-    texts, separator, found = table_files.read_texts(path, form)
+    texts, between, found = table_files.read_texts(path, form)
     if whole:
         table_files.check_columns(texts, [*form.rename], where=str(path))
     texts = table_files.without_missing(texts, form)
@@ -246,9 +245,7 @@ def labels_texts(
         target = [*(texts if form.strict else with_names_first(texts, path)[0])][-1]
     numbers = [target] if target in texts else []
     dates = () if numbers and not form.strict else None
-    texts, form = table_files.in_common_form(
-        texts, form, numbers, dates, separator, where=str(path)
-    )
+    texts, form = table_files.in_common_form(texts, form, numbers, dates, between, where=str(path))
     return texts, found, replace(form, header=as_set)
 
 

@@ -123,9 +123,7 @@ class ClientData:
                 f"records have {num_features}."
             )
         parts = (self.train, self.validation, self.test)
-        return ClientData(
-            *(replace(part, mean=statistics.mean, std=statistics.std) for part in parts)
-        )
+        return ClientData(*(replace(of, mean=statistics.mean, std=statistics.std) for of in parts))
 
 
 def make_client_data(

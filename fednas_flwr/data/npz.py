@@ -97,7 +97,7 @@ def records_from_npz(
         texts = [y.tolist() for y in said.values() if y.dtype.kind == "U" and y.ndim == 1]
         found = sorted({text for of in texts for text in of})
         settings = replace(settings, class_names=settings.class_names or found)
-        changed = {n: _numbered(y, settings.class_names, origin) for n, y in said.items()}
+        changed = {n: numbered(y, settings.class_names, origin) for n, y in said.items()}
         changed |= {name: usual_pixels(x) for name, x in arrays.items() if name.startswith("x_")}
         for name, array in changed.items():
             if array is not arrays[name]:
@@ -171,7 +171,7 @@ def usual_labels(labels: np.ndarray) -> np.ndarray:
     return np.char.strip(labels) if labels.dtype.kind == "U" else labels
 
 
-def _numbered(labels: np.ndarray, names: Sequence[str], origin: str) -> np.ndarray:
+def numbered(labels: np.ndarray, names: Sequence[str], origin: str) -> np.ndarray:
     """Labels that are texts, truth values or whole floats as class numbers; else as they are."""
     kind = labels.dtype.kind
     if kind == "U" and names and labels.ndim == 1:

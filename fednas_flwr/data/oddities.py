@@ -20,10 +20,13 @@ _FEWEST = 50  # records from which a column may be said to tell the label, or to
 _SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
 _FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
 _CODES = {9.0, 99.0, 888.0, 999.0, 8888.0, 9999.0}  # that mean missing, with a minus or without
-# of a label
 _UNKNOWN = re.compile(
-    r"[?.*#]|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?", re.I
+    r"[?.*#]+|-+|\\N|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?", re.I
 )
+_OF_LISTS = " []'\""  # such as ['a', 'b']
+_WORD = re.compile(r"[^\W\d_]{2}")
+# Cyrillic and Greek letters that look like Latin ones, small or large
+_LOOK = str.maketrans("авекмнорстухіјѕαβεζηικμνορτυχ", "abekmhopctyxijsabezhikmnoptyx")
 _FAR_DAYS = 84_006  # from 1970 to 2200
 _FIRST_DAYS = {-719_162, -25_567, 0}  # of the years 1, 1900 and 1970, which may mean missing
 _TELLS = 0.995  # AUROC of a column alone
@@ -116,7 +119,8 @@ def _of_labels(records: Records) -> Iterator[str]:
     yield from _spelled_alike("the label", records.class_names, cure)
     codes = [] if len(counts) > 4 else ["9"]  # of few classes, which may mean missing
     codes += ["-1"] if {*records.class_names} == {"-1", "0", "1"} else []
-    for name in [n for n in records.class_names if n in codes or _UNKNOWN.fullmatch(n)][:1]:
+    codes += _marks(records.class_names)
+    for name in [name for name in records.class_names if name in codes][:1]:
         yield f"the label holds {name}: if it means that the label is missing, remove these records"
     many = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
     if records.schema and not records.multi_label and (many or _are_counts(records, counts)):
@@ -124,6 +128,16 @@ def _of_labels(records: Records) -> Iterator[str]:
             f"the label has {len(counts)} classes that are numbers: if it is a number to predict, "
             "set dataset.task=regression"
         )
+
+
+def _are_splits(codes: Sequence[str]) -> bool:
+    """Return whether codes say which records are to train and to test on."""
+    return len(codes) > 1 and {code.lower() for code in codes} <= _SPLITS
+
+
+def _marks(codes: Sequence[str]) -> list[str]:
+    """The codes that may say that a cell is missing; a minus beside a plus does not."""
+    return [] if "+" in codes else [code for code in codes if _UNKNOWN.fullmatch(code)]
 
 
 def _are_counts(records: Records, counts: Sequence[int]) -> bool:
@@ -143,15 +157,15 @@ def _spelled_alike(what: str, codes: Sequence[str], how: str = "by dataset.map")
     spoken = YES_NO if all(code.lower() in YES_NO for code in codes) else {}
     for code in codes:
         shown = "".join(sign for sign in code if unicodedata.category(sign) != "Cf")
-        plain = " ".join(unicodedata.normalize("NFKC", shown).lower().split())
+        plain = " ".join(unicodedata.normalize("NFKC", shown).lower().translate(_LOOK).split())
         plain = plain.rstrip(".,;:") or plain
         plain = str(int(plain)) if plain.isdecimal() else plain
         alike.setdefault(spoken.get(plain, plain), []).append(code)
     for spellings in [found for found in alike.values() if len(found) > 1][:1]:
         yield f"{what} holds {' and '.join(spellings)}: join them {how} if they are one"
     for code in codes:
-        parts = {part.strip().lower() for part in re.split("[,;|/+ ]", code)}
-        if len(parts) > 1 and parts <= alike.keys():
+        parts = {part.strip(_OF_LISTS).lower() for part in re.split("[,;|/+ ]", code)} - {""}
+        if len(parts) > 1 and parts <= {plain.strip(_OF_LISTS) for plain in alike}:
             cure = ": several labels? Set dataset.label_separator" if what == "the label" else ""
             yield f"{what} holds {code} beside its parts, as one more of its kind{cure}"
             return
@@ -166,6 +180,9 @@ def _of_images(records: Records) -> Iterator[str]:
         )
     if images.dtype == torch.uint8:
         yield from of_brightness(images)
+    for name, cells in records.columns.items():
+        if _are_splits(codes := np.unique(cells).tolist()):
+            yield f"{name} says {listed(codes)}, and is not read: use folders train and test"
     if records.labels.dim() == 1 and not records.by_person:
         pairs = {*zip(records.ids.tolist(), records.labels.tolist(), strict=True)}
         if more := len(pairs) - len({name for name, _ in pairs}):
@@ -207,17 +224,25 @@ def _of_columns(records: Records) -> Iterator[str]:
         yield from _spelled_alike(column.name, column.categories)
         if column.kind == CATEGORY:
             places = [names.index(f"{column.name}={value}") for value in column.categories]
-            affixed = [code for code in column.categories if AFFIXED.match(code)]
-            if len(affixed) > max(_FEWEST_NUMBERS, _MOSTLY * len(column.categories)):
-                code = next(c for c in column.categories if not are_numbers([c]).all())
+            codes, marks = column.categories, _marks(column.categories)
+            others = [code for code in codes if code not in marks]
+            affixed = [code for code in codes if AFFIXED.match(code)]
+            odd = [code for code in others if not are_numbers([code]).all()]
+            are_odd = odd and are_numbers(map(_with_usual_signs, others)).all()
+            if are_odd or len(affixed) > max(_FEWEST_NUMBERS, _MOSTLY * len(codes)):
                 yield (
-                    f"{column.name} has {len(column.categories)} categories such as {code}: write "
+                    f"{column.name} has {len(codes)} categories such as {(odd or marks)[0]}: write "
                     "numbers, dates and times plainly"
                 )
                 continue
-            if len(places) > 1 and {code.lower() for code in column.categories} <= _SPLITS:
+            for mark in [m for m in marks if not (odd and _WORD.search(m))][:1]:
                 yield (
-                    f"{column.name} says {listed(column.categories)}, and is a feature: name it in "
+                    f"{column.name} holds {mark}: if it means that a cell is missing, name it in "
+                    "dataset.missing_values"
+                )
+            if _are_splits(codes):
+                yield (
+                    f"{column.name} says {listed(codes)}, and is a feature: name it in "
                     "dataset.ignore, and put the rows of a test set into test.csv"
                 )
                 continue
@@ -244,6 +269,12 @@ def _of_columns(records: Records) -> Iterator[str]:
             f"{listed(tells, 5)} alone {tell} the label: if {are} known only afterwards, use "
             "dataset.ignore"
         )
+
+
+def _with_usual_signs(text: str) -> str:
+    """A number as 1e-5 that is written in other digits, with a sign of minus, or as 1.D-5."""
+    usual = re.sub(r"\d", lambda digit: str(int(digit[0])), text.replace("\u2212", "-"))
+    return re.sub(r"(?<=[\d.])[dD](?=[+-]\d)", "e", usual)
 
 
 def _unusual(kind: str, cells: np.ndarray) -> str:

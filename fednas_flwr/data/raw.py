@@ -6,6 +6,7 @@ What training does to records is done here by the same functions, with what the 
 
 import re
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from fednas_flwr.data.images import files_of, labels_texts, with_names_first
 from fednas_flwr.data.notation import NEARLY, distinct, places_among
 from fednas_flwr.data.oddities import off_scale
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels, feature_names
-from fednas_flwr.data.site_tables import site_files
+from fednas_flwr.data.site_tables import SITES_FILE, site_files
 from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, TableForm
 
@@ -141,7 +142,10 @@ def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) 
     texts, separator, _ = table_files.read_texts(
         path, replace(form, separator=None, encoding=encoding), keep_empty=True
     )
-    return _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
+    raw = _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
+    beside = path.parent / SITES_FILE
+    unread = [] if lacks or not beside.is_file() else [f"{beside} is read with its folder alone"]
+    return replace(raw, notes=(*raw.notes, *unread))
 
 
 def _sites(root: Path, inputs: Inputs) -> RawData:
@@ -165,14 +169,11 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
     for part in ("", "_test", "_val", "_train"):
         labels = _checked_labels(arrays.get(f"y{part}"), inputs)
         if f"x{part}" in arrays:
-            return _array(
-                npz.usual_pixels(arrays[f"x{part}"]), inputs, where=str(path), labels=labels
-            )
-        encoded = part.removeprefix("_")
-        if f"{encoded}_bytes" in arrays:
-            contents = npz.cut(
-                arrays[f"{encoded}_bytes"], arrays[f"{encoded}_off"], origin=str(path)
-            )
+            pixels = npz.usual_pixels(arrays[f"x{part}"])
+            return _array(pixels, inputs, where=str(path), labels=labels)
+        of = part.removeprefix("_")
+        if f"{of}_bytes" in arrays:
+            contents = npz.cut(arrays[f"{of}_bytes"], arrays[f"{of}_off"], origin=str(path))
             source = partial(npz.named, contents, str(path))
             return RawData(_numbers(contents), labels, _decoded(source, len(contents), inputs))
     raise ConfigError(f"{path} holds the arrays {', '.join(arrays)}: expected x.")
@@ -180,15 +181,14 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
 
 def _checked_labels(labels: np.ndarray | None, inputs: Inputs) -> Tensor | None:
     """Labels as ``RawData`` has them; None where they are of another form."""
-    labels = None if labels is None else npz.usual_labels(labels)
-    if labels is not None and labels.dtype.kind == "U":
-        if not {*labels.tolist()} <= {*inputs.class_names}:
-            return None
-        return torch.tensor([inputs.class_names.index(label) for label in labels.tolist()])
+    if labels is None:
+        return None
+    with suppress(ConfigError):  # a text that is no class
+        labels = npz.numbered(npz.usual_labels(labels), inputs.class_names, "")
     classes = len(inputs.class_names)
     form = (classes,) if inputs.multi_label else ()
-    kinds = "biuf" if inputs.target else "biu"
-    if labels is None or labels.dtype.kind not in kinds or labels.shape[1:] != form:
+    kinds = "iuf" if inputs.target else "iu"
+    if labels.dtype.kind not in kinds or labels.shape[1:] != form:
         return None
     if inputs.target:
         return torch.from_numpy(labels.astype(float))
@@ -212,12 +212,7 @@ def _decoded(
 
 
 def _rows(
-    texts: table_files.Texts,
-    inputs: Inputs,
-    separator: str = "",
-    *,
-    where: str,
-    lacks: bool = False,
+    texts: table_files.Texts, inputs: Inputs, between: str = "", *, where: str, lacks: bool = False
 ) -> RawData:
     texts = table_files.without_missing(texts, inputs.form)
     if lacks:
@@ -226,12 +221,10 @@ def _rows(
     table_files.check_columns(texts, [column.name for column in inputs.schema], where=where)
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
     numbers += [inputs.label] if inputs.target and inputs.label in texts else []
-    dates = None
-    if None in (inputs.form.decimal, inputs.form.date_order):  # which sites did not agree on
+    dates, form = None, inputs.form
+    if None in (form.decimal, form.date_order):  # which sites did not agree on
         dates = [column.name for column in inputs.schema if column.kind == DATE]
-    texts, form = table_files.in_common_form(
-        texts, inputs.form, numbers, dates, separator, where=where
-    )
+    texts, form = table_files.in_common_form(texts, form, numbers, dates, between, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
     labels, notes = _row_labels(texts, inputs, where=where), [*_unlike_training(texts, inputs)]
     notes += off_scale(rows, inputs.schema, inputs.mean, inputs.std)

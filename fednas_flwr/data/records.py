@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -308,8 +308,15 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
         labels=torch.cat([records.labels for records in everyone]),
         ids=np.concatenate([records.ids for records in everyone]),
         columns=columns,
+        form=replace(ANY_FORM, **agreed(records.form for records in everyone)),
         notes=tuple(f"{site}: {note}" for site, of in sites.items() for note in of.notes),
     )
+
+
+def agreed(forms: Iterable[TableForm]) -> dict[str, Any]:
+    """What several forms have in common, by name."""
+    first, *others = map(vars, forms)
+    return {name: value for name, value in first.items() if all(of[name] == value for of in others)}
 
 
 def check_alike(first: str, records: Records, second: str, others: Records) -> None:
@@ -399,12 +406,15 @@ def label_names(text: str, separator: str | None) -> tuple[str, ...]:
     """List the labels in a cell, by their names; an empty cell has none.
 
     Args:
-        text: Such as ``a;b``; spaces around a name do not count.
+        text: Such as ``a;b``; spaces around a name do not count, nor do brackets and quotes of a
+            list as ``['a', 'b']``.
         separator: Between names; None if a cell is a class.
     """
     if separator is None:
         return (text,)
-    return tuple(name for part in text.split(separator) if (name := part.strip()))
+    is_list = text[0:1] == "[" and text[-1:] == "]"
+    text, around = (text[1:-1], " '\"") if is_list else (text, None)
+    return tuple(name for part in text.split(separator) if (name := part.strip(around)))
 
 
 def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:

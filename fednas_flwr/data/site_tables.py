@@ -23,9 +23,9 @@ import numpy as np
 
 from fednas_flwr.base.errors import ConfigError, listed, unknown_choice
 from fednas_flwr.base.foreign import read_yaml
-from fednas_flwr.data.cells import Cells
+from fednas_flwr.data.cells import Cells, number_of
 from fednas_flwr.data.notation import YES_NO, distinct, iso_date
-from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records
+from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, agreed
 from fednas_flwr.data.table_files import Form, Texts, suffix_of
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
 from fednas_flwr.settings.data_settings import CSV, TableForm
@@ -34,8 +34,10 @@ from fednas_flwr.settings.parser import parse_changes
 SITES_FILE = "dataset.yaml"
 _EVERYWHERE = "all"
 # Factors between units: of cholesterol, glucose, creatinine, length, mass; and powers of ten
-_UNITS = (38.67, 18.02, 88.42, 2.54, 2.205, 10.0, 100.0, 1000.0)
-_NEAR, _FAR = 1.25, 3.0  # ratio of medians from which a unit fits, and from which one may differ
+_UNITS = (38.67, 18.02, 88.42, 2.54, 2.205, 10.0, 12.0, 100.0, 365.25, 1000.0)
+# Ratio of medians from which units may differ, and where most numbers are above most of others
+_FAR, _APART = 3.0, 1.8
+_CODES = {*range(11)}  # numbers that rather are codes or counts
 _MOST_SHOWN = 5
 
 
@@ -91,7 +93,8 @@ def site_files(settings: Form, root: Path) -> dict[str, tuple[Path, Form]]:
         raise ConfigError(f"two sites in {root} have the same name: {[f.name for f in files]}.")
     if not paths:
         raise ConfigError(f"dataset.root={root} holds no tables of sites: expected one for each.")
-    said = read_yaml(root / SITES_FILE, "sites' settings") if (root / SITES_FILE).is_file() else {}
+    beside = sorted(root.glob("dataset.y*ml"))  # or by the other suffix
+    said = (read_yaml(beside[0], "sites' settings") if beside else None) or {}
     for site in said:
         if site not in (*paths, _EVERYWHERE):
             raise unknown_choice(f"{root / SITES_FILE}, site", site, [*paths, _EVERYWHERE])
@@ -124,15 +127,16 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     names = list(dict.fromkeys(name for table in tables.values() for name in table.texts))
     texts: Texts = {}
     notes = [note for table in tables.values() for note in table.notes]
+    files = [path for path in sorted(root.iterdir()) if path.is_file() and not suffix_of(path)]
+    unread = [path.name for path in files if path.suffix not in (".yaml", ".yml")]
+    if unread := [name for name in unread if name[0] not in "._~"]:
+        notes.append(f"{listed(unread, 5)} in {root} left out: expected .csv, .xlsx and the like")
     said = proposals(tables)
     maps = {site: of.get("map", {}).get(label[0]) for site, of in said.items()}
     spelled = {site: {"map": {label[0]: codes}} for site, codes in maps.items() if codes}
     cells = [table.texts.get(label[0], Cells([])) for table in tables.values()]
-    if (
-        spelled
-        and not settings.labels
-        and {code.lower() for of in cells for code in of.different} <= {*YES_NO}
-    ):
+    words = {code.lower() for of in cells for code in of.different}
+    if spelled and not settings.labels and words <= {*YES_NO}:
         raise ConfigError(
             f"sites say yes and no in {label[0]} by other words than others: join them by "
             f"{root / SITES_FILE} with {'; '.join(as_yaml(spelled))}."
@@ -153,13 +157,7 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
         missing = {site: Cells([""] * size) for site, size in sizes.items()}
         columns = [table.texts.get(name, missing[site]) for site, table in tables.items()]
         texts[name] = Cells([text for cells in columns for text in cells.tolist()])
-    first_form, *other_forms = (form_of(table.settings) for table in tables.values())
-    agreed = {
-        name: value
-        for name, value in vars(first_form).items()
-        if all(getattr(form, name) == value for form in other_forms)
-    }
-    common = replace(settings, **agreed)
+    common = replace(settings, **agreed(form_of(table.settings) for table in tables.values()))
     if not settings.labels:
         common = replace(common, label=label[0])
     joined = records_of(common, texts, root)
@@ -231,9 +229,14 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
             continue
         settings = next(iter(tables.values())).settings
         is_class = name in label_columns(settings) and not settings.is_regression
-        if usual[0][0] == NUMBER and not is_class:
-            _propose_units(name, {s: t for s, t in tables.items() if kinds[s] == NUMBER}, propose)
-        _propose_codes(name, tables, propose)
+        of_numbers = {s: t for s, t in tables.items() if kinds[s] == NUMBER}
+        numbers = [t.texts[name].numbers for t in of_numbers.values()]
+        are_codes = {*kinds.values()} <= {NUMBER, None}
+        are_codes = are_codes and all({*x[x == x].tolist()} <= _CODES for x in numbers)
+        if usual[0][0] == NUMBER and not (is_class or are_codes):
+            _propose_units(name, of_numbers, propose)
+        if is_class or are_codes or CATEGORY in kinds.values():
+            _propose_codes(name, tables, propose, only_shifted=are_codes and not is_class)
     return {site: said for site, said in found.items() if said}
 
 
@@ -275,39 +278,37 @@ def difference(columns: Sequence[Column], usual: Sequence[Column]) -> str:
 
 def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> None:
     """Propose what zeros mean, and factors where a median is far from those of most sites."""
-    numbers = {site: table.texts[name].numbers for site, table in tables.items()}
+    numbers = {s: (x := t.texts[name].numbers)[~np.isnan(x)] for s, t in tables.items()}
     zeros = {site: bool((x == 0).any()) for site, x in numbers.items()}
     without = [x for site, x in numbers.items() if not zeros[site]]
-    above = [np.nanmin(x) > np.nanmedian(x) / 10 for x in without]
+    above = [x.min() > np.median(x) / 10 for x in without]
     for site in [site for site, some in zeros.items() if some]:
         if sum(above) >= len(numbers) / 2:
             usual = tables[site].settings.missing_values
             propose(site, "missing_in", name, ["0", *usual])
             numbers[site] = numbers[site][numbers[site] != 0]
-    medians = {s: float(np.nanmedian(x)) for s, x in numbers.items() if (~np.isnan(x)).any()}
-    middle = float(np.median(list(medians.values()))) if medians else 0.0
-    for site, median in medians.items():
-        ratio = middle / median if median > 0 else 0.0
-        if ratio > 0 and not 1 / _FAR < ratio < _FAR:
+    spans = {s: np.quantile(x, [0.1, 0.5, 0.9]) for s, x in numbers.items() if len(x)}
+    spans = {site: span for site, span in spans.items() if span[1] > 0}
+    medians = np.array([span[1] for span in spans.values()])
+    num_near = [(abs(np.log(medians / median)) < np.log(_FAR)).sum() for median in medians]
+    model = num_near.index(max(num_near)) if spans else 0  # that of most sites, or of the first
+    low, middle, high = [*spans.values(), (0, 0, 0)][model]
+    for site, (least, median, most) in spans.items():
+        ratio, apart = middle / median, least > high or most < low
+        if max(ratio, 1 / ratio) > (_APART if apart else _FAR):
             factors = [f for unit in _UNITS for f in (unit, 1 / unit)]
             near = min(factors, key=lambda f: max(f / ratio, ratio / f))
-            fits = max(near / ratio, ratio / near) < _NEAR
-            propose(site, "scale", name, float(f"{near if fits else ratio:.4g}"))
+            fits = low <= near * median <= high
+            propose(site, "scale", name, float(f"{near:.4g}") if fits else "?")
 
 
-def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> None:
+def _propose_codes(
+    name: str, tables: Mapping[str, SiteTable], propose: Any, *, only_shifted: bool
+) -> None:
     """Propose spellings where a site's few codes are other than those of most sites."""
-    codes = {
-        site: distinct(table.texts[name].different)
-        for site, table in tables.items()
-        if table.kind(name) == CATEGORY
-        or (name in table.texts and name in label_columns(table.settings))
-    }
-    others = [site for site, table in tables.items() if site not in codes and table.kind(name)]
-    if not codes or max(map(len, codes.values())) > 2 * _MOST_SHOWN:
+    codes = {s: distinct(t.texts[name].different) for s, t in tables.items() if t.kind(name)}
+    if max(map(len, codes.values())) > 2 * _MOST_SHOWN:
         return
-    for site in others:
-        codes[site] = distinct(tables[site].texts[name].different)
     times = Counter(code for found in codes.values() for code in found)
     usual = distinct(code for code, number in times.items() if number > len(codes) / 2)
     usual = usual or max(codes.values(), key=len)
@@ -315,6 +316,7 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
     for site, found in codes.items():
         if _are_shifted(found, model):
             propose(site, "map", name, dict(zip(found, model, strict=True)))
+        if only_shifted or _are_shifted(found, model):
             continue
         new = [code for code in found if len(distinct([*usual, code])) > len(usual)]
         free = [code for code in usual if len(distinct([*found, code])) > len(found)]
@@ -324,10 +326,8 @@ def _propose_codes(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
 
 def _are_shifted(codes: Sequence[str], others: Sequence[str]) -> bool:
     """Return whether codes are others that are counted from one more or less, as 1, 2 and 0, 1."""
-    if len(codes) != len(others) or not all(map(str.isdecimal, (*codes, *others))):
-        return False
-    steps = {int(a) - int(b) for a, b in zip(codes, others, strict=True)}
-    return steps in ({1}, {-1})
+    pairs = zip(codes, others, strict=True) if 1 < len(codes) == len(others) else ()
+    return {number_of(a) - number_of(b) for a, b in pairs} in ({1}, {-1})
 
 
 def _nearest(code: str, codes: Sequence[str]) -> str:

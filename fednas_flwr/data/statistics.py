@@ -122,15 +122,11 @@ def bounded(
     limited = {client: list(columns) for client, columns in parties.items()}
     far: dict[int, int] = {}
     for column in range(min(map(len, limited.values()), default=0)):
-        voters = {
-            client: columns[column] for client, columns in limited.items() if columns[column].count
-        }
+        voters = {client: of[column] for client, of in limited.items() if of[column].count}
         if len(voters) < FEWEST_VOTES:
             continue
-        centre, total = (
-            median(of.mean for of in voters.values()),
-            sum(o.count for o in voters.values()),
-        )
+        centre = median(of.mean for of in voters.values())
+        total = sum(of.count for of in voters.values())
         reach = {c: math.hypot(of.std, of.mean - centre) for c, of in voters.items()}
         usual = median(reach.values())
         for client, of in voters.items() if usual > LEAST_STD else ():

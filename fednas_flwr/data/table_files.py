@@ -18,6 +18,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from itertools import compress
+from numbers import Number
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -203,7 +204,7 @@ def _cells_of(values: Any) -> Cells:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Number) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:
@@ -543,10 +544,8 @@ def counted(cells: Cells) -> str:
 
 def rows_text(cells: Cells, rows: np.ndarray, *, most: int = 10) -> str:
     """Return cells with their file's rows, from 1, for a message: ``yes in row 1, no in row 3``."""
-    numbers = cells.numbered(rows[:most])
-    named = [
-        f"{cells.text(r)} in row {n}" for r, n in zip(rows[:most].tolist(), numbers, strict=True)
-    ]
+    numbered = zip(rows[:most].tolist(), cells.numbered(rows[:most]), strict=True)
+    named = [f"{cells.text(row)} in row {number}" for row, number in numbered]
     return ", ".join(named) + (f" and {len(rows) - most} more" if len(rows) > most else "")
 
 

@@ -117,7 +117,10 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     adapted = [*settings.missing_in, *settings.map, *settings.scale]
     table_files.check_columns(texts, [*settings.numeric, *adapted], where=str(path))
     numbers = settings.numeric or [name for name in others if name not in settings.dates]
-    numbers = [*numbers, settings.label] if settings.is_regression else numbers
+    target = texts.get(settings.label, Cells([]))
+    is_said = settings.strict or settings.task or settings.class_names or settings.label_separator
+    many = not is_said and target.are_plain and len(target.different) > _MOST_NUMBERED
+    numbers = [*numbers, settings.label] if settings.is_regression or many else numbers
     plain = [n for n in numbers if n not in settings.numeric and texts[n].are_plain]
     coded = [n for n in plain if any(map(_CODE.fullmatch, texts[n][:1000].different))]
     if coded and not settings.strict:
@@ -434,27 +437,21 @@ def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
     """
     classes, num_rows = notation.distinct(cells.different), len(cells)
     few = len(classes) <= _MOST_NUMBERED or getattr(settings, "corrupt", "") == "skip"
-    are = notation.are_numbers(classes)
     if few or settings.task or settings.class_names:
         return False
+    are = notation.are_numbers(classes)
     many = len(classes) > max(2 * _MOST_NUMBERED, num_rows / 10)
-    if are.mean() < notation.NEARLY:
-        if (
-            many
-            and np.mean([bool(notation.AFFIXED.match(name)) for name in classes]) >= notation.NEARLY
-        ):
-            raise ConfigError(
-                f"{where} holds {len(classes)} different texts such as {listed(classes, 3)} in "
-                f"{num_rows} rows: set dataset.task=regression if they are numbers to predict (of "
-                "a date give its days), or dataset.task=classification if each is a class."
-            )
+    affixed = sum(bool(notation.AFFIXED.match(name)) for name in classes)
+    are_mostly = are.mean() >= notation.NEARLY
+    if not are_mostly and not (many and affixed >= notation.NEARLY * len(classes)):
         return False
-    if many or not are.all() or any(float(name) % 1 for name in classes):
+    if are_mostly and (many or not are.all() or any(float(name) % 1 for name in classes)):
         return True
     raise ConfigError(
-        f"{where} holds {len(classes)} different whole numbers in {num_rows} rows: set "
-        "dataset.task=regression if they are to be predicted as numbers, or "
-        "dataset.task=classification if each is a class."
+        f"{where} holds {len(classes)} different {'whole numbers' if are_mostly else 'texts'} such "
+        f"as {listed(classes, 3)} in {num_rows} rows: set dataset.task=regression if they are "
+        "numbers to predict (of a date give its days), or dataset.task=classification if each is a "
+        "class."
     )
 
 
@@ -477,10 +474,8 @@ def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str)
             f"and yes, false and true); set {respelling(unclear)} with 1 for what means yes, or "
             "leave such rows out by dataset.corrupt=skip."
         )
-    means_yes = [
-        texts[n].each(lambda t: notation.YES_NO.get(t.lower()) == "yes", bool) for n in names
-    ]
-    return np.stack(means_yes, axis=1)
+    marks = [texts[n].each(lambda t: notation.YES_NO.get(t.lower()) == "yes", bool) for n in names]
+    return np.stack(marks, axis=1)
 
 
 def respelling(words: Mapping[str, Sequence[str]]) -> str:

@@ -158,8 +158,10 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     if len(prepared.train) and not config.dp:
-        if lines := [*reading_notes(prepared), *oddities(prepared.train, prepared.server_test)]:
-            log.emit("data", found=lines)
+        odd = oddities(prepared.train, prepared.server_test)
+        if lines := [*reading_notes(prepared), *odd]:
+            of_table = prepared.train.notes if prepared.train.schema else ()
+            log.emit("data", found=lines, odd=[*of_table, *odd])
 
 
 def _names(config: Config, cohort: Cohort, prepared: Prepared) -> dict[int, str]:

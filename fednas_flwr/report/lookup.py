@@ -129,7 +129,7 @@ def found_cell(run: Run) -> Cell:
             f"{run.folder} has searched search_space={genotype['space']}, but a table holds cells "
             f"of search_space={SPACE}."
         )
-    return _ops(genotype["cells"])
+    return tuple(edge["op"] for edge in genotype["cells"]["cell"])
 
 
 def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None = None) -> None:
@@ -166,10 +166,6 @@ def _listed(table: CellTable, run: Run) -> Cell:
             f"{len(table.percentiles):,} cells."
         )
     return cell
-
-
-def _ops(cells: Mapping[str, Any]) -> Cell:
-    return tuple(edge["op"] for edge in cells["cell"])
 
 
 def _text(cell: Cell) -> str:

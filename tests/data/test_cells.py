@@ -35,6 +35,7 @@ def test_what_is_asked_of_a_text_is_asked_of_every_cell():
     assert column[column.missing].tolist() == [""]
     assert column.written.tolist() == ["b", "", "b"]
     assert column.without(["a"]).different == ["b"]
+    assert Cells(["-9.0", "-9.5", "-9"]).without(["-9.00"]).different == ["-9.5"]
     assert Cells([" a\u00a0", "\t", "1"]).stripped().tolist() == ["a", "", "1"]
 
 

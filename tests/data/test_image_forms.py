@@ -15,9 +15,9 @@ from ..data_sets import prepared, read
 PIXELS = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
 
 
-def write(root, save, suffix=".png"):
-    """Two classes of two images, all different."""
-    for i in range(4):
+def write(root, save, suffix=".png", number=4):
+    """Two classes of two images or more, all different."""
+    for i in range(number):
         path = root / "ab"[i % 2] / f"{i}{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
         save(np.roll(PIXELS, i), path)
@@ -62,12 +62,7 @@ def bands(pixels, path, extra=1):
         (ink, ".png", 255 - PIXELS, "4 images with an alpha channel are laid on white"),
         (floats, ".tif", PIXELS, "4 float images: 0..1 become 0..255"),
         (pages, ".tif", PIXELS, "4 files have several pages, of which only the first is read"),
-        (
-            bands,
-            ".tif",
-            PIXELS,
-            "4 images have more than three bands, of which the first three are",
-        ),
+        (bands, ".tif", PIXELS, "4 images have more than three bands, of which the first three"),
     ],
 )
 def test_what_a_file_holds_is_read_and_told(tmp_path, save, suffix, seen, note):
@@ -76,6 +71,20 @@ def test_what_a_file_holds_is_read_and_told(tmp_path, save, suffix, seen, note):
     in_colour = ("4 colour images: all become gray",) if save in (ink, bands) else ()
     assert records.notes[:-1] == in_colour
     assert records.notes[-1].startswith(note)
+
+
+@pytest.mark.parametrize("form", ["size", "kind", "suffix", "nothing"])
+def test_what_of_files_alone_tells_a_label_is_told(tmp_path, form):
+    def save(pixels, path):
+        number = int(path.stem) % 2 if form != "nothing" else int(path.stem) % 3
+        image = Image.fromarray(pixels).resize((8 + 8 * number * (form in ("size", "nothing")), 8))
+        image = image.convert("RGB" if form == "kind" and number else "L")
+        image.save(path.with_suffix(".bmp" if form == "suffix" and number else ".png"))
+
+    folder = write(tmp_path, save, number=20)
+    notes = " ".join(read("image_folder", folder, image_size=8, channels=1)[0].notes)
+    assert (f"the {form} of files alone tells a label" in notes) is (form != "nothing")
+    assert notes.count("alone") == (form != "nothing")
 
 
 def test_values_beyond_a_types_range_are_asked_about(tmp_path):

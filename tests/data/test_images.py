@@ -185,7 +185,8 @@ def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path):
     Image.fromarray(deep).save(tmp_path / "a" / "1.png")
     full, _ = read("image_folder", tmp_path)
     assert full.features.flatten().tolist() == [0, 4, 16, 255]  # 1000 / 65535 * 255 = 3.89
-    assert full.notes == ("1 16 bit images: 0..65535 become 0..255",)
+    (note,) = full.notes
+    assert note == "1 16 bit images: 0..65535 become 0..255, of which they hold 0..65535"
     cut, _ = read("image_folder", tmp_path, intensity=(1000, 4095))
     assert cut.features.flatten().tolist() == [0, 0, 255, 255]
     assert cut.ids.tolist() == full.ids.tolist()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from fednas_flwr import compose, load, run
@@ -93,6 +94,18 @@ def test_numbers_of_a_test_part_and_of_a_site_are_read_as_in_training(tmp_path):
     assert {*at_site.train.labels.tolist()} == {1.25}  # nothing is looked for in its rows
     again = read_raw(tmp_path / "test" / "labels.csv", at_site.inputs)
     assert again.labels.tolist() == [1.25] * 3
+
+
+def test_sites_may_write_numbers_in_their_own_notation(tmp_path):
+    how = {"labels_file": "labels.csv", "target_range": [0, 2000], "server_test": False}
+    for site, lines in (("a", "p;g a;1.250 b;2,5 c;3,5"), ("b", "p,g a,1.250 b,2.5 c,3.5")):
+        written(tmp_path / "sites" / site, lines.split())
+    data = prepared(
+        "labelled_images", sites=True, root=tmp_path / "sites", cache=tmp_path / "cache", **how
+    )
+    assert data.train.labels.tolist() == [1250, 2.5, 3.5, 1.25, 2.5, 3.5]
+    again = (read_raw(tmp_path / "sites" / s / "labels.csv", data.inputs).labels for s in "ab")
+    assert torch.cat([*again]).tolist() == data.train.labels.tolist()
 
 
 def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path):

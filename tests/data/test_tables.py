@@ -258,7 +258,7 @@ def test_an_indicator_says_which_numbers_are_missing(table_csv):
     assert table.ids.tolist() == plain.ids.tolist()
 
 
-LABELLED = "age,a,b,found\n50,1,no,x;y\n60,0,YES,\n70,1.0,true,y\n40,False,0, z ;x\n"
+LABELLED = "age,a,b,found\n50,1,no,['x'; 'y']\n60,0,YES,\n70,1.0,true,y\n40,False,0, z ;x\n"
 
 
 @pytest.fixture

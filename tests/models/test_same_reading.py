@@ -1,6 +1,7 @@
 """A model reads data as it was trained to: from a file, and from the same table as a DataFrame."""
 
 from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -77,8 +78,8 @@ def test_labels_are_read_alike(model_of, kind):
 
 
 def test_the_signs_of_a_file_are_kept_with_the_model(model_of, tmp_path):
-    model, path = model_of("pay;y\n1.234,5;0\n12,25;1\n975;1\n")
-    plain = pd.DataFrame({"pay": [1234.5, 12.25, 975.0], "y": [0, 1, 1]})
+    model, path = model_of("pay;y\n1.234,5;0\n12,25;1\n975;1\n1,234;1\n")
+    plain = pd.DataFrame({"pay": [1234.5, 12.25, 975.0, Decimal("1.234")], "y": [0, 1, 1, 1]})
     (tmp_path / "one.csv").write_text("pay;y\n1.234;0\n")  # which has two readings by itself
     one = pd.DataFrame({"pay": [1234]})
     for file, frame in ((path, plain), (tmp_path / "one.csv", one)):
