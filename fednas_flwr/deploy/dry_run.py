@@ -54,7 +54,7 @@ class StageEstimate:
     Attributes:
         name: ``search``, ``retrain``, or ``others``, networks that are compared.
         rounds: Number of rounds.
-        round_s: Seconds of a mean one, by the first.
+        round_s: Seconds of the first one.
         round_bytes: Of its messages' tensors, both directions.
         checkpoint_bytes: Of the one that it leaves.
     """
@@ -67,7 +67,7 @@ class StageEstimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all rounds."""
+        """Seconds of all rounds, if they are like the first."""
         return self.rounds * self.round_s
 
     @property
@@ -126,10 +126,7 @@ def estimate(config: Config) -> Estimate:
         if searches(config):
             with suppress(OutOfTimeError):
                 start_search(run)
-            first = _stage(run, grid, "search", config.rounds, factor)
-            mean = config.algorithm.mean_round()
-            num_bytes = round(mean * first.round_bytes)
-            stages.append(replace(first, round_s=mean * first.round_s, round_bytes=num_bytes))
+            stages.append(_stage(run, grid, "search", config.rounds, factor))
         if "retrain" in config.stages:
             retrain(run, described_at_random(run), None)
             stages.append(_stage(run, grid, "retrain", config.retrain.planned))

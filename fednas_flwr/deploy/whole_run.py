@@ -23,7 +23,7 @@ from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, is_whole, read_ru
 from fednas_flwr.runs.run_folder import open_run_folder
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import Config, with_runtime
-from fednas_flwr.settings.names import FOUND, LINEAR
+from fednas_flwr.settings.names import FOUND
 from fednas_flwr.settings.parser import seconds
 from fednas_flwr.settings.registry import packed
 from fednas_flwr.settings.unused import without_effect
@@ -148,8 +148,6 @@ def train_all(
         limit: The seconds that they may take. Each has an equal share of them; after them none is
             begun, but for the first.
     """
-    if limit == math.inf:
-        folders = sorted(folders, key=lambda folder: folder.name == LINEAR)  # the shortest last
     each, ends_at = _text(limit / len(folders)), time.monotonic() + limit
     calls = [(folder, each, ends_at if place else math.inf) for place, folder in enumerate(folders)]
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from fednas_flwr.data.features import transform_of
 from fednas_flwr.data.npz import reads_encoded
 from fednas_flwr.models.networks import FINE_TUNED, FIXED_NETWORKS, described_space
 from fednas_flwr.pipeline.feasible import pools_records
-from fednas_flwr.runs.events import Event
+from fednas_flwr.runs.events import Event, records_of
 from fednas_flwr.runs.leaderboard import FINALISTS, FRONT, Candidate, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, FINALISTS_FOLDER, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder
@@ -43,6 +43,7 @@ from fednas_flwr.spaces.genotype import Genotype, from_json, save_genotype
 AFFORDED = 2  # random networks, where nobody says how many
 COSTS = 5  # ranges of cost, from each of which a front has a network
 EXACT, ADAM_RATE = 120, 0.05  # rounds and learning rate of a linear model that is fitted exactly
+FAR, LARGEST_BATCH = 100.0, 10**8  # norm that no mean gradient has; values in a client's batch
 SHARE = 3  # candidates are trained for so small a part of the rounds at first
 FURTHER = 3  # baselines beside the random ones, at most
 ADDED = 0.5  # share of a run's time that baselines may add by default
@@ -155,20 +156,23 @@ def _linear(config: Config, alike: Config) -> Config:
     mean (FedAdam; Reddi et al. 2021, arXiv 2003.00295).
 
     Args:
-        config: Of the run; a rule, rounds, ... that it sets hold for the linear model, too.
+        config: Of the run. Rounds or an exchange that it sets hold for the linear model, too; with
+            privacy, drawn clients, other rules or personal copies it is trained as networks are.
         alike: Of networks beside it.
     """
     run, asked = read_run(config.folder), config.retrain
     alike = replace(alike, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
     partition, shape = run.of_kind("partition")[0], run.last("derived")["network"]["input_shape"]
     rules = {config.aggregate.name, config.server_optimizer.name} != {"mean", "none"}
-    numbers = partition.get("multi_label") or partition.get("number")
-    if rules or numbers or config.dp or asked.rounds or asked.exchange or len(shape) > 1:
+    other = partition.get("multi_label") or partition.get("number") or len(shape) > 1
+    alone = config.dp or config.samples or config.evaluation.personalised
+    records = records_of(partition)[1]
+    trained, largest = records["train"] + records["validation"], max(_records(config)[0])
+    large = largest * shape[0] > LARGEST_BATCH
+    if rules or other or alone or large or asked.rounds or asked.exchange:
         return alike
-    sizes, share = _records(config)
-    decay = 1 / (config.clients * share * fmean(sizes))
-    weights = SGD(lr=1.0, min_lr=1.0, momentum=0.0, weight_decay=decay, clip_norm=None)
-    steps = replace(alike.retrain, rounds=EXACT, local_epochs=1, batch_size=max(sizes))
+    weights = SGD(lr=1.0, min_lr=1.0, momentum=0.0, weight_decay=1 / trained, clip_norm=FAR)
+    steps = replace(alike.retrain, rounds=EXACT, local_epochs=1, batch_size=largest)
     file = "server_optimizer/adam.yaml"
     adam = ServerAdam(**read_yaml(conf_folder() / file, file) | {"lr": ADAM_RATE})
     return replace(alike, retrain=replace(steps, weights=weights), server_optimizer=adam)

@@ -472,9 +472,10 @@ class Run:
     def stage(self, name: str, rounds: int | None = None) -> Iterator[None]:
         """Emit that a stage begins, and that it has finished unless it fails."""
         started = time.monotonic()
-        counts = {"rounds": rounds}
+        counts: dict[str, Any] = {"rounds": rounds}
         if name == "retrain" and not self.config.dp:
-            counts["passes"] = self.config.retrain.local_epochs
+            server = {"server_optimizer": asdict(self.config.server_optimizer)}
+            counts["training"] = asdict(self.config.retrain) | server
         self.log.emit("stage_started", stage=name, **counts)
         yield
         self.log.emit("stage_finished", stage=name, seconds=time.monotonic() - started)

@@ -6,6 +6,7 @@ listed with the reason. Differences are of runs with the same seed, with Student
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -43,6 +44,8 @@ MOST_SETTINGS = 6  # that have columns
 GROUPS = ("algorithm", "dataset", "partition", "search_space", "retrain", "privacy", "runtime")
 NOT_SETTINGS = ("seed", "run_dir", "resume")
 BY_NAME = {metric.name: metric for metric in METRICS}
+# Settings by which runs are of other records; features and ranges of the same ones may differ.
+OTHER_DATA = re.compile(r"(dataset(?!\.(ranges|scattering|statistics))|partition|clients)\b")
 # Settings of the data set by which its test set is the same.
 SAME_TEST = ("name", "root", "label", "labels", "limit_test")
 OVER: dict[str, tuple[str, Callable[[Sequence[Event]], float]]] = {
@@ -177,6 +180,11 @@ class Comparison:
         """What privacy costs, where plain runs stand beside; what the differences are of."""
         return [*paragraphs("costs_of_privacy", self), *paragraphs("difference_notes", self)]
 
+    @property
+    def same_data(self) -> bool:
+        """Whether all groups are of the same records, in the same hands."""
+        return not any(map(OTHER_DATA.match, self.settings()))
+
     def settings(self) -> list[str]:
         """The names of the settings that tell the groups apart."""
         return list(self.groups[0].settings) if self.groups else []
@@ -298,7 +306,7 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     plain = [name for runs, name in zip(groups, names, strict=True) if not runs[0].is_private]
     if against is not None:
         check_choice("--against", against, names)
-    elif len(plain) == 1 < len(names) and not {"dataset", "dataset.root"}.intersection(shown):
+    elif len(plain) == 1 < len(names) and not any(map(OTHER_DATA.match, shown)):
         (against,) = plain
     runs = [run for group in groups for run in group]
     score = f"central_{runs[0].score.name}" if runs else METRICS[0].name

@@ -7,7 +7,7 @@ partition's picture where there is room for them.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from statistics import fmean
 from typing import Any
@@ -400,7 +400,7 @@ def _line(
 ) -> Figure:
     usual = "lines+markers" if len(x) <= MOST_MARKERS else "lines"
     look = {"line": {"color": colour, "width": 2}, "marker": {"size": 4}}
-    place = {"x": [*x], "y": _rounded(y)}
+    place = {"x": [*x], "y": [v if v is None else float(f"{v:.5g}") for v in y]}
     return {"type": "scatter", "mode": mode or usual, "name": name, **place, **look}
 
 
@@ -445,10 +445,6 @@ def _softmax(row: Sequence[float | None]) -> list[float]:
     values = [value or 0.0 for value in row]
     powers = [math.exp(value - max(values)) for value in values]
     return [round(power / sum(powers), 3) for power in powers]
-
-
-def _rounded(values: Iterable[float | None]) -> list[float | None]:
-    return [None if value is None else float(f"{value:.5g}") for value in values]
 
 
 def _named(result: Event) -> str:

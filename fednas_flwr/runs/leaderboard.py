@@ -8,6 +8,7 @@ these records decide; test records do not.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -110,7 +111,8 @@ def _networks(run: Run) -> list[Candidate]:
 def candidates(folder: Path) -> list[Candidate]:
     """The candidates of a run that have a score on validation records, best first."""
     short, long = (_scored(folder / place) for place in (BASELINES_FOLDER, FINALISTS_FOLDER))
-    found = [Candidate(name, long.get(name, run), run) for name, run in short.items()]
+    longest = partial(max, key=lambda run: len(run.rounds("retrain")))  # time may have cut a run
+    found = [Candidate(name, longest(long.get(name, run), run), run) for name, run in short.items()]
     return sorted(found, key=lambda one: (one.name not in long, -one.values[0], one.name))
 
 

@@ -228,13 +228,13 @@ class Run:
         network = self.last("derived").get("network") or {}
         if "skip" in network and isinstance(config.get("search_space"), dict):  # as is delivered
             config["search_space"] = config["search_space"] | {"skip": network["skip"]}
+        training = dict(self.training)
+        config |= {key: training.pop(key) for key in ("server_optimizer",) if key in training}
         if "retrain" not in stages:
             config.pop("retrain", None)
-        elif retrain := _chosen(self.group("retrain"), algorithm, self.last("derived")):
+        elif retrain := _chosen(self.group("retrain") | training, algorithm, self.last("derived")):
             if "rounds" in retrain:
                 retrain["rounds"] = self._done("retrain", retrain["rounds"])
-            if self.passes > 1:
-                retrain["local_epochs"] = self.passes
             chosen = self.last("learning_rate")
             if rates := {key: chosen[key] for key in ("lr", "min_lr") if key in chosen}:
                 retrain["weights"] = retrain["weights"] | rates
@@ -252,10 +252,10 @@ class Run:
         return config
 
     @property
-    def passes(self) -> int:
-        """Passes over a client's records in a round of retraining; 1 where steps are counted."""
-        begun = (e for e in self.of_kind("stage_started") if e["stage"] == "retrain")
-        return max((event.get("passes", 1) for event in begun), default=1)
+    def training(self) -> dict[str, Any]:
+        """Settings of retraining as it began; empty before, and where noised steps are counted."""
+        begun = [e for e in self.of_kind("stage_started") if e["stage"] == "retrain"]
+        return begun[-1].get("training", {}) if begun else {}
 
     def _done(self, stage: str, planned: int | None) -> int | str:
         """Return a stage's number of rounds: ``2 of 5`` where the run has not reached all."""

@@ -463,10 +463,6 @@ class AlgorithmSettings(ps.Checked):
         """
         return self, 1.0
 
-    def mean_round(self) -> float:
-        """What the rounds of a search cost on average, over the first one, for a dry run."""
-        return 1.0
-
 
 @dataclass(frozen=True)
 class LocalEpochs(AlgorithmSettings):

@@ -11,6 +11,7 @@ import torch
 from fednas_flwr import compose, run
 from fednas_flwr.client.answer import answer
 from fednas_flwr.models.noised_scores import BINS, LARGEST
+from fednas_flwr.pipeline import stages
 from fednas_flwr.privacy.plan import scores_release
 from fednas_flwr.protocol.requests import CountScores
 from fednas_flwr.protocol.states import pack
@@ -108,14 +109,26 @@ def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, no_
 
 @pytest.mark.run
 @pytest.mark.parametrize("summed", [(), ("secure_sum=true", "clients=4")])
-def test_a_run_books_them_once_and_tells_auroc_and_a_threshold(overrides, tmp_path, summed):
-    folder = tmp_path / "run"
-    run(compose(*overrides, *summed, f"run_dir={folder}"))
+def test_a_run_books_them_once_and_tells_auroc_and_a_threshold(
+    overrides, tmp_path, summed, monkeypatch
+):
+    folder, noises, real = tmp_path / "run", list[float](), stages.scores_of_counts
+
+    def told_of(counts, *, noise):
+        noises.append(noise)
+        return real(counts, noise=noise)
+
+    monkeypatch.setattr(stages, "scores_of_counts", told_of)
+    config = compose(*overrides, *summed, f"run_dir={folder}")
+    run(config)
     finished = read_run(folder)
     told = finished.scores("released")
     (private,) = [e for e in finished.events if e["event"] == "privacy"]
     plan = private["schedule"][-1]
     assert (plan["kind"], plan["shared"]) == ("scores", bool(summed))
+    sums = config.secure_sum
+    honest = sums.least(4) - sums.colluding if sums else 1  # whose noise is planned
+    assert noises == [pytest.approx(plan["noise_multiplier"] * math.sqrt(config.clients / honest))]
     assert abs(told["prevalence"] - 0.15) < 0.1  # some ten standard errors
     assert told["auroc"] is None or told["error"] <= 0.03
     assert finished.scores("central")["threshold"] == told["threshold"]

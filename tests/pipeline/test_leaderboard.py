@@ -160,6 +160,9 @@ def test_the_linear_model_of_sites_that_differ_is_that_of_their_pooled_records(
     record = read_run(run(config).folder)
     pooled = record.scores("linear")["auroc"]
     assert record.scores("central")["auroc"] == pytest.approx(pooled, abs=0.002)
+    settings = record.settings  # as they took effect, which the configuration does not say
+    assert settings["retrain"]["weights"]["lr"] == 1.0
+    assert (settings["retrain"]["rounds"], settings["server_optimizer"]["name"]) == (120, "adam")
 
 
 @pytest.mark.run

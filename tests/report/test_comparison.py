@@ -251,3 +251,7 @@ def test_what_privacy_costs_is_one_sentence(make_run):
     assert text.endswith("after 90.0 % (plain), a loss that chance can explain.")
     assert (compare_runs([plain]).against, compare_runs([private]).against) == (None, None)
     assert sentence("costs_of_privacy", compare_runs([plain])) == ""
+    config = plain / "config.yaml"
+    config.write_text(config.read_text().replace("clients: 3", "clients: 2"))  # in other hands
+    assert compare_runs([plain, private]).against is None
+    assert sentence("costs_of_privacy", compare_runs([plain, private])) == ""

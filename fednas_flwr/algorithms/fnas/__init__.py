@@ -29,7 +29,8 @@ class FNASSettings(AlgorithmSettings):
         alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
         warmup: Share of the rounds, the first ones, in which the alphas wait. Ops that have learnt
-            nothing yet lose to poolings and skips, which need not learn.
+            nothing yet lose to poolings and skips, which need not learn. A dry run takes all rounds
+            to be like the first.
     """
 
     order: Annotated[int, Between(1, 2)]
@@ -50,11 +51,7 @@ class FNASSettings(AlgorithmSettings):
 
     def warms_up(self, number: int, num_rounds: int) -> bool:
         """Whether a round, counted from 1, trains the weights alone."""
-        return number <= self.warmup * num_rounds
-
-    def mean_round(self) -> float:
-        """Two exchanges but in the first rounds, where alphas wait."""
-        return 2 - self.warmup if self.warmup else 1.0
+        return number <= self.warmup * num_rounds + 1e-9
 
 
 _entry = partial(
