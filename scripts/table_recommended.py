@@ -64,16 +64,16 @@ OF_NUMBERS = [
 ]
 OF_NUMBERS.append({"metric": "rmse", "title": "RMSE of delivered"})
 WITH_PRIVACY = [
-    {"metric": name, "title": title, "decimals": 3}
+    {"metric": name, "title": title, "scale": 100, "decimals": 1}
     for name, title in (
         ("central_auroc", "AUROC"),
         ("plain", "without privacy"),
         ("minus_plain", "difference"),
         ("central_f1", "F1"),
         ("released_auroc", "AUROC told of training records"),
-        ("epsilon", "PRV epsilon"),
     )
 ]
+WITH_PRIVACY.append({"metric": "epsilon", "title": "PRV epsilon"})
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
     )
     start_results(
         PRIVATE,
-        title="Tables at a budget of 8 with shared noise, and the same without privacy, test AUROC",
+        title="Tables at a budget of 8 with shared noise, and the same without privacy (%)",
         command="python scripts/table_recommended.py --data <folder>",
         columns=WITH_PRIVACY,
     )
