@@ -366,8 +366,8 @@ def _released_scores(
     with suppress(QuorumError):
         replies = [reply for _, reply in run.cohort.ask(exchange)]
         counts = [unpack(reply.states["scores"], layout)["scores"] for reply in replies]
-        known = next(iter(run.cohort.properties.values()))
-        noises = len(counts) / (known.get("honest_sites", 1) if planned.shared else 1)
+        honest = next(iter(run.cohort.properties.values())).get("honest_sites", 1)
+        noises = len(_testers(run)) / honest if planned.shared else len(counts)
         noise = (planned.noise_multiplier or 0.0) * math.sqrt(noises)
         return scores_of_counts(torch.stack(counts).sum(0), noise=noise)
     return None
