@@ -78,6 +78,19 @@ def test_a_smaller_log_loss_is_better(tmp_path):
     assert (choice.name, choice.row()["validation"]) == ("a", 0.4)
 
 
+@pytest.mark.parametrize(
+    ("long", "short", "counts"), [(2, 5, BASELINES_FOLDER), (5, 5, FINALISTS_FOLDER)]
+)
+def test_of_a_training_that_time_has_cut_the_longer_one_counts(tmp_path, long, short, counts):
+    for place, rounds in ((BASELINES_FOLDER, short), (FINALISTS_FOLDER, long)):
+        add(tmp_path / place, "linear", 0.8)
+        event = {"event": "round", "stage": "retrain", "metrics": {}, "elapsed": 0.0, "time": ""}
+        with (tmp_path / place / "linear" / "events.jsonl").open("a") as file:
+            file.writelines(json.dumps(event | {"round": r + 1}) + "\n" for r in range(rounds))
+    (one,) = candidates(tmp_path)
+    assert one.run.folder.parent.name == counts
+
+
 @pytest.fixture
 def recommended(compose_config, tmp_path):
     return compose_config(
