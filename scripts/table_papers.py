@@ -56,7 +56,8 @@ COLUMNS = [
 ]
 DARTS = ("experiment=fed_darts/published", "rounds=5", "algorithm.batch_size=64")
 FNAS = ("experiment=fnas/fashion_mnist", "rounds=400", "algorithm.batch_size=64")
-DP_FNAS = ("experiment=dp_fnas/fashion_mnist", "privacy.epsilon=3.5", "rounds=60")
+WAITS = "algorithm.warm_up_rounds=30"
+DP_FNAS = ("experiment=dp_fnas/fashion_mnist", "privacy.epsilon=3.5", "rounds=60", WAITS)
 RECOMMENDED = ("experiment=search/recommended",)
 
 

@@ -109,7 +109,7 @@ def test_mean_over_unequal_clients_equals_vanilla_nas_on_the_pooled_data(mean_ru
 @pytest.mark.parametrize(("fused", "clients"), [("false", UNEQUAL), ("true", ["clients=1"])])
 def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(fused, clients, waits, search):
     beta = ["algorithm.beta_decay=0.3", f"algorithm.fused={fused}"]
-    beta.append(f"algorithm.warmup={waits / ROUNDS}")
+    beta.append(f"algorithm.warm_up_rounds={waits}")
     federation = search("algorithm=fnas", *FULL, *clients, *beta, rounds=ROUNDS)
     plain = Plain(federation.config, federation.data[0])
     for step in range(ROUNDS):

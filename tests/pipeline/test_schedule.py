@@ -86,6 +86,11 @@ TESTED = {("evaluate", "evaluate.model", "metrics", "test"): 1}
         (["algorithm=fedavg", "algorithm.network=plain_cnn"], {}, RETRAIN),
         (WARM, {}, {ON_PATHS: 6}),
         (
+            ["stages=[search]", "algorithm.warm_up_rounds=4"],
+            {},
+            {key: 2 if "alphas" in key else 6 for key in SEARCH},
+        ),
+        (
             [*WARM, "algorithm.warm_up_rounds=4"],
             {},
             {ON_PATHS: 6, ("search", "train.search", "alphas", "validation"): 2},

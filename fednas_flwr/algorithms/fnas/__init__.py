@@ -28,9 +28,9 @@ class FNASSettings(AlgorithmSettings):
         weights: The weights' optimiser.
         alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly.
-        warmup: Share of the rounds, the first ones, in which the alphas wait. Ops that have learnt
-            nothing yet lose to poolings and skips, which need not learn. A dry run takes all rounds
-            to be like the first.
+        warm_up_rounds: First rounds, in which the alphas wait. Ops that have learnt nothing yet
+            lose to poolings and skips, which need not learn. A dry run takes all rounds to be like
+            the first.
     """
 
     order: Annotated[int, Between(1, 2)]
@@ -42,16 +42,12 @@ class FNASSettings(AlgorithmSettings):
     weights: opt.SGD
     alphas: opt.Adam
     beta_decay: opt.RateOrZero
-    warmup: opt.ShareBelow1
+    warm_up_rounds: opt.CountOrZero
 
     @property
     def trains_models(self) -> bool:
         """False: clients reply with gradients."""
         return False
-
-    def warms_up(self, number: int, num_rounds: int) -> bool:
-        """Whether a round, counted from 1, trains the weights alone."""
-        return number <= self.warmup * num_rounds + 1e-9
 
 
 _entry = partial(

@@ -29,7 +29,7 @@ class FNAS(GradientStrategy[FNASSettings]):
     does not depend on the number of clients; ``reduce="sum"`` is the text's ``sum_k G_k / B_k``.
     The server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
     ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
-    deviation from Algorithm 1, as is ``warmup``, in which A waits. Local steps are plain gradient
+    deviation from Algorithm 1, as is a warm-up, in which A waits. Local steps are plain gradient
     descent at the learning rates of ``weights`` and ``alphas``; a client's answer adds up their
     gradients. The server adds the gradient of ``beta_decay``, which reads no record, to the
     clients'. With ``private`` this is DP-FNAS, of first order only; then the supernet is not
@@ -61,7 +61,7 @@ class FNAS(GradientStrategy[FNASSettings]):
             (beta,) = pack(beta_gradient(self.alphas(), weight=weight)).values()
         added = {"alphas": beta}
         step = partial(self.take_step, clip_norm=sgd.clip_norm, reduce=settings.reduce, added=added)
-        waits = settings.warms_up(server_round, num_rounds)
+        waits = server_round <= settings.warm_up_rounds
         if settings.fused and not waits:
             metrics = mean_metrics(step("train.gradients", request, ("weights", "alphas")))
         else:
@@ -85,7 +85,7 @@ class FNAS(GradientStrategy[FNASSettings]):
         either: those of the alphas are scaled by each client's batch sizes.
         """
         actions = {"weights": "train.weight_gradient", "alphas": "train.alpha_gradient"}
-        if settings.warms_up(private.number, private.num_rounds):
+        if private.number <= settings.warm_up_rounds:
             del actions["alphas"]
         elif settings.fused:
             actions = dict.fromkeys(actions, "train.gradients")
