@@ -366,6 +366,21 @@ def exceeded(
     return {name: costs[name] for name, most in limits.items() if costs[name] > most}
 
 
+def smallest(space: SearchSpace, cost: Callable[[Genotype], float]) -> float:
+    """The lowest cost of a space's networks that are not degenerate.
+
+    It is exact where the costs of ops add up, and these have the same order on all edges: then it
+    is that of the cheapest op on every edge but one, which has the cheapest op with weights.
+    """
+
+    def cost_of(likeliness: Tensor) -> float:
+        row = likeliness.expand(len(space.edges), -1)
+        return cost(space.derive(dict.fromkeys(space.kinds, row)))
+
+    alone = torch.tensor([cost_of(op) for op in torch.eye(len(space.ops))])
+    return min(*alone.tolist(), cost_of(-alone / alone.max()))
+
+
 def search(
     space: SearchSpace,
     score: Scores,
@@ -413,8 +428,14 @@ def search(
             drawn.append(genotype)
             tried = 0
     if limits and not scored and not drawn:
+
+        def least(name: str) -> float:
+            cost = partial(exceeded, {name: -1}, limited or space, latency_ms=latency_ms)
+            return smallest(space, lambda genotype: cost(genotype)[name])
+
         counts = (
-            f"{len(costs)} exceed {name}={limits[name]} (the least of them has {min(costs):,.10g})"
+            f"{len(costs)} exceed {name}={limits[name]} (the smallest possible has "
+            f"{min(least(name), *costs):,.10g})"
             for name, costs in refused.items()
         )
         raise ConfigError(

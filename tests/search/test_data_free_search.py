@@ -15,6 +15,7 @@ from fednas_flwr.search.data_free_scores import (
     ranked,
     search,
     shortlisted,
+    smallest,
 )
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import to_json
@@ -162,11 +163,20 @@ def test_latency_decides_by_the_given_function():
     assert max(latency(one.genotype) for one in found) == 1.0
 
 
-def test_limits_that_nothing_meets_are_refused_in_one_sentence():
-    space, least = "search_space=nasbench201", r"\(the least of them has [\d,]+\)"
-    message = rf"no network of {space} .* of 1\d\d drawn, 1\d\d exceed parameters=10 {least}:"
+def test_limits_that_nothing_meets_are_refused_with_the_smallest_possible():
+    one = ["none"] * 2 + ["nor_conv_1x1"] + ["none"] * 3
+    smallest = NB201.network(NB201.genotype(map(NB201.ops.index, one)))
+    least = rf"\(the smallest possible has {count_parameters(smallest):,}\)"
+    message = rf"search_space=nasbench201 .* of 1\d\d drawn, 1\d\d exceed parameters=10 {least}:"
     with pytest.raises(ConfigError, match=message):
         run(NB201, worth, limits={"parameters": 10})
+
+
+def test_no_network_is_smaller_than_the_smallest(space):
+    def size(genotype):
+        return count_parameters(space.network(genotype))
+
+    assert smallest(space, size) <= min(size(one.genotype) for one in run(space, numbered, draws=20))
 
 
 def test_a_small_space_is_searched_whole():
@@ -177,6 +187,8 @@ def test_a_small_space_is_searched_whole():
     )
     found = run(space, numbered, draws=50)
     assert len(found) == 2 * 3  # the block of stride 2 offers no zero
+    sizes = {to_json(g): count_parameters(space.network(g)) for g, *_ in found}
+    assert smallest(space, lambda genotype: sizes[to_json(genotype)]) == min(sizes.values())
 
 
 def test_at_least_one_draw_is_needed():
