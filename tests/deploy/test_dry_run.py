@@ -11,6 +11,7 @@ from fednas_flwr.deploy import dry_run
 from fednas_flwr.deploy.dry_run import MeasuringGrid, estimate
 from fednas_flwr.protocol.requests import Amount, Evaluate, Train
 from fednas_flwr.report.templates import sentence
+from fednas_flwr.settings import parser
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 
@@ -117,11 +118,15 @@ def test_simulated_sites_that_are_kept_pay_nothing(tmp_path, compose_config, run
 
 def test_command_runs_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(parser.SECONDS, "s", 1e-9)
     given = ["algorithm=fedavg", "algorithm.network=linear", "retrain.rounds=3"]
+    given += ["runtime.time_limit=1s"]
     assert main(["run", "--dry-run", "stages=[retrain,evaluate,export]", *given]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("retrain  3 rounds of ")
-    assert [line.split()[0] for line in lines[1:]] == ["together", "memory", "disk", "Measured"]
+    begins = [line.split()[0] for line in lines[1:]]
+    assert begins == ["together", "limit", "memory", "disk", "Measured"]
+    assert lines[2].endswith("0.0 s are less: a round of retrain takes longer, and is not cut")
     assert list(tmp_path.iterdir()) == []
     for wrong in (["-m", "seed=1,2"], ["resume=x"], ["--cfg", "job"]):
         assert main(["run", "--dry-run", *wrong]) == 2
