@@ -41,7 +41,7 @@ CHARTS: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {
     "loss": ("Loss", "loss", {}, ("train_loss", "validation_loss")),
     "accuracy": ("Accuracy", "accuracy", PERCENT, ("train_accuracy", "validation_accuracy")),
     "closeness": (
-        *("Closeness: 1 - absolute error / range", "closeness", SHARE),
+        *("Closeness: 1 - absolute error / range", "closeness", PERCENT),
         ("train_closeness", "validation_closeness"),
     ),
     "entropy": ("Entropy of the alphas", "nats per edge", FROM_ZERO, ("alpha_entropy",)),
@@ -304,9 +304,9 @@ def class_curves(run: Run) -> dict[str, Figure]:
 
 
 def partition(event: Event) -> Figure | None:
-    """Return the number of records per class and client as a heat map."""
-    counts, names = event.get("counts"), event.get("class_names")
-    if not counts or not names:
+    """Return the number of records per class and client as a heat map; None of numbers."""
+    counts, names = event.get("counts"), event.get("class_names") or ()
+    if not counts or len(names) < 2:
         return None
     by_class = [list(column) for column in zip(*counts, strict=True)]
     figure = _heat(

@@ -28,7 +28,7 @@ from fednas_flwr.report.templates import (
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
 from fednas_flwr.runs.numbers import METRICS, SCORES, Run, Score, flat_settings, of_splits
-from fednas_flwr.settings.names import MOST_SHOWN, PRV, QUANTILES
+from fednas_flwr.settings.names import LOG_LOSS, MOST_SHOWN, PRV, QUANTILES
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
 SETTINGS = ("algorithm", "partition", "search_space", "retrain", "privacy")  # and what follows
@@ -104,7 +104,6 @@ def score_table(run: Run) -> Table | None:
     central = measured["central"]
     if not central:
         return None
-    kinds = [kind for kind in SCORES if kind.of(central) is not None]
 
     def interval(kind: Score) -> str:
         ends = (central.get("intervals") or {}).get(kind.name) or ()
@@ -115,7 +114,7 @@ def score_table(run: Run) -> Table | None:
         *((MODELS[name], partial(_score_of, of)) for name, of in measured.items() if of),
     ]
     columns.insert(2, ("95 % interval", interval))
-    head, rows = rows_of(kinds, columns)
+    head, rows = rows_of(_measured(run, [central]), columns)
     rest = [DASH] * (len(head) - 2)
     added = [[name, score(value), *rest] for name, value in (central.get("own") or {}).items()]
     return "Scores on the server's test set", head, rows + added
@@ -189,8 +188,7 @@ def client_table(run: Run) -> Table | None:
     Accuracies have the 95 % interval of Wilson (1927), unless noise hides how many were right.
     """
     clients: Sequence[Mapping[str, Any]] = run.client_results()
-    shown = [s for s in SCORES if any(s.of(client) is not None for client in clients)]
-    if not shown:
+    if not (shown := _measured(run, clients)):
         return None
     if many := len(clients) > MOST_SHOWN:
         names = [*(kind.name for kind in shown), "num_examples"]
@@ -213,6 +211,12 @@ def client_table(run: Run) -> Table | None:
     if not many and not run.is_private and shown[0] == SCORES[0]:
         columns.insert(2, ("95 % interval", interval))
     return "Each client's own test records", *rows_of(clients, columns)
+
+
+def _measured(run: Run, found: Sequence[Mapping[str, Any]]) -> list[Score]:
+    """The scores that some results have; the loss of numbers to predict is no log loss."""
+    kinds = [kind for kind in SCORES if any(kind.of(one) is not None for one in found)]
+    return [kind for kind in kinds if not (run.is_regression and kind.name == LOG_LOSS)]
 
 
 def _score_of(measured: Mapping[str, Any], kind: Score) -> str:

@@ -31,7 +31,7 @@ BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a
 )
 EVENTS_FILE = "events.jsonl"
 CLIENTS_LINEAR = "the clients' linear model"
-GUESSES = MAJORITY, CHANCE = "the most frequent class", "chance"
+GUESSES = MAJORITY, CHANCE, MEAN = "the most frequent class", "chance", "always the mean"
 POOLED = {"the pooled linear model": "linear", "pooled boosted trees": "trees"}  # by event
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
@@ -413,7 +413,7 @@ class Run:
             if other.folder.name == names.LINEAR and not self.delivers_linear:
                 others[CLIENTS_LINEAR] = other.test_score()
         if self.score.chance is not None:
-            others[CHANCE] = self.score.chance
+            others[MEAN if self.is_regression else CHANCE] = self.score.chance
         measured = [(name, value) for name, value in others.items() if value is not None]
         return dict(sorted(measured, key=lambda pair: -self.score.sign * pair[1]))
 

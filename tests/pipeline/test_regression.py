@@ -137,7 +137,7 @@ def test_report_and_card_are_of_numbers(finished):
     assert f"{finished.central['rmse']:.4g}" in report
     assert "RMSE from" in report or "RMSE" in card
     assert ("a number from 0 to 12" if finished.kind == "given" else "days, a number.") in card
-    for word in ("ccuracy per client", "F1", "softmax", "lassifier"):
+    for word in ("ccuracy per client", "F1", "softmax", "lassifier", "log loss"):
         assert word not in report + card
     clients = finished.evaluated["clients"]
     assert all({"r2", "rmse", "mae"} <= client.keys() for client in clients)

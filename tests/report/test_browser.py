@@ -222,14 +222,15 @@ def test_pointing_tells_the_value(opened):
     assert page.locator(".tip").inner_text().startswith("client 0: ")
 
 
-def test_labels_of_neighbouring_ticks_differ(opened):
+def test_labels_can_be_told_apart(opened):
     page = opened(1200)
     labels = page.evaluate(
         """() => {
             const place = document.createElement("div");
             document.body.append(place);
-            const y = [1.60931, 1.60932, 1.60935];
-            const data = [{ type: "scatter", mode: "lines", x: [1, 2, 3], y }];
+            const look = { type: "scatter", mode: "markers", x: [1, 1, 1, 3] };
+            const text = ["one", "two", "three", "four"];
+            const data = [{ ...look, y: [1.60931, 1.60931, 1.60931, 1.60935], text }];
             drawFigure(place, { data, layout: { height: 300, xaxis: {}, yaxis: {} } },
                 { width: 400, size: 12, text: "#222", rule: "#ddd", ends: ["#fff", "#000"] });
             return [...place.querySelectorAll("svg text")].map((t) => t.textContent);
@@ -237,3 +238,4 @@ def test_labels_of_neighbouring_ticks_differ(opened):
     )
     decimals = [label for label in labels if label.startswith("1.609")]
     assert len(decimals) == len(set(decimals)) >= 3
+    assert labels[-3:] == ["one", "two", "four"]  # the third has no room of its own

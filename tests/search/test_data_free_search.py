@@ -176,7 +176,8 @@ def test_no_network_is_smaller_than_the_smallest(space):
     def size(genotype):
         return count_parameters(space.network(genotype))
 
-    assert smallest(space, size) <= min(size(one.genotype) for one in run(space, numbered, draws=20))
+    drawn = run(space, numbered, draws=20)
+    assert smallest(space, size) <= min(size(one.genotype) for one in drawn)
 
 
 def test_a_small_space_is_searched_whole():

@@ -127,6 +127,7 @@ const drawFigure = (() => {
     const depth = Math.max(30, height - top - bottom), down = layout.yaxis.autorange === "reversed";
     const px = (v) => left + inner * x.at(heat ? String(v) : v);
     const py = (v) => top + depth * (down ? y.at(heat ? String(v) : v) : 1 - y.at(heat ? String(v) : v));
+    const taken = [];  // by names of points: left, top, right, bottom
     const svg = make(document.createElement("div"), "svg", { width, height,
       viewBox: `0 0 ${width} ${height}`, "font-size": size, fill: look.text, role: "presentation" });
     for (const v of x.ticks) {
@@ -223,9 +224,16 @@ const drawFigure = (() => {
             "stroke-width": open ? trace.marker.line.width : 0, fill: open ? "none" : colour,
             ...(open ? { "pointer-events": "none" } : {}) });
         if (p.text) {
-          const late = px(p.x) > left + 0.7 * inner;
-          make(svg, "text", { x: px(p.x) + (late ? -9 : 9), y: py(p.y) - 5,
-            "text-anchor": late ? "end" : "start" }, p.text);
+          const late = px(p.x) > left + 0.7 * inner, wide = longest([p.text]);
+          const start = px(p.x) + (late ? -9 - wide : 9);
+          for (const base of [py(p.y) - 5, py(p.y) + size + 2]) {
+            const box = [start, base - size, start + wide, base];
+            if (taken.some((b) => box[0] < b[2] && b[0] < box[2] && box[1] < b[3] && b[1] < box[3]))
+              continue;
+            taken.push(box);
+            make(svg, "text", { x: start, y: base }, p.text);
+            break;
+          }
         }
         if (trace.hoverinfo !== "skip")
           make(svg, "circle", { cx: px(p.x), cy: py(p.y), r: Math.max(8, radius), fill: "none",
