@@ -24,7 +24,14 @@ from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
 from fednas_flwr.report.plots import COSTS, bars, fronts
 from fednas_flwr.report.score_tables import TEST_SEED, rows_of
-from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, paragraphs, sentence
+from fednas_flwr.report.templates import (
+    DASH,
+    FORMS,
+    mean_and_deviation,
+    paragraphs,
+    sentence,
+    setting_text,
+)
 from fednas_flwr.report.terminal import print_line, print_table
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import (
@@ -365,7 +372,8 @@ def _rank(run: Run, trials: Sequence[tuple[dict[str, Any], list[float]]]) -> int
     """Return the place of the trial whose settings a run has; all others come after."""
     settings = _settings(run)
     for place, (params, _) in enumerate(trials):
-        if all(settings.get(name.lstrip("+")) == _text(value) for name, value in params.items()):
+        chosen = {name.lstrip("+"): setting_text(value) for name, value in params.items()}
+        if chosen.items() <= settings.items():
             return place
     return len(trials)
 
@@ -450,13 +458,8 @@ def _finished(folder: Path) -> tuple[Run | None, str]:
 def _settings(run: Run) -> dict[str, str]:
     """The settings by dotted names, as text; the name of a group stands under the group."""
     named = flat_settings(run.config).items()
-    return {k.removesuffix(".name"): _text(value) for k, value in named if k not in NOT_SETTINGS}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(str(item) for item in value)
-    return DASH if value is None else str(value)
+    texts = {key.removesuffix(".name"): setting_text(value) for key, value in named}
+    return {name: text for name, text in texts.items() if name not in NOT_SETTINGS}
 
 
 def _distinguishing(settings: Sequence[dict[str, str]]) -> list[str]:

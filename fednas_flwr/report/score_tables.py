@@ -24,6 +24,7 @@ from fednas_flwr.report.templates import (
     quantiles,
     score,
     sentence,
+    setting_text,
 )
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
@@ -64,7 +65,7 @@ def setting_rows(run: Run) -> list[tuple[str, str]]:
     """Name and value of each setting as it took effect."""
     settings = run.settings
     shown = flat_settings({name: settings.get(name) for name in (*NUMBERS, *SETTINGS)})
-    return [(name, str(value)) for name, value in shown.items() if value not in (None, [])]
+    return [(name, setting_text(value)) for name, value in shown.items() if value not in (None, [])]
 
 
 COLUMN_HEAD = ["column", "what it is", "standardised by (mean, deviation)"]

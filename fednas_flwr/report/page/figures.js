@@ -76,8 +76,8 @@ const drawFigure = (() => {
     let every = [1, 2, 5, 10].map((n) => n * size).find((n) => n >= raw);
     if (axis.whole) every = Math.max(1, Math.round(every));
     const ticks = [];
-    for (let v = Math.ceil(low / every - 1e-9) * every; v <= high + 1e-9 * every; v += every)
-      ticks.push(Number(v.toPrecision(12)));
+    for (let i = Math.ceil(low / every - 1e-9); i * every <= high + 1e-9 * every; i++)
+      ticks.push(Number((i * every).toPrecision(12)));
     const largest = Math.max(Math.abs(low), Math.abs(high));  // digits that tell ticks apart
     const digits = Math.min(12, Math.max(5, Math.ceil(Math.log10(largest / every)) + 1));
     const decimals = Math.max(0, Math.ceil(-2 - Math.log10(every) - 1e-9));
