@@ -38,7 +38,9 @@ from fednas_flwr.runs.numbers import (
     BESIDE,
     CONFIG_FILE,
     EVENTS_FILE,
+    FEDERATED,
     METRICS,
+    POOLED,
     Metric,
     Run,
     flat_settings,
@@ -51,8 +53,9 @@ MOST_SETTINGS = 6  # that have columns
 GROUPS = ("algorithm", "dataset", "partition", "search_space", "retrain", "privacy", "runtime")
 NOT_SETTINGS = ("seed", "run_dir", "resume")
 BY_NAME = {metric.name: metric for metric in METRICS}
-# Settings by which runs are of other records; features and ranges of the same ones may differ.
-OTHER_DATA = re.compile(r"(dataset(?!\.(ranges|scattering|statistics))|partition|clients)\b")
+# Settings by which runs are of other records; features, ranges and splits of the same may differ.
+SAME_DATA = "fractions|ranges|scattering|statistics|target_range"
+OTHER_DATA = re.compile(rf"(dataset(?!\.({SAME_DATA}))|partition|clients)\b")
 # Settings of the data set by which its test set is the same.
 SAME_TEST = ("name", "root", "label", "labels", "limit_test")
 OVER: dict[str, tuple[str, Callable[[Sequence[Event]], float]]] = {
@@ -192,6 +195,11 @@ class Comparison:
         """Whether all groups are of the same records, in the same hands."""
         return not any(map(OTHER_DATA.match, self.settings()))
 
+    @property
+    def has_seeds(self) -> bool:
+        """Whether a group has runs of several seeds."""
+        return any(len(group.seeds) > 1 for group in self.groups)
+
     def settings(self) -> list[str]:
         """The names of the settings that tell the groups apart."""
         return list(self.groups[0].settings) if self.groups else []
@@ -208,7 +216,7 @@ class Comparison:
             model, _, kind = metric.name.partition("_")
             cells = {_cell(metric, group).partition(" ±")[0] for group in self.groups}
             constant = metric.name != self.metric and len(cells) <= several
-            other = model in ("linear", "trees") and kind != score
+            other = model in (*POOLED.values(), FEDERATED) and kind != score
             if cells != {DASH} and not constant and not other:
                 columns.append((metric.label + FORMS[metric.unit].title, partial(_cell, metric)))
         if self.against is not None:
@@ -392,7 +400,7 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     at_once = max(1, (console.width - TITLE_WIDTH) // GROUP_WIDTH)
     for start in range(0, len(rows), at_once):
         shown = list(zip(head, *rows[start : start + at_once], strict=True))
-        title = "mean ± standard deviation over seeds"
+        title = "mean ± standard deviation over seeds" if comparison.has_seeds else ""
         print_table(title, shown[0], shown[1:], numbers=True, console=console)
     for text in comparison.notes:
         print_line(console, text)

@@ -33,6 +33,7 @@ EVENTS_FILE = "events.jsonl"
 CLIENTS_LINEAR = "the clients' linear model"
 GUESSES = MAJORITY, CHANCE, MEAN = "the most frequent class", "chance", "always the mean"
 POOLED = {"the pooled linear model": "linear", "pooled boosted trees": "trees"}  # by event
+FEDERATED = "federated"  # the linear model that clients train beside a network
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
@@ -61,7 +62,7 @@ class Score:
     label: str
     unit: Unit = "score"
     hub: str = ""
-    models: tuple[str, ...] = ("central", "linear", "trees")
+    models: tuple[str, ...] = ("central", *POOLED.values(), FEDERATED)
     key: str = ""
     sign: int = 1
     chance: float | None = None
@@ -138,7 +139,8 @@ class Run:
 
     def scores(self, model: str) -> dict[str, Any]:
         """The last evaluation of a model, empty where there was none."""
-        return self.last("evaluated").get(model) or {}
+        run, place = (self.clients_linear(), "central") if model == FEDERATED else (self, model)
+        return (run and run.last("evaluated").get(place)) or {}
 
     @property
     def score(self) -> Score:
@@ -380,6 +382,12 @@ class Run:
         folders = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{EVENTS_FILE}"))
         return [read_run(file.parent) for file in folders]
 
+    def clients_linear(self) -> "Run | None":
+        """The run of the linear model that clients trained beside the network; None without."""
+        places = FINALISTS_FOLDER, BASELINES_FOLDER  # in the first for all rounds
+        folders = (self.folder / place / names.LINEAR for place in places)
+        return next((read_run(one) for one in folders if (one / EVENTS_FILE).exists()), None)
+
     def left_out(self) -> list[str]:
         """The names of networks that were to be compared, but for which no time was left."""
         files = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{CONFIG_FILE}"))
@@ -409,9 +417,8 @@ class Run:
             **{name: self.test_score(model) for name, model in POOLED.items()},
             "its linear skip alone": central.get("without_cells"),
         }
-        for other in self.baselines():
-            if other.folder.name == names.LINEAR and not self.delivers_linear:
-                others[CLIENTS_LINEAR] = other.test_score()
+        if (linear := self.clients_linear()) and not self.delivers_linear:
+            others[CLIENTS_LINEAR] = linear.test_score()
         if self.score.chance is not None:
             others[MEAN if self.is_regression else CHANCE] = self.score.chance
         measured = [(name, value) for name, value in others.items() if value is not None]
@@ -424,9 +431,7 @@ class Run:
         else of the network's own score, as if the other's were certain. None where neither is.
         """
         ours, name, sign = self.scores("central"), self.score.name, self.score.sign
-        theirs = self.scores(POOLED[rival]) if rival in POOLED else {}
-        for other in self.baselines() if rival == CLIENTS_LINEAR else ():
-            theirs = other.scores("central") if other.folder.name == names.LINEAR else theirs
+        theirs = self.scores(POOLED.get(rival, FEDERATED if rival == CLIENTS_LINEAR else ""))
         if paired := paired_interval(ours, theirs, name):
             return sorted(sign * end for end in paired)
         ends = self.interval()
@@ -558,6 +563,7 @@ METRICS = [
     ),
     *_scores("linear", "linear model,"),
     *_scores("trees", "boosted trees,"),
+    *_scores(FEDERATED, "clients' linear model,"),
     Metric("num_parameters", "parameters", "count", _of("derived", "num_parameters")),
     Metric("multiply_adds", "multiply-adds", "count", _of("derived", "multiply_adds")),
     Metric("latency_ms", "latency", "milliseconds", Run.latency_ms),

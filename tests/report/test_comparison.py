@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import shutil
 import statistics
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fednas_flwr.report.comparison import (
     write_curves,
 )
 from fednas_flwr.report.plots import fronts
-from fednas_flwr.report.templates import sentence
+from fednas_flwr.report.templates import DASH, sentence
 from fednas_flwr.runs.numbers import Run
 
 from .conftest import lacking, printed, with_config, with_events
@@ -240,8 +241,14 @@ def test_accuracy_that_disagrees_with_auroc_is_a_warning(auroc, accuracy):
 def test_what_privacy_costs_is_one_sentence(make_run):
     plain = with_resamples(make_run("plain"), [0.88 + 0.001 * k for k in range(41)])
     private = with_resamples(make_run("eps8", accuracy=0.8, private=True), [0.8] * 41)
+    shutil.copytree(private, private / "baselines" / "linear")
+    other = {"fractions": {"train": 0.5}, "target_range": [0, 9], "name": "csv"}  # of same records
+    with_config(private, dataset=other)
+    with_config(plain, dataset=dict.fromkeys(other) | {"name": "csv"})
     comparison = compare_runs([plain, private])
     assert comparison.table()[0][2] == "difference from plain (95 %)"
+    linear = comparison.table()[0].index("clients' linear model, accuracy (%)")
+    assert [row[linear] for row in comparison.table()[1]] == [DASH, "80.0"]
     assert sentence("costs_of_privacy", comparison) == (
         "Privacy at epsilon 5.11 costs 10.0 points of test accuracy: 80.0 % (eps8) after 90.0 % "
         "(plain), more than chance explains."

@@ -61,7 +61,7 @@ const drawFigure = (() => {
       const every = Math.ceil((high - low) / Math.max(1, room)), ticks = [];
       for (let e = low; e <= high; e += every) ticks.push(10 ** e);
       return { ticks, at: (v) => (v > 0 ? (Math.log10(v) - low) / (high - low) : NaN),
-        label: (v) => `1e${Math.round(Math.log10(v))}` };
+        label: (v) => format(v) };
     }
     let low = Math.min(...numbers), high = Math.max(...numbers);
     if (axis.range) [low, high] = axis.range;
