@@ -235,7 +235,7 @@ def fronts(
     *,
     sign: int = 1,
 ) -> dict[str, Figure]:
-    """Return a score over each cost in which rows differ, and the front: a line of the best.
+    """Return a score over each cost in which rows differ, and the front, a line through the best.
 
     The best are those that no other beats in both.
 
@@ -262,13 +262,13 @@ def fronts(
             "hovertemplate": "%{customdata}: %{y} at %{x}<extra></extra>",
             "text": [_short(name) if len(points) <= MOST_LABELS else "" for name in names],
         }
-        line = _line([x for x, *_ in best], [y for _, y, _ in best], "front", ORANGE, mode="lines")
-        line["hoverinfo"] = "skip"
+        line = _line([x for x, *_ in best], [y for _, y, _ in best], "front", ORANGE)
+        line |= {"hoverinfo": "skip", "marker": {"size": 9}}
         title = cost.label + {"megabytes": " (MB)", "milliseconds": " (ms)"}.get(cost.unit, "")
         look = PERCENT if unit == "share" else {}
         wide = 0 < min(xs) < max(xs) / WIDE_RANGE
         axis: Figure = {"xaxis": LOG if wide else {}, "yaxis": look, "showlegend": False}
-        found[cost.name] = _figure(line, dots, x=title, y=score, **axis)
+        found[cost.name] = _figure(dots, line, x=title, y=score, **axis)
     return found
 
 

@@ -228,9 +228,9 @@ def test_labels_can_be_told_apart(opened):
         """() => {
             const place = document.createElement("div");
             document.body.append(place);
-            const look = { type: "scatter", mode: "markers", x: [-0.17, -0.17, -0.17, 0.5] };
-            const text = ["one", "two", "three", "four"];
-            const data = [{ ...look, y: [1.60931, 1.60931, 1.60931, 1.60935], text }];
+            const look = { type: "scatter", mode: "markers", x: [...Array(5).fill(-0.17), 0.5] };
+            const text = ["one", "two", "three", "four", "five", "six"];
+            const data = [{ ...look, y: [...Array(5).fill(1.60931), 1.60935], text }];
             drawFigure(place, { data, layout: { height: 300, xaxis: {}, yaxis: {} } },
                 { width: 1250, size: 12, text: "#222", rule: "#ddd", ends: ["#fff", "#000"] });
             return [...place.querySelectorAll("svg text")].map((t) => t.textContent);
@@ -239,4 +239,4 @@ def test_labels_can_be_told_apart(opened):
     decimals = [label for label in labels if label.startswith("1.609")]
     assert len(decimals) == len(set(decimals)) >= 3
     assert "0" in labels  # and not 1e-17
-    assert labels[-3:] == ["one", "two", "four"]  # the third has no room of its own
+    assert labels[-5:] == ["one", "two", "three", "four", "six"]  # the fifth has no room

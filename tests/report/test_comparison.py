@@ -186,7 +186,7 @@ def test_the_front_has_what_no_other_beats(sign, front):
         rows, ("latency_ms", "epsilon"), "F1", "score", sign=sign
     ).items()
     assert (name, others) == ("latency_ms", [])  # no epsilon differs
-    line, dots = figure["data"]
+    dots, line = figure["data"]
     assert line["x"] == front
     assert sorted(dots["customdata"]) == ["a", "b", "c", "d", "e"]
     assert figure["layout"]["xaxis"]["title"]["text"] == "latency (ms)"

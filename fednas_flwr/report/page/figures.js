@@ -222,14 +222,15 @@ const drawFigure = (() => {
         if (radius)
           make(svg, "circle", { cx: px(p.x), cy: py(p.y), r: radius, stroke: colour,
             "stroke-width": open ? trace.marker.line.width : 0, fill: open ? "none" : colour,
-            ...(open ? { "pointer-events": "none" } : {}) });
+            ...(open || trace.hoverinfo === "skip" ? { "pointer-events": "none" } : {}) });
         if (p.text) {
           const late = px(p.x) > left + 0.7 * inner, wide = longest([p.text]);
-          const start = px(p.x) + (late ? -9 - wide : 9);
-          for (const base of [py(p.y) - 5, py(p.y) + size + 2]) {
+          const sides = late ? [-9 - wide, 9] : [9, -9 - wide];
+          for (const [dx, dy] of sides.flatMap((dx) => [[dx, -5], [dx, size + 2]])) {
+            const [start, base] = [px(p.x) + dx, py(p.y) + dy];
             const box = [start, base - size, start + wide, base];
-            if (taken.some((b) => box[0] < b[2] && b[0] < box[2] && box[1] < b[3] && b[1] < box[3]))
-              continue;
+            if (start < left || box[2] > width || taken.some((b) =>
+              box[0] < b[2] && b[0] < box[2] && box[1] < b[3] && b[1] < box[3])) continue;
             taken.push(box);
             make(svg, "text", { x: start, y: base }, p.text);
             break;
