@@ -38,9 +38,8 @@ from fednas_flwr.runs.numbers import (
     BESIDE,
     CONFIG_FILE,
     EVENTS_FILE,
-    FEDERATED,
     METRICS,
-    POOLED,
+    SIMPLER,
     Metric,
     Run,
     flat_settings,
@@ -216,7 +215,7 @@ class Comparison:
             model, _, kind = metric.name.partition("_")
             cells = {_cell(metric, group).partition(" ±")[0] for group in self.groups}
             constant = metric.name != self.metric and len(cells) <= several
-            other = model in (*POOLED.values(), FEDERATED) and kind != score
+            other = model in SIMPLER.values() and kind != score
             if cells != {DASH} and not constant and not other:
                 columns.append((metric.label + FORMS[metric.unit].title, partial(_cell, metric)))
         if self.against is not None:

@@ -28,16 +28,7 @@ from fednas_flwr.report.templates import (
 )
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import (
-    FEDERATED,
-    METRICS,
-    POOLED,
-    SCORES,
-    Run,
-    Score,
-    flat_settings,
-    of_splits,
-)
+from fednas_flwr.runs.numbers import METRICS, SCORES, SIMPLER, Run, Score, flat_settings, of_splits
 from fednas_flwr.settings.names import LOG_LOSS, MOST_SHOWN, PRV, QUANTILES
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
@@ -65,7 +56,7 @@ def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
 
 def scores(run: Run) -> list[tuple[str, str]]:
     """Label and text of all that says how good the run's model is; simpler ones have a table."""
-    simpler = tuple(f"{model}_" for model in (*POOLED.values(), FEDERATED))
+    simpler = tuple(f"{model}_" for model in SIMPLER.values())
     names = [metric.name for metric in METRICS if metric.is_score or metric.unit == "error"]
     return reached(run, [name for name in names if not name.startswith(simpler)])
 

@@ -34,6 +34,7 @@ CLIENTS_LINEAR = "the clients' linear model"
 GUESSES = MAJORITY, CHANCE, MEAN = "the most frequent class", "chance", "always the mean"
 POOLED = {"the pooled linear model": "linear", "pooled boosted trees": "trees"}  # by event
 FEDERATED = "federated"  # the linear model that clients train beside a network
+SIMPLER = {**POOLED, CLIENTS_LINEAR: FEDERATED}
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
@@ -62,7 +63,7 @@ class Score:
     label: str
     unit: Unit = "score"
     hub: str = ""
-    models: tuple[str, ...] = ("central", *POOLED.values(), FEDERATED)
+    models: tuple[str, ...] = ("central", *SIMPLER.values())
     key: str = ""
     sign: int = 1
     chance: float | None = None
@@ -414,11 +415,11 @@ class Run:
         central = self.scores("central") if self.score == SCORES[0] else {}
         others = {
             MAJORITY: central.get("majority"),
-            **{name: self.test_score(model) for name, model in POOLED.items()},
+            **{name: self.test_score(model) for name, model in SIMPLER.items()},
             "its linear skip alone": central.get("without_cells"),
         }
-        if (linear := self.clients_linear()) and not self.delivers_linear:
-            others[CLIENTS_LINEAR] = linear.test_score()
+        if self.delivers_linear:
+            del others[CLIENTS_LINEAR]
         if self.score.chance is not None:
             others[MEAN if self.is_regression else CHANCE] = self.score.chance
         measured = [(name, value) for name, value in others.items() if value is not None]
@@ -431,7 +432,7 @@ class Run:
         else of the network's own score, as if the other's were certain. None where neither is.
         """
         ours, name, sign = self.scores("central"), self.score.name, self.score.sign
-        theirs = self.scores(POOLED.get(rival, FEDERATED if rival == CLIENTS_LINEAR else ""))
+        theirs = self.scores(SIMPLER.get(rival, ""))
         if paired := paired_interval(ours, theirs, name):
             return sorted(sign * end for end in paired)
         ends = self.interval()
