@@ -41,10 +41,7 @@ def test_every_metric_has_a_label_of_its_own_and_scores_are_the_larger_the_bette
     models = tuple("accuracy central client federated linear personalised released trees".split())
     errors = {metric.name for metric in METRICS if metric.unit == "error"}
     assert errors == {name for name in NAMES if name.endswith(("_rmse", "_mae"))}
-    assert (
-        scores
-        == {n for n in NAMES if n.startswith(models)} - {"clients_lost"} - errors
-    )
+    assert scores == {n for n in NAMES if n.startswith(models)} - {"clients_lost"} - errors
 
 
 def test_a_run_that_was_killed_and_resumed(tmp_path):
