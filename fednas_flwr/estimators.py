@@ -183,17 +183,14 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             "evaluation.metric": self.metric,
             "runtime.time_limit": self.time_limit,
             "dataset": "csv" if X.ndim == 2 else "npz",
+            "search_space": "mlp_small" if X.ndim == 2 else None,
             "clients": None if groups is not None else 1 if self.clients is None else self.clients,
         }
         if X.ndim == 2:
             table = pd.DataFrame(X).add_prefix("")
             label = label or _free("label", [*table, site])
             table[label] = y
-            chosen |= {
-                "dataset.label": label,
-                "search_space": "mlp_small",
-                "dataset.task": self.task,
-            }
+            chosen |= {"dataset.label": label, "dataset.task": self.task}
             if groups is not None:
                 site = site or _free("site", table)
                 table[site] = np.asarray(groups)

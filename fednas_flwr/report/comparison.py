@@ -194,11 +194,6 @@ class Comparison:
         """Whether all groups are of the same records, in the same hands."""
         return not any(map(OTHER_DATA.match, self.settings()))
 
-    @property
-    def has_seeds(self) -> bool:
-        """Whether a group has runs of several seeds."""
-        return any(len(group.seeds) > 1 for group in self.groups)
-
     def settings(self) -> list[str]:
         """The names of the settings that tell the groups apart."""
         return list(self.groups[0].settings) if self.groups else []
@@ -311,7 +306,8 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
         if reason:
             not_counted.append({"folder": str(folder), "reason": reason})
     groups = [
-        [by_seed[seed] for seed in sorted(by_seed, key=_order)] for by_seed in members.values()
+        [by_seed[seed] for seed in sorted(by_seed, key=lambda seed: (seed is None, seed))]
+        for by_seed in members.values()
     ]
     trials = [trial for folder in folders for trial in _best_trials(folder)]
     groups.sort(key=lambda runs: _rank(runs[0], trials))
@@ -399,7 +395,8 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     at_once = max(1, (console.width - TITLE_WIDTH) // GROUP_WIDTH)
     for start in range(0, len(rows), at_once):
         shown = list(zip(head, *rows[start : start + at_once], strict=True))
-        title = "mean ± standard deviation over seeds" if comparison.has_seeds else ""
+        has_seeds = any(len(group.seeds) > 1 for group in comparison.groups)
+        title = "mean ± standard deviation over seeds" if has_seeds else ""
         print_table(title, shown[0], shown[1:], numbers=True, console=console)
     for text in comparison.notes:
         print_line(console, text)
@@ -492,10 +489,6 @@ def _group(runs: list[Run], shown: list[str], name: str) -> Group:
         test_seed=any(run.privacy and sentence("test_seed", run.privacy) for run in runs),
         metrics={m.name: Statistics.of(tuple(n[m.name] for n in numbers)) for m in METRICS},
     )
-
-
-def _order(seed: Any) -> tuple[bool, Any]:
-    return (not isinstance(seed, int), seed if isinstance(seed, int) else str(seed))
 
 
 def as_csv(comparison: Comparison) -> str:

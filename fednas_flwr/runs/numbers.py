@@ -541,20 +541,13 @@ def _scores(model: str, prefix: str) -> list[Metric]:
     ]
 
 
+PARTS = {
+    "without_skip": "accuracy without its linear skip",
+    "without_cells": "accuracy of its linear skip alone",
+}
 METRICS = [
     *_scores("central", "test"),
-    Metric(
-        "accuracy_without_skip",
-        "accuracy without its linear skip",
-        "share",
-        _of("central", "without_skip"),
-    ),
-    Metric(
-        "accuracy_without_cells",
-        "accuracy of its linear skip alone",
-        "share",
-        _of("central", "without_cells"),
-    ),
+    *(Metric(f"accuracy_{n}", label, "share", _of("central", n)) for n, label in PARTS.items()),
     Metric(
         "released_auroc", "AUROC on training records, noised", "score", _of("released", "auroc")
     ),

@@ -173,11 +173,9 @@ def test_limits_that_nothing_meets_are_refused_with_the_smallest_possible():
 
 
 def test_no_network_is_smaller_than_the_smallest(space):
-    def size(genotype):
-        return count_parameters(space.network(genotype))
-
-    drawn = run(space, numbered, draws=20)
-    assert smallest(space, size) <= min(size(one.genotype) for one in drawn)
+    size = functools.partial(exceeded, {"parameters": -1}, space)
+    sizes = [size(one.genotype)["parameters"] for one in run(space, numbered, draws=20)]
+    assert smallest(space, size, "parameters") <= min(sizes)
 
 
 def test_a_small_space_is_searched_whole():
@@ -188,8 +186,9 @@ def test_a_small_space_is_searched_whole():
     )
     found = run(space, numbered, draws=50)
     assert len(found) == 2 * 3  # the block of stride 2 offers no zero
-    sizes = {to_json(g): count_parameters(space.network(g)) for g, *_ in found}
-    assert smallest(space, lambda genotype: sizes[to_json(genotype)]) == min(sizes.values())
+    sizes = {to_json(g): {"size": count_parameters(space.network(g))} for g, *_ in found}
+    least = smallest(space, lambda genotype: sizes[to_json(genotype)], "size")
+    assert least == min(one["size"] for one in sizes.values())
 
 
 def test_at_least_one_draw_is_needed():
