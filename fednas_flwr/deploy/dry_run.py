@@ -119,7 +119,6 @@ def estimate(config: Config) -> Estimate:
     """
     _, factor = config.algorithm.rehearsed(config.search_space.name)  # of the server's own work
     device, free = make_device(config.runtime.device), free_bytes(config)
-    limit = config.runtime.time_limit
     torch.set_num_threads(config.runtime.threads)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -146,7 +145,7 @@ def estimate(config: Config) -> Estimate:
             at_once=grid.at_once,
             processes=grid.processes,
             features=tuple(n for n in run.prepared.train.notes if n.startswith(KINDS)),
-            limit=math.inf if limit is None else seconds(limit),
+            limit=seconds(limit) if (limit := config.runtime.time_limit) else math.inf,
         )
 
 

@@ -24,14 +24,7 @@ from fednas_flwr.base.foreign import csv_cell, markdown, read_yaml
 from fednas_flwr.report import templates
 from fednas_flwr.report.plots import COSTS, bars, fronts
 from fednas_flwr.report.score_tables import TEST_SEED, rows_of
-from fednas_flwr.report.templates import (
-    DASH,
-    FORMS,
-    mean_and_deviation,
-    paragraphs,
-    sentence,
-    setting_text,
-)
+from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, paragraphs, sentence
 from fednas_flwr.report.terminal import print_line, print_table
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import (
@@ -216,16 +209,12 @@ class Comparison:
         if self.against is not None:
             columns.insert(2, (f"difference from {self.against} (95 %)", self._difference))
         if len(names := self.settings()) <= MOST_SETTINGS:
-            columns += [(name, partial(_setting, name)) for name in names]
+            columns += [(n, partial(lambda key, group: group.settings[key], n)) for n in names]
         columns.append(("seeds", lambda group: ", ".join(map(str, group.seeds))))
         return rows_of(self.groups, columns)
 
     def _difference(self, group: Group) -> str:
         return DASH if group.difference is None else group.difference.text(self.main)
-
-
-def _setting(name: str, group: Group) -> str:
-    return group.settings[name]
 
 
 def paired_difference(differences: Sequence[float]) -> tuple[float, float | None]:
@@ -375,7 +364,7 @@ def _rank(run: Run, trials: Sequence[tuple[dict[str, Any], list[float]]]) -> int
     """Return the place of the trial whose settings a run has; all others come after."""
     settings = _settings(run)
     for place, (params, _) in enumerate(trials):
-        chosen = {name.lstrip("+"): setting_text(value) for name, value in params.items()}
+        chosen = {name.lstrip("+"): templates.setting_text(value) for name, value in params.items()}
         if chosen.items() <= settings.items():
             return place
     return len(trials)
@@ -395,8 +384,7 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     at_once = max(1, (console.width - TITLE_WIDTH) // GROUP_WIDTH)
     for start in range(0, len(rows), at_once):
         shown = list(zip(head, *rows[start : start + at_once], strict=True))
-        has_seeds = any(len(group.seeds) > 1 for group in comparison.groups)
-        title = "mean ± standard deviation over seeds" if has_seeds else ""
+        title = sentence("over_seeds", comparison)
         print_table(title, shown[0], shown[1:], numbers=True, console=console)
     for text in comparison.notes:
         print_line(console, text)
@@ -462,7 +450,7 @@ def _finished(folder: Path) -> tuple[Run | None, str]:
 def _settings(run: Run) -> dict[str, str]:
     """The settings by dotted names, as text; the name of a group stands under the group."""
     named = flat_settings(run.config).items()
-    texts = {key.removesuffix(".name"): setting_text(value) for key, value in named}
+    texts = {key.removesuffix(".name"): templates.setting_text(value) for key, value in named}
     return {name: text for name, text in texts.items() if name not in NOT_SETTINGS}
 
 

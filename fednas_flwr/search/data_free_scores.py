@@ -44,6 +44,7 @@ LEARNING_BATCH, LEARNING_RATE = 32, 0.1  # of the first step
 LARGEST_SIDE = 16  # of images of the made-up task
 Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], float | tuple[float, ...]]
 Scores = Callable[[list[Genotype]], Iterable[Mapping[str, float]]]  # of each, in their order
+Costs = Callable[[Genotype], Mapping[str, float]]
 TRIES = 200  # in a row without a new architecture within the limits, before the search gives up
 
 
@@ -366,9 +367,7 @@ def exceeded(
     return {name: costs[name] for name, most in limits.items() if costs[name] > most}
 
 
-def smallest(
-    space: SearchSpace, costs: Callable[[Genotype], Mapping[str, float]], name: str
-) -> float:
+def smallest(space: SearchSpace, costs: Costs, name: str) -> float:
     """The lowest cost of one kind of a space's networks that are not degenerate.
 
     It is exact where the costs of ops add up, and these have the same order on all edges: then it
