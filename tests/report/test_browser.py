@@ -187,9 +187,7 @@ def test_every_figure_is_drawn_and_fits(opened, width, scheme):
     )
     assert len(boxes) >= 6
     assert len(page.content()) < 150_000
-    for marks, right, allowed in boxes:
-        assert marks > 0
-        assert right <= allowed + 1
+    assert all(marks > 0 and right <= allowed + 1 for marks, right, allowed in boxes)
     assert not page.evaluate(
         "[...document.querySelectorAll('.plot svg [x], .plot svg path, .plot svg circle')].some("
         "e => [...e.attributes].some(a => /NaN|undefined|Infinity/.test(a.value)))"
