@@ -45,9 +45,9 @@ def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run
         assert len(rounds) == stage.rounds
         taken = sum(event["bytes_sent"] + event["bytes_received"] for event in rounds)
         ratio = stage.rounds * stage.round_bytes / taken
-        rough = 1.3 if overrides else 1.02  # rounds of fnas differ
-        most = 3 if stage.name == "retrain" else rough  # of a random network
-        assert 1 / most < ratio < most
+        close = (0.7, 1.3) if overrides else (0.98, 1.02)  # rounds of fnas differ
+        low, high = (1 / 3, 3) if stage.name == "retrain" else close  # of a random network
+        assert low < ratio < high
         assert stage.seconds > 0
     assert [stage.name for stage in told.stages] == ["search", "retrain"]
     promised = done.named("privacy")
