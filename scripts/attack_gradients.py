@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
-from table_runs import commit, is_made
-from tables import append_result, start_results
+from table_runs import add_result, is_made
+from tables import start_results
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -53,7 +53,6 @@ from fednas_flwr.protocol.requests import Amount, Describe, LocalTraining, Train
 from fednas_flwr.protocol.states import load_states, network_states, pack
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.optimizers import SGD
-from fednas_flwr.spaces.latency_tables import machine_name
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "scripts/attack_gradients.sh"
@@ -319,17 +318,13 @@ def main() -> None:
                 pairs[name] = drawn
             found |= membership(private, options.shadows, prepared, folder, seed)
         print(json.dumps({"clients": name, "seed": seed, **found}), flush=True)
-        append_result(
+        add_result(
             path,
-            {
-                "settings": settings,
-                "group": {"clients": f"privacy=dp, epsilon {EPSILON:g}" if private else "exact"},
-                "seed": seed,
-                "commit": commit(),
-                "machine": machine_name(CPU),
-                "seconds": time.monotonic() - started,
-                "metrics": found,
-            },
+            settings=settings,
+            group={"clients": f"privacy=dp, epsilon {EPSILON:g}" if private else "exact"},
+            seed=seed,
+            seconds=time.monotonic() - started,
+            metrics=found,
         )
     if len(pairs) == 2:
         (options.results / "attacks.svg").write_text(draw(pairs))
