@@ -65,11 +65,6 @@ def test_reduction_cells_stand_at_thirds(num_cells, sizes):
     assert found == sizes
 
 
-def test_a_supernet_without_normal_cell_is_refused():
-    with pytest.raises(ConfigError, match="num_cells=2 is out of range: expected 3 or more"):
-        DARTSSpace(input_shape=(1, 8, 8), num_classes=10, num_cells=2)
-
-
 def test_derive_keeps_the_two_strongest_edges_with_their_best_op():
     chosen = {
         **{((0, 4), "sep_conv_5x5"): 3.0, ((1, 4), "avg_pool_3x3"): 1.5},
