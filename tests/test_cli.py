@@ -34,6 +34,7 @@ from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.registry import algorithms
 
+from .refusals import refuses
 from .rows import rows
 
 DP = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
@@ -201,8 +202,7 @@ def test_command_exits_with_2_and_no_trace():
 
 
 def test_other_commands_take_no_overrides(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["report", "somewhere", "seed=1"])
+    refuses("2", cli.main, ["report", "somewhere", "seed=1"], error=SystemExit)
     assert "unrecognized arguments: seed=1" in capsys.readouterr().err
     assert cli.main(["report", "somewhere"]) == cli.USER_ERROR
     assert cli.main(["compare", "somewhere"]) == cli.USER_ERROR
@@ -336,8 +336,7 @@ def test_the_name_of_a_jobs_folder_has_no_slash():
 
 
 def test_commands_of_every_day_come_first(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
+    refuses("", cli.main, ["--help"], error=SystemExit)
     text = capsys.readouterr().out
     daily, _, expert = text.partition("for experts:")
     assert all(f"    {name} " in daily for name in cli.DAILY)

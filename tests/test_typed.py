@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import ConfigError, MissingSettingError, show, unknown_choice
 from fednas_flwr.settings.parser import MISSING, parse
 
+from .refusals import refuses
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -176,8 +178,7 @@ def test_what_only_the_user_can_give_is_asked_for(key, expected):
 
 @pytest.mark.parametrize("given", [None, 5, "x", [], [1], (1,), math.nan])
 def test_what_is_no_mapping_at_all_is_refused(given):
-    with pytest.raises(ConfigError, match="^net=.* must be a group of settings"):
-        parse(Network, given, key="net")
+    refuses("^net=.* must be a group of settings", parse, Network, given, key="net")
 
 
 def test_what_a_dataclass_refuses_is_told_with_the_whole_key():

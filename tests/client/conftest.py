@@ -422,6 +422,5 @@ def check_refusals(client, request, release):
     elsewhere = replace(request, settings=replace(request.settings, data_set=None))
     refuses("rule data_sets", answer, client, elsewhere)
     client.guard.allowed = replace(client.guard.allowed, epsilon=0.01)
-    with pytest.raises(BudgetExceededError):
-        answer(client, request)
+    refuses("", answer, client, request, error=BudgetExceededError)
     assert client.guard._ledger.entries() == []

@@ -24,6 +24,7 @@ from fednas_flwr.runs.numbers import read_run
 
 from ..booked import booked
 from ..finished_runs import copy_without, named
+from ..refusals import refuses
 
 COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
 CFDNAS = [
@@ -99,8 +100,7 @@ def test_inline_groups_run_where_ctrl_c_reaches_them(run, monkeypatch):
     monkeypatch.setitem(ANSWERS, "train.search", interrupted)
     others = signal.signal(signal.SIGINT, signal.default_int_handler)  # Flower's, after other tests
     try:
-        with pytest.raises(KeyboardInterrupt):
-            run(HARDWARE, "algorithm.inherit=false")
+        refuses("", run, HARDWARE, "algorithm.inherit=false", error=KeyboardInterrupt)
     finally:
         signal.signal(signal.SIGINT, others)
 
@@ -168,8 +168,7 @@ def test_clients_with_similar_updates_of_the_alphas_form_a_group():
         for client in range(6)
     }
     assert group_by_alphas(updates, num_groups=2) == {"1": [0, 2, 4], "2": [1, 3, 5]}
-    with pytest.raises(ConfigError, match="num_groups=7 for 6 clients"):
-        group_by_alphas(updates, num_groups=7)
+    refuses("num_groups=7 for 6 clients", group_by_alphas, updates, num_groups=7)
 
 
 BY_ALPHAS = (
@@ -242,8 +241,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_settings_that_do_not_fit_are_refused(compose_config, overrides):
-    with pytest.raises(ConfigError, match=REFUSED[overrides]):
-        check_buildable(compose_config(*CFDNAS, overrides))
+    refuses(REFUSED[overrides], check_buildable, compose_config(*CFDNAS, overrides))
 
 
 PRIVATE = (

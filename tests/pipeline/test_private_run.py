@@ -52,6 +52,7 @@ from ..asked import SUPERNET, smallest
 from ..booked import booked
 from ..conftest import sound
 from ..finished_runs import Told, named
+from ..refusals import refuses
 
 
 def make_schedule(*args, **settings):
@@ -860,8 +861,7 @@ def test_a_real_site_declares_what_records_would_tell(compose_config, tmp_path, 
     given = overrides.replace("{images}", str(images))
     config = compose_config(*SEARCH, *REAL_SITES, given)
     prepared = SimpleNamespace(uses_own_statistics=False)
-    with pytest.raises(ConfigError, match=UNDECLARED[overrides]):
-        check_public(config, prepared)
+    refuses(UNDECLARED[overrides], check_public, config, prepared)
 
 
 def approval(node, awaited=None):

@@ -169,8 +169,7 @@ OTHER_TERMS = [
 def test_a_run_keeps_to_what_it_committed_even_after_a_restart(folder, change, message):
     book(folder)
     with open_ledger(folder) as ledger:
-        with pytest.raises(ConfigError, match=message):
-            reserve(ledger, epsilon=1e5, **change)
+        refuses(message, reserve, ledger, epsilon=1e5, **change)
         assert ledger.verify() == 1
         for other in ({"run": "b"}, {"stage": "b"}, {"action": "b"}, {"splits": ("test",)}):
             terms = {"committed_steps": 1000, "release": Release(2.0, 1.0, 1), **other}
@@ -206,8 +205,7 @@ NOT_GIVEN_BACK = [
 @pytest.mark.parametrize("change", NOT_GIVEN_BACK)
 def test_what_sqlite_would_not_give_back_is_refused(folder, change):
     with open_ledger(folder) as ledger:
-        with pytest.raises((ValueError, OverflowError, RuntimeError)):
-            reserve(ledger, **change)
+        refuses("", reserve, ledger, **change, error=(ValueError, OverflowError, RuntimeError))
         reserve(ledger)
         assert ledger.verify() == 1
 
@@ -500,16 +498,14 @@ def test_threads_share_a_ledger(folder):
 def test_a_ledger_is_not_used_over_a_fork(folder, monkeypatch):
     with open_ledger(folder) as ledger:
         monkeypatch.setattr(os, "getpid", lambda: 0)
-        with pytest.raises(RuntimeError, match="opened before a fork"):
-            reserve(ledger)
+        refuses("opened before a fork", reserve, ledger, error=RuntimeError)
 
 
 def test_waiting_for_another_process_ends(folder, monkeypatch):
     monkeypatch.setattr(anchor, "WAIT_S", 0.1)
     with open_ledger(folder) as holder, open_ledger(folder) as ledger:
         holder._mark.connection.execute("BEGIN IMMEDIATE")
-        with pytest.raises(OSError, match="nothing is released: database is locked"):
-            reserve(ledger)
+        refuses("nothing is released: database is locked", reserve, ledger, error=OSError)
 
 
 def test_opening_waits_for_a_process_that_is_creating_the_site(folder):
@@ -656,12 +652,10 @@ def test_a_file_deleted_or_replaced_while_open_is_found(folder, file):
         reserve(ledger)
         content = (folder / file).read_bytes()
         (folder / file).unlink()
-        with pytest.raises(RuntimeError, match="was deleted or replaced while it was open"):
-            reserve(ledger)
+        refuses("was deleted or replaced while it was open", reserve, ledger, error=RuntimeError)
         (folder / "other").write_bytes(content)
         (folder / "other").rename(folder / file)
-        with pytest.raises(RuntimeError, match="was deleted or replaced while it was open"):
-            reserve(ledger)
+        refuses("was deleted or replaced while it was open", reserve, ledger, error=RuntimeError)
 
 
 def test_an_old_or_edited_mark_is_found(folder):
@@ -737,8 +731,7 @@ def test_a_disk_that_takes_no_more_releases_nothing(folder, step):
     with open_ledger(folder) as ledger:
         watch_steps(ledger, fill)
         try:
-            with pytest.raises(OSError, match="cannot be used, nothing is released: "):
-                reserve(ledger)
+            refuses("cannot be used, nothing is released: ", reserve, ledger, error=OSError)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             watch_steps(ledger, lambda name: None)

@@ -11,11 +11,12 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.bandit import EQUAL, LEAST, Bandit, Theta, Trial
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SCHEDULES, BanditSettings, ThetaSettings
+
+from ..refusals import refuses
 
 SETTINGS = BanditSettings(beta=3.0, step_size=0.5, retention=0.9, temperature=0.25, scaled=True)
 rewards = st.floats(-10, 10)
@@ -373,5 +374,4 @@ def test_the_state_of_theta_survives_json(case):
     [(("fast", 0.5), "schedule"), (("constant", -0.1), "baseline_discount=-0.1")],
 )
 def test_constants_of_theta_out_of_range_are_refused(values, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        ThetaSettings(*values)
+    refuses(sentence, ThetaSettings, *values)

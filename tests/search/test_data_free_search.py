@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.data_free_scores import (
     AZ_NAS,
@@ -20,6 +19,7 @@ from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace, Skeleton
 
+from ..refusals import refuses
 from ..small_spaces import IMAGES, WITH_ZERO
 from ..small_spaces import SPACES as SMALL
 
@@ -165,8 +165,7 @@ def test_latency_decides_by_the_given_function():
 def test_limits_that_nothing_meets_are_refused_in_one_sentence():
     space, least = "search_space=nasbench201", r"\(the least of them has [\d,]+\)"
     message = rf"no network of {space} .* of 1\d\d drawn, 1\d\d exceed parameters=10 {least}:"
-    with pytest.raises(ConfigError, match=message):
-        run(NB201, worth, limits={"parameters": 10})
+    refuses(message, run, NB201, worth, limits={"parameters": 10})
 
 
 def test_a_small_space_is_searched_whole():
@@ -180,5 +179,4 @@ def test_a_small_space_is_searched_whole():
 
 
 def test_at_least_one_draw_is_needed():
-    with pytest.raises(ValueError, match="draws must be at least 1, got 0"):
-        run(NB201, worth, draws=0)
+    refuses("draws must be at least 1, got 0", run, NB201, worth, draws=0, error=ValueError)

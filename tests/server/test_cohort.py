@@ -11,6 +11,7 @@ from fednas_flwr.protocol.requests import Describe
 from fednas_flwr.server.cohort import LONGEST_POLL_S, QuorumError
 from fednas_flwr.server.exchange import Exchange, Participants
 
+from ..refusals import refuses
 from .conftest import SEARCH, client_reply
 
 FIRST_NODE = 2  # of client 0
@@ -179,8 +180,7 @@ def test_exactly_the_quorum_is_enough(federation):
         if enough:
             assert len(shaky.answering()) == enough
         else:
-            with pytest.raises(QuorumError, match="RuntimeError: disk full"):
-                list(shaky.ask())
+            refuses("RuntimeError: disk full", list, shaky.ask(), error=QuorumError)
         assert [event["client"] for event in shaky.events] == failing
 
 
@@ -192,8 +192,7 @@ def test_the_error_names_every_missing_client_with_its_reason(federation):
         r"^client 0: RuntimeError: disk full \(train\.search in round 7: 1 of 3 clients "
         r"answered, 2 are needed; client 2: no reply within 0\.2 s\)$"
     )
-    with pytest.raises(QuorumError, match=message):
-        list(shaky.ask(7))
+    refuses(message, list, shaky.ask(7), error=QuorumError)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +323,7 @@ def test_connecting_can_be_tried_again(federation):
 
 
 def test_nobody_can_be_asked_before_connecting(federation):
-    with pytest.raises(AssertionError):
-        list(federation(connected=False).ask())
+    refuses("", list, federation(connected=False).ask(), error=AssertionError)
 
 
 def test_bytes_are_counted_per_client_and_direction(federation):

@@ -13,6 +13,8 @@ from fednas_flwr.spaces.costs import count_parameters
 from fednas_flwr.spaces.dp_cells import EDGES, OPS, DPCellSpace
 from fednas_flwr.spaces.genotype import load_genotype
 
+from ..refusals import refuses
+
 SMALL = DPCellSpace(input_shape=(2, 8, 8), num_classes=5, widths=(8, 8, 16), head=16)
 GREY = {"input_shape": (1, 28, 28), "num_classes": 10}
 CIFAR = {"input_shape": (3, 32, 32), "num_classes": 10, "activation": "selu"}
@@ -84,8 +86,7 @@ def test_only_the_path_runs_and_is_trained():
 
 @pytest.mark.parametrize("path", [[0] * 14, [10] + [0] * 14, [-1] + [0] * 14, [True] * 15])
 def test_paths_that_are_none_are_refused(path):
-    with pytest.raises(ValueError, match="a path must be 15 columns of ops"):
-        Candidate(SMALL.supernet(), path)
+    refuses("a path must be 15 columns of ops", Candidate, SMALL.supernet(), path, error=ValueError)
 
 
 def test_the_skip_is_trained_with_every_path():
