@@ -16,12 +16,7 @@ from fednas_flwr.base.layers import own_linear_layers
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy import self_test
-from fednas_flwr.privacy.mechanism import record_gradients
-from fednas_flwr.privacy.mechanism.clipping import (
-    Relaxation,
-    clipped_alpha_gradient_sum,
-    clipped_gradient_sum,
-)
+from fednas_flwr.privacy.mechanism import clipping, record_gradients
 from fednas_flwr.privacy.mechanism.micro_batches import clipped_row_sum, filled, micro_batches
 from fednas_flwr.privacy.self_test import largest_size, rows_are_alike, unwatched
 from fednas_flwr.search.candidate import Candidate, all_alike
@@ -50,7 +45,7 @@ def weight_sum(network, x, y, **changed):
     """The clipped sum of the weights' gradients."""
     common = {"loss": CLASSIFICATION.plain_losses, "max_norm": MAX_NORM}
     common["parameters"] = trainable_weights(network)
-    return clipped_gradient_sum(network, x, y, **common | changed)
+    return clipping.clipped_gradient_sum(network, x, y, **common | changed)
 
 
 # The attack
@@ -134,7 +129,7 @@ def by_weights(network):
 
 def by_alphas(supernet, network=None, **relaxation):
     def computation(x, y, watch):
-        clipped_alpha_gradient_sum(
+        clipping.clipped_alpha_gradient_sum(
             *(network or supernet, x, y),
             loss=CLASSIFICATION.plain_losses,
             alphas=supernet.alphas(),
@@ -199,7 +194,7 @@ def test_rows_of_drawn_paths_are_alike(device):
         assert passes(by_weights(network), network, IMAGE, device)
     paths_EK = covering_paths(supernet, number=2)[0]
     alphas = supernet.alphas()
-    gates = Relaxation(
+    gates = clipping.Relaxation(
         {CELL: active_gates(paths_EK, like=alphas[CELL])},
         lambda kind, g: alpha_gradient(g, alphas[kind].double(), paths_EK),
     )
