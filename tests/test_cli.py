@@ -88,15 +88,10 @@ experiment=small_fashion_mnist | experiment=small_fashion_mnist is | /fashion_mn
 experiment=fnas/fashion | experiment=fnas/fashion is | (nearest: fnas/fashion_mnist)
 algorithm.name=fnas | algorithm.name=fnas | write algorithm=<name>
 rounds=many | rounds=many | a whole number
-rounds=2.5 | rounds=2.5 | a whole number
-seed=true | seed=true | a whole number
 dataset.server_test=1 | dataset.server_test=1 | true or false
 stages=search | stages=search | a list such as [text, ...]
 algorithm.weights=3 | algorithm.weights=3 | a group of settings
 retrain.weights.lr=.inf | retrain.weights.lr=.inf | a number
-rounds=0 | rounds=0 | 1 or more
-retrain.weights.lr=-1 | retrain.weights.lr=-1 | above 0
-algorithm.alphas.lr=-1 | algorithm.alphas.lr=-1 | 0 to 10000
 runtime.quorum=2 | runtime.quorum=2.0 | above 0, at most 1
 runtime.device=cuda:1 | runtime.device=cuda:1 is out of range: expected cuda,
     | CUDA_VISIBLE_DEVICES.

@@ -315,7 +315,7 @@ aggregate=trimmed_mean aggregate.trim=0 | aggregate.trim=0
 
 @pytest.mark.parametrize(("overrides", "words"), rows(ROBUST_OF_NOTHING))
 def test_robust_averages_of_nothing_are_refused(overrides, words):
-    refuses(words, parse_config, compose_tree(overrides.split()))
+    refuses(words, compose, *overrides.split())
 
 
 @pytest.mark.parametrize("algorithm", ["fed_darts", "feathers", "fedavg", "fedex", "random_search"])

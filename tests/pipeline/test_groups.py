@@ -16,7 +16,6 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import USER_ERROR, main
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.models.networks import load
-from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.pipeline.groups import group_by_alphas
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import read_events
@@ -24,7 +23,7 @@ from fednas_flwr.runs.numbers import read_run
 
 from ..booked import booked
 from ..finished_runs import copy_without, named
-from ..refusals import refuses
+from ..refusals import refuses, refuses_run
 
 COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
 CFDNAS = [
@@ -241,7 +240,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_settings_that_do_not_fit_are_refused(compose_config, overrides):
-    refuses(REFUSED[overrides], check_buildable, compose_config(*CFDNAS, overrides))
+    refuses_run(REFUSED[overrides], compose_config, *CFDNAS, overrides)
 
 
 PRIVATE = (

@@ -19,7 +19,7 @@ from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.runs.numbers import read_run
 
 from ..finished_runs import looked_at
-from ..refusals import refuses
+from ..refusals import refuses, refuses_run
 
 STAYS = 1200
 RANGES = ("dataset.ranges={age:[0,100],crp:[0,60]}", "dataset.target_range=[0,12]")
@@ -304,7 +304,7 @@ REFUSED = {
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_what_does_not_fit_is_refused(overrides, compose_config, tmp_path):
     given = written(tmp_path)
-    refuses(REFUSED[overrides], check_buildable, compose_config(*given, overrides))
+    refuses_run(REFUSED[overrides], compose_config, *given, overrides)
 
 
 @pytest.mark.parametrize("number", [12, 80])

@@ -159,6 +159,12 @@ DAMAGES = {
         set_data(lambda _: npy("{'descr': '|O', 'fortran_order': False, 'shape': (10,), }")),
         "malformed",
     ),
+    "structure": (
+        set_data(
+            lambda _: npy("{'descr': [('x', '<U1')], 'fortran_order': False, 'shape': (10,)}")
+        ),
+        "malformed",
+    ),
     "npy header that is no literal": (set_data(lambda _: npy("(" * 9000)), "malformed"),
     "deep npy header": (set_data(lambda _: npy("-" * 9000 + "1")), "malformed"),
     "another serialisation": (set_data(lambda data: data, stype="torch.tensor"), "malformed"),
@@ -291,10 +297,10 @@ PROPERTIES = {  # by name: right ones and wrong ones
     "epsilon": (
         [EPSILON],
         [
-            *({}, [], {**EPSILON, "more": EPSILON["prv"]}, {"prv": EPSILON["prv"]}),
+            *({}, [], None, {**EPSILON, "more": EPSILON["prv"]}, {"prv": EPSILON["prv"]}),
             *(
                 {**EPSILON, "prv": {"train": value, "test": None}}
-                for value in (-1.0, math.inf, "1")
+                for value in (-1.0, math.inf, math.nan, 10**400, "1", True)
             ),
             *({**EPSILON, "rdp": {"train": 1.5}}, {**EPSILON, "gdp": None}),
             dict.fromkeys(ACCOUNTANTS, {"training": 1.0}),
@@ -325,7 +331,7 @@ PROPERTIES = {  # by name: right ones and wrong ones
     ),
     "covered_steps": (
         [{}, {"search": 2}],
-        [{"search": 10**400}, {"search": -1}, {"search": True}, {"search": 1.0}, []],
+        [{"search": value} for value in (10**400, -1, True, 1.0, "2")] + [[], None, 3],
     ),
     "moments": (
         [[], [MOMENTS], [{**MOMENTS, "mean": -1e29}]],
