@@ -31,6 +31,7 @@ from fednas_flwr.settings.optimizers import Adam, DPAware
 
 from ..asked import ONE_STEP
 from ..refusals import refuses
+from ..rows import seldom
 from . import conftest as wards
 from .conftest import ASKED, METRICS, RECORDS, STEP, TERMS, TRIAL, flat, of_splits, packed, schedule
 
@@ -397,7 +398,7 @@ def test_private_retraining_does_what_else_it_is_asked(switched_on, make_site, n
 FACTORS = torch.tensor([0.2, 1.0, 0.6])
 
 
-@pytest.mark.parametrize("factors", [pytest.param(None, marks=pytest.mark.run), FACTORS])
+@pytest.mark.parametrize("factors", [seldom(None), FACTORS])
 def test_private_search_alternates_clipped_steps(factors, make_site, networks, totals):
     site = make_site(**EVERY_RECORD, objective=Objective(factors))
     reply = site.ask("train.search", steps=2)
@@ -422,7 +423,7 @@ def searched(site, networks, factors, *, steps):
     return supernet
 
 
-@pytest.mark.parametrize("factors", [pytest.param(None, marks=pytest.mark.run), FACTORS])
+@pytest.mark.parametrize("factors", [seldom(None), FACTORS])
 def test_a_probe_releases_the_clipped_decrease_of_each_trial(factors, make_site, networks, totals):
     """Trials start from the same states and are booked like the search that they are."""
     site = make_site(**EVERY_RECORD, objective=Objective(factors))

@@ -19,6 +19,7 @@ from fednas_flwr.search.optimizer_step import Optimizer, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, SGD, Adam
 
 from ..refusals import refuses
+from ..rows import seldom
 from ..small_spaces import SPACES
 
 WEIGHTS = SGD(lr=0.1, min_lr=0.1, momentum=0.9, weight_decay=1e-4, clip_norm=5.0)
@@ -85,11 +86,7 @@ def test_plain_and_private_steps_of_a_derived_network(space):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("mobilenet_v2", marks=pytest.mark.run),
-        *("resnet8_4", "plain_cnn", "linear", "cnn_tanh"),
-    ],
+    "name", [seldom("mobilenet_v2"), "resnet8_4", "plain_cnn", "linear", "cnn_tanh"]
 )
 def test_plain_and_private_steps_of_a_given_network(name):
     norm = {"norm": "group"} if name in NORMED_NETWORKS else {}

@@ -22,6 +22,7 @@ from fednas_flwr.privacy import audit as privacy_audit
 from fednas_flwr.settings import dump_config
 
 from ..refusals import refuses
+from ..rows import seldom
 from .faulty_client import FAULTS, audited_only, broken
 
 SURE = ("--confidence", "0.999999")
@@ -120,11 +121,6 @@ def test_every_kind_of_release_of_an_honest_run_is_audited_and_passes(table, tmp
     assert reached > 0.7 * whole
     assert lines[-2] == "An honest client passes with probability 0.999999 or more."
     assert lines[-1] == "The audit does not refute what the run commits to."
-
-
-def seldom(*row):
-    """A row that the quick tier leaves out."""
-    return pytest.param(*row, marks=pytest.mark.run)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from fednas_flwr.search.exact_gradients import trainable_weights
 from ..made_networks import Made
 from ..reference_engine import by
 from ..refusals import refuses
+from ..rows import seldom
 from ..small_spaces import CLASSES, SPACES
 
 
@@ -75,10 +76,7 @@ NETWORKS = {
     "linear": (lambda s: linear(s, CLASSES), (1, 5, 7), (3, 5, 7)),
 }
 # The reference of DARTS' engine takes more than all others together.
-NAMES = [
-    pytest.param(name, marks=pytest.mark.run) if name == "darts reference" else name
-    for name in NETWORKS
-]
+NAMES = [seldom(name) if name == "darts reference" else name for name in NETWORKS]
 SUPERNETS = tuple(name for name in NETWORKS if name.endswith(("supernet", "reference")))
 
 

@@ -26,6 +26,7 @@ from fednas_flwr.search.proxyless import PathNetwork, active_gates, alpha_gradie
 from fednas_flwr.spaces.mbconv import CELL
 
 from ..made_networks import Made
+from ..rows import seldom
 from ..small_spaces import PATH_SPACE, SPACES
 
 CLASSES, FEATURES, RECORDS = 3, 30, 44
@@ -166,11 +167,7 @@ def test_rows_of_supernets_are_alike(name, device):
 @pytest.mark.parametrize("route", ["leaves", "hooks"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.run) if name == "mobilenet_v2" else name
-        for name in NETWORKS
-    ],
+    "name", [seldom(name) if name == "mobilenet_v2" else name for name in NETWORKS]
 )
 def test_rows_of_networks_are_alike(name, device, route, monkeypatch):
     with seeded(0, name):
