@@ -11,10 +11,12 @@ from dataclasses import fields, is_dataclass
 import numpy as np
 import pytest
 
+from fednas_flwr.client import release_guard
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.pipeline.feasible import check_buildable
+from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import NoPrivacy, dump_config
@@ -132,7 +134,10 @@ RUNS = {name: [*IMAGES] for name in algorithms()} | {
         *(*MBCONV, "algorithm.group_by=tag", "algorithm.num_groups=null"),
         *("algorithm.client_tags=[a,b]", "algorithm.group_rounds=1"),
     ],
-    "dpnas": [*CELLS],
+    "dpnas": [
+        *(*CELLS, "algorithm.trained_candidates=2", "algorithm.rewarded_candidates=2"),
+        "algorithm.final_candidates=3",
+    ],
     "fedavg": [*GIVEN],
     "fedprox": [*GIVEN, "server_optimizer=adam"],
     "fedavg by Adagrad": [*GIVEN, "server_optimizer=adagrad"],
@@ -168,7 +173,8 @@ def genotype(made_data, tmp_path_factory):
 
 @pytest.mark.usefixtures("one_cell")
 @pytest.mark.parametrize("run", [seldom(run) if " " in run else run for run in RUNS])
-def test_a_setting_is_read_or_refused(run, made_data, genotype, tmp_path):
+def test_a_setting_is_read_or_refused(run, made_data, genotype, tmp_path, monkeypatch):
+    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)  # PRV reads no setting
     overrides = [genotype if text == "genotype" else text for text in RUNS[run]]
     overrides += data_of(overrides, made_data, tmp_path)
     overrides += [f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
