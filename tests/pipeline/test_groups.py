@@ -48,8 +48,17 @@ def whole(run):
     return run()
 
 
+def groups_of(run):
+    """Return the run's groups, which have every client that answers once."""
+    groups = json.loads((run.folder / "groups.json").read_text())
+    grouped = sorted(client for clients in groups.values() for client in clients)
+    lost = {event["client"] for event in run.named("client_failed", "client_left")}
+    assert grouped == [client for client in range(5) if client not in lost]
+    return groups
+
+
 def test_each_group_gets_its_network_report_and_results(whole):
-    groups = json.loads((whole.folder / "groups.json").read_text())
+    groups = groups_of(whole)
     assert groups == {"a": [1, 3], "b": [0, 2, 4]}
     finished = {event["group"]: event for event in whole.named("group_finished")}
     assert {name: event["clients"] for name, event in finished.items()} == groups
@@ -200,9 +209,7 @@ def test_groups_of_alphas_come_from_all_updates_of_the_search(run, monkeypatch):
     for client, moved in sums.items():
         assert moved.abs().max() > 0
         torch.testing.assert_close(torch.tensor(kept[str(client)], dtype=torch.float64), moved)
-    groups = json.loads((found.folder / "groups.json").read_text())
-    assert groups == group_by_alphas(sums, num_groups=2)
-    assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
+    assert groups_of(found) == group_by_alphas(sums, num_groups=2)
 
 
 @pytest.mark.parametrize(
@@ -294,11 +301,10 @@ def test_private_groups_of_similar_updates_cost_no_release_more(run):
     for client in range(5):
         stages = Counter(entry.stage for entry in booked(whole.folder / "sites", client))
         assert stages == {"search": 12, "retrain": 3}
-    groups = json.loads((whole.folder / "groups.json").read_text())
-    assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
+    groups = groups_of(whole)
     (whole.folder / "groups" / "1" / "genotype.json").unlink()
     run(resume=whole.folder)
-    assert json.loads((whole.folder / "groups.json").read_text()) == groups
+    assert groups_of(whole) == groups
 
 
 @pytest.mark.parametrize(
@@ -309,9 +315,7 @@ def test_private_groups_of_similar_updates_cost_no_release_more(run):
     ],
 )
 def test_groups_of_alphas_come_about_after_rounds_in_which_they_rest(run, overrides):
-    found = run(*overrides, "stages=[search]")
-    groups = json.loads((found.folder / "groups.json").read_text())
-    assert sorted(client for clients in groups.values() for client in clients) == list(range(5))
+    assert groups_of(run(*overrides, "stages=[search]"))
 
 
 def test_a_client_that_is_no_longer_asked_is_in_no_group_of_alphas(run, monkeypatch):
@@ -328,8 +332,8 @@ def test_a_client_that_is_no_longer_asked_is_in_no_group_of_alphas(run, monkeypa
     monkeypatch.setitem(ANSWERS, "train.search", broken_later)
     found = run(*BY_ALPHAS, "rounds=4", "stages=[search]")
     assert asked[4] == 4
-    groups = json.loads((found.folder / "groups.json").read_text())
-    assert sorted(client for clients in groups.values() for client in clients) == list(range(4))
+    assert groups_of(found)
+    assert {event["client"] for event in found.failed} == {4}
 
 
 def test_groups_of_alphas_have_numbers(compose_config):
