@@ -11,12 +11,10 @@ from dataclasses import fields, is_dataclass
 import numpy as np
 import pytest
 
-from fednas_flwr.client import release_guard
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.pipeline.feasible import check_buildable
-from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import NoPrivacy, dump_config
@@ -173,8 +171,7 @@ def genotype(made_data, tmp_path_factory):
 
 @pytest.mark.usefixtures("one_cell")
 @pytest.mark.parametrize("run", [seldom(run) if " " in run else run for run in RUNS])
-def test_a_setting_is_read_or_refused(run, made_data, genotype, tmp_path, monkeypatch):
-    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)  # PRV reads no setting
+def test_a_setting_is_read_or_refused(run, made_data, genotype, tmp_path):
     overrides = [genotype if text == "genotype" else text for text in RUNS[run]]
     overrides += data_of(overrides, made_data, tmp_path)
     overrides += [f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]

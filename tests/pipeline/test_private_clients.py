@@ -5,8 +5,6 @@ import re
 import numpy as np
 import pytest
 
-from fednas_flwr.client import release_guard
-from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.unused import without_effect
 
@@ -44,12 +42,6 @@ PLANS = {
     ],
     "fedavg": [RETRAINED],
 }
-
-
-@pytest.fixture(autouse=True)
-def quick_accounting(monkeypatch):
-    """PRV takes up to a second per client and split."""
-    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
 
 
 @pytest.mark.parametrize("algorithm", RUNS)

@@ -78,11 +78,9 @@ def steps_by_split(entries):
 
 
 @pytest.fixture
-def start(compose_config, tmp_path, monkeypatch):
+def start(compose_config, tmp_path):
     """``start(*overrides)``: run the stages inline; folder, sites, events; an error if it fails."""
     numbers = iter(range(100))
-    # PRV takes up to a second per client; the whole run below has it
-    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
 
     def started(*overrides, grid=None, listener=None, resume=None, fails=False):
         folder = tmp_path / f"run-{next(numbers)}"
@@ -429,7 +427,6 @@ def test_a_client_that_answers_nonsense_leaves(
             {"covered_steps": {"search": 1}, "epsilons": EPSILON}[name] if is_first else malformed
         )
 
-    monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
     monkeypatch.setattr(release_guard.ReleaseGuard, name, told)
     config = compose_config(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
     grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)

@@ -18,6 +18,7 @@ from fednas_flwr.runs.events import latest_rounds, read_events
 
 from ..booked import booked, decoded_totals
 from ..refusals import refuses
+from ..rows import seldom
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 SHORT = [
@@ -80,7 +81,7 @@ def weights(folder):
         pytest.param(
             ("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow
         ),
-        ("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch"),
+        seldom(("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch")),
     ],
     ids=lambda overrides: overrides[0],
 )
@@ -148,7 +149,7 @@ def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(masks, run, mon
         assert (least_p_value([one]) > 1e-9) == masks
 
 
-@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("summed", [True, seldom(False)])
 def test_clients_with_secure_sums_are_asked_for_no_scores(summed, run):
     """Scores and histograms are not sums, so that no client makes or tells them."""
     asked = []
