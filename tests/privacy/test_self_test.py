@@ -70,7 +70,7 @@ def cancelling_network():
     return network, torch.cat([x, x[:, order]], dim=1), torch.arange(RECORDS) % 2
 
 
-@pytest.mark.parametrize("asked", [1, 2, 3, 4, 7, 8, 64])
+@pytest.mark.parametrize("asked", [2, 7, 64, *map(seldom, (1, 3, 4, 8))])
 def test_weights_that_cancel_do_not_let_a_record_change_what_others_contribute(asked):
     network, x, y = cancelling_network()
 
