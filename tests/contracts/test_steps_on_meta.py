@@ -72,6 +72,11 @@ def test_plain_steps_of_a_supernet(space):
     assert gradients.train_tally.num_examples == 4
 
 
+@pytest.mark.parametrize(
+    "space",
+    [seldom(name) if name in ("dp_cells_darts", "mbconv") else name for name in SPACES],
+    indirect=True,
+)
 def test_private_steps_of_a_supernet(space):
     supernet = on_meta(space.supernet)
     x, y = records(space)
