@@ -1,0 +1,96 @@
+"""Time of reading over pandas' of the same CSV and Pillow's of the same images, in one run.
+
+    python scripts/bench_reading.py [--megabytes 42 1000] [--images 50000]
+
+"read" is the reader alone: records with their ids; "data" all that `fednas data` does then, the
+division over clients and the copy in the cache among it. Without imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from PIL import Image
+from pyarrow import csv
+from sklearn.datasets import load_digits
+
+from fednas_flwr.cli import main as fednas
+from fednas_flwr.data.readers import DATA_SETS, data_settings
+
+ROW_BYTES = 105
+
+
+def main() -> None:
+    """Print two ratios per table, and those of the images."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--megabytes", nargs="*", type=int, default=[42])
+    parser.add_argument("--images", type=int, default=50_000)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        table, folder = Path(name) / "table.csv", Path(name) / "images"
+        for rows in (
+            1000,
+            *(megabytes * 1_000_000 // ROW_BYTES for megabytes in options.megabytes),
+        ):
+            write_table(table, rows)
+            show(f"{rows} rows", "csv", table, lambda: pd.read_csv(table))
+        write_images(folder, options.images)
+        files = list(folder.rglob("*.png"))
+        show(f"{len(files)} images", "image_folder", folder, lambda: [*map(pixels, files)])
+
+
+def write_table(path: Path, rows: int) -> None:
+    """Write twelve columns of numbers, a category and a label."""
+    rng = np.random.default_rng(0)
+    columns = {f"c{i}": rng.normal(size=rows).round(5) for i in range(12)}
+    columns |= {"g": rng.choice(list("abc"), rows), "y": rng.integers(0, 2, rows)}
+    csv.write_csv(pa.table(columns), path)
+
+
+def write_images(folder: Path, number: int) -> None:
+    """Write digits as gray images of 32 x 32 in a folder per class."""
+    digits = load_digits()
+    for i in range(number):
+        path = folder / str(digits.target[i % 1797]) / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shade = (digits.images[i % 1797] * 15).astype(np.uint8) + np.uint8(i // 1797 % 16)
+        Image.fromarray(shade).resize((32, 32)).save(path)
+
+
+def pixels(path: Path) -> np.ndarray:
+    """Pixels of an image, in colour, as our settings have it."""
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def show(name: str, kind: str, path: Path, usual: Callable[[], object]) -> None:
+    """Print the times of CPU and wall over the usual ones."""
+    given = {"cache": "none"} | ({"image_size": 32, "channels": 3} if path.is_dir() else {})
+    settings = data_settings(kind, given)
+    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(io.StringIO()):
+        theirs = timed(usual)
+        read = timed(lambda: DATA_SETS[kind].read(settings, path))
+        data = timed(lambda: fednas(["data", str(path), f"dataset.cache={cache}"]))
+    for what, ours in (("read", read), ("data", data)):
+        ratios = [f"{a:.2f} / {b:.2f} = {a / b:.2f}" for a, b in zip(ours, theirs, strict=True)]
+        print(f"{name}, {what}: {ratios[0]} of CPU, {ratios[1]} of wall", flush=True)
+
+
+def timed(function: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of CPU and of wall that a function takes."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    function()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+if __name__ == "__main__":
+    main()
