@@ -14,7 +14,7 @@ from torch.nn import functional
 from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.base.errors import ConfigError, NoEffectError
-from fednas_flwr.base.pretrained import LENGTH, Frozen, Pretrained, forget_frozen
+from fednas_flwr.base.pretrained import LENGTH, Frozen, forget_frozen
 from fednas_flwr.data.features import KINDS, SCATTERING, load_backbone, transform_of, transformed
 from fednas_flwr.data.prepared import make_data, make_server_data
 from fednas_flwr.data.records import Records
