@@ -187,7 +187,7 @@ class Frozen(Pretrained):
 
         def keep(stage: nn.Module, _: Any, out: Tensor) -> None:
             has_channels_last = out.dim() == 3 or out.shape[2] != out.shape[3]
-            places = out.flatten(1, -2) if has_channels_last else out.flatten(2).mT
+            places = out.flatten(1, -2) if has_channels_last else out.flatten(2).transpose(1, 2)
             variance, mean = torch.var_mean(places, 1, correction=0)
             parts.extend((mean, (variance + SMALLEST_VARIANCE).sqrt()))
 
