@@ -25,6 +25,7 @@ TORCHVISION = "torchvision/"  # before a name that timm knows, too
 LITE0, LITE0_FIRST = "tf_efficientnet_lite0", "_conv_stem.weight"
 STAGES = 4  # last stages of a frozen network whose outputs' moments are features, too
 SMALLEST_VARIANCE = 1e-6  # added to those of a channel, so that their roots have a gradient
+SHORTEST = 1e-4  # length of features below which they stay shorter than the others
 LENGTH = 8.0  # of a record's features: heads on 300 to 20,000 images learn best at 4 to 9
 LITE0_MEAN, LITE0_STD = 127 / 255, 128 / 255  # as it was trained by TensorFlow
 
@@ -197,9 +198,8 @@ class Frozen(Pretrained):
         finally:
             for hook in hooks:
                 hook.remove()
-        of_one_length = [
-            functional.layer_norm(part, part.shape[1:]) / math.sqrt(part.shape[1]) for part in parts
-        ]
+        centred = (part - part.mean(1, keepdim=True) for part in parts)
+        of_one_length = [functional.normalize(part, eps=SHORTEST) for part in centred]
         return torch.cat(of_one_length, 1) * self.get_buffer("scale")
 
 
