@@ -161,8 +161,8 @@ class Frozen(Pretrained):
             self.stage_widths.append(out.shape[-1 if out.dim() == 3 else 1])
 
         hooks = [stage.register_forward_hook(tell) for stage in self.stages()]
-        scale = torch.tensor(LENGTH / math.sqrt(parts), device="cpu")
-        self.register_buffer("scale", scale)
+        length = torch.tensor(LENGTH / math.sqrt(parts), device="cpu")
+        self.register_buffer("length", length)
         features = self(torch.zeros(1, 3, side, side, device="cpu"))
         self.output_shape = tuple(features.shape[1:])
         for hook in hooks:
@@ -177,8 +177,8 @@ class Frozen(Pretrained):
         return super().train(False)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Take tensors that have a scale; features of models before had another length."""
-        if f"{prefix}scale" not in state_dict:
+        """Take tensors that have a length; models before had other features."""
+        if f"{prefix}length" not in state_dict:
             raise ConfigError("the model's backbone is of another version: train the model anew.")
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -200,7 +200,7 @@ class Frozen(Pretrained):
                 hook.remove()
         centred = (part - part.mean(1, keepdim=True) for part in parts)
         of_one_length = [functional.normalize(part, eps=SHORTEST) for part in centred]
-        return torch.cat(of_one_length, 1) * self.get_buffer("scale")
+        return torch.cat(of_one_length, 1) * self.get_buffer("length")
 
 
 def _stages(network: nn.Module) -> list[nn.Module]:

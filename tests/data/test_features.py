@@ -113,7 +113,7 @@ def test_what_a_check_without_memory_built_computes_later_and_older_tensors_are_
     with torch.device("meta"):
         backbone = load_backbone(Settings(**named(weights)))
     assert backbone(torch.rand(1, 3, 9, 9)).isfinite().all()
-    older = {name: t for name, t in backbone.state_dict().items() if name != "scale"}
+    older = {name: t for name, t in backbone.state_dict().items() if name != "length"}
     with pytest.raises(ConfigError, match="of another version: train the model anew"):
         backbone.load_state_dict(older)
 
