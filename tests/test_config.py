@@ -521,6 +521,29 @@ $DP privacy.unit=client secure_sum=true clients=4 privacy.scores_error=.01 | set
 """
 
 
+TABLE = ("dataset=csv", "dataset.label=died", "search_space=mlp_small")
+PRIVATE_TABLE = ("experiment=search/recommended_private", *TABLE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (PRIVATE_TABLE, (32, "none", 1.0, 0.5, 1024)),
+        ((*PRIVATE_TABLE, "retrain.channels=16"), (16, "none", 1.0, 0.5, 1024)),
+        ((*PRIVATE_TABLE, "retrain.norm=group"), (32, "group", 1.0, 0.5, 1024)),
+        ((*PRIVATE_TABLE, "retrain.batch_size=8"), (32, "none", None, 0.5, 1024)),
+        ((*TABLE, "privacy=dp", "privacy.micro_batch_size=4"), (32, "none", 1.0, 0.5, 4)),
+        (("experiment=search/recommended_private",), (8, "group", 0.125, 0.2, 64)),
+        (("experiment=feathers/fraud_private", *TABLE[:2]), (48, "group", None, 0.5, 48)),
+    ],
+)
+def test_private_training_of_a_table_is_of_all_its_records(overrides, expected):
+    config = parse_config(compose_tree(overrides), user=user_settings(overrides))
+    retrain, privacy = config.retrain, config.dp
+    terms = (privacy.retrain.rate, privacy.retrain.noise_walk, privacy.micro_batch_size)
+    assert (retrain.channels, retrain.norm, *terms) == expected
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"), rows(WITHOUT_EFFECT, DP=DP, SITES=SITES, ARM=ARM, LOCAL=LOCAL)
 )
