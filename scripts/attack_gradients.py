@@ -30,9 +30,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score
-from table_runs import commit, is_made
-from tables import append_result, start_results
+from table_runs import add_result, is_made
+from tables import start_results
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -53,7 +54,6 @@ from fednas_flwr.protocol.requests import Amount, Describe, LocalTraining, Train
 from fednas_flwr.protocol.states import load_states, network_states, pack
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.optimizers import SGD
-from fednas_flwr.spaces.latency_tables import machine_name
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "scripts/attack_gradients.sh"
@@ -253,37 +253,24 @@ def rate_at(truth: np.ndarray, scores: np.ndarray, false_alarms: float) -> float
     return float((scores[truth] > threshold).mean())
 
 
-def draw(pairs: dict[str, list[tuple[int, Tensor, Tensor]]]) -> str:
-    """Return an SVG: the clients' images, and what was made of exact and of private answers."""
+def draw(pairs: dict[str, list[tuple[int, Tensor, Tensor]]], path: Path) -> None:
+    """Draw the clients' images, and what was made of exact and of private answers."""
     exact, private = pairs["exact"], pairs["private"]
-    rows = [
-        ("client's record", [x for _, x, _ in exact]),
-        ("from exact answers", [guess for _, _, guess in exact]),
-        ("from private answers", [guess for _, _, guess in private]),
-    ]
-    pixel, gap, left, top = 5, 8, 150, 28
-    side = 8 * pixel
-    width, height = left + len(exact) * (side + gap), top + len(rows) * (side + gap)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for column, (batch, *_) in enumerate(exact):
-        x = left + column * (side + gap)
-        parts.append(f'<text x="{x + side / 2}" y="18" text-anchor="middle">of {batch}</text>')
-    for number, (title, images) in enumerate(rows):
-        y = top + number * (side + gap)
-        parts.append(f'<text x="4" y="{y + side / 2 + 4}">{title}</text>')
-        for column, image in enumerate(images):
-            x = left + column * (side + gap)
-            for (i, j), value in np.ndenumerate(image.numpy()):
-                gray = int(255 * min(1.0, max(0.0, (1 - value) / 2)))
-                parts.append(
-                    f'<rect x="{x + j * pixel}" y="{y + i * pixel}" width="{pixel}" '
-                    f'height="{pixel}" fill="rgb({gray},{gray},{gray})"/>'
-                )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    rows = {
+        "client's record": [x for _, x, _ in exact],
+        "from exact answers": [guess for _, _, guess in exact],
+        "from private answers": [guess for _, _, guess in private],
+    }
+    picture = Figure(figsize=(len(exact) + 2, 3.5), layout="constrained")
+    grid = picture.subplots(len(rows), len(exact))
+    for of_row, (title, images) in zip(grid, rows.items(), strict=True):
+        of_row[0].set_ylabel(title, rotation=0, ha="right", va="center")
+        for axes, image in zip(of_row, images, strict=True):
+            axes.imshow(image, cmap="gray_r", vmin=-1, vmax=1)
+            axes.set(xticks=[], yticks=[])
+    for axes, (batch, *_) in zip(grid[0], exact, strict=True):
+        axes.set_title(f"of {batch}", fontsize="medium")
+    picture.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -319,20 +306,16 @@ def main() -> None:
                 pairs[name] = drawn
             found |= membership(private, options.shadows, prepared, folder, seed)
         print(json.dumps({"clients": name, "seed": seed, **found}), flush=True)
-        append_result(
+        add_result(
             path,
-            {
-                "settings": settings,
-                "group": {"clients": f"privacy=dp, epsilon {EPSILON:g}" if private else "exact"},
-                "seed": seed,
-                "commit": commit(),
-                "machine": machine_name(CPU),
-                "seconds": time.monotonic() - started,
-                "metrics": found,
-            },
+            settings=settings,
+            group={"clients": f"privacy=dp, epsilon {EPSILON:g}" if private else "exact"},
+            seed=seed,
+            seconds=time.monotonic() - started,
+            metrics=found,
         )
     if len(pairs) == 2:
-        (options.results / "attacks.svg").write_text(draw(pairs))
+        draw(pairs, options.results / "attacks.svg")
 
 
 if __name__ == "__main__":

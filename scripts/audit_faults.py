@@ -79,7 +79,7 @@ def audited(case: tuple[str, str, int], confidence: float) -> dict[str, Any]:
             found = audit_run.audit_run(config, confidence=confidence)
             faults = [text for finding in found for text in finding.faults]
             return {"fault": fault, "run": name, "key": "all", "found": faults}
-        schedule, asked = audit_run._recorded(config, Path(folder, "recorded"))
+        schedule, asked = audit_run._recorded(config)
         key = dice.choice(sorted(fitting(fault, schedule, asked)))
         with faulty_client.audited_only(key), faulty_client.broken(fault, key, seed=seed):
             found = audit_run.audit_run(config, confidence=confidence)

@@ -228,9 +228,10 @@ def compare(contenders: dict[str, Callable[[], object]], repeats: int) -> float:
     return statistics.median(ratios[0])
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], decimals: int = 3) -> str:
     """Return ``median (smallest to largest)``."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle:.{decimals}f} ({low:.{decimals}f} to {high:.{decimals}f})"
 
 
 def configured(*overrides: str) -> Config:

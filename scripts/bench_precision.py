@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 
 import torch
+from bench_overhead import spread
 from torch.nn import functional
 
 from fednas_flwr.base.randomness import make_generator
@@ -65,14 +66,9 @@ def main() -> None:
         )
         print(
             f"{side:5}  {channels:8}  {cells:5}  {cost:17.2f}  {1e3 * median(bare[1:]):9.1f}  "
-            f"{spread(clients[1:])}  {spread(halves[1:])}",  # the first steps set up
+            f"{spread(clients[1:], 2)}  {spread(halves[1:], 2)}",  # the first steps set up
             flush=True,
         )
-
-
-def spread(ratios: Sequence[float]) -> str:
-    """A median and its range."""
-    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def made_up(side: int) -> Split:

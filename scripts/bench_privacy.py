@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_step import CELLS_201, SIZES, S, Space, make_steps, measure, summary
+from bench_step import CELLS_201, SIZES, S, Space, Step, make_steps, measure, paired, summary
 
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.privacy.books.ledger import Entry, Ledger
@@ -63,30 +63,23 @@ def main() -> None:
         for name, seconds in times.items():
             print(f"  {name:<34} {summary([1e3 * s for s in seconds], 0)}")
         for upper, lower in RATIOS:
-            paired = [a / b for a, b in zip(times[upper], times[lower], strict=True)]
-            print(f"  {upper + ' / ' + lower:<34} {summary(paired, 2)}")
+            ratios = paired(times, upper, lower)
+            print(f"  {upper + ' / ' + lower:<34} {summary(ratios, 2)}")
         measure_bookkeeping(space, times)
 
 
 def measure_noise(repeats: int) -> None:
     """Time both kinds of noise in turns; print CPU seconds per million values and their ratio."""
-    generator, seconds = SecureGenerator(), {"Box and Muller": [], "discrete Gaussian": []}
-    for _ in range(repeats + 1):  # the first one warms up
-        for name, draw in (
-            ("Box and Muller", lambda: box_muller(NUM_VALUES, sigma=2**24)),
-            (
-                "discrete Gaussian",
-                lambda: generator.discrete_gaussian((NUM_VALUES,), sigma=2**24 + 1),
-            ),
-        ):
-            start = time.process_time()
-            draw()
-            seconds[name].append((time.process_time() - start) / NUM_VALUES * 1e6)
-    old, new = (times[1:] for times in seconds.values())
+    shape, generator = (NUM_VALUES,), SecureGenerator()
+    draws: dict[str, Step] = {
+        "Box and Muller": lambda: box_muller(NUM_VALUES, sigma=2**24),
+        "discrete Gaussian": lambda: generator.discrete_gaussian(shape, sigma=2**24 + 1),
+    }
+    times = measure(draws, repeats)
     print(f"noise; CPU ms per million values, median [quartiles] of {repeats}")
-    for name, times in (("Box and Muller", old), ("discrete Gaussian", new)):
-        print(f"  {name:<34} {summary([1e3 * s for s in times], 0)}")
-    ratios = [b / a for a, b in zip(old, new, strict=True)]
+    for name, seconds in times.items():
+        print(f"  {name:<34} {summary([1e9 * s / NUM_VALUES for s in seconds], 0)}")
+    ratios = paired(times, "discrete Gaussian", "Box and Muller")
     print(f"  {'discrete Gaussian / Box and Muller':<34} {summary(ratios, 1)}")
 
 

@@ -11,6 +11,8 @@ import argparse
 import resource
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -82,21 +84,12 @@ def measure(num_values: int, num_sites: int, number: int) -> dict[str, float]:
     return seconds
 
 
-class timed:  # noqa: N801
-    """Adds the CPU seconds of a block, over so many sites."""
-
-    def __init__(self, seconds: dict[str, float], name: str, share: int) -> None:
-        """See the class."""
-        self.seconds, self.name, self.share = seconds, name, share
-
-    def __enter__(self) -> None:
-        """Begin."""
-        self.begun = time.process_time()
-
-    def __exit__(self, *_: object) -> None:
-        """End."""
-        spent = (time.process_time() - self.begun) / self.share
-        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + spent
+@contextmanager
+def timed(seconds: dict[str, float], name: str, share: int) -> Iterator[None]:
+    """Add the CPU seconds of a block, over so many sites."""
+    begun = time.process_time()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + (time.process_time() - begun) / share
 
 
 def make_sites(folder: Path, number: int) -> list[SumSite]:

@@ -103,9 +103,9 @@ def print_ratios(title: str, times: dict[str, list[float]], repeats: int) -> Non
             [sum(one) for one in zip(*(times[name] for name in names), strict=True)]
             for names in (upper, lower)
         ]
-        paired = [a / b for a, b in zip(*sums, strict=True)]
+        ratios = [a / b for a, b in zip(*sums, strict=True)]
         limit = f"  (limit {limits[title[0]]:.2f})" if title[0] in limits else ""
-        print(f"  {' + '.join(upper) + ' / ' + ' + '.join(lower):<58} {summary(paired, 2)}{limit}")
+        print(f"  {' + '.join(upper) + ' / ' + ' + '.join(lower):<58} {summary(ratios, 2)}{limit}")
 
 
 def make_steps(space: Space, batch_size: int) -> dict[str, Step]:
@@ -189,10 +189,10 @@ def measure_networks(repeats: int) -> None:
             ),
         }
         times = measure(steps, repeats)
-        paired = [a / b for a, b in zip(times["private"], times["plain"], strict=True)]
+        ratios = paired(times, "private", "plain")
         text = f"{title}, 32x32x3, B 16: private / plain"
         limit = f"  (limit {NETWORK_LIMIT:.2f})" if title == LIMITED else ""
-        print(f"{text:<60} {summary(paired, 2)}{limit}")
+        print(f"{text:<60} {summary(ratios, 2)}{limit}")
 
 
 def measure_filling(repeats: int) -> None:
@@ -225,8 +225,7 @@ def measure_filling(repeats: int) -> None:
                 "filled": functools.partial(summed, x, y, size),
                 "unfilled": functools.partial(unfilled, x, y, size),
             }
-            times = measure(steps, 1)
-            ratios.append(times["filled"][0] / times["unfilled"][0])
+            ratios += paired(measure(steps, 1), "filled", "unfilled")
         text = f"expected batch {expected}, micro-batches of {size}: filled / unfilled"
         print(f"{text:<60} {summary(ratios, 2)}  (limit {FILLING_LIMIT:.2f})", flush=True)
 
@@ -312,6 +311,11 @@ def measure(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
             if repeat > 0:
                 times[name].append(time.process_time() - start)
     return times
+
+
+def paired(times: dict[str, list[float]], upper: str, lower: str) -> list[float]:
+    """Return the ratios of the times of two steps, repeat by repeat."""
+    return [a / b for a, b in zip(times[upper], times[lower], strict=True)]
 
 
 def summary(values: list[float], decimals: int) -> str:

@@ -39,6 +39,7 @@ from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.incompatible import by_client
 
+STARTED = time.monotonic()
 SUM_TERMS = "least_sites: 2, colluding: 0"  # of three sites, one of which may be lost
 
 
@@ -193,5 +194,4 @@ def compare(deployed: Path, inline: Path) -> int:
 
 
 if __name__ == "__main__":
-    STARTED = time.monotonic()
     sys.exit(main(sys.argv[1:]))

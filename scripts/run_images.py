@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from deploy_local import write_data
+from deploy_local import check_books, write_data
 from loopback import SITES, Machines, Part, edit, free_ports
 
-from fednas_flwr.client.audit_trail import verify_trail
 from fednas_flwr.deploy.sites.provision import Server, load_sites
-from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
 
@@ -221,11 +219,7 @@ def main(overrides: list[str]) -> int:
     server = machines.folder / "server"
     events = read_events(server / RUN.relative_to("/fednas") / EVENTS_FILE)
     failed = [event for event in events if event["event"] == "client_failed"]
-    for site in SITES:
-        state = machines.folder / site / "state"
-        with Ledger(state / "ledger" / "ledger.sqlite", state / "ledger.key") as ledger:
-            lines = verify_trail(state / "ledger" / "audit.jsonl", state / "ledger.key")
-            print(f"{site}: ledger of {ledger.verify()} releases and {lines} lines are intact")
+    check_books(machines)
     print(f"{events[-1].get('status')}, {len(failed)} failures, {len(left)} processes were left")
     return int(events[-1].get("status") != "completed" or bool(failed) or bool(left))
 

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -116,16 +116,8 @@ def composed(group: str, name: str) -> dict[str, Any]:
     return tree[group] if group else tree
 
 
-def section(
-    title: str,
-    kind: type,
-    default: str,
-    *,
-    prefix: str,
-    names: Sequence[str],
-    left_out: Collection[str] = (),
-) -> str:
-    """One class's settings as a table, without the fields that another table has."""
+def section(title: str, kind: type, default: str, *, prefix: str, names: Sequence[str]) -> str:
+    """One class's settings as a table."""
     tree = composed(prefix.rstrip("."), default)
     return table(title, leaves(kind, tree, prefix), [f"{prefix[:-1]}={name}" for name in names])
 

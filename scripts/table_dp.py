@@ -31,7 +31,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
-from table_runs import TEST_ACCURACY, arguments, cpu_seconds, make_all, measure
+from table_runs import TEST_ACCURACY, arguments, make_all, measure
 from tables import start_results
 
 from fednas_flwr.spaces.genotype import to_json
@@ -132,63 +132,42 @@ def jobs() -> list[list[Job]]:
 
 def rows(seed: int) -> list[list[Job]]:
     """Return the runs of one seed."""
+
+    def job(table: str, network: str, group: dict[str, Any], *own: str, of: Any = None) -> Job:
+        return Job(table, {"network": network, **group}, own, seed, of)
+
     tables = []
     for clients in (1, 2, 4, 8):
-        own = (f"clients={clients}",)
-        searched = Job("dp_clients", {"network": "DP-FNAS", "K": clients}, (*SEARCHED, *own), seed)
-        exact = Job(
-            *("dp_clients", {"network": "without privacy", "K": clients}),
-            *((*EXACT, *own), seed, searched),
-        )
-        linear = Job("dp_clients", {"network": "linear", "K": clients}, (*LINEAR, *own), seed)
-        tables.append([searched, exact, linear])
+        group, own = {"K": clients}, f"clients={clients}"
+        searched = job("dp_clients", "DP-FNAS", group, *SEARCHED, own)
+        exact = job("dp_clients", "without privacy", group, *EXACT, own, of=searched)
+        tables.append([searched, exact, job("dp_clients", "linear", group, *LINEAR, own)])
     for variance in (0.5, 1, 2, 5, 8, 10):
-        sigma = round(math.sqrt(variance), 4)
-        noise = {
-            part: f"privacy.{part}.noise_multiplier={sigma}"
+        weights, alphas, retrain = (
+            f"privacy.{part}.noise_multiplier={round(math.sqrt(variance), 4)}"
             for part in ("weights", "alphas", "retrain")
-        }
-        # Given, not calibrated: a budget that no row reaches.
-        terms = ("clients=4", noise["retrain"], "privacy.epsilon=100000")
-        of_search = (*SEARCHED, *terms, noise["weights"], noise["alphas"])
-        tables.append(
-            [
-                Job("dp_noise", {"network": "DP-FNAS", "variance": variance}, of_search, seed),
-                Job(
-                    "dp_noise", {"network": "linear", "variance": variance}, (*LINEAR, *terms), seed
-                ),
-            ]
         )
+        # Given, not calibrated: a budget that no row reaches.
+        terms = ("clients=4", retrain, "privacy.epsilon=100000")
+        group = {"variance": variance}
+        searched = job("dp_noise", "DP-FNAS", group, *SEARCHED, *terms, weights, alphas)
+        tables.append([searched, job("dp_noise", "linear", group, *LINEAR, *terms)])
     for epsilon, clients in ((3, 1), (1, 1), (2, 1), (3, 8)):
-        own = ("dataset.limit_train=null", f"clients={clients}")
-        own += (f"privacy.epsilon={PRV_BUDGETS[epsilon]}",)
-        own += (f"privacy.micro_batch_size={MICRO_BATCHES[clients]}",)
-        tables += [
-            [
-                Job(
-                    *("dp_images", {"network": name, "K": clients, "epsilon": epsilon}),
-                    *((*COMPARED[name], *own), seed),
-                )
-            ]
-            for name in ("linear", "DP-FNAS")
-        ]
+        chosen = ["dataset.limit_train=null", f"clients={clients}"]
+        chosen.append(f"privacy.epsilon={PRV_BUDGETS[epsilon]}")
+        chosen.append(f"privacy.micro_batch_size={MICRO_BATCHES[clients]}")
+        group = {"K": clients, "epsilon": epsilon}
+        for name in ("linear", "DP-FNAS"):
+            tables.append([job("dp_images", name, group, *COMPARED[name], *chosen)])
     cifar10 = ("dataset=npz", f"privacy.epsilon={PRV_BUDGETS[3]}", "clients=1")
     features = f"dataset.cache={cifar10_features(seed)}"
-    tables.append(
-        [
-            Job(
-                CIFAR10,
-                {"network": "linear", "epsilon": 3},
-                (*ON_FEATURES, *cifar10, features),
-                seed,
-            )
-        ]
-    )
-    tables += [[shared_job(clients, terms, seed)] for clients, terms in SHARED]
+    tables.append([job(CIFAR10, "linear", {"epsilon": 3}, *ON_FEATURES, *cifar10, features)])
+    tables += [[shared_job(clients, sums, seed)] for clients, sums in SHARED]
     for budget, clients in itertools.product(BUDGETS, (1, 4)):
-        own = (f"clients={clients}", f"privacy.epsilon={budget}")
+        chosen = [f"clients={clients}", f"privacy.epsilon={budget}"]
+        group = {"K": clients, "budget": budget}
         tables += [
-            [Job("dp_budget", {"network": name, "K": clients, "budget": budget}, (*of, *own), seed)]
+            [job("dp_budget", name, group, *of, *chosen)]
             for name, of in COMPARED.items()
             if clients == 1 or name in ("DP-FNAS", "linear")
         ]
@@ -255,7 +234,6 @@ def main() -> None:
 def make(job: Job, *, root: Path, results: Path) -> None:
     """Make one run of a table."""
     given = () if job.of is None else (f"genotype={job.of.folder / 'genotype.json'}",)
-    started = cpu_seconds()
     measure(
         results / f"{job.table}.json",
         job.folder,
@@ -263,7 +241,6 @@ def make(job: Job, *, root: Path, results: Path) -> None:
         group=job.group,
         seed=job.seed,
         root=root,
-        more=lambda run: {"cpu": cpu_seconds() - started},  # of this run alone where --jobs is 1
     )
     shutil.rmtree(cifar10_features(job.seed), ignore_errors=True)
 

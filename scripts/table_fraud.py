@@ -10,17 +10,16 @@ stopped; every finished run is added to scripts/results/fraud.json.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from table_runs import arguments, make_all, measure
+from table_runs import Job, arguments, make_runs
 from tables import start_results
 
 RESULTS = Path(__file__).parent / "results" / "fraud.json"
-RUNS = Path("runs/table_fraud")
 SEEDS = (1, 2, 3, 4, 5)
 EPSILONS = (0.2, 0.25, 0.5, 1, 1.5, 2)
 READINGS = ("per mechanism", "composed")
+MECHANISMS = ("weights", "alphas", "rewards", "retrain")
 NO_LIMIT = 1000  # an epsilon of the whole run that no sum of four mechanisms reaches
 COLUMNS = [
     {"metric": "central_f1", "title": "test F1", "decimals": 3},
@@ -30,39 +29,21 @@ COLUMNS = [
 ]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run; ``epsilon`` None is without privacy."""
-
-    reading: str
-    epsilon: float | None
-    clients: int
-    seed: int
-
-    def overrides(self) -> list[str]:
-        """Return the run's settings."""
-        clients = f"clients={self.clients}"
-        if self.epsilon is None:
-            return ["experiment=feathers/fraud", clients]
-        settings = ["experiment=feathers/fraud_private", clients]
-        if self.reading == "composed":
-            return [*settings, f"privacy.epsilon={self.epsilon}"]
-        own = [
-            f"privacy.{kind}.epsilon={self.epsilon}"
-            for kind in ("weights", "alphas", "rewards", "retrain")
-        ]
-        return [*settings, f"privacy.epsilon={NO_LIMIT}", *own]
-
-
-def jobs() -> list[Job]:
-    """Return all runs; without privacy first, then by reading and falling epsilon."""
-    rows: list[tuple[str, float | None]] = [("-", None)]
-    rows += [(reading, epsilon) for reading in READINGS for epsilon in reversed(EPSILONS)]
-    return [Job(*row, clients, seed) for seed in SEEDS for row in rows for clients in (5, 10)]
+def job(reading: str, epsilon: float | None, clients: int, seed: int) -> Job:
+    """Return one run; ``epsilon`` None is without privacy."""
+    settings = [f"experiment=feathers/fraud{'' if epsilon is None else '_private'}"]
+    settings.append(f"clients={clients}")
+    if reading == "composed":
+        settings.append(f"privacy.epsilon={epsilon}")
+    elif epsilon is not None:
+        settings.append(f"privacy.epsilon={NO_LIMIT}")
+        settings += [f"privacy.{kind}.epsilon={epsilon}" for kind in MECHANISMS]
+    group = {"reading": reading, "epsilon": "inf" if epsilon is None else epsilon}
+    return Job({**group, "clients": clients}, settings, seed)
 
 
 def main() -> None:
-    """Run what is missing."""
+    """Run what is missing: without privacy first, then by reading and falling epsilon."""
     options = arguments(__doc__).parse_args()
     start_results(
         RESULTS,
@@ -71,22 +52,10 @@ def main() -> None:
         columns=COLUMNS,
         against={"reading": "per mechanism"},
     )
-    root = options.root.resolve()
-    make_all(lambda job: make(job, root=root), jobs(), at_a_time=options.jobs)
-
-
-def make(job: Job, *, root: Path) -> None:
-    """Make one run of the table."""
-    epsilon = "inf" if job.epsilon is None else job.epsilon
-    reading = job.reading.replace(" ", "_")
-    measure(
-        RESULTS,
-        RUNS / f"{reading}_{epsilon}_{job.clients}_s{job.seed}",
-        overrides=job.overrides(),
-        group={"reading": job.reading, "epsilon": epsilon, "clients": job.clients},
-        seed=job.seed,
-        root=root,
-    )
+    rows: list[tuple[str, float | None]] = [("-", None)]
+    rows += [(reading, epsilon) for reading in READINGS for epsilon in reversed(EPSILONS)]
+    jobs = [job(*row, clients, seed) for seed in SEEDS for row in rows for clients in (5, 10)]
+    make_runs(RESULTS, jobs, root=options.root, at_a_time=options.jobs)
 
 
 if __name__ == "__main__":

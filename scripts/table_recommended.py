@@ -30,7 +30,7 @@ from statistics import fmean
 
 import numpy as np
 import pandas as pd
-from table_runs import arguments, make_all, measure
+from table_runs import PERCENT, arguments, make_all, measure
 from tables import start_results
 
 from fednas_flwr.base.files import write_atomically
@@ -54,17 +54,15 @@ PARTITIONS = {
     ),
 }
 NAMES = ("delivered", "found", "random", "data-free", "ResNet-8", "linear", "pooled", "trees")
-COLUMNS = [{"metric": name, "title": name, "scale": 100, "decimals": 1} for name in NAMES]
-COLUMNS.append(
-    {"metric": "minus_simple", "title": "delivered minus simple", "scale": 100, "decimals": 1}
-)
+COLUMNS = [{"metric": name, "title": name, **PERCENT} for name in NAMES]
+COLUMNS.append({"metric": "minus_simple", "title": "delivered minus simple", **PERCENT})
 OF_NUMBERS = [
     {"metric": name, "title": name, "decimals": 3}
     for name in ("delivered", "found", "linear", "ridge", "trees")
 ]
 OF_NUMBERS.append({"metric": "rmse", "title": "RMSE of delivered"})
 WITH_PRIVACY = [
-    {"metric": name, "title": title, "scale": 100, "decimals": 1}
+    {"metric": name, "title": title, **PERCENT}
     for name, title in (
         ("central_auroc", "AUROC"),
         ("plain", "without privacy"),
@@ -276,16 +274,25 @@ def write_fashion(data: Path, root: Path, seed: int, *, number: int) -> None:
 
 def write_cifar10(data: Path, root: Path, seed: int, *, number: int) -> None:
     """Write some of CIFAR-10's training images (JPEG), drawn by the seed, and its test set."""
+    arrays = read_cifar10(data / "cifar10_jpeg60k.npz.xz").values()
+    _write_subset(root, *arrays, seed=seed, number=number)
+
+
+def read_cifar10(path: Path) -> dict[str, np.ndarray]:
+    """Return x_train, y_train, x_test and y_test of a file of JPEGs."""
     from PIL import Image
 
-    with np.load(io.BytesIO(lzma.open(data / "cifar10_jpeg60k.npz.xz").read())) as file:
-        arrays = []
+    arrays: dict[str, np.ndarray] = {}
+    with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as file:
         for part in ("train", "test"):
             ends, content = file[f"{part}_off"], file[f"{part}_bytes"].tobytes()
             places = zip(ends[:-1], ends[1:], strict=True)
-            images = [np.asarray(Image.open(io.BytesIO(content[a:b]))) for a, b in places]
-            arrays += [np.stack(images), file[f"y_{part}"]]
-    _write_subset(root, *arrays, seed=seed, number=number)
+            images = [Image.open(io.BytesIO(content[a:b])).convert("RGB") for a, b in places]
+            arrays |= {
+                f"x_{part}": np.stack([*map(np.asarray, images)]),
+                f"y_{part}": file[f"y_{part}"],
+            }
+    return arrays
 
 
 def _write_subset(

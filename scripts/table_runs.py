@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import resource
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from tables import append_result, find_result
 
 from fednas_flwr.runs.numbers import Run, is_complete, read_run
+from fednas_flwr.spaces.latency_tables import machine_name
 
 T = TypeVar("T")
 
@@ -36,10 +39,50 @@ def arguments(description: str, *, needs_root: bool = True) -> argparse.Argument
     return parser
 
 
+def arguments_of_cells(description: str) -> argparse.ArgumentParser:
+    """Return a parser of ``--table``, a published table of all cells, and its ``--column``."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--column", nargs="+", default=[], help="of accuracies in the table")
+    return parser
+
+
+class Job(NamedTuple):
+    """One run of a table: the first columns of its row, its settings and its seed."""
+
+    group: Mapping[str, Any]
+    overrides: Sequence[str]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        words = (re.sub(r"[ ,]+", "-", str(value)) for value in self.group.values())
+        return "_".join([*words, f"s{self.seed}"])
+
+
 def make_all(make: Callable[[T], object], jobs: Iterable[T], *, at_a_time: int) -> None:
     """Make all jobs, ``at_a_time`` of them side by side; raise the first error after the last."""
     with ThreadPoolExecutor(at_a_time) as pool:
         list(pool.map(make, jobs))
+
+
+def make_runs(
+    results: Path,
+    jobs: Iterable[Job],
+    *,
+    root: Path | None = None,
+    at_a_time: int = 1,
+    more: Callable[[Run], Mapping[str, float | None]] = lambda run: {},
+) -> None:
+    """Make the missing runs of a table in ``runs/table_<its name>``; see :func:`measure`."""
+    runs = Path("runs") / f"table_{results.stem}"
+    root = root and root.resolve()
+
+    def make(job: Job) -> None:
+        measure(results, runs / job.name, **job._asdict(), root=root, more=more)
+
+    make_all(make, jobs, at_a_time=at_a_time)
 
 
 def is_made(
@@ -83,6 +126,8 @@ def measure(
 ) -> None:
     """Make one run, or go on with it, and add it to a table's results.
 
+    The metric ``cpu`` is of this run alone where one is made at a time.
+
     Args:
         results: The table's file; nothing is run when it has this run, see :func:`is_made`.
         folder: The run folder.
@@ -95,13 +140,16 @@ def measure(
     """
     if is_made(results, overrides, seed, group):
         return
+    before = cpu_seconds()
     run = make_run(folder, overrides=overrides, seed=seed, root=root, end=end)
     if run is None:
         return
+    used = cpu_seconds() - before
     started = run.last("run_started")
     numbers = run.numbers()
     accuracy = numbers["central_accuracy"]
-    numbers |= {"error": None if accuracy is None else 1 - accuracy, **more(run)}
+    error = None if accuracy is None else 1 - accuracy
+    numbers |= {"error": error, "cpu": used, **more(run)}
     append_result(
         results,
         {
@@ -156,6 +204,21 @@ def make_run(
         print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
         return None
     return read_run(folder)
+
+
+def add_result(
+    results: Path,
+    *,
+    settings: Mapping[str, Any],
+    group: Mapping[str, Any],
+    seed: int,
+    seconds: float,
+    metrics: Mapping[str, float],
+) -> None:
+    """Add what this process has measured on the processor to a table's results."""
+    row = {"settings": settings, "group": group, "seed": seed, "seconds": seconds}
+    row |= {"commit": commit(), "machine": machine_name(torch.device("cpu")), "metrics": metrics}
+    append_result(results, row)
 
 
 def cpu_seconds() -> float:

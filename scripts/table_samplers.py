@@ -12,7 +12,6 @@ scripts/results/samplers.json. About a minute of CPU, which is what its seconds 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable
@@ -21,15 +20,14 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 import torch
-from table_runs import commit, is_made
-from tables import append_result, start_results
+from table_runs import add_result, arguments_of_cells, is_made
+from tables import start_results
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.report.lookup import CellTable, read_table
 from fednas_flwr.search.samplers import Controller, Sampler
 from fednas_flwr.search.samplers import Path as Candidate
 from fednas_flwr.settings.optimizers import ControllerSettings
-from fednas_flwr.spaces.latency_tables import machine_name
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 RESULTS = Path(__file__).parent / "results" / "samplers.json"
@@ -57,9 +55,7 @@ COLUMNS = [
 
 def main() -> None:
     """Search what is missing."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--table", type=Path, required=True)
-    parser.add_argument("--column", nargs="+", default=[], help="of accuracies in the table")
+    parser = arguments_of_cells(__doc__ or "")
     parser.add_argument("--seeds", type=int, default=10, help="how many (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -88,17 +84,13 @@ def record(table: CellTable, name: str, spread: float, *, seed: int, source: str
     if is_made(RESULTS, settings, seed):
         return
     started = time.process_time()
-    append_result(
+    add_result(
         RESULTS,
-        {
-            "settings": settings,
-            "group": {"sampler": name, "spread of rewards": f"{spread:g}"},
-            "seed": seed,
-            "commit": commit(),
-            "machine": machine_name(torch.device("cpu")),
-            "metrics": search(table, make_sampler(name, seed), spread, seed=seed),
-            "seconds": time.process_time() - started,
-        },
+        settings=settings,
+        group={"sampler": name, "spread of rewards": f"{spread:g}"},
+        seed=seed,
+        metrics=search(table, make_sampler(name, seed), spread, seed=seed),
+        seconds=time.process_time() - started,
     )
 
 

@@ -12,7 +12,6 @@ take about half a second of CPU. ``learning``, which takes seconds, is left out.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import time
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import spearmanr
-from table_runs import commit, is_made
-from tables import append_result, start_results
+from table_runs import add_result, arguments_of_cells, is_made
+from tables import start_results
 
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.report.lookup import CellTable, read_cell, read_table
 from fednas_flwr.search.data_free_scores import AZ_NAS, SCORES, combine, measure
 from fednas_flwr.spaces.genotype import Edge
-from fednas_flwr.spaces.latency_tables import machine_name
 from fednas_flwr.spaces.nasbench201 import NODES, NASBench201Space
 from fednas_flwr.spaces.space import CELL
 
@@ -56,10 +54,7 @@ COLUMNS = [
 
 def main() -> None:
     """Score what is missing, then compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", type=Path, required=True)
-    parser.add_argument("--column", nargs="+", default=[], help="of accuracies in the table")
-    options = parser.parse_args()
+    options = arguments_of_cells(__doc__).parse_args()
     torch.set_num_threads(1)
     table = read_table(options.table, options.column)
     start_results(
@@ -82,18 +77,13 @@ def main() -> None:
             if is_made(RESULTS, settings, seed):
                 continue
             started = time.monotonic()
-            metrics = compare(scored, scores, table, seed=seed)
-            append_result(
+            add_result(
                 RESULTS,
-                {
-                    "settings": settings,
-                    "group": {"score": name},
-                    "seed": seed,
-                    "commit": commit(),
-                    "machine": machine_name(torch.device("cpu")),
-                    "seconds": time.monotonic() - started,
-                    "metrics": metrics,
-                },
+                settings=settings,
+                group={"score": name},
+                seed=seed,
+                metrics=compare(scored, scores, table, seed=seed),
+                seconds=time.monotonic() - started,
             )
 
 

@@ -16,14 +16,13 @@ from table_runs import (
     PARAMETERS,
     SEARCH_SECONDS,
     TEST_ACCURACY,
+    Job,
     arguments,
-    make_all,
-    measure,
+    make_runs,
 )
 from tables import start_results
 
 RESULTS = Path(__file__).parent / "results" / "search.json"
-RUNS = Path("runs/table_search")
 SMALL = ("dataset=fashion_mnist", "dataset.limit_train=2000", "clients=5")
 SEARCHES = {
     "recommended": ("experiment=search/recommended", *SMALL),
@@ -42,7 +41,17 @@ PARTITIONS = ("iid", "dirichlet")
 SEEDS = (1, 2, 3)
 MORE_SEEDS = (4, 5)  # of the recommended search and what it is compared with
 COMPARED = ("recommended", "data_free", "random_search, as long")
-COLUMNS = [TEST_ACCURACY, CLIENT_ACCURACY, PARAMETERS, SEARCH_SECONDS]
+
+
+def jobs() -> list[Job]:
+    """Return all runs, ordered by seed."""
+    made = [(name, p, s) for s in SEEDS for p in PARTITIONS for name in SEARCHES]
+    made = [row for row in made if row[:2] != ("vanilla_nas", "dirichlet")]  # one party
+    made += [(name, p, s) for s in MORE_SEEDS for p in PARTITIONS for name in COMPARED]
+    return [
+        Job({"search": name, "partition": p}, [*SEARCHES[name], f"partition={p}"], seed)
+        for name, p, seed in made
+    ]
 
 
 def main() -> None:
@@ -52,26 +61,10 @@ def main() -> None:
         RESULTS,
         title="Search on Fashion-MNIST, small form: 2,000 images, 5 clients",
         command="python scripts/table_search.py --root <folder>",
-        columns=COLUMNS,
+        columns=[TEST_ACCURACY, CLIENT_ACCURACY, PARAMETERS, SEARCH_SECONDS],
         against={"search": "random_search, as long"},
     )
-    jobs = [(name, p, s) for s in SEEDS for p in PARTITIONS for name in SEARCHES]
-    jobs = [job for job in jobs if job[:2] != ("vanilla_nas", "dirichlet")]  # one party
-    jobs += [(name, p, s) for s in MORE_SEEDS for p in PARTITIONS for name in COMPARED]
-    root = options.root.resolve()
-    make_all(lambda job: make(*job, root=root), jobs, at_a_time=options.jobs)
-
-
-def make(name: str, partition: str, seed: int, *, root: Path) -> None:
-    """Make one run of the table."""
-    measure(
-        RESULTS,
-        RUNS / f"{name.replace(', ', '_')}_{partition}_s{seed}",
-        overrides=[*SEARCHES[name], f"partition={partition}"],
-        group={"search": name, "partition": partition},
-        seed=seed,
-        root=root,
-    )
+    make_runs(RESULTS, jobs(), root=options.root, at_a_time=options.jobs)
 
 
 if __name__ == "__main__":

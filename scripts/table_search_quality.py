@@ -14,18 +14,16 @@ is added to scripts/results/search_quality.json. ``--only`` makes the rows of on
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
-from table_runs import cpu_seconds, measure
+from table_runs import Job, arguments_of_cells, make_runs
 from tables import start_results
 
 from fednas_flwr.report.lookup import CellTable, found_cell, read_table
 from fednas_flwr.runs.numbers import Run
 
 RESULTS = Path(__file__).parent / "results" / "search_quality.json"
-RUNS = Path("runs/table_search_quality")
 DATA = (
     *("dataset=npz", "dataset.limit_train=8000"),
     *("clients=4", "search_space=nasbench201_small", "stages=[search]", "trackers=[]"),
@@ -59,10 +57,8 @@ COLUMNS = [
 
 def main() -> None:
     """Run what is missing, one run after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments_of_cells(__doc__)
     parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--table", type=Path, required=True)
-    parser.add_argument("--column", nargs="+", default=[], help="of accuracies in the table")
     parser.add_argument("--only", choices=sorted({search for search, _, _ in ROWS + MORE_ROWS}))
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -74,46 +70,23 @@ def main() -> None:
         columns=COLUMNS,
         against={"search": "fed_darts"},
     )
-    table, root = read_table(options.table, options.column), options.root.resolve()
-    jobs = [(row, seed) for seed in SEEDS for row in ROWS]
-    jobs += [(row, seed) for seed in FEWER_SEEDS for row in MORE_ROWS]
-    for row, seed in jobs:
-        if options.only in (None, row[0]):
-            make(*row, seed, table=table, root=root)
+    table = read_table(options.table, options.column)
+    made = [(*row, seed) for seed in SEEDS for row in ROWS]
+    made += [(*row, seed) for seed in FEWER_SEEDS for row in MORE_ROWS]
+    jobs = [job(*row) for row in made if options.only in (None, row[0])]
+    make_runs(RESULTS, jobs, root=options.root, more=lambda run: found(run, table))
 
 
-def make(
-    search: str,
-    partition: str,
-    settings: tuple[str, ...],
-    seed: int,
-    *,
-    table: CellTable,
-    root: Path,
-) -> None:
-    """Make one run of the table."""
+def job(search: str, partition: str, settings: tuple[str, ...], seed: int) -> Job:
+    """Return one run of the table."""
     own = [] if partition == "none" else [f"partition={partition}"]
-    started = cpu_seconds()
+    return Job({"search": search, "partition": partition}, [*settings, *DATA, *own], seed)
 
-    def more(run: Run) -> dict[str, float]:
-        rounds = run.rounds("search")
-        traffic = sum(event["bytes_sent"] + event["bytes_received"] for event in rounds)
-        return {
-            "percentile": table.percentiles[found_cell(run)],
-            "cpu": cpu_seconds() - started,
-            "megabytes": traffic / 1e6,
-        }
 
-    name = search.replace(", ", "_").replace(" ", "_")
-    measure(
-        RESULTS,
-        RUNS / f"{name}_{partition}_s{seed}",
-        overrides=[*settings, *DATA, *own],
-        group={"search": search, "partition": partition},
-        seed=seed,
-        root=root,
-        more=more,
-    )
+def found(run: Run, table: CellTable) -> dict[str, float]:
+    """Return how good the found cell is, and the traffic of the search."""
+    megabytes = sum(run.traffic("search")) / 1e6
+    return {"percentile": table.percentiles[found_cell(run)], "megabytes": megabytes}
 
 
 if __name__ == "__main__":

@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from table_runs import PARAMETERS, TEST_ACCURACY, measure
+from table_runs import PARAMETERS, TEST_ACCURACY, Job, make_runs
 from tables import start_results
 
 from fednas_flwr.runs.numbers import Run
 
 RESULTS = Path(__file__).parent / "results" / "wire.json"
-RUNS = Path("runs/table_wire")
 WIRES = ("float32", "float16", "int8")
 SEEDS = (1, 2, 3)
 COLUMNS = [
@@ -39,22 +38,13 @@ def main() -> None:
         columns=COLUMNS,
         against={"wire": "float32"},
     )
-    for seed in SEEDS:
-        for wire in WIRES:
-            measure(
-                RESULTS,
-                RUNS / f"{wire}_s{seed}",
-                overrides=[f"runtime.wire={wire}"],
-                group={"wire": wire},
-                seed=seed,
-                root=None,
-                more=traffic,
-            )
+    jobs = [Job({"wire": w}, [f"runtime.wire={w}"], seed) for seed in SEEDS for w in WIRES]
+    make_runs(RESULTS, jobs, more=traffic)
 
 
 def traffic(run: Run) -> dict[str, float]:
     """Return the megabytes both ways in the search, where all runs have one supernet."""
-    sent, received, _ = run.traffic("search")
+    sent, received = run.traffic("search")
     return {"search_sent_mb": sent / 1e6, "search_replies_mb": received / 1e6}
 
 

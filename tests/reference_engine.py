@@ -5,8 +5,6 @@ import torch
 from fednas_flwr.spaces import darts, nasbench201
 from fednas_flwr.spaces.operations import summed_states
 
-ENGINES = FAST, REFERENCE = ("fast", "reference")
-
 
 def mixed_states(inputs, edges, ops, weights_EO):
     def compute(index, state):
@@ -38,9 +36,9 @@ class _NASBench201Cell(nasbench201.SearchCell):
 _REFERENCES = {kind.__base__: kind for kind in (_DARTSCell, _NASBench201Network, _NASBench201Cell)}
 
 
-def by(engine, supernet):
-    """Return a supernet computed by an engine; spaces that have one way only stay as they are."""
-    for module in supernet.modules() if engine == REFERENCE else ():
+def by_ops(supernet):
+    """Return a supernet computed op by op; those of spaces that have no other way stay so."""
+    for module in supernet.modules():
         module.__class__ = _REFERENCES.get(type(module), type(module))
         if hasattr(module, "body"):
             module.body.takes_stack = False

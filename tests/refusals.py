@@ -3,6 +3,7 @@
 import pytest
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.pipeline.feasible import check_buildable
 
 
 def refuses(words, call, /, *given, error=ConfigError, **named):
@@ -16,3 +17,8 @@ def refuses(words, call, /, *given, error=ConfigError, **named):
     with pytest.raises(error, match=words or None) as told:
         call(*given, **named)
     return str(told.value)
+
+
+def refuses_run(words, compose, *overrides):
+    """Check that a configuration is refused, when it is composed or by what it names."""
+    return refuses(words, lambda: check_buildable(compose(*overrides)))

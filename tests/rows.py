@@ -1,9 +1,16 @@
-"""Tables of cases as text: a row is a line, its cells stand between bars."""
+"""Tables of cases: as text, where a row is a line and bars stand between cells; rare rows."""
 
 from string import Template
+
+import pytest
 
 
 def rows(text, **names):
     """Return the cells of each row; ``$NAME`` stands for a text, and an indented line goes on."""
     lines = Template(text).safe_substitute(names).strip().replace("\n    ", " ").splitlines()
     return [tuple(cell.strip() for cell in f"{line} ".split(" | ")) for line in lines]
+
+
+def seldom(*row):
+    """Return a row that the quick tier leaves out: others show there what it shows."""
+    return pytest.param(*row, marks=pytest.mark.run)

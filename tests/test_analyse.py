@@ -9,7 +9,6 @@ import analyse
 import pytest
 import torch
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import read_events
@@ -17,6 +16,8 @@ from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import load_genotype, save_genotype
+
+from .refusals import refuses
 
 TINY = [
     *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"),
@@ -111,12 +112,10 @@ def test_every_variant_can_be_trained_at_once(folder, tmp_path, capsys):
 
 @pytest.mark.run
 def test_a_folder_without_a_finished_run_is_refused(folder, tmp_path):
-    with pytest.raises(ConfigError, match="give the folder of a run"):
-        analyse.main([str(tmp_path)])
+    refuses("give the folder of a run", analyse.main, [str(tmp_path)])
     lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "events.jsonl").write_text("".join(lines[:-1]))
-    with pytest.raises(SystemExit, match=f"resume={tmp_path}"):
-        analyse.main([str(tmp_path)])
+    refuses(f"resume={tmp_path}", analyse.main, [str(tmp_path)], error=SystemExit)
 
 
 def test_a_variant_changes_the_ops_of_one_family_and_no_other():

@@ -8,6 +8,8 @@ import pytest
 
 from fednas_flwr.base.files import replacing, write_atomically
 
+from .refusals import refuses
+
 PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
 
 
@@ -28,8 +30,7 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(step, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(step, fail)
-        with pytest.raises(OSError, match="disk full"):
-            write_atomically(path, b"new and longer")
+        refuses("disk full", write_atomically, path, b"new and longer", error=OSError)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
     assert write_atomically(path, b"new").read_bytes() == b"new"
@@ -43,8 +44,7 @@ def test_a_block_that_raises_leaves_the_old_content(tmp_path):
             temporary.write_text("new")
             raise ValueError("half")
 
-    with pytest.raises(ValueError, match="half"):
-        write_half()
+    refuses("half", write_half, error=ValueError)
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_text() == "old"
 

@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.pretrained import Pretrained
 
+from .refusals import refuses
+
 TINY = "test_efficientnet"  # .4 M parameters
 
 
@@ -114,7 +116,5 @@ def test_a_file_that_is_no_state_dict_is_refused(tmp_path):
 
 
 def test_names_and_sizes_that_do_not_exist_are_refused():
-    with pytest.raises(ConfigError, match="no network 'nothing' in timm or torchvision"):
-        Pretrained("nothing")
-    with pytest.raises(ConfigError, match="takes images of 224 pixels only"):
-        Pretrained("vit_tiny_patch16_224", image_size=96)
+    refuses("no network 'nothing' in timm or torchvision", Pretrained, "nothing")
+    refuses("takes images of 224 pixels only", Pretrained, "vit_tiny_patch16_224", image_size=96)

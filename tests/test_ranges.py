@@ -21,6 +21,8 @@ from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, 
 from fednas_flwr.settings.registry import OWN, TABLES, algorithms, carry
 from fednas_flwr.spaces import SEARCH_SPACES
 
+from .refusals import refuses
+
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 MBCONV = ["search_space=mbconv", "retrain=mbconv"]
 COST = "{table: null, unit: ms, target: 3.0, loss: additive, scale: 1.0, exponent: 1.0}"
@@ -241,13 +243,10 @@ def test_settings_at_any_depth_are_named_once(algorithm, override, sentence):
 
 
 def test_what_holds_between_fields_is_checked_after_each():
-    with pytest.raises(ConfigError, match=r"^min_lr=0.2 is out of range: expected 0 to lr=0.1\."):
-        replace(PLAIN, min_lr=0.2)
-    with pytest.raises(ConfigError, match="^low=0.0 .* above 0 where log is true"):
-        Range(0.0, 1.0, log=True)
+    refuses(r"^min_lr=0.2 is out of range: expected 0 to lr=0.1\.", replace, PLAIN, min_lr=0.2)
+    refuses("^low=0.0 .* above 0 where log is true", Range, 0.0, 1.0, log=True)
     assert Range(0.0, 1.0, log=False).at(0.5) == 0.5
-    with pytest.raises(ConfigError, match="^lr=-1.0 is out of range: expected 0 to 10000 "):
-        Adam(lr=-1.0, weight_decay=0.0)
+    refuses("^lr=-1.0 is out of range: expected 0 to 10000 ", Adam, lr=-1.0, weight_decay=0.0)
 
 
 @pytest.mark.parametrize(
@@ -258,8 +257,7 @@ def test_a_decay_that_turns_weights_round_is_refused_everywhere(lr, most, above)
     sentence = rf"weight_decay={above} is out of range: expected 0 to {1 / lr:.4g}, which is 1 / lr"
     for make in (lambda **own: Configuration(**own, **arm), partial(replace, PLAIN, min_lr=0.0)):
         assert make(lr=lr, weight_decay=most).weight_decay == most
-        with pytest.raises(ConfigError, match=f"^{sentence}"):
-            make(lr=lr, weight_decay=above)
+        refuses(f"^{sentence}", make, lr=lr, weight_decay=above)
     for algorithm in ("feathers", "fedex"):
         entry = {**arm, "lr": lr, "weight_decay": above}
         text = str(entry).replace("'", "")

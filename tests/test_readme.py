@@ -5,11 +5,12 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.specifiers import SpecifierSet
 from tables import render_tables
 
 from fednas_flwr.cli import main
+
+from .refusals import refuses
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -84,8 +85,7 @@ def test_every_script_that_is_named_exists():
 
 
 def test_every_command_that_is_named_exists(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    refuses("", main, ["--help"], error=SystemExit)
     listed = set(re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE))
     blocks = re.findall(r"```(?:bash|sh|console)?\n(.*?)```", TEXT, re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]

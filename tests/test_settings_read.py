@@ -24,6 +24,8 @@ from fednas_flwr.settings.parser import Checked
 from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.settings.unused import without_effect
 
+from .rows import seldom
+
 GROUPS = {  # the groups of a configuration, by what their classes derive from
     "AlgorithmSettings": "algorithm",
     "SearchSpaceSettings": "search_space",
@@ -130,7 +132,10 @@ RUNS = {name: [*IMAGES] for name in algorithms()} | {
         *(*MBCONV, "algorithm.group_by=tag", "algorithm.num_groups=null"),
         *("algorithm.client_tags=[a,b]", "algorithm.group_rounds=1"),
     ],
-    "dpnas": [*CELLS],
+    "dpnas": [
+        *(*CELLS, "algorithm.trained_candidates=2", "algorithm.rewarded_candidates=2"),
+        "algorithm.final_candidates=3",
+    ],
     "fedavg": [*GIVEN],
     "fedprox": [*GIVEN, "server_optimizer=adam"],
     "fedavg by Adagrad": [*GIVEN, "server_optimizer=adagrad"],
@@ -165,9 +170,7 @@ def genotype(made_data, tmp_path_factory):
 
 
 @pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=pytest.mark.run if " " in run else ()) for run in RUNS]
-)
+@pytest.mark.parametrize("run", [seldom(run) if " " in run else run for run in RUNS])
 def test_a_setting_is_read_or_refused(run, made_data, genotype, tmp_path):
     overrides = [genotype if text == "genotype" else text for text in RUNS[run]]
     overrides += data_of(overrides, made_data, tmp_path)

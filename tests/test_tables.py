@@ -8,6 +8,8 @@ import pytest
 from scipy.stats import ttest_rel
 from tables import append_result, find_result, main, render_tables, start_results
 
+from .refusals import refuses
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 COLUMNS = [{"metric": "accuracy", "title": "accuracy (%)", "scale": 100, "decimals": 1}]
 
@@ -86,8 +88,7 @@ def test_check_says_whether_the_readme_is_stale(results, tmp_path, capsys):
     ],
 )
 def test_marks_that_do_not_fit_are_refused(results, readme, message):
-    with pytest.raises(ValueError, match=message):
-        render_tables(readme, results.parent)
+    refuses(message, render_tables, readme, results.parent, error=ValueError)
 
 
 def test_a_script_continues_where_it_stopped(results):
@@ -115,8 +116,7 @@ def test_a_run_that_does_not_fit_is_refused(results):
         (_run("fnas", 1, 0.1) | {"metrics": {}}, "lacks the metrics"),
         (_run("fnas", 1, float("nan")), "JSON compliant"),
     ):
-        with pytest.raises(ValueError, match=words):
-            append_result(results, run)
+        refuses(words, append_result, results, run, error=ValueError)
     assert results.read_text() == before
 
 

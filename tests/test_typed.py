@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from fednas_flwr.base.errors import ConfigError, MissingSettingError, show, unknown_choice
 from fednas_flwr.settings.parser import MISSING, parse
 
+from .refusals import refuses
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -114,54 +116,48 @@ def test_unknown_and_missing_keys_are_named_wherever_they_are(change, sentence):
 
 HUGE = 10**400
 NUMBER, WHOLE, TEXT = "expected a number", "expected a whole number", "expected text"
+WRONG = [  # a setting, its wrong values, and what is expected
+    ("limit", (math.nan, math.inf, -math.inf, True, "0.5", [], {}, b"1", 1 + 1j), NUMBER),
+    ("name", (5, None, ["cell"]), TEXT),
+    ("deep", (1, "true", None), "expected true or false"),
+    ("paths", (5, "12", {"0": [1]}), "expected a list such as [a list such as"),
+    ("splits", ("train", None), "expected a list"),
+    ("rates", ([1],), "expected a mapping"),
+    ("description", (None, []), "expected a mapping"),
+]
+WRONG_STEPS = (1.0, math.nan, True, "1", None, [1], 2**63, -(2**63))
+WITHIN = [
+    *(({"limit": n}, "limit=an integer of more than 30 digits has the") for n in (HUGE, -HUGE)),
+    ({"optimizer": None}, "optimizer=null must be a group of settings"),
+    ({"optimizer": [1]}, "optimizer=[1] must be a group of settings"),
+    ({"maybe": 5}, "maybe=5 must be a group of settings"),
+    ({"optimizer": {"lr": "x", "steps": 1}}, f"optimizer.lr=x has the wrong type: {NUMBER}"),
+    *(
+        ({"optimizer": {"lr": 1, "steps": bad}}, f"optimizer.steps={show(bad)} has the wrong type")
+        for bad in WRONG_STEPS
+    ),
+    ({"optimizer": {"lr": 1, "steps": HUGE}}, "optimizer.steps=an integer of more than 30 digits"),
+    ({"paths": [[1], 2]}, "paths[1]=2 has the wrong type: expected a list"),
+    ({"paths": [[1, 2.0]]}, f"paths[0][1]=2.0 has the wrong type: {WHOLE}"),
+    ({"paths": [[1, None]]}, f"paths[0][1]=null has the wrong type: {WHOLE}"),
+    ({"costs": [[None, math.nan]]}, f"costs[0][1]=nan has the wrong type: {NUMBER}"),
+    ({"costs": [None]}, "costs[0]=null has the wrong type: expected a list"),
+    ({"splits": ["train", 5]}, f"splits[1]=5 has the wrong type: {TEXT}"),
+    ({"stages": [{"lr": 1, "steps": 1}, None]}, "stages[1]=null must be a group of settings"),
+    ({"stages": [{"lr": 1, "steps": None}]}, f"stages[0].steps=null has the wrong type: {WHOLE}"),
+    ({"rates": {"a": "1"}}, f"rates.a=1 has the wrong type: {NUMBER}"),
+    ({"rates": {"a" * 10**5: "1"}}, f"rates.{'a' * 80}=1 has the wrong type: {NUMBER}"),
+    ({"name": ["x" * 1000] * 1000}, f"name=[{'x' * 30}..., "),
+    ({"deep": "x" * 1000}, f"deep={'x' * 80} has the wrong type: expected true or false"),
+]
+OF_ANOTHER_TYPE = WITHIN + [
+    ({name: value}, f"{name}={show(value)} has the wrong type: {expected}")
+    for name, values_of, expected in WRONG
+    for value in values_of
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        *(({"limit": bad}, f"limit={show(bad)} has the wrong type: {NUMBER}") for bad in
-          (math.nan, math.inf, -math.inf, True, "0.5", [], {}, b"1", 1 + 1j)),
-        ({"limit": HUGE}, f"limit=an integer of more than 30 digits has the wrong type: {NUMBER}"),
-        ({"limit": -HUGE}, f"limit=an integer of more than 30 digits has the wrong type: {NUMBER}"),
-        ({"name": 5}, f"name=5 has the wrong type: {TEXT}"),
-        ({"name": None}, f"name=null has the wrong type: {TEXT}"),
-        ({"name": ["cell"]}, f"name=[cell] has the wrong type: {TEXT}"),
-        ({"deep": 1}, "deep=1 has the wrong type: expected true or false"),
-        ({"deep": "true"}, "deep=true has the wrong type: expected true or false"),
-        ({"deep": None}, "deep=null has the wrong type: expected true or false"),
-        ({"optimizer": None}, "optimizer=null must be a group of settings"),
-        ({"optimizer": [1]}, "optimizer=[1] must be a group of settings"),
-        ({"maybe": 5}, "maybe=5 must be a group of settings"),
-        ({"optimizer": {"lr": "x", "steps": 1}}, f"optimizer.lr=x has the wrong type: {NUMBER}"),
-        *(({"optimizer": {"lr": 1, "steps": bad}},
-           f"optimizer.steps={show(bad)} has the wrong type: {WHOLE}") for bad in
-          (1.0, math.nan, True, "1", None, [1], 2**63, -(2**63))),
-        ({"optimizer": {"lr": 1, "steps": HUGE}},
-         f"optimizer.steps=an integer of more than 30 digits has the wrong type: {WHOLE}"),
-        ({"paths": 5}, "paths=5 has the wrong type: expected a list such as [a list such as"),
-        ({"paths": "12"}, "paths=12 has the wrong type: expected a list"),
-        ({"paths": {"0": [1]}}, "paths={0: [1]} has the wrong type: expected a list"),
-        ({"paths": [[1], 2]}, "paths[1]=2 has the wrong type: expected a list"),
-        ({"paths": [[1], "2"]}, "paths[1]=2 has the wrong type: expected a list"),
-        ({"paths": [[1, 2.0]]}, f"paths[0][1]=2.0 has the wrong type: {WHOLE}"),
-        ({"paths": [[1, None]]}, f"paths[0][1]=null has the wrong type: {WHOLE}"),
-        ({"costs": [[None, math.nan]]}, f"costs[0][1]=nan has the wrong type: {NUMBER}"),
-        ({"costs": [None]}, "costs[0]=null has the wrong type: expected a list"),
-        ({"splits": "train"}, "splits=train has the wrong type: expected a list"),
-        ({"splits": ["train", 5]}, f"splits[1]=5 has the wrong type: {TEXT}"),
-        ({"splits": None}, "splits=null has the wrong type: expected a list"),
-        ({"stages": [{"lr": 1, "steps": 1}, None]}, "stages[1]=null must be a group of settings"),
-        ({"stages": [{"lr": 1, "steps": None}]},
-         f"stages[0].steps=null has the wrong type: {WHOLE}"),
-        ({"rates": [1]}, "rates=[1] has the wrong type: expected a mapping"),
-        ({"rates": {"a": "1"}}, f"rates.a=1 has the wrong type: {NUMBER}"),
-        ({"rates": {"a" * 10**5: "1"}}, f"rates.{'a' * 80}=1 has the wrong type: {NUMBER}"),
-        ({"description": None}, "description=null has the wrong type: expected a mapping"),
-        ({"description": []}, "description=[] has the wrong type: expected a mapping"),
-        ({"name": ["x" * 1000] * 1000}, f"name=[{'x' * 30}..., "),
-        ({"deep": "x" * 1000}, f"deep={'x' * 80} has the wrong type: expected true or false"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "sentence"), OF_ANOTHER_TYPE)
 def test_a_value_of_another_type_is_refused_in_one_short_sentence(change, sentence):
     assert refused(**change).startswith(sentence)
 
@@ -176,8 +172,7 @@ def test_what_only_the_user_can_give_is_asked_for(key, expected):
 
 @pytest.mark.parametrize("given", [None, 5, "x", [], [1], (1,), math.nan])
 def test_what_is_no_mapping_at_all_is_refused(given):
-    with pytest.raises(ConfigError, match="^net=.* must be a group of settings"):
-        parse(Network, given, key="net")
+    refuses("^net=.* must be a group of settings", parse, Network, given, key="net")
 
 
 def test_what_a_dataclass_refuses_is_told_with_the_whole_key():

@@ -32,6 +32,7 @@ from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings.run_settings import SecureSumSettings
 
 from .asked import PLAIN, smallest
+from .refusals import refuses
 
 NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
 SITES = ("runtime=deployment", "runtime.superlink=site", "partition=sites")
@@ -189,8 +190,7 @@ def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuse
     with pytest.raises(ConfigError, match="this site's policy has no section secure_sum"):
         client_of(replace(config, secure_sum=SecureSumSettings()))
     site_of(tmp_path, secure_sum={"roster": "ab" * 32, "least_sites": 2, "colluding": 0})
-    with pytest.raises(ConfigError, match="the policy has secure_sum but the node lacks roster"):
-        client_of(config)
+    refuses("the policy has secure_sum but the node lacks roster", client_of, config)
 
 
 def test_personalised_metrics_are_of_test_records_after_local_training(compose_config, federate):

@@ -71,6 +71,7 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
     model = model.cpu().eval()
     inputs, example = model.inputs, _examples(model.inputs)
     taken = "features" if inputs.is_table else "images"
+    torch.backends.mha.set_fastpath_enabled(False)  # which ONNX does not know
     with replacing(path) as temporary:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporter announces its age and constant shapes

@@ -6,9 +6,9 @@ from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings import Config
-from fednas_flwr.settings.data_settings import PARTITIONS
+from fednas_flwr.settings.data_settings import CSV, PARTITIONS
 from fednas_flwr.settings.incompatible import check_combinations
-from fednas_flwr.settings.names import CLIENT
+from fednas_flwr.settings.names import CLIENT, LARGEST_MICRO_BATCH, NO_NORM
 from fednas_flwr.settings.parser import choose_kind, field_types, known_names, parse
 from fednas_flwr.settings.registry import BUILT_IN, entries
 from fednas_flwr.settings.run_settings import AGGREGATES, PRIVACY, RUNTIMES, SERVER_OPTIMIZERS
@@ -19,6 +19,13 @@ YIELDING = {  # defaults of privacy=dp that give way where the user sets what th
     "privacy.rate": ("algorithm.batch_size", "algorithm.search.batch_size"),
     "privacy.retrain.rate": ("retrain.batch_size",),
     "privacy.retrain.noise_walk": ("retrain.weights.lr",),
+}
+OF_TABLES: dict[str, float | str] = {  # of privacy=dp by record, where the data are a table
+    "retrain.channels": 32,
+    "retrain.norm": NO_NORM,
+    "privacy.retrain.rate": 1.0,
+    "privacy.retrain.noise_walk": 0.5,
+    "privacy.micro_batch_size": LARGEST_MICRO_BATCH,
 }
 CHOICES: dict[str, dict[str, type]] = {  # by group, the class of each choice
     "partition": PARTITIONS,
@@ -55,16 +62,20 @@ def yielded(tree: Mapping[str, Any], user: UserSettings) -> Mapping[str, Any]:
     Of a group of an experiment that is chosen anew, what the experiment sets in it and the new
     choice lacks goes: with ``experiment=dp_fnas/fashion_mnist privacy=none`` its budget.
     """
-    yields: dict[str, float | None] = {}
+    yields: dict[str, float | str | None] = {}
     privacy, known = tree.get("privacy"), {*user.typed, *user.experiment}
+    kinds = chosen_kinds(tree)
     if isinstance(privacy, Mapping) and privacy.get("name") == "dp":
         if privacy.get("unit") == CLIENT and "privacy.retrain.max_grad_norm" not in known:
             yields["privacy.retrain.max_grad_norm"] = UPDATE_NORM
+        elif kinds["dataset"] is CSV:
+            kept = user.typed if "search_space" in user.typed else known
+            yields |= {name: value for name, value in OF_TABLES.items() if name not in kept}
         for default, others in YIELDING.items():
             typed = default not in user.typed and any(other in user.typed for other in others)
             if typed or (default not in known and any(other in known for other in others)):
                 yields[default] = None
-    tree, kinds = _yielded(tree, yields, user), chosen_kinds(tree)
+    tree = _yielded(tree, yields, user)
     for setting in user.experiment:
         group, first, *_ = f"{setting}.".split(".")
         is_typed = any(name.startswith(f"{group}.{first}") for name in user.typed)

@@ -12,9 +12,9 @@ Unit = Literal["record", "person", "client"]  # what privacy protects one of
 UNITS: tuple[Unit, Unit, Unit] = get_args(Unit)
 RECORD, PERSON, CLIENT = UNITS
 
-Norm = Literal["batch", "group"]  # how a network normalises
-NORMS: tuple[Norm, Norm] = get_args(Norm)
-BATCH, GROUP = NORMS
+Norm = Literal["batch", "group", "none"]  # how a network normalises; a supernet by one of two
+NORMS: tuple[Norm, Norm, Norm] = get_args(Norm)
+BATCH, GROUP, NO_NORM = NORMS
 
 # What plain gradients are computed in.
 FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")

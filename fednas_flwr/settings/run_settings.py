@@ -26,6 +26,7 @@ PartOrZero = Annotated[float, ps.Where(lambda n: n == 0 or n in LEAST_PART, f"0,
 EXCHANGES = ("models", "gradients")
 
 Norm = Annotated[str, ps.OneOf(names.NORMS)]
+SupernetNorm = Annotated[str, ps.OneOf((names.BATCH, names.GROUP))]
 Width = Annotated[int, ps.Between(1, 10**6)]
 Cells = Annotated[int, ps.Between(1, 1000, reason="no deeper network has been trained")]
 Epsilon = Annotated[float, ps.Between(names.LEAST_EPSILON, names.LARGEST_EPSILON)]
@@ -53,7 +54,7 @@ class SearchSpaceSettings(ps.Checked):
     """
 
     name: str
-    norm: Norm
+    norm: SupernetNorm
     skip: Annotated[str, ps.OneOf(names.SKIPS)]
     own_ops: Annotated[list[str], ps.Distinct()]
 
@@ -141,7 +142,8 @@ class Retrain(ps.Checked):
             ``privacy.retrain.rate`` sets the share of the records.
         channels: Channels of the first cells; null takes the supernet's size.
         num_cells: Cells of the network; null takes the supernet's number.
-        norm: Normalisation of the network: ``batch``, or ``group``, which privacy needs.
+        norm: Normalisation of the network: ``batch``, ``group`` or ``none``. With privacy it is one
+            of the last two, and of a table none by default.
         unaugmented: Share of the rounds, the last ones, in which images are not augmented, as they
             will not be in use (He et al. 2019, arXiv 1909.09148).
         auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 has none.
@@ -282,10 +284,10 @@ class PrivateRetrain(ClippedNoise):
 
     Attributes:
         local_steps: Noised steps of a client per round.
-        rate: Probability with which a step draws each record; null is that of expected batches of
-            ``retrain.batch_size``.
+        rate: Probability with which a step draws each record, of a table 1 by default; null is that
+            of expected batches of ``retrain.batch_size``.
         noise_walk: Standard deviation that the noise of all steps gives a weight, from which the
-            learning rate follows; null is ``retrain.weights``'.
+            learning rate follows, of a table .5 by default; null is ``retrain.weights``'.
     """
 
     local_steps: opt.Steps

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings.names import GROUP, Norm
+from fednas_flwr.settings.names import GROUP, NO_NORM, Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import Between
 from fednas_flwr.spaces.cell_graph import candidate_edges
@@ -110,11 +110,13 @@ class MLPSpace(TwoInputSpace):
 
 
 def make_norm(width: int, *, layers: int = 1, norm: Norm, affine: bool) -> nn.Module:
-    """Return batch norm, or a group norm with one group for each of ``layers`` side by side.
+    """Return batch norm, a group norm with one group for each of ``layers`` side by side, or none.
 
     Group norm over one group is layer norm. More groups, as images have, would leave of a group of
-    two units without pixels only which is larger.
+    two units without pixels only which is larger. ``none`` keeps what a norm over few units loses.
     """
+    if norm == NO_NORM:
+        return nn.Identity()
     if norm == GROUP:
         return nn.GroupNorm(layers, layers * width, affine=affine)
     return nn.BatchNorm1d(layers * width, affine=affine)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.layers import called, depthwise
-from fednas_flwr.settings.names import GROUP, NORMS, Norm
+from fednas_flwr.settings.names import GROUP, NO_NORM, NORMS, Norm
 from fednas_flwr.settings.registry import TABLES
 
 MAX_GROUPS = 8
@@ -48,12 +48,14 @@ def num_groups(channels: int, *, most: int = MAX_GROUPS) -> int:
 def make_norm(
     channels: int, *, norm: Norm, affine: bool, most_groups: int = MAX_GROUPS
 ) -> nn.Module:
-    """Build batch normalisation, or group normalisation with :func:`num_groups` groups.
+    """Build batch normalisation, group normalisation with :func:`num_groups` groups, or none.
 
     Raises:
         ConfigError: There is no such norm.
     """
     check_choice("search_space.norm", norm, NORMS)
+    if norm == NO_NORM:
+        return nn.Identity()
     if norm == GROUP:
         return nn.GroupNorm(num_groups(channels, most=most_groups), channels, affine=affine)
     return nn.BatchNorm2d(channels, affine=affine)

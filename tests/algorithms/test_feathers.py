@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fednas_flwr.algorithms.stage_strategies import make_retraining
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.models.metrics import evaluate
@@ -17,6 +16,8 @@ from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search.bandit import Bandit, draw_configurations
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings.optimizers import Adam, Range
+
+from ..refusals import refuses
 
 SETTINGS = [
     *("algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"),
@@ -190,8 +191,7 @@ def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkey
 
     monkeypatch.setitem(ANSWERS, "train.probe", lying)
     words = "client 1: rewards has a norm of 1.73e.15, where an honest"
-    with pytest.raises(QuorumError, match=words):
-        federation.strategy.start(federation.grid, num_rounds=1)
+    refuses(words, federation.strategy.start, federation.grid, num_rounds=1, error=QuorumError)
     assert not explored(federation)
 
 
@@ -231,5 +231,4 @@ def test_drawn_configurations_follow_their_ranges():
         middle = distribution.at(0.5)
         below = float((values < middle).double().mean())
         assert abs(below - 0.5) < 5 * (0.25 / 4000) ** 0.5
-    with pytest.raises(ConfigError, match="ranges"):
-        draw_configurations(1, {"lr": RANGES["lr"]}, make_generator(1, "drawn"))
+    refuses("ranges", draw_configurations, 1, {"lr": RANGES["lr"]}, make_generator(1, "drawn"))

@@ -11,6 +11,7 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.models.networks import supernet_space
 
+from ..rows import seldom
 from .plain import average, copied, make_sgd, rate_of_round, step
 
 ROUNDS = 2
@@ -59,7 +60,7 @@ def alternate(supernet, client, server_round, config, lr):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        ["fed_darts"],
+        seldom(["fed_darts"]),
         ["fed_darts", "algorithm.beta_decay=5"],
         pytest.param(["fednas"], marks=pytest.mark.slow),
         ["fednas", "algorithm.validation_weight=3"],

@@ -13,6 +13,7 @@ from fednas_flwr.data.loaders import augment, epoch_batches
 from fednas_flwr.models.networks import make_network
 from fednas_flwr.protocol.states import network_states
 
+from ..refusals import refuses
 from .plain import average, copied, make_sgd, rate_of_round, step
 
 ROUNDS = 3
@@ -100,7 +101,6 @@ def test_a_plain_network_has_no_alphas_to_send(trained):
     assert "alphas" not in trained.strategy.states
     states = network_states(trained.network)
     assert set(trained.strategy.states) == {name for name, own in states.items() if own}
-    with pytest.raises(ValueError, match="does not search"):
-        trained.strategy.derive()
+    refuses("does not search", trained.strategy.derive, error=ValueError)
     rounds = trained.named("round")
     assert "alpha_entropy" not in rounds[0]["metrics"]

@@ -32,7 +32,7 @@ def message_of(reply):
 
 
 @pytest.mark.parametrize(
-    ("name", "network"), [("adam", "mobilenet_v2"), ("yogi", "plain_cnn"), ("adagrad", "plain_cnn")]
+    ("name", "network"), [("adam", "resnet8_4"), ("yogi", "plain_cnn"), ("adagrad", "plain_cnn")]
 )
 def test_rounds_are_those_of_flowers_strategy(name, network, search):
     federation = search(

@@ -156,8 +156,7 @@ def test_a_whole_trail_of_another_key_and_one_without_its_mark_are_found(tmp_pat
         refuses("mark was removed or rolled back", look, a, error=DamagedError)
     mark.write_bytes(told)
     a.unlink()
-    with pytest.raises(DamagedError, match="ends at line 0 and its mark names line 5"):
-        add_line(a)
+    refuses("ends at line 0 and its mark names line 5", add_line, a, error=DamagedError)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +193,7 @@ def test_a_line_that_a_crash_has_torn_is_replaced_and_the_chain_goes_on(path):
 
 def test_nothing_leaves_when_the_file_cannot_be_written(path):
     path.mkdir(parents=True)
-    with pytest.raises(OSError, match="directory"):
-        trail_at(path).asked(REQUEST, flower_run=1)
+    refuses("directory", trail_at(path).asked, REQUEST, flower_run=1, error=OSError)
 
 
 def test_a_node_without_a_ledger_has_a_key_of_its_own(tmp_path):

@@ -15,6 +15,7 @@ from fednas_flwr.search.proxyless import PathNetwork, draw_paths, drawable_alpha
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
 from fednas_flwr.settings.optimizers import SGD
 
+from ..rows import seldom
 from ..small_spaces import CLASSES, SPACES
 
 WEIGHTS = SGD(lr=0.01, min_lr=0.01, momentum=0.9, weight_decay=1e-4, clip_norm=None)
@@ -63,7 +64,9 @@ def check_near(found):
 
 
 @pytest.mark.parametrize(
-    ("norm", "several"), [("batch", True), ("group", False)], ids=["several labels", "one class"]
+    ("norm", "several"),
+    [("batch", True), seldom("group", False)],
+    ids=["several labels", "one class"],
 )
 def test_gradients_of_weights(space, norm, several):
     supernet = make(replace(space, norm=norm))
@@ -79,7 +82,7 @@ def test_gradients_of_weights(space, norm, several):
     }
 
 
-@pytest.mark.parametrize("rule", ["first_order", "mixed_level"])
+@pytest.mark.parametrize("rule", ["first_order", seldom("mixed_level")])
 def test_gradients_of_alphas(space, rule):
     supernet = make(space)
     weights = Optimizer(supernet.weights(), make_sgd(supernet.weights().values(), WEIGHTS))

@@ -14,7 +14,7 @@ from torch.nn import functional
 from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.base.errors import ConfigError, NoEffectError
-from fednas_flwr.base.pretrained import LENGTH, Frozen, Pretrained, forget_frozen
+from fednas_flwr.base.pretrained import LENGTH, Frozen, forget_frozen
 from fednas_flwr.data.features import KINDS, SCATTERING, load_backbone, transform_of, transformed
 from fednas_flwr.data.prepared import make_data, make_server_data
 from fednas_flwr.data.records import Records
@@ -74,13 +74,38 @@ def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights):
     alone = torch.cat([backbone(image[None]) for image in images])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(before[n], tensor) for n, tensor in backbone.state_dict().items())
-    raw = Pretrained(TINY, image_size=32).eval()
-    raw.load_weights(weights)
-    with torch.no_grad():
-        normed = functional.layer_norm(raw(images), backbone.output_shape)
-        expected = LENGTH * normed / backbone.output_shape[0] ** 0.5
-    torch.testing.assert_close(together, expected)
-    torch.testing.assert_close(together.norm(dim=1), torch.full((4,), LENGTH), rtol=0.05, atol=0)
+    torch.testing.assert_close(together, features_of(backbone, images))
+    length = LENGTH * (8 / 9) ** 0.5  # the last stage has one place, and no deviation
+    torch.testing.assert_close(together.norm(dim=1), torch.full((4,), length))
+
+
+def features_of(backbone, images):
+    """Stage by stage: moments over the places of the last four, then what is pooled."""
+    parts, x = [], (images.expand(-1, 3, -1, -1) - backbone.mean) / backbone.std
+    network = backbone.network
+    x = network.bn1(network.conv_stem(functional.interpolate(x, (32, 32), mode="bilinear")))
+    for index, stage in enumerate(network.blocks):
+        x = stage(x)
+        if index >= len(network.blocks) - 4:
+            parts += [x.mean((2, 3)), (x.var((2, 3), correction=0) + 1e-6).sqrt()]
+    parts.append(network.global_pool(network.bn2(network.conv_head(x))))
+    centred = [part - part.mean(1, keepdim=True) for part in parts]
+    normed = [part / part.norm(dim=1, keepdim=True).clamp(1e-4) for part in centred]
+    return torch.cat(normed, 1) * LENGTH / 3
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "width"),
+    [
+        ("regnety_002", 5, 368 + 2 * (24 + 56 + 152 + 368)),
+        ("torchvision/vit_b_16", 12, 768 + 8 * 768),
+        ("swin_tiny_patch4_window7_224", 4, 768 + 2 * (96 + 192 + 384 + 768)),
+    ],
+)
+def test_networks_of_every_build_have_stages_and_moments_of_their_channels(name, stages, width):
+    backbone = Frozen(name, None)
+    assert len(backbone.stages()) == stages
+    assert backbone.output_shape == (width,)
 
 
 def test_what_a_check_without_memory_built_computes_later_and_older_tensors_are_refused(weights):
@@ -88,7 +113,7 @@ def test_what_a_check_without_memory_built_computes_later_and_older_tensors_are_
     with torch.device("meta"):
         backbone = load_backbone(Settings(**named(weights)))
     assert backbone(torch.rand(1, 3, 9, 9)).isfinite().all()
-    older = {name: t for name, t in backbone.state_dict().items() if name != "scale"}
+    older = {name: t for name, t in backbone.state_dict().items() if name != "length"}
     with pytest.raises(ConfigError, match="of another version: train the model anew"):
         backbone.load_state_dict(older)
 

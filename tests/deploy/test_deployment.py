@@ -42,6 +42,7 @@ from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.configuration import load_config
 
 from ..processes import told
+from ..refusals import refuses
 
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=site")
 REAL_SITES = (*DEPLOYMENT, "partition=sites", "dataset.server_test=false")
@@ -222,8 +223,7 @@ def test_run_is_stopped_with_its_launcher(fake_flwr, deployed_config):
     def ctrl_c(event):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        deploy(deployed_config, listeners=[ctrl_c], resumed=False)
+    refuses("", deploy, deployed_config, listeners=[ctrl_c], resumed=False, error=KeyboardInterrupt)
     assert (folder / "commands").read_text().splitlines()[-1] == "stop 7 site --format json"
 
 
@@ -328,8 +328,7 @@ def test_node_overrules_the_servers_settings(compose_config):
     own = site_config(config, {"data-path": "/data", "device": "cuda", "cache": "/fast"})
     assert (own.dataset.root, own.runtime.device, own.dataset.cache) == ("/data", "cuda", "/fast")
     assert site_config(config, {"data-path": str(config.dataset.root)}) == config
-    with pytest.raises(ConfigError, match="device"):
-        site_config(config, {"data-path": "/data", "device": "gpu"})
+    refuses("device", site_config, config, {"data-path": "/data", "device": "gpu"})
 
 
 FEATURES = ("dataset.scattering={scales: 1, angles: 2}",)
@@ -364,8 +363,7 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(compose_config
     assert make_server_data(config, properties).num_classes == 3
     public = replace(config.dataset, server_test=True)
     other = properties | {"class_names": ["0", "1", "2", "3"]}
-    with pytest.raises(ConfigError, match="the server's test set"):
-        make_server_data(replace(config, dataset=public), other)
+    refuses("the server's test set", make_server_data, replace(config, dataset=public), other)
 
 
 @pytest.mark.parametrize(

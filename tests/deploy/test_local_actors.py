@@ -24,6 +24,7 @@ from fednas_flwr.search.data_free_scores import AZ_NAS
 from fednas_flwr.settings import with_runtime
 from fednas_flwr.settings.registry import packed
 
+from ..refusals import refuses
 from ..small_spaces import SPACES as SMALL
 
 SHORT = ("rounds=3", "retrain.rounds=3", "dataset.linear_baseline=false")
@@ -147,8 +148,7 @@ def test_a_process_that_forks_others_is_replaced_when_it_has_died():
         other = forks.start()
         assert other("ab") == 2
     for call in (other, forks.start):
-        with pytest.raises(LostError):
-            call()
+        refuses("", call, error=LostError)
 
 
 @pytest.mark.run
@@ -165,8 +165,7 @@ def test_an_interpreter_that_always_dies_is_started_a_few_times(monkeypatch):
     monkeypatch.setattr(processes, "ENTRY", "no_such_module")
     with Forks(packed(len)) as forks:
         for _ in range(processes.STARTS + 2):
-            with pytest.raises(LostError):
-                forks.start()
+            refuses("", forks.start, error=LostError)
             processes._started[-1][0].wait()
     assert len(processes._started) == processes.STARTS
 

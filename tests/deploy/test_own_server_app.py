@@ -5,8 +5,12 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import ServerApp
 
+from ..rows import seldom
 
-@pytest.mark.parametrize("algorithm", ["fed_darts", "fnas", "random_search", "fedavg"])
+
+@pytest.mark.parametrize(
+    "algorithm", ["fed_darts", "fedavg", seldom("fnas"), seldom("random_search")]
+)
 def test_a_strategy_runs_in_a_server_app(algorithm, compose_config, federate):
     given = ["algorithm.network=plain_cnn"] if algorithm == "fedavg" else []
     federation = federate(compose_config(f"algorithm={algorithm}", *given))

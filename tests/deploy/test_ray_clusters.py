@@ -9,6 +9,8 @@ from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.grids import check_cluster
 
+from ..refusals import refuses
+
 
 @pytest.fixture
 def silent():
@@ -28,22 +30,19 @@ def closed():
 def test_a_cluster_that_does_not_answer_is_refused(compose_config, request, kind):
     address = request.getfixturevalue(kind)
     config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
-    with pytest.raises(ConfigError, match=f"^runtime.ray_address={address}: no Ray cluster answer"):
-        api.check(config)
+    refuses(f"^runtime.ray_address={address}: no Ray cluster answer", api.check, config)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "127.0.0.1:99999999"])
 def test_what_is_no_address_is_refused(compose_config, address):
     config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
-    with pytest.raises(ConfigError, match=f"^runtime.ray_address={address}: "):
-        check_cluster(config)
+    refuses(f"^runtime.ray_address={address}: ", check_cluster, config)
 
 
 @pytest.mark.parametrize("kind", ["client_cpus", "client_gpus"])
 def test_clients_that_fit_on_no_machine_are_refused(compose_config, kind):
     config = compose_config("runtime=ray", f"runtime.{kind}=5000")
-    with pytest.raises(ConfigError, match=rf"runtime.{kind}=5000.*there are {os.cpu_count()} CPUs"):
-        check_cluster(config)
+    refuses(rf"runtime.{kind}=5000.*there are {os.cpu_count()} CPUs", check_cluster, config)
     check_cluster(compose_config("runtime=inline"))
     check_cluster(compose_config("runtime=ray"))
 

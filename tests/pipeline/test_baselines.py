@@ -19,6 +19,7 @@ from fednas_flwr.settings.optimizers import RESNETS
 from fednas_flwr.spaces.costs import count_multiply_adds
 
 from ..booked import booked
+from ..rows import seldom
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
 
@@ -205,7 +206,7 @@ def test_found_hyper_parameters_are_taken_over(compose_config, tmp_path, low, hi
     assert own.retrain.weights.min_lr == min(config.retrain.weights.min_lr, found["lr"])
 
 
-@pytest.mark.parametrize(("side", "rounds"), [(15, 10), (16, 20)])
+@pytest.mark.parametrize(("side", "rounds"), [(15, 10), seldom(16, 20)])
 def test_a_run_and_what_it_is_compared_with_train_images_as_long(
     compose_config, tmp_path, side, rounds
 ):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from fednas_flwr.api import compose
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun
@@ -18,6 +17,8 @@ from fednas_flwr.report.model_card import write_model_card
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
+
+from ..refusals import refuses
 
 SITES = ("cleveland", "hungarian", "va")
 SHORT = ("algorithm=fedavg", "retrain.rounds=1", "evaluation.baselines=0", "trackers=[]")
@@ -91,15 +92,13 @@ def test_clients_follow_from_what_divides_the_data(folder, one_table):
     assert config.clients == len(make_data(config)[1]) == 3
     assert compose(*overrides(one_table, "partition=iid", space, "clients=4")).clients == 4
     named = compose(*overrides(one_table, *by_ward, "clients=4"))
-    with pytest.raises(ConfigError, match="makes 3 clients, one per value of ward, but clients=4"):
-        make_data(named)
+    refuses("makes 3 clients, one per value of ward, but clients=4", make_data, named)
 
 
 def test_clients_that_cannot_be_counted_stay(tmp_path):
     nowhere = compose(*overrides(tmp_path / "none", "partition=sites", "search_space=mlp_small"))
     assert nowhere.clients == 3
-    with pytest.raises(ConfigError, match="is not a folder: give an existing one"):
-        make_data(nowhere)
+    refuses("is not a folder: give an existing one", make_data, nowhere)
 
 
 @pytest.mark.run

@@ -15,16 +15,13 @@ from fednas_flwr.data.records import assign_splits
 from fednas_flwr.pipeline.feasible import check_buildable, written_bytes
 from fednas_flwr.runs.run_folder import create_run_folder
 
+from ..rows import seldom
+
 GROUP_NORM = "search_space.norm=group retrain.norm=group"
 NOISED = f"privacy=dp algorithm=dp_fnas {GROUP_NORM}"
 PRIVATE = f"{NOISED} privacy.epsilon=50"
 TABLE = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 HELD_OUT = "dataset=digits algorithm=fedavg algorithm.network=linear clients=2"
-
-
-def seldom(value):
-    """A case that the quick tier leaves out."""
-    return pytest.param(value, marks=pytest.mark.run)
 
 
 @pytest.fixture

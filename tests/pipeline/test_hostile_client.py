@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fednas_flwr.algorithms.fdnas import group_name
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.models.networks import load
 from fednas_flwr.privacy.actions import ACTIONS
 
+from ..refusals import refuses
 from .test_groups import CFDNAS
 
 BAD = 1
@@ -181,6 +181,5 @@ def test_the_metrics_of_every_action_are_its_own():
     "label", ["../x", "", ".hidden", "a" * 65, "a/b", "a\nb", "\U00010400" * 64, ["a"], None]
 )
 def test_only_what_names_a_folder_names_a_group(label):
-    with pytest.raises(ConfigError):
-        group_name({"tag": label}, BAD, "tag")
+    refuses("", group_name, {"tag": label}, BAD, "tag")
     assert group_name({"tag": "ward 3.b-C_4"}, BAD, "tag") == "ward 3.b-C_4"

@@ -19,6 +19,7 @@ from fednas_flwr.spaces.costs import space_costs
 from fednas_flwr.spaces.latency_tables import from_json, machine_name, median_table, to_json
 
 from ..asked import decoded
+from ..refusals import refuses
 from .test_hostile_properties import variants
 
 COST = "{table: null, unit: ms, target: %s, loss: additive, scale: 1.0, exponent: 1.0}"
@@ -159,12 +160,10 @@ def test_whatever_passes_as_a_table_leaves_a_median_that_computes(whole):
 def test_a_table_that_is_none_is_refused_by_the_reply_checks(damage, whole):
     text = (whole.folder / "latency.json").read_text()
     assert decoded("latency", text) == text
-    with pytest.raises(ReplyError, match="latency"):
-        decoded("latency", damage(text))
+    refuses("latency", decoded, "latency", damage(text), error=ReplyError)
 
 
 def test_without_a_target_there_is_no_cost_and_no_question(compose_config, whole):
     assert cost_of(compose_config(*FDNAS), None, None) is None
     wrong = COST.replace("null", "x").replace("ms", "multiply_adds")
-    with pytest.raises(ConfigError, match="a table is for ms only"):
-        compose_config(*FDNAS, f"algorithm.hardware={wrong % 1}")
+    refuses("a table is for ms only", compose_config, *FDNAS, f"algorithm.hardware={wrong % 1}")

@@ -20,6 +20,8 @@ from fednas_flwr.runs.leaderboard import candidates, chosen, compared, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, FINALISTS_FOLDER, read_run
 from fednas_flwr.settings import parser, with_runtime
 
+from ..refusals import refuses
+
 SPREAD = (0.0, 0.01, -0.01)  # of a candidate's own resamples
 
 
@@ -193,14 +195,12 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(recommended, monkeypatch):
 
     monkeypatch.setattr(whole_run, "launch", stopping)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    with pytest.raises(KeyboardInterrupt):
-        run(recommended)
+    refuses("", run, recommended, error=KeyboardInterrupt)
     folder = Path(str(recommended.run_dir))
     statuses = []
     for _ in range(2):
         statuses.append(read_run(folder).status)
-        with pytest.raises(KeyboardInterrupt):
-            run(folder)
+        refuses("", run, folder, error=KeyboardInterrupt)
     run(folder)
     assert statuses == ["unfinished"] * 2
     assert read_run(folder).status == "completed"

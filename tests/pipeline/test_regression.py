@@ -11,7 +11,6 @@ from PIL import Image
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
 from fednas_flwr import load
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.prepared import make_data
@@ -20,6 +19,7 @@ from fednas_flwr.pipeline.feasible import check_buildable
 from fednas_flwr.runs.numbers import read_run
 
 from ..finished_runs import looked_at
+from ..refusals import refuses, refuses_run
 
 STAYS = 1200
 RANGES = ("dataset.ranges={age:[0,100],crp:[0,60]}", "dataset.target_range=[0,12]")
@@ -301,16 +301,14 @@ REFUSED = {
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_what_does_not_fit_is_refused(overrides, compose_config, tmp_path):
     given = written(tmp_path)
-    with pytest.raises(ConfigError, match=REFUSED[overrides]):
-        check_buildable(compose_config(*given, overrides))
+    refuses_run(REFUSED[overrides], compose_config, *given, overrides)
 
 
 @pytest.mark.parametrize("number", [12, 80])
 def test_whole_numbers_that_may_be_classes_are_asked_about(number, compose_config, tmp_path):
     given = written(tmp_path, stays().assign(days=np.arange(STAYS) % number))
     words = f"{number} different whole numbers .* in 900 rows: set dataset.task=regr"
-    with pytest.raises(ConfigError, match=words):
-        check_buildable(compose_config(*given, *LINEAR))
+    refuses(words, check_buildable, compose_config(*given, *LINEAR))
     for task, is_number in (("regression", True), ("classification", False)):
         config = compose_config(*given, *LINEAR, f"dataset.task={task}")
         assert make_data(config)[0].train.is_regression == is_number

@@ -4,8 +4,6 @@ from collections import Counter
 
 import pytest
 
-from fednas_flwr.privacy.mechanism import accounting
-from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.report.score_tables import setting_rows
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import read_run
@@ -18,11 +16,6 @@ PRIVATE = [
     *("search_space.norm=group", "retrain.norm=group"),
     *("privacy.local_steps=2", "privacy.retrain.local_steps=3"),
 ]
-
-
-@pytest.fixture
-def fast_accountant(monkeypatch):
-    monkeypatch.setitem(accounting.ACCOUNTANTS, "prv", rdp_epsilon)  # PRV takes a second per client
 
 
 def card(run):
@@ -38,7 +31,7 @@ def booked_steps(run, client):
     return steps
 
 
-def test_private_training_is_told_in_the_steps_that_the_ledgers_hold(run_inline, fast_accountant):
+def test_private_training_is_told_in_the_steps_that_the_ledgers_hold(run_inline):
     run = run_inline(*PRIVATE, "algorithm.local_epochs=7", "stages=[search,retrain]")
     assert booked_steps(run, 0) == {"search": 2 * 2, "retrain": 2 * 3}
     shown = dict(setting_rows(read_run(run.folder)))

@@ -16,6 +16,8 @@ from fednas_flwr.search.bandit import Bandit
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 
+from ..refusals import refuses
+
 
 def make_schedule(*args, **settings):
     """The releases of a client that is asked in every round."""
@@ -201,8 +203,7 @@ def test_a_search_that_costs_all_of_the_target_is_refused_naming_the_split(compo
     given = ["privacy.weights.noise_multiplier=100", "privacy.alphas.noise_multiplier=0.3"]
     config = compose_config(*DP_FNAS, *given, "privacy.epsilon=0.5")
     words = "epsilon=0.5: alphas alone cost .* on the validation records.* for retrain"
-    with pytest.raises(ConfigError, match=words):
-        make_schedule(config, RECORDS, done={})
+    refuses(words, make_schedule, config, RECORDS, done={})
 
 
 FEATHERS = [

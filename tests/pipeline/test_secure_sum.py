@@ -10,7 +10,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from safetensors.torch import load_file
 from scipy.stats import chisquare
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client.making import make_sum_site
 from fednas_flwr.deploy.grids import InProcessGrid
@@ -18,6 +17,8 @@ from fednas_flwr.protocol.messages import decode_reply, decode_request
 from fednas_flwr.runs.events import latest_rounds, read_events
 
 from ..booked import booked, decoded_totals
+from ..refusals import refuses
+from ..rows import seldom
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 SHORT = [
@@ -80,7 +81,7 @@ def weights(folder):
         pytest.param(
             ("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow
         ),
-        ("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch"),
+        seldom(("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch")),
     ],
     ids=lambda overrides: overrides[0],
 )
@@ -148,7 +149,7 @@ def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(masks, run, mon
         assert (least_p_value([one]) > 1e-9) == masks
 
 
-@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("summed", [True, seldom(False)])
 def test_clients_with_secure_sums_are_asked_for_no_scores(summed, run):
     """Scores and histograms are not sums, so that no client makes or tells them."""
     asked = []
@@ -334,8 +335,7 @@ def test_what_has_no_sum_is_refused_at_composition(settings, said, compose_confi
     least = SUMS
     if any(name.startswith("secure_sum.") for name in given):
         least = ("clients=4", "secure_sum=true")
-    with pytest.raises(ConfigError, match=said):
-        compose_config(*least, *settings.split())
+    refuses(said, compose_config, *least, *settings.split())
 
 
 @pytest.mark.run
@@ -401,5 +401,4 @@ def test_the_total_carries_the_noise_that_is_booked(run):
 
 
 def test_sites_without_a_run_folder_have_no_keys(compose_config):
-    with pytest.raises(ConfigError, match="needs a run folder"):
-        make_sum_site(compose_config(*SUMS), 0)
+    refuses("needs a run folder", make_sum_site, compose_config(*SUMS), 0)

@@ -11,14 +11,13 @@ import torch
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 from fednas_flwr import load
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
-from fednas_flwr.pipeline.feasible import check_buildable
 
 from ..data_sets import read
 from ..finished_runs import looked_at
+from ..refusals import refuses_run
 
 NAMES = ("even", "large", "prime")
 LINEAR = (
@@ -211,8 +210,7 @@ REFUSED = {
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_is_for_one_class_is_refused(override, compose_config, tmp_path):
     given = [o for o in images(tmp_path) if o.split("=")[0] != override.split("=")[0]]
-    with pytest.raises(ConfigError, match=REFUSED[override]):
-        check_buildable(compose_config(*given, override))
+    refuses_run(REFUSED[override], compose_config, *given, override)
 
 
 @pytest.mark.run

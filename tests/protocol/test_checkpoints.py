@@ -8,6 +8,8 @@ import torch
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.runs.checkpoints import Checkpoint, CheckpointFolder
 
+from ..refusals import refuses
+
 
 def checkpoint(number, stage="search"):
     tensors = {
@@ -136,8 +138,7 @@ def test_a_kill_between_the_two_files_costs_one_round(folder, monkeypatch, warni
 
     with monkeypatch.context() as patch:
         patch.setattr("fednas_flwr.runs.checkpoints.write_atomically", killed)
-        with pytest.raises(KeyboardInterrupt):
-            folder.save(checkpoint(2))
+        refuses("", folder.save, checkpoint(2), error=KeyboardInterrupt)
     assert written == [".safetensors"]
     assert_is(folder.latest("search"), 1)
     assert warnings == []

@@ -11,11 +11,12 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.bandit import EQUAL, LEAST, Bandit, Theta, Trial
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SCHEDULES, BanditSettings, ThetaSettings
+
+from ..refusals import refuses
 
 SETTINGS = BanditSettings(beta=3.0, step_size=0.5, retention=0.9, temperature=0.25, scaled=True)
 rewards = st.floats(-10, 10)
@@ -219,42 +220,6 @@ def test_exploration_never_falls_as_the_paper_writes_it():
     assert entropies[-1] > 0.99 * math.log(60)
 
 
-ALPHA, SIGMA, DELTA = 0.4, 0.2, 0.01
-
-
-def test_theorem_2_corrected():
-    """|alpha r - mu| <= (1 - alpha)|mu| + 3 alpha sigma with probability .997: r starts at 0."""
-    generator, inside, draws = make_generator(1, "theorem 2"), 0, 20_000
-    for mu in (-1.0, 0.0, 0.3, 2.0):
-        noise = torch.randn(draws, generator=generator, dtype=torch.float64)
-        first = ALPHA * (mu + SIGMA * noise)
-        found = tried(1, {0: mu}, constants=paper_faithful(alpha=ALPHA, beta=1.0)).estimates_N
-        assert float(found) == pytest.approx(ALPHA * mu)
-        bound = (1 - ALPHA) * abs(mu) + 3 * ALPHA * SIGMA
-        inside += int(((first - mu).abs() <= bound).sum())
-        # The text's bound, 3 alpha sigma, fails wherever the mean is far from 0.
-        if abs(mu) >= 1:
-            assert float(((first - mu).abs() <= 3 * ALPHA * SIGMA).double().mean()) < 0.5
-    assert inside / (4 * draws) > 0.997 - 5 * math.sqrt(0.003 / (4 * draws))
-
-
-near, drifting = st.floats(-2, 2), st.lists(st.floats(-1, 1), max_size=20)
-
-
-@given(near, near, st.floats(0.1, 1.0), drifting)
-def test_theorem_3_corrected(estimate, mean, retention, drifts):
-    """|rho^k r_j - mu_{j+k}| <= |rho^k r_j - mu_j| + k delta: the mean drifts by delta a phase."""
-    constants = replace(SETTINGS, retention=retention)
-    bandit = Bandit(constants, torch.tensor([estimate, 0.0], dtype=torch.float64))
-    later = mean
-    for drift in drifts:
-        bandit = bandit.updated({1: 0.0})  # arm 0 is not tried
-        later += DELTA * drift
-    kept = retention ** len(drifts) * estimate
-    assert float(bandit.estimates_N[0]) == pytest.approx(kept, abs=1e-12)
-    assert abs(kept - later) <= abs(kept - mean) + len(drifts) * DELTA + 1e-9
-
-
 schedules = st.sampled_from(SCHEDULES)
 discounts = st.floats(0, 1)
 
@@ -373,5 +338,4 @@ def test_the_state_of_theta_survives_json(case):
     [(("fast", 0.5), "schedule"), (("constant", -0.1), "baseline_discount=-0.1")],
 )
 def test_constants_of_theta_out_of_range_are_refused(values, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        ThetaSettings(*values)
+    refuses(sentence, ThetaSettings, *values)

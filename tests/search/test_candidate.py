@@ -15,6 +15,7 @@ from fednas_flwr.settings.optimizers import DPAware
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DPCellSpace
 
+from ..refusals import refuses
 from .conftest import tensors_of
 
 SPACE = DPCellSpace(input_shape=(2, 6, 5), num_classes=3, widths=(4, 4, 8), head=8)
@@ -66,5 +67,4 @@ def test_candidates_are_trained_one_after_the_other(dp_aware):
 
 def test_other_spaces_have_no_candidates():
     darts = DARTSSpace(input_shape=(3, 8, 8), num_classes=3, channels=2, num_cells=3).supernet()
-    with pytest.raises(ValueError, match="set it"):
-        Candidate(darts, [0] * 15)
+    refuses("set it", Candidate, darts, [0] * 15, error=ValueError)

@@ -6,21 +6,13 @@ import math
 
 import pytest
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.search.data_free_scores import (
-    AZ_NAS,
-    exceeded,
-    measure,
-    ranked,
-    search,
-    shortlisted,
-    smallest,
-)
+from fednas_flwr.search import data_free_scores
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import to_json
 from fednas_flwr.spaces.mbconv import MBConvSpace, Skeleton
 
+from ..refusals import refuses
 from ..small_spaces import IMAGES, WITH_ZERO
 from ..small_spaces import SPACES as SMALL
 
@@ -46,7 +38,7 @@ def numbered(genotype):
 
 
 def run(space, score, *, seed=0, draws=60, **arguments):
-    return search(
+    return data_free_scores.search(
         space,
         functools.partial(map, score),
         draws=draws,
@@ -91,20 +83,24 @@ def test_a_search_goes_on_with_what_is_known(space):
     before = [one.genotype for one in sorted(known, key=lambda one: one.number)]
     assert in_order == before + scored
     assert len(scored) == 8
-    assert ranked(found) == found
+    assert data_free_scores.ranked(found) == found
 
 
 def test_several_scores_rank_together_over_all_that_was_found():
-    found = run(NB201, functools.partial(measure, NB201, scores=AZ_NAS, seed=0), draws=12)
+    found = run(
+        NB201,
+        functools.partial(data_free_scores.measure, NB201, scores=data_free_scores.AZ_NAS, seed=0),
+        draws=12,
+    )
     places = {}
-    for name in AZ_NAS:
+    for name in data_free_scores.AZ_NAS:
         for one in found:
             rank = sum(other.scores[name] <= one.scores[name] for other in found)
             key = to_json(one.genotype)
             places[key] = places.get(key, 0.0) + math.log(rank / len(found))
     sums = [places[to_json(one.genotype)] for one in found]
     assert sums == sorted(sums, reverse=True)
-    assert ranked(found) == found
+    assert data_free_scores.ranked(found) == found
 
 
 def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
@@ -114,7 +110,7 @@ def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
         scored.append(genotype)
         return {"number": numbered(genotype)["number"], "twice": 2 * numbered(genotype)["number"]}
 
-    first = shortlisted(found, functools.partial(map, further), keep=4)
+    first = data_free_scores.shortlisted(found, functools.partial(map, further), keep=4)
     assert scored == [one.genotype for one in found[:4]]
     expected = sorted(found[:4], key=lambda one: -numbered(one.genotype)["number"])
     assert [one.genotype for one in first[:4]] == [one.genotype for one in expected]
@@ -123,7 +119,7 @@ def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
     scored.clear()
     known = {to_json(one.genotype): one for one in first}
     again = [known[to_json(one.genotype)] for one in found]
-    second = shortlisted(again, functools.partial(map, further), keep=5)
+    second = data_free_scores.shortlisted(again, functools.partial(map, further), keep=5)
     assert scored == [found[4].genotype]
     numbers = [numbered(one.genotype)["number"] for one in second[:5]]
     assert numbers == sorted(numbers, reverse=True)
@@ -138,7 +134,7 @@ def test_no_found_network_exceeds_a_limit(name):
     multiply_adds = sorted(count_multiply_adds(n, space.input_shape) for n in networks)[6]
     limits = {"parameters": parameters, "multiply_adds": multiply_adds}
     for one in run(space, numbered, draws=8, limits=limits):
-        assert exceeded(limits, space, one.genotype) == {}
+        assert data_free_scores.exceeded(limits, space, one.genotype) == {}
 
 
 def test_limits_are_inclusive_and_named(space):
@@ -147,11 +143,11 @@ def test_limits_are_inclusive_and_named(space):
     parameters = count_parameters(network)
     multiply_adds = count_multiply_adds(network, space.input_shape)
     costs = {"parameters": parameters, "multiply_adds": multiply_adds, "latency_ms": 2.5}
-    assert exceeded(costs, space, genotype, lambda genotype: 2.5) == {}
+    assert data_free_scores.exceeded(costs, space, genotype, lambda genotype: 2.5) == {}
     tight = {name: cost - 0.1 for name, cost in costs.items()}
-    assert exceeded(tight, space, genotype, lambda genotype: 2.5) == costs
-    sizes = functools.partial(exceeded, {"parameters": -1}, space)
-    assert 0 < smallest(space, sizes, "parameters") <= parameters
+    assert data_free_scores.exceeded(tight, space, genotype, lambda genotype: 2.5) == costs
+    sizes = functools.partial(data_free_scores.exceeded, {"parameters": -1}, space)
+    assert 0 < data_free_scores.smallest(space, sizes, "parameters") <= parameters
 
 
 def test_latency_decides_by_the_given_function():
@@ -168,8 +164,7 @@ def test_limits_that_nothing_meets_are_refused_with_the_smallest_possible():
     smallest = NB201.network(NB201.genotype(map(NB201.ops.index, one)))
     least = rf"\(the smallest possible has {count_parameters(smallest):,}\)"
     message = rf"search_space=nasbench201 .* of 1\d\d drawn, 1\d\d exceed parameters=10 {least}:"
-    with pytest.raises(ConfigError, match=message):
-        run(NB201, worth, limits={"parameters": 10})
+    refuses(message, run, NB201, worth, limits={"parameters": 10})
 
 
 def test_a_small_space_is_searched_whole():
@@ -181,5 +176,5 @@ def test_a_small_space_is_searched_whole():
     found = run(space, numbered, draws=50)
     assert len(found) == 2 * 3  # the block of stride 2 offers no zero
     sizes = {to_json(g): {"size": count_parameters(space.network(g))} for g, *_ in found}
-    least = smallest(space, lambda genotype: sizes[to_json(genotype)], "size")
+    least = data_free_scores.smallest(space, lambda genotype: sizes[to_json(genotype)], "size")
     assert least == min(one["size"] for one in sizes.values())

@@ -25,6 +25,7 @@ from fednas_flwr.settings import Hardware
 from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.darts import DARTSSpace
 
+from ..refusals import refuses
 from ..small_spaces import PATH_COSTS as COSTS
 from ..small_spaces import PATH_SPACE as SPACE
 from .conftest import tensors_of
@@ -188,5 +189,4 @@ def test_the_first_covering_paths_have_the_most_weights(supernet):
 
 def test_other_supernets_have_no_paths():
     cells = DARTSSpace(input_shape=(3, 8, 8), num_classes=3, channels=4, num_cells=3).supernet()
-    with pytest.raises(ValueError, match="set search_space=mbconv"):
-        offered_ops(cells)
+    refuses("set search_space=mbconv", offered_ops, cells, error=ValueError)

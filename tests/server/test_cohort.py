@@ -11,6 +11,7 @@ from fednas_flwr.protocol.requests import Describe
 from fednas_flwr.server.cohort import LONGEST_POLL_S, QuorumError
 from fednas_flwr.server.exchange import Exchange, Participants
 
+from ..refusals import refuses
 from .conftest import SEARCH, client_reply
 
 FIRST_NODE = 2  # of client 0
@@ -66,6 +67,13 @@ class Growing(InProcessGrid):
         return list(super().get_node_ids())[: self.visible]
 
 
+def left_out(federation, *connected):
+    """Return the only event of a federation of whose clients all but one are connected."""
+    assert federation.cohort.clients == [*connected]
+    (event,) = federation.events
+    return event
+
+
 def train_losses(replies):
     return [(client, reply.metrics["train_loss"]) for client, reply in replies]
 
@@ -82,9 +90,7 @@ def train_losses(replies):
     ],
 )
 def test_a_client_whose_properties_are_malformed_is_not_connected(federation, said):
-    strange = federation(3, properties={1: said})
-    assert strange.cohort.clients == [0, 2]
-    (event,) = strange.events
+    event = left_out(federation(3, properties={1: said}), 0, 2)
     (name,) = said
     refused = "(has the wrong type|is out of range|must be a group)"
     expected = rf"node 3: (says {name}\b.* {refused}|does not say its {name}\b)"
@@ -93,9 +99,8 @@ def test_a_client_whose_properties_are_malformed_is_not_connected(federation, sa
 
 def test_a_client_that_does_not_say_what_is_needed_is_not_connected(federation):
     budget = {"budget": {"epsilon": 8.0, "delta": 1e-5}}
-    vague = federation(3, properties={0: budget, 2: budget}, needed=("client", "budget"))
-    assert vague.cohort.clients == [0, 2]
-    (event,) = vague.events
+    said = {"properties": {0: budget, 2: budget}, "needed": ("client", "budget")}
+    event = left_out(federation(3, **said), 0, 2)
     assert (event["client"], event["reason"]) == (1, "node 3: does not say its budget")
 
 
@@ -179,8 +184,7 @@ def test_exactly_the_quorum_is_enough(federation):
         if enough:
             assert len(shaky.answering()) == enough
         else:
-            with pytest.raises(QuorumError, match="RuntimeError: disk full"):
-                list(shaky.ask())
+            refuses("RuntimeError: disk full", list, shaky.ask(), error=QuorumError)
         assert [event["client"] for event in shaky.events] == failing
 
 
@@ -192,8 +196,7 @@ def test_the_error_names_every_missing_client_with_its_reason(federation):
         r"^client 0: RuntimeError: disk full \(train\.search in round 7: 1 of 3 clients "
         r"answered, 2 are needed; client 2: no reply within 0\.2 s\)$"
     )
-    with pytest.raises(QuorumError, match=message):
-        list(shaky.ask(7))
+    refuses(message, list, shaky.ask(7), error=QuorumError)
 
 
 @pytest.mark.parametrize(
@@ -234,8 +237,7 @@ def test_clients_may_appear_one_by_one(federation):
 
 def test_a_missing_client_is_named_and_the_others_go_on(federation):
     short = federation(3, nodes=2, claims={1: 2}, connect_s=0.2)
-    assert short.cohort.clients == [0, 2]
-    (event,) = short.events
+    event = left_out(short, 0, 2)
     assert (event["stage"], event["action"]) == ("connect", "query.describe")
     assert event["client"] == 1
     assert event["reason"] == "only 2 nodes appeared"
@@ -248,9 +250,7 @@ def test_too_few_nodes_end_the_run_with_their_number(federation):
 
 
 def test_a_node_that_does_not_say_who_it_is_is_left_out(federation):
-    vague = federation(3, claims={0: None, 1: 0, 2: 1})
-    assert vague.cohort.clients == [0, 1]
-    (event,) = vague.events
+    event = left_out(federation(3, claims={0: None, 1: 0, 2: 1}), 0, 1)
     assert event["client"] == 2
     said = "node 2: says client=null has the wrong type: expected a whole number."
     assert event["reason"] == said
@@ -269,9 +269,7 @@ def test_two_nodes_cannot_be_one_client(federation):
 
 @pytest.mark.parametrize("index", [3, -1])
 def test_a_client_of_another_federation_is_left_out(index, federation):
-    foreign = federation(3, claims={1: index})
-    assert foreign.cohort.clients == [0, 2]
-    (event,) = foreign.events
+    event = left_out(federation(3, claims={1: index}), 0, 2)
     assert event["reason"] == f"node 3 says that it is client {index} of clients=3"
 
 
@@ -299,9 +297,7 @@ SHAPE = {"input_shape": [3, 8, 8], "class_names": ["0", "1", "2"]}
 def test_a_client_whose_data_is_not_like_that_of_most_is_left_out(said, strange, federation):
     properties = dict.fromkeys(range(3), SHAPE) | {strange: SHAPE | said}
     terms = {"properties": properties, "needed": ("client", *SHAPE), "alike": tuple(SHAPE)}
-    mixed = federation(3, **terms)
-    assert mixed.cohort.clients == sorted({0, 1, 2} - {strange})
-    (event,) = mixed.events
+    event = left_out(federation(3, **terms), *sorted({0, 1, 2} - {strange}))
     (key,) = said
     assert event["client"] == strange
     assert f"its {key}={said[key]} is not that of the others, {SHAPE[key]}: set" in event["reason"]
@@ -324,8 +320,7 @@ def test_connecting_can_be_tried_again(federation):
 
 
 def test_nobody_can_be_asked_before_connecting(federation):
-    with pytest.raises(AssertionError):
-        list(federation(connected=False).ask())
+    refuses("", list, federation(connected=False).ask(), error=AssertionError)
 
 
 def test_bytes_are_counted_per_client_and_direction(federation):

@@ -18,42 +18,20 @@ from torch import nn
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.requests import (
-    Amount,
-    Evaluate,
-    LocalSearch,
-    LocalTraining,
-    Probe,
-    Search,
-    TakeGradients,
-    Train,
-    TrainCandidates,
-    Trial,
-    decode_properties,
-)
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES
 from fednas_flwr.protocol.states import TrimmedMean, WeightedAverage
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
+from fednas_flwr.server import reply_checks
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange, share_scales
-from fednas_flwr.server.reply_checks import (
-    ADAM,
-    LARGEST_LOSS,
-    MAX_EXAMPLES,
-    MORE_RECORDS,
-    TAIL,
-    distance,
-    honest_limits,
-    largest_move,
-    largest_sum,
-    outliers,
-)
 from fednas_flwr.settings.names import ACCOUNTANTS, MOST_SITES
 from fednas_flwr.settings.optimizers import SGD, Adam
 
 from ..asked import decoded
+from ..refusals import refuses
 from .conftest import SEARCH, client_reply, damaging, npy, set_json, set_metric, set_vector
 
 BAD = 1
@@ -181,6 +159,12 @@ DAMAGES = {
         set_data(lambda _: npy("{'descr': '|O', 'fortran_order': False, 'shape': (10,), }")),
         "malformed",
     ),
+    "structure": (
+        set_data(
+            lambda _: npy("{'descr': [('x', '<U1')], 'fortran_order': False, 'shape': (10,)}")
+        ),
+        "malformed",
+    ),
     "npy header that is no literal": (set_data(lambda _: npy("(" * 9000)), "malformed"),
     "deep npy header": (set_data(lambda _: npy("-" * 9000 + "1")), "malformed"),
     "another serialisation": (set_data(lambda data: data, stype="torch.tensor"), "malformed"),
@@ -256,16 +240,18 @@ def test_whatever_is_accepted_has_a_finite_average(federation):
 
 def test_a_client_far_from_most_in_what_it_declares_is_an_outlier():
     usual = {client: {"": 100.0, "train ": 60.0} for client in range(4)}
-    assert outliers(usual, fewest=0.1, most=10) == {}
-    few = outliers(usual | {1: {"": 100.0, "train ": 5.9}}, fewest=0.1, most=10)
+    assert reply_checks.outliers(usual, fewest=0.1, most=10) == {}
+    few = reply_checks.outliers(usual | {1: {"": 100.0, "train ": 5.9}}, fewest=0.1, most=10)
     assert list(few) == [1]
     assert few[1].startswith("it declares 5.9 train records, where the median client has 60")
-    assert list(outliers(usual | {2: {"": 1001.0}}, fewest=0.1, most=10)) == [2]
+    assert list(reply_checks.outliers(usual | {2: {"": 1001.0}}, fewest=0.1, most=10)) == [2]
     edge = {1: {"": 10.0, "train ": 6.0}, 2: {"": 1000.0, "train ": 600.0}}
-    assert outliers(usual | edge, fewest=0.1, most=10) == {}
-    assert outliers({0: {"": 1.0}, 1: {"": 1e9}}, fewest=0.1, most=10) == {}  # whom to believe?
+    assert reply_checks.outliers(usual | edge, fewest=0.1, most=10) == {}
+    assert (
+        reply_checks.outliers({0: {"": 1.0}, 1: {"": 1e9}}, fewest=0.1, most=10) == {}
+    )  # whom to believe?
     none = {client: {"test ": 0.0} for client in range(4)} | {3: {"test ": 2.0}}
-    assert outliers(none, fewest=0, most=10) == {}  # few have a test record
+    assert reply_checks.outliers(none, fewest=0, most=10) == {}  # few have a test record
 
 
 def test_json_as_deep_as_can_be_read_is_refused_by_a_sentence(federation):
@@ -311,10 +297,10 @@ PROPERTIES = {  # by name: right ones and wrong ones
     "epsilon": (
         [EPSILON],
         [
-            *({}, [], {**EPSILON, "more": EPSILON["prv"]}, {"prv": EPSILON["prv"]}),
+            *({}, [], None, {**EPSILON, "more": EPSILON["prv"]}, {"prv": EPSILON["prv"]}),
             *(
                 {**EPSILON, "prv": {"train": value, "test": None}}
-                for value in (-1.0, math.inf, "1")
+                for value in (-1.0, math.inf, math.nan, 10**400, "1", True)
             ),
             *({**EPSILON, "rdp": {"train": 1.5}}, {**EPSILON, "gdp": None}),
             dict.fromkeys(ACCOUNTANTS, {"training": 1.0}),
@@ -345,7 +331,7 @@ PROPERTIES = {  # by name: right ones and wrong ones
     ),
     "covered_steps": (
         [{}, {"search": 2}],
-        [{"search": 10**400}, {"search": -1}, {"search": True}, {"search": 1.0}, []],
+        [{"search": value} for value in (10**400, -1, True, 1.0, "2")] + [[], None, 3],
     ),
     "moments": (
         [[], [MOMENTS], [{**MOMENTS, "mean": -1e29}]],
@@ -359,10 +345,10 @@ PROPERTIES = {  # by name: right ones and wrong ones
     "class_names": ([[], ["a", "b"]], [["a\n"], [1], "ab", None]),
     "scores": ([{}, {"f1": 0.0, "auroc": 1}], [{"f1": 1.5}, {"f1": True}, {"f2": 0.5}, []]),
     "histogram": (
-        [[ONES, [0] * BINS], [[int(MAX_EXAMPLES), *[0] * (BINS - 1)], ONES]],
+        [[ONES, [0] * BINS], [[int(reply_checks.MAX_EXAMPLES), *[0] * (BINS - 1)], ONES]],
         [
             *([ONES], [ONES] * 3, [ONES, ONES[1:]], [ONES, [*ONES, 1]], [ONES, [1.0] * BINS]),
-            *([ONES, [-1, *ONES[1:]]], [ONES, [int(MAX_EXAMPLES), *ONES[1:]]]),
+            *([ONES, [-1, *ONES[1:]]], [ONES, [int(reply_checks.MAX_EXAMPLES), *ONES[1:]]]),
             *({"0": ONES, "1": ONES}, "", None),
         ],
     ),
@@ -383,16 +369,15 @@ def test_properties_have_the_form_of_their_name(name):
         assert decoded(name, value) == value or name == "moments"
     for value in wrong:
         words = rf"(?s)says .*{name}\b.*({MALFORMED})|say its {name}\b"
-        with pytest.raises(ReplyError, match=words):
-            decoded(name, value)
+        refuses(words, decoded, name, value, error=ReplyError)
 
 
 @pytest.mark.parametrize("action", ["query.describe", "query.latency", "query.open_masks"])
 def test_a_property_that_is_missing_or_of_another_action_is_named(action):
     with pytest.raises(ReplyError, match="does not say its (client|latency|parts)"):
-        decode_properties(action, {})
+        rq.decode_properties(action, {})
     with pytest.raises(ReplyError, match="says setting=kept is unknown"):
-        decode_properties(action, {"kept": True})
+        rq.decode_properties(action, {"kept": True})
 
 
 def test_no_client_of_three_or_more_has_more_than_the_largest_share():
@@ -512,7 +497,7 @@ def limits(action, settings, *, sizes, sent=None, examples=550.0, planned=()):
         layouts={name: SimpleNamespace(sizes={"float32": size}) for name, size in sizes.items()},
         planned={release.kind: release for release in planned},
     )
-    return honest_limits(
+    return reply_checks.honest_limits(
         exchange, settings, sent=sent or {}, examples=examples, records=RECORDS if planned else {}
     )
 
@@ -525,25 +510,27 @@ def test_a_noised_sum_of_twice_the_declared_records_all_of_one_gradient(batch, s
     """The norms of 2,000 draws, of records that all pull the same way."""
     generator = torch.Generator().manual_seed(1)
     release = plan(batch=batch, sigma=sigma)
-    records = torch.full((2000, int(MORE_RECORDS * RECORDS["train"])), release.rate(RECORDS))
+    records = torch.full(
+        (2000, int(reply_checks.MORE_RECORDS * RECORDS["train"])), release.rate(RECORDS)
+    )
     drawn = torch.bernoulli(records, generator=generator).sum(1, keepdim=True).double()
     noise = torch.randn(2000, num_values, generator=generator, dtype=torch.float64)
     noise *= sigma * release.max_grad_norm
     noise[:, :1] += drawn * release.max_grad_norm
     norms = noise.norm(dim=1)
-    bound = largest_sum(release, RECORDS, num_values=num_values)
+    bound = reply_checks.largest_sum(release, RECORDS, num_values=num_values)
     assert norms.max() < bound < 4 * norms.mean()
 
 
 def test_more_records_steps_noise_or_values_allow_more():
-    least = largest_sum(plan(), RECORDS, num_values=100)
-    assert largest_sum(plan(batch=None), RECORDS, num_values=100) > least
-    assert largest_sum(plan(sigma=2.0), RECORDS, num_values=100) > least
-    assert largest_sum(plan(), RECORDS, num_values=101) > least
-    twice = largest_sum(plan(norm=1.0), RECORDS, num_values=100)
+    least = reply_checks.largest_sum(plan(), RECORDS, num_values=100)
+    assert reply_checks.largest_sum(plan(batch=None), RECORDS, num_values=100) > least
+    assert reply_checks.largest_sum(plan(sigma=2.0), RECORDS, num_values=100) > least
+    assert reply_checks.largest_sum(plan(), RECORDS, num_values=101) > least
+    twice = reply_checks.largest_sum(plan(norm=1.0), RECORDS, num_values=100)
     assert twice == pytest.approx(2 * least)
-    noise = 1.5 * 0.5 * (math.sqrt(100) + math.sqrt(2 * TAIL))
-    batch = 64 + math.sqrt(2 * 64 * TAIL) + TAIL
+    noise = 1.5 * 0.5 * (math.sqrt(100) + math.sqrt(2 * reply_checks.TAIL))
+    batch = 64 + math.sqrt(2 * 64 * reply_checks.TAIL) + reply_checks.TAIL
     assert least == pytest.approx(0.5 * batch + noise)
 
 
@@ -559,7 +546,7 @@ def test_steps_along_one_gradient_after_another_of_the_same_direction(nesterov, 
         weights.grad = torch.full((4,), 1.0)  # of norm 2
         optimizer.step()
     moved = float((weights.detach() - before).norm())
-    bound = largest_move(30, STEP, 2.0, float(before.norm()), velocity)
+    bound = reply_checks.largest_move(30, STEP, 2.0, float(before.norm()), velocity)
     assert moved <= bound < 1.5 * moved
 
 
@@ -574,14 +561,14 @@ def test_adam_moves_an_alpha_by_less_than_its_share_of_the_limit(gradients, beta
         before = alpha.item()
         alpha.grad = torch.tensor([gradient])
         optimizer.step()
-        assert abs(alpha.item() - before) <= ADAM / 2 * ALPHA_STEP.lr
+        assert abs(alpha.item() - before) <= reply_checks.ADAM / 2 * ALPHA_STEP.lr
 
 
 # what each action may return
 
 
 def take(**changes):
-    return TakeGradients(
+    return rq.TakeGradients(
         step=0,
         local_steps=changes.pop("local_steps", 1),
         local_lrs={},
@@ -597,7 +584,7 @@ def test_gradients_of_private_clients_are_bounded_sums_over_the_expected_batch()
     one = limits("train.gradients", take(), sizes=sizes, planned=both)
     assert one.examples == pytest.approx(32)
     for release, scale in zip(both, (1.0, 2.0), strict=True):  # alphas for the weights' batch
-        bound = scale * largest_sum(release, RECORDS, num_values=sizes[release.kind])
+        bound = scale * reply_checks.largest_sum(release, RECORDS, num_values=sizes[release.kind])
         assert bound < one.norms[release.kind] < 1.5 * bound
     three = limits("train.gradients", take(local_steps=3), sizes=sizes, planned=both)
     assert three.norms["weights"] == pytest.approx(3 * one.norms["weights"])
@@ -612,23 +599,23 @@ def test_gradients_without_privacy_stand_for_no_more_than_a_batch():
 
 def training(clip_norm, amount):
     sgd = SGD(0.1, 0.0, 0.9, 0.0, clip_norm)
-    return Train(local=LocalTraining({}, "train", amount, sgd, 0.0, 0.0))
+    return rq.Train(local=rq.LocalTraining({}, "train", amount, sgd, 0.0, 0.0))
 
 
 def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
     sizes, sent = {"weights": 100, "buffers": 3}, {"weights": 5.0}
-    epochs, steps = Amount(2, None, 50), Amount(None, 22, None)
+    epochs, steps = rq.Amount(2, None, 50), rq.Amount(None, 22, None)
     clipped = limits("train.weights", training(1.0, epochs), sizes=sizes, sent=sent)
     assert clipped.norms["weights"] == pytest.approx(
-        1.25 * largest_move(22, SGD(0.1, 0.0, 0.9, 0.0, 1.0), 1.0, 5.0, 0.0), rel=1e-3
+        1.25 * reply_checks.largest_move(22, SGD(0.1, 0.0, 0.9, 0.0, 1.0), 1.0, 5.0, 0.0), rel=1e-3
     )
     free = limits("train.weights", training(None, epochs), sizes=sizes, sent=sent)
     assert free.norms["weights"] == 1e6 * (10 + 5)
     noised = [plan()]
     private = limits("train.weights", training(None, steps), sizes=sizes, sent=sent, planned=noised)
-    mean = largest_sum(noised[0], RECORDS, num_values=100) / 32
+    mean = reply_checks.largest_sum(noised[0], RECORDS, num_values=100) / 32
     sgd = SGD(0.1, 0.0, 0.9, 0.0, None)
-    moved = 1.25 * largest_move(22, sgd, mean, 5.0, 0.0)
+    moved = 1.25 * reply_checks.largest_move(22, sgd, mean, 5.0, 0.0)
     assert private.norms["weights"] == pytest.approx(moved, rel=1e-3)
     both = limits("train.weights", training(0.01, steps), sizes=sizes, sent=sent, planned=noised)
     assert both.norms["weights"] < private.norms["weights"] / 10
@@ -642,25 +629,25 @@ def test_running_variances_of_deep_sums_are_honest():
     for _ in range(8):
         x = x + x + (x + x)
     normalised(x)
-    moved = distance({"float32": normalised.running_var}, {"float32": torch.zeros(3)})
-    allowed = limits("train.weights", training(1.0, Amount(1, None, 2)), sizes={"buffers": 3})
+    moved = reply_checks.distance({"float32": normalised.running_var}, {"float32": torch.zeros(3)})
+    allowed = limits("train.weights", training(1.0, rq.Amount(1, None, 2)), sizes={"buffers": 3})
     assert 1e6 * math.sqrt(3) < moved < allowed.norms["buffers"]
 
 
 def test_candidates_move_the_weights_as_the_same_steps_of_training_do():
     sgd = SGD(0.1, 0.0, 0.9, 0.0, 1.0)
     sizes, sent = {"weights": 100}, {"weights": 5.0}
-    request = TrainCandidates(
+    request = rq.TrainCandidates(
         candidates=[[0], [1]], step=0, local_steps=11, batch_size=50, weights=sgd, dp_aware=None
     )
     found = limits("train.candidate", request, sizes=sizes, sent=sent)
-    same = limits("train.weights", training(1.0, Amount(None, 22, 50)), sizes=sizes, sent=sent)
+    same = limits("train.weights", training(1.0, rq.Amount(None, 22, 50)), sizes=sizes, sent=sent)
     assert found.norms == same.norms
 
 
 def test_of_a_pool_every_member_moves_as_far_as_it_may_alone():
     """Each member's gradient is clipped by itself, also where noise is added to all at once."""
-    steps, sizes = Amount(None, 3, None), {"weights": 100}
+    steps, sizes = rq.Amount(None, 3, None), {"weights": 100}
     for clip_norm, planned in ((1.0, []), (None, [plan()])):
         alone = training(clip_norm, steps)
         pool = replace(alone, local=replace(alone.local, network={"genotypes": 4 * [{}]}))
@@ -673,32 +660,32 @@ def test_of_a_pool_every_member_moves_as_far_as_it_may_alone():
 
 def test_a_search_moves_the_alphas_by_its_steps_of_adam():
     rule = Alternating("first_order")
-    search = LocalSearch(Amount(None, 4, None), STEP, ALPHA_STEP, alternating=rule)
+    search = rq.LocalSearch(rq.Amount(None, 4, None), STEP, ALPHA_STEP, alternating=rule)
     sizes = {"weights": 100, "alphas": 16}
-    found = limits("train.search", Search(local=search), sizes=sizes)
-    assert found.norms["alphas"] == pytest.approx(4 * ADAM * 0.01 * 4)
+    found = limits("train.search", rq.Search(local=search), sizes=sizes)
+    assert found.norms["alphas"] == pytest.approx(4 * reply_checks.ADAM * 0.01 * 4)
     sent = {"moments": 2.0}
-    with_moments = limits("train.search", Search(local=search), sizes=sizes, sent=sent)
+    with_moments = limits("train.search", rq.Search(local=search), sizes=sizes, sent=sent)
     assert with_moments.norms["alphas"] == 1e6 * 4
 
 
 def test_a_probe_and_an_evaluation_have_no_norm_that_noise_could_break():
-    probe = Probe(
+    probe = rq.Probe(
         search=None,
-        training=training(None, Amount(None, 1, None)).local,
-        trials=[Trial(STEP, ALPHA_STEP, 0.0)],
+        training=training(None, rq.Amount(None, 1, None)).local,
+        trials=[rq.Trial(STEP, ALPHA_STEP, 0.0)],
         loss_bound=1.0,
     )
     rewards = plan("rewards", "train.probe", batch=None, sigma=1e6, splits=("validation",))
     found = limits("train.probe", probe, sizes={"rewards": 1}, planned=[rewards])
     assert found.norms == {"rewards": math.inf}
-    tested = Evaluate(network={}, split="test")
+    tested = rq.Evaluate(network={}, split="test")
     exact = limits("evaluate.model", tested, sizes={})
     assert exact.metric_range("accuracy") == (0, 1)
-    assert exact.metric_range("loss") == (0, LARGEST_LOSS)
+    assert exact.metric_range("loss") == (0, reply_checks.LARGEST_LOSS)
     metrics = plan("metrics", "evaluate.model", batch=None, sigma=4.0, splits=("test",))
     noised = limits("evaluate.model", tested, sizes={}, planned=[metrics])
-    noise = 4 * math.sqrt(2) / 50 * math.sqrt(2 * TAIL)
+    noise = 4 * math.sqrt(2) / 50 * math.sqrt(2 * reply_checks.TAIL)
     assert noised.noise == pytest.approx(noise)
     assert noised.metric_range("accuracy") == pytest.approx((-noise, 2 + noise))
     low, high = noised.metric_range("loss")
@@ -708,7 +695,7 @@ def test_a_probe_and_an_evaluation_have_no_norm_that_noise_could_break():
 def test_a_distance_is_that_of_the_floats_and_not_finite_where_one_is_not():
     state = {"float32": torch.tensor([3.0, 0.0]), "int64": torch.tensor([7])}
     sent = {"float32": torch.tensor([0.0, 4.0]), "int64": torch.tensor([0])}
-    assert distance(state, {}) == 3
-    assert distance(state, sent) == 5
-    assert distance(state, {}) == 3
-    assert not math.isfinite(distance({"float32": torch.tensor([math.nan])}, {}))
+    assert reply_checks.distance(state, {}) == 3
+    assert reply_checks.distance(state, sent) == 5
+    assert reply_checks.distance(state, {}) == 3
+    assert not math.isfinite(reply_checks.distance({"float32": torch.tensor([math.nan])}, {}))

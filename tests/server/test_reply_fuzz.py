@@ -23,6 +23,7 @@ from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import Limits, accept_reply
 
 from ..asked import FORMS
+from ..refusals import refuses
 from .conftest import SEARCH, damaging, npy, set_json, set_metric, set_vector
 
 HEADER = Header("run", "search", 3, 1, 1, "0123456789abcdef")
@@ -181,8 +182,7 @@ def test_memory_is_that_of_what_was_sent_not_of_what_it_announces(descr, shape):
     message = message_with(content)
     tracemalloc.start()
     try:
-        with pytest.raises(ReplyError, match="malformed"):
-            accept_reply(message, ASKED, header=HEADER)
+        refuses("malformed", accept_reply, message, ASKED, header=HEADER, error=ReplyError)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -23,6 +23,7 @@ from fednas_flwr.deploy.sites.provision import issue_certificate, make_authority
 from fednas_flwr.deploy.sites.superlink import REFUSAL, Guard, is_loopback, paths_for_all
 
 from ..processes import told
+from ..refusals import refuses
 
 BIN = Path(sys.executable).parent
 WAIT_S = 120  # for what takes seconds on an idle machine
@@ -158,8 +159,7 @@ def test_doctor_names_the_causes(net):
         ("127.0.0.1", net.expired, ours, "has expired: its operator makes a new one"),
         ("127.0.0.1", 1, ours, "cannot be reached"),
     ):
-        with pytest.raises(Trouble, match=words):
-            links.shake_hands(host, port, authority)
+        refuses(words, links.shake_hands, host, port, authority, error=Trouble)
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as plain:
         threading.Thread(target=plain.handle_request).start()
         with pytest.raises(Trouble, match="does not speak TLS"):

@@ -18,7 +18,6 @@ from flwr.cli.build import build_fab_from_files
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.deploy.bundle import bundle_files, check_bundle
 from fednas_flwr.deploy.sites.doctor import examine, read_settings
@@ -31,6 +30,8 @@ from fednas_flwr.deploy.sites.provision import (
     make_sum_key,
     provision,
 )
+
+from ..refusals import refuses
 
 SITES = """
 federation: heart
@@ -151,8 +152,7 @@ def test_scripts_are_bash_and_can_be_executed(folder):
 def test_wrong_list_of_sites_is_one_sentence(tmp_path, old, new, words):
     path = tmp_path / "sites.yaml"
     path.write_text(SITES.replace(old, new))
-    with pytest.raises(ConfigError, match=words):
-        load_sites(path)
+    refuses(words, load_sites, path)
 
 
 # --- the code that a site runs
@@ -186,8 +186,7 @@ def test_a_bundle_with_other_files_is_refused(name, content):
     files = {**FILES, name: content}
     left = {name: content for name, content in files.items() if content is not None}
     assume(left != FILES)
-    with pytest.raises(ConfigError, match="is refused: this site runs the fednas_flwr"):
-        check_bundle(zipped(left))
+    refuses("is refused: this site runs the fednas_flwr", check_bundle, zipped(left))
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -201,22 +200,19 @@ def test_a_bundle_that_holds_two_files_of_one_name_is_refused(first):
     with zipfile.ZipFile(packed, "w") as archive:
         for path, content in files:
             archive.writestr(path, content)
-    with pytest.raises(ConfigError, match="is refused"):
-        check_bundle(packed.getvalue())
+    refuses("is refused", check_bundle, packed.getvalue())
 
 
 @given(st.binary())
 def test_what_is_no_bundle_is_refused(fab):
-    with pytest.raises(ConfigError, match="is refused"):
-        check_bundle(fab)
+    refuses("is refused", check_bundle, fab)
 
 
 def test_a_bundle_that_unpacks_to_gigabytes_is_refused_unread():
     bomb = io.BytesIO()
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("pyproject.toml", bytes(50_000_000))
-    with pytest.raises(ConfigError, match="is refused"):
-        check_bundle(bomb.getvalue())
+    refuses("is refused", check_bundle, bomb.getvalue())
 
 
 # --- fednas doctor without a server; with one in test_identity
@@ -404,7 +400,5 @@ def test_a_sites_keys_are_made_once(tmp_path, capsys, kind, make, sent, known):
     assert main(["key", *kind, str(key)]) == 2
     assert f"exists: {known} may know the site by it" in capsys.readouterr().err
     assert (key.read_bytes(), key.stat().st_mode & 0o777) == (content, 0o600)
-    with pytest.raises(FileExistsError):
-        make(key)
-    with pytest.raises(ConfigError, match="give a folder of `fednas provision`"):
-        examine(tmp_path)
+    refuses("", make, key, error=FileExistsError)
+    refuses("give a folder of `fednas provision`", examine, tmp_path)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.base.pretrained import LENGTH, Pretrained, forget_frozen
+from fednas_flwr.base.pretrained import forget_frozen
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.protocol.states import network_states
@@ -59,10 +59,7 @@ def test_the_first_network_is_the_frozen_one(space, genotype):
     with torch.no_grad():
         network.classifier.weight.normal_()
     std, mean = (torch.tensor(values)[:, None, None] for values in (space.std, space.mean))
-    frozen = space.frozen()
-    found = Pretrained.forward(frozen, images() * std + mean)
-    normed = functional.layer_norm(found, frozen.output_shape)
-    features = LENGTH * normed / normed.shape[1] ** 0.5
+    features = space.frozen()(images() * std + mean)
     torch.testing.assert_close(network(images()), network.classifier(features))
 
 

@@ -13,6 +13,8 @@ from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.parser import parse
 from fednas_flwr.spaces.costs import Costs, HardwareLoss
 
+from ..refusals import refuses
+
 ROWS = [[3.0, 5.0, None], [2.0, 1.5, 0.25]]
 NETWORKS = list(itertools.product([0, 1], [0, 1, 2]))
 LOW, HIGH = 1.75 + 3.25, 1.75 + 7.0
@@ -72,8 +74,7 @@ def test_the_range_includes_its_ends(costs, target):
     ],
 )
 def test_what_cannot_be_reached_is_refused_with_the_range(costs, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        loss(costs, **changes)
+    refuses(message, loss, costs, **changes)
 
 
 @pytest.mark.parametrize("form", ["additive", "multiplicative"])
@@ -97,8 +98,7 @@ def test_terms_that_make_no_loss_are_refused(costs):
     with pytest.raises(ConfigError, match=r"hardware\.target=99 ms cannot be reached"):
         replace(sent, terms=replace(sent.terms, target=99.0)).check()
     never = replace(costs, per_op=[[None] * 3, [2.0, 1.5, 0.25]])
-    with pytest.raises(ConfigError, match=r"hardware\.target=6 ms cannot be reached.*cost inf"):
-        replace(sent, costs=never).check()
+    refuses(r"hardware\.target=6 ms cannot be reached.*cost inf", replace(sent, costs=never).check)
 
 
 def test_logarithms_need_costs_above_one():

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings import conf_folder
 from fednas_flwr.spaces.costs import count_parameters
 from fednas_flwr.spaces.dp_cells import EDGES, OPS, DPCellSpace
 from fednas_flwr.spaces.genotype import load_genotype
+
+from ..refusals import refuses
 
 SMALL = DPCellSpace(input_shape=(2, 8, 8), num_classes=5, widths=(8, 8, 16), head=16)
 GREY = {"input_shape": (1, 28, 28), "num_classes": 10}
@@ -66,24 +67,6 @@ def test_norms_have_4_groups_in_search_and_8_in_training():
     assert norms == [{4}, {8}]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_path_is_the_derived_network_with_its_weights(seed, monkeypatch):
-    """Names agree, so a path's weights load into the derived network; outputs are equal."""
-    monkeypatch.setattr("fednas_flwr.spaces.dp_cells.TRAINING_GROUPS", 4)
-    with seeded(seed, "supernet"):
-        supernet = SMALL.supernet()
-    genotype = SMALL.random_genotype(make_generator(seed, "path"))
-    network, path = SMALL.network(genotype), SMALL.path(genotype)
-    inherited = {name: supernet.body.state_dict()[name] for name in network.state_dict()}
-    network.load_state_dict(inherited)
-    x = torch.randn(4, *SMALL.input_shape)
-    assert torch.equal(supernet.body(x, path=path), network(x))
-    one_hot = {"cell": F.one_hot(torch.tensor(path), len(OPS)).float()}
-    torch.testing.assert_close(supernet(x, one_hot), network(x))
-    weights = Candidate(supernet, path).weights()
-    assert [n.removeprefix("body.") for n in weights] == list(dict(network.named_parameters()))
-
-
 def test_only_the_path_runs_and_is_trained():
     with seeded(0, "supernet"):
         supernet = SMALL.supernet()
@@ -101,24 +84,9 @@ def test_only_the_path_runs_and_is_trained():
     assert trained == set(candidate.weights())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"widths": (8, 8)}, r"search_space\.widths=\[8, 8\] must be 3 numbers"),
-        ({"widths": (8, 0, 8)}, "each at least 1"),
-        ({"head": 0}, "head=0 is out of range"),
-        ({"activation": "selo"}, r"search_space\.activation=selo is unknown.*nearest: selu"),
-    ],
-)
-def test_impossible_spaces_are_refused(change, message):
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(SMALL, **change)
-
-
 @pytest.mark.parametrize("path", [[0] * 14, [10] + [0] * 14, [-1] + [0] * 14, [True] * 15])
 def test_paths_that_are_none_are_refused(path):
-    with pytest.raises(ValueError, match="a path must be 15 columns of ops"):
-        Candidate(SMALL.supernet(), path)
+    refuses("a path must be 15 columns of ops", Candidate, SMALL.supernet(), path, error=ValueError)
 
 
 def test_the_skip_is_trained_with_every_path():

@@ -11,7 +11,8 @@ from torch.optim.swa_utils import update_bn
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.spaces.operations import average_pool, make_norm, max_pool, normalised
 
-from ..reference_engine import by
+from ..reference_engine import by_ops
+from ..rows import seldom
 from ..small_spaces import SPACES
 
 SHAPES = [(3, 8, 8), (1, 9, 7), (2, 12, 5)]
@@ -31,7 +32,7 @@ def both_engines(space, **changes):
     """Return the reference supernet and the fast one, with the same state, in float64."""
     space = dataclasses.replace(space, **changes)
     with seeded(1, "supernet"):
-        reference = by("reference", space.supernet()).double()
+        reference = by_ops(space.supernet()).double()
     fast = space.supernet().double()
     for alphas in reference.alphas().values():
         alphas.data.mul_(1000)  # far from uniform, so that no op is lost among the others
@@ -56,16 +57,26 @@ def assert_same(outcomes, others, tolerance=1e-12):
 
 
 # Larger maps: over a handful of pixels a group norm amplifies rounding, in the reference as well.
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("shape", [(3, 16, 16), (1, 17, 15), (2, 13, 24)])
+@pytest.mark.parametrize(
+    ("shape", "batch"),
+    [
+        *(((3, 16, 16), 3), ((1, 17, 15), 1), seldom((3, 16, 16), 1), seldom((1, 17, 15), 3)),
+        *(seldom((2, 13, 24), 1), seldom((2, 13, 24), 3)),
+    ],
+)
 def test_function_and_gradients_with_group_norm(space, shape, batch):
     engines = both_engines(space, input_shape=shape, norm="group")
     x = draw(batch, *shape)
     assert_same(*(outcome(supernet, x) for supernet in engines))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "training"),
+    [
+        *((SHAPES[0], True), (SHAPES[1], False), seldom(SHAPES[0], False), seldom(SHAPES[1], True)),
+        *(seldom(SHAPES[2], True), seldom(SHAPES[2], False)),
+    ],
+)
 def test_function_gradients_and_statistics_with_batch_norm(space, shape, training):
     engines = both_engines(space, input_shape=shape, norm="batch")
     for supernet in engines:

@@ -16,6 +16,8 @@ from fednas_flwr.spaces.genotype import (
     to_json,
 )
 
+from ..refusals import refuses
+
 GENOTYPE = Genotype("toy", {"normal": (Edge("conv", 0, 1), Edge("skip_connect", 0, 2))})
 
 
@@ -68,8 +70,7 @@ NOT_WHOLE = "has the wrong type: expected a whole number"
     ],
 )
 def test_wrong_text_is_refused_by_field_and_value(text, message):
-    with pytest.raises(ConfigError, match=message):
-        from_json(text, origin="my.json")
+    refuses(message, from_json, text, origin="my.json")
 
 
 json_values = st.recursive(
@@ -116,8 +117,7 @@ def test_unreadable_files_are_named(tmp_path):
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        with pytest.raises(ConfigError, match=words):
-            load_genotype(tmp_path / name)
+        refuses(words, load_genotype, tmp_path / name)
 
 
 def test_skip_share_counts_edges_of_all_cells():

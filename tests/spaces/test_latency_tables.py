@@ -12,6 +12,8 @@ from fednas_flwr.spaces import latency_tables
 from fednas_flwr.spaces.latency_tables import MeasuredLayer, from_json, summarise, to_json
 from fednas_flwr.spaces.mbconv import Layer
 
+from ..refusals import refuses
+
 CPU = torch.device("cpu")
 SMALL = Layer("conv", (2, 4, 4), (2, 4, 4), 1, 1, 1)
 LARGE = Layer("conv", (64, 32, 32), (64, 32, 32), 1, 7, 1)
@@ -97,5 +99,4 @@ def changed_layer(**fields):
     ],
 )
 def test_what_is_no_table_is_refused(text, message):
-    with pytest.raises(ConfigError, match=message):
-        from_json(text, origin="table.json")
+    refuses(message, from_json, text, origin="table.json")

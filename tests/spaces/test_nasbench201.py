@@ -4,7 +4,7 @@ import torch
 from fednas_flwr.report.lookup import read_cell
 from fednas_flwr.spaces.nasbench201 import OPS, NASBench201Space, ResidualBlock
 
-from ..reference_engine import by
+from ..reference_engine import by_ops
 
 CIFAR = NASBench201Space(input_shape=(3, 32, 32), num_classes=10)
 SMALL = NASBench201Space(input_shape=(1, 8, 8), num_classes=10, channels=4, num_cells=1)
@@ -56,7 +56,7 @@ def test_drop_path_spares_identities():
 
 def test_stages_double_the_channels_and_halve_the_size():
     sizes = {"input_shape": (3, 28, 28), "num_classes": 10, "channels": 2, "num_cells": 2}
-    supernet = by("reference", NASBench201Space(**sizes).supernet())  # calls its modules
+    supernet = by_ops(NASBench201Space(**sizes).supernet())  # calls its modules
     shapes = []
     for stage in supernet.body.skeleton.stages:
         for cell in stage:

@@ -77,15 +77,6 @@ def test_mixed_op_is_the_weighted_sum_without_none():
     assert (weights.grad[1:] != 0).all()
 
 
-def test_mixed_op_takes_weights_of_every_example():
-    make = partial(nasbench201.make_operation, channels=4, norm="group", affine=False)
-    mixed = MixedOp(nasbench201.OPS, make).double()
-    x = images(3, 4, 5, 5)
-    weights = torch.rand(3, 5, dtype=torch.float64)
-    rows = [mixed(x[i : i + 1], weights[i]) for i in range(3)]
-    torch.testing.assert_close(mixed(x, weights), torch.cat(rows), rtol=0, atol=1e-12)
-
-
 def test_drop_path_drops_whole_examples_and_keeps_the_mean():
     x = torch.ones(4000, 2, 3, 3)
     with seeded(0, "drop"):

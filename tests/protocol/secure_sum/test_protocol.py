@@ -99,8 +99,7 @@ def test_any_two_of_the_signers_open_a_sum_that_one_colluding_site_could_not(sit
 
 def test_one_opening_is_not_enough(sites):
     total = Exchange(sites).answer(range(SITES)).sign().total([0])
-    with pytest.raises(AssertionError):
-        assert_sum(total, range(SITES))
+    refuses("", assert_sum, total, range(SITES), error=AssertionError)
     with pytest.raises(ValueError, match="beyond 5 times their range"):
         Grid.of_range(1.0, sites=SITES).decode(total[1], sites=SITES)
 
