@@ -33,7 +33,7 @@ from fednas_flwr.models.networks import load, load_description
 from fednas_flwr.models.prediction import MODEL_FILE, Model
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import export_model
-from fednas_flwr.report.templates import sentence
+from fednas_flwr.report.templates import paragraphs
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import expanded
@@ -183,17 +183,14 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             "evaluation.metric": self.metric,
             "runtime.time_limit": self.time_limit,
             "dataset": "csv" if X.ndim == 2 else "npz",
+            "search_space": "mlp_small" if X.ndim == 2 else None,
             "clients": None if groups is not None else 1 if self.clients is None else self.clients,
         }
         if X.ndim == 2:
             table = pd.DataFrame(X).add_prefix("")
             label = label or _free("label", [*table, site])
             table[label] = y
-            chosen |= {
-                "dataset.label": label,
-                "search_space": "mlp_small",
-                "dataset.task": self.task,
-            }
+            chosen |= {"dataset.label": label, "dataset.task": self.task}
             if groups is not None:
                 site = site or _free("site", table)
                 table[site] = np.asarray(groups)
@@ -224,15 +221,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             shutil.rmtree(folder)
             raise
         done = read_run(result.folder)
-        for note in done.last("data").get("odd", ()):
+        for note in [*done.last("data").get("odd", ()), *paragraphs("left_out", done)]:
             warnings.warn(note, stacklevel=3)
         if done.status == "completed":
             shutil.rmtree(folder)
         else:
             go_on = f"fednas run resume={result.folder}"
             warnings.warn(f"the time limit has cut the fit short: {go_on}", stacklevel=3)
-        if said := sentence("left_out", done):
-            warnings.warn(said, stacklevel=3)
         return result
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:
@@ -243,8 +238,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
                 X = X.drop(columns=X.columns.difference(self.feature_names_in_, sort=False))
             validate_data(self, X, reset=reset, skip_check_array=True)
             return X
-        least = 2 if reset else 1
-        form = {"ensure_all_finite": "allow-nan", "allow_nd": True, "ensure_min_samples": least}
+        form = {"ensure_all_finite": "allow-nan", "allow_nd": True, "ensure_min_samples": 1 + reset}
         return validate_data(self, X, reset=reset, **form)
 
     def _predicted(self, X: Any) -> Any:

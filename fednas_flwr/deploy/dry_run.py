@@ -41,6 +41,7 @@ from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
 from fednas_flwr.runs.run_folder import create_run_folder, free_bytes
 from fednas_flwr.settings import Config, dump_config, expanded
 from fednas_flwr.settings.incompatible import searches
+from fednas_flwr.settings.parser import seconds
 from fednas_flwr.settings.run_settings import RayRuntime
 
 FEW = 4  # steps that tell what one takes
@@ -90,6 +91,7 @@ class Estimate:
         at_once: Clients that are computed side by side.
         processes: Of clients, a few more than there are cores, see ``processes.at_once``.
         features: Sizes and times of features of images.
+        limit: Seconds that the run may take; infinite without a limit.
     """
 
     stages: tuple[StageEstimate, ...]
@@ -100,7 +102,8 @@ class Estimate:
     privacy: str
     at_once: int
     processes: int
-    features: tuple[str, ...] = ()
+    features: tuple[str, ...]
+    limit: float
 
     def lines(self) -> list[str]:
         """Return the lines that ``fednas run --dry-run`` prints."""
@@ -142,6 +145,7 @@ def estimate(config: Config) -> Estimate:
             at_once=grid.at_once,
             processes=grid.processes,
             features=tuple(n for n in run.prepared.train.notes if n.startswith(KINDS)),
+            limit=seconds(limit) if (limit := config.runtime.time_limit) else math.inf,
         )
 
 

@@ -464,8 +464,8 @@ class Run:
             self.log.emit("out_of_time", stage=stage, round=done, rounds=rounds)
             self.log.emit(
                 "warning",
-                message=f"runtime.time_limit={self.config.runtime.time_limit}: the {stage} has "
-                f"ended after round {done} of {rounds}; resume=<run folder> goes on",
+                message=f"the time limit has ended the {stage} after round {done} of {rounds}; "
+                "resume=<run folder> goes on",
             )
 
     @contextmanager

@@ -32,6 +32,7 @@ from fednas_flwr.runs.numbers import (
     CONFIG_FILE,
     EVENTS_FILE,
     METRICS,
+    SIMPLER,
     Metric,
     Run,
     flat_settings,
@@ -44,8 +45,9 @@ MOST_SETTINGS = 6  # that have columns
 GROUPS = ("algorithm", "dataset", "partition", "search_space", "retrain", "privacy", "runtime")
 NOT_SETTINGS = ("seed", "run_dir", "resume")
 BY_NAME = {metric.name: metric for metric in METRICS}
-# Settings by which runs are of other records; features and ranges of the same ones may differ.
-OTHER_DATA = re.compile(r"(dataset(?!\.(ranges|scattering|statistics))|partition|clients)\b")
+# Settings by which runs are of other records; features, ranges and splits of the same may differ.
+SAME_DATA = "fractions|ranges|scattering|statistics|target_range"
+OTHER_DATA = re.compile(rf"(dataset(?!\.({SAME_DATA}))|partition|clients)\b")
 # Settings of the data set by which its test set is the same.
 SAME_TEST = ("name", "root", "label", "labels", "limit_test")
 OVER: dict[str, tuple[str, Callable[[Sequence[Event]], float]]] = {
@@ -201,22 +203,18 @@ class Comparison:
             model, _, kind = metric.name.partition("_")
             cells = {_cell(metric, group).partition(" ±")[0] for group in self.groups}
             constant = metric.name != self.metric and len(cells) <= several
-            other = model in ("linear", "trees") and kind != score
+            other = model in SIMPLER.values() and kind != score
             if cells != {DASH} and not constant and not other:
                 columns.append((metric.label + FORMS[metric.unit].title, partial(_cell, metric)))
         if self.against is not None:
             columns.insert(2, (f"difference from {self.against} (95 %)", self._difference))
         if len(names := self.settings()) <= MOST_SETTINGS:
-            columns += [(name, partial(_setting, name)) for name in names]
+            columns += [(n, partial(lambda key, group: group.settings[key], n)) for n in names]
         columns.append(("seeds", lambda group: ", ".join(map(str, group.seeds))))
         return rows_of(self.groups, columns)
 
     def _difference(self, group: Group) -> str:
         return DASH if group.difference is None else group.difference.text(self.main)
-
-
-def _setting(name: str, group: Group) -> str:
-    return group.settings[name]
 
 
 def paired_difference(differences: Sequence[float]) -> tuple[float, float | None]:
@@ -297,7 +295,8 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
         if reason:
             not_counted.append({"folder": str(folder), "reason": reason})
     groups = [
-        [by_seed[seed] for seed in sorted(by_seed, key=_order)] for by_seed in members.values()
+        [by_seed[seed] for seed in sorted(by_seed, key=lambda seed: (seed is None, seed))]
+        for by_seed in members.values()
     ]
     trials = [trial for folder in folders for trial in _best_trials(folder)]
     groups.sort(key=lambda runs: _rank(runs[0], trials))
@@ -365,7 +364,8 @@ def _rank(run: Run, trials: Sequence[tuple[dict[str, Any], list[float]]]) -> int
     """Return the place of the trial whose settings a run has; all others come after."""
     settings = _settings(run)
     for place, (params, _) in enumerate(trials):
-        if all(settings.get(name.lstrip("+")) == _text(value) for name, value in params.items()):
+        chosen = {name.lstrip("+"): templates.setting_text(value) for name, value in params.items()}
+        if chosen.items() <= settings.items():
             return place
     return len(trials)
 
@@ -384,7 +384,7 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     at_once = max(1, (console.width - TITLE_WIDTH) // GROUP_WIDTH)
     for start in range(0, len(rows), at_once):
         shown = list(zip(head, *rows[start : start + at_once], strict=True))
-        title = "mean ± standard deviation over seeds"
+        title = sentence("over_seeds", comparison)
         print_table(title, shown[0], shown[1:], numbers=True, console=console)
     for text in comparison.notes:
         print_line(console, text)
@@ -450,13 +450,8 @@ def _finished(folder: Path) -> tuple[Run | None, str]:
 def _settings(run: Run) -> dict[str, str]:
     """The settings by dotted names, as text; the name of a group stands under the group."""
     named = flat_settings(run.config).items()
-    return {k.removesuffix(".name"): _text(value) for k, value in named if k not in NOT_SETTINGS}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(str(item) for item in value)
-    return DASH if value is None else str(value)
+    texts = {key.removesuffix(".name"): templates.setting_text(value) for key, value in named}
+    return {name: text for name, text in texts.items() if name not in NOT_SETTINGS}
 
 
 def _distinguishing(settings: Sequence[dict[str, str]]) -> list[str]:
@@ -482,10 +477,6 @@ def _group(runs: list[Run], shown: list[str], name: str) -> Group:
         test_seed=any(run.privacy and sentence("test_seed", run.privacy) for run in runs),
         metrics={m.name: Statistics.of(tuple(n[m.name] for n in numbers)) for m in METRICS},
     )
-
-
-def _order(seed: Any) -> tuple[bool, Any]:
-    return (not isinstance(seed, int), seed if isinstance(seed, int) else str(seed))
 
 
 def as_csv(comparison: Comparison) -> str:

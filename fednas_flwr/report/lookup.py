@@ -21,11 +21,9 @@ from fednas_flwr.runs.numbers import Run
 Cell = tuple[str, ...]  # the ops of the edges by target, then source
 
 SPACE = "nasbench201"
-FORM = "|op~0|+|op~0|op~1|+|op~0|op~1|op~2|"
-PATTERN = re.compile(
-    r"\+".join(r"\|" + "".join(rf"([^|~]+)~{s}\|" for s in range(node)) for node in range(1, 4))
-)
-PAIRS = [(source, target) for target in range(1, 4) for source in range(target)]
+NOTATION = "|{}~0|+|{}~0|{}~1|+|{}~0|{}~1|{}~2|"
+FORM = NOTATION.format(*["op"] * 6)
+PATTERN = re.compile(re.escape(FORM).replace("op", "([^|~]+)"))
 SPELLINGS = {  # in small letters, without marks and without a leading "nor"
     **dict.fromkeys(("none", "zero", "zeroize"), "none"),
     **dict.fromkeys(("skipconnect", "skip", "identity"), "skip_connect"),
@@ -162,19 +160,10 @@ def _listed(table: CellTable, run: Run) -> Cell:
     cell = found_cell(run)
     if cell not in table.percentiles:
         raise ConfigError(
-            f"{run.folder} has found {_text(cell)}, which is none of the table's "
+            f"{run.folder} has found {NOTATION.format(*cell)}, which is none of the table's "
             f"{len(table.percentiles):,} cells."
         )
     return cell
-
-
-def _text(cell: Cell) -> str:
-    """Return a cell in the benchmark's notation."""
-    edges = list(zip(cell, PAIRS, strict=True))
-    return "+".join(
-        "|" + "".join(f"{op}~{source}|" for op, (source, target) in edges if target == node)
-        for node in range(1, 4)
-    )
 
 
 def _read(path: Path) -> Any:

@@ -41,7 +41,7 @@ CHARTS: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {
     "loss": ("Loss", "loss", {}, ("train_loss", "validation_loss")),
     "accuracy": ("Accuracy", "accuracy", PERCENT, ("train_accuracy", "validation_accuracy")),
     "closeness": (
-        *("Closeness: 1 - absolute error / range", "closeness", SHARE),
+        *("Closeness: 1 - absolute error / range", "closeness", PERCENT),
         ("train_closeness", "validation_closeness"),
     ),
     "entropy": ("Entropy of the alphas", "nats per edge", FROM_ZERO, ("alpha_entropy",)),
@@ -235,7 +235,7 @@ def fronts(
     *,
     sign: int = 1,
 ) -> dict[str, Figure]:
-    """Return a score over each cost in which rows differ, and the front: a line of the best.
+    """Return a score over each cost in which rows differ, and the front, a line through the best.
 
     The best are those that no other beats in both.
 
@@ -262,13 +262,13 @@ def fronts(
             "hovertemplate": "%{customdata}: %{y} at %{x}<extra></extra>",
             "text": [_short(name) if len(points) <= MOST_LABELS else "" for name in names],
         }
-        line = _line([x for x, *_ in best], [y for _, y, _ in best], "front", ORANGE, mode="lines")
-        line["hoverinfo"] = "skip"
+        line = _line([x for x, *_ in best], [y for _, y, _ in best], "front", ORANGE)
+        line |= {"hoverinfo": "skip", "marker": {"size": 9}}
         title = cost.label + {"megabytes": " (MB)", "milliseconds": " (ms)"}.get(cost.unit, "")
         look = PERCENT if unit == "share" else {}
         wide = 0 < min(xs) < max(xs) / WIDE_RANGE
         axis: Figure = {"xaxis": LOG if wide else {}, "yaxis": look, "showlegend": False}
-        found[cost.name] = _figure(line, dots, x=title, y=score, **axis)
+        found[cost.name] = _figure(dots, line, x=title, y=score, **axis)
     return found
 
 
@@ -304,9 +304,9 @@ def class_curves(run: Run) -> dict[str, Figure]:
 
 
 def partition(event: Event) -> Figure | None:
-    """Return the number of records per class and client as a heat map."""
-    counts, names = event.get("counts"), event.get("class_names")
-    if not counts or not names:
+    """Return the number of records per class and client as a heat map; None of numbers."""
+    counts, names = event.get("counts"), event.get("class_names") or ()
+    if not counts or len(names) < 2:
         return None
     by_class = [list(column) for column in zip(*counts, strict=True)]
     figure = _heat(

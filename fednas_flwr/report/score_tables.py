@@ -24,11 +24,12 @@ from fednas_flwr.report.templates import (
     quantiles,
     score,
     sentence,
+    setting_text,
 )
 from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.leaderboard import compared
-from fednas_flwr.runs.numbers import METRICS, SCORES, Run, Score, flat_settings, of_splits
-from fednas_flwr.settings.names import MOST_SHOWN, PRV, QUANTILES
+from fednas_flwr.runs.numbers import METRICS, SCORES, SIMPLER, Run, Score, flat_settings, of_splits
+from fednas_flwr.settings.names import LOG_LOSS, MOST_SHOWN, PRV, QUANTILES
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
 SETTINGS = ("algorithm", "partition", "search_space", "retrain", "privacy")  # and what follows
@@ -55,7 +56,7 @@ def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
 
 def scores(run: Run) -> list[tuple[str, str]]:
     """Label and text of all that says how good the run's model is; simpler ones have a table."""
-    simpler = ("linear_", "trees_")
+    simpler = tuple(f"{model}_" for model in SIMPLER.values())
     names = [metric.name for metric in METRICS if metric.is_score or metric.unit == "error"]
     return reached(run, [name for name in names if not name.startswith(simpler)])
 
@@ -64,7 +65,7 @@ def setting_rows(run: Run) -> list[tuple[str, str]]:
     """Name and value of each setting as it took effect."""
     settings = run.settings
     shown = flat_settings({name: settings.get(name) for name in (*NUMBERS, *SETTINGS)})
-    return [(name, str(value)) for name, value in shown.items() if value not in (None, [])]
+    return [(name, setting_text(value)) for name, value in shown.items() if value not in (None, [])]
 
 
 COLUMN_HEAD = ["column", "what it is", "standardised by (mean, deviation)"]
@@ -104,7 +105,6 @@ def score_table(run: Run) -> Table | None:
     central = measured["central"]
     if not central:
         return None
-    kinds = [kind for kind in SCORES if kind.of(central) is not None]
 
     def interval(kind: Score) -> str:
         ends = (central.get("intervals") or {}).get(kind.name) or ()
@@ -115,7 +115,7 @@ def score_table(run: Run) -> Table | None:
         *((MODELS[name], partial(_score_of, of)) for name, of in measured.items() if of),
     ]
     columns.insert(2, ("95 % interval", interval))
-    head, rows = rows_of(kinds, columns)
+    head, rows = rows_of(_measured(run, [central]), columns)
     rest = [DASH] * (len(head) - 2)
     added = [[name, score(value), *rest] for name, value in (central.get("own") or {}).items()]
     return "Scores on the server's test set", head, rows + added
@@ -189,8 +189,7 @@ def client_table(run: Run) -> Table | None:
     Accuracies have the 95 % interval of Wilson (1927), unless noise hides how many were right.
     """
     clients: Sequence[Mapping[str, Any]] = run.client_results()
-    shown = [s for s in SCORES if any(s.of(client) is not None for client in clients)]
-    if not shown:
+    if not (shown := _measured(run, clients)):
         return None
     if many := len(clients) > MOST_SHOWN:
         names = [*(kind.name for kind in shown), "num_examples"]
@@ -213,6 +212,12 @@ def client_table(run: Run) -> Table | None:
     if not many and not run.is_private and shown[0] == SCORES[0]:
         columns.insert(2, ("95 % interval", interval))
     return "Each client's own test records", *rows_of(clients, columns)
+
+
+def _measured(run: Run, found: Sequence[Mapping[str, Any]]) -> list[Score]:
+    """The scores that some results have; the loss of numbers to predict is no log loss."""
+    kinds = [kind for kind in SCORES if any(kind.of(one) is not None for one in found)]
+    return [kind for kind in kinds if not (run.is_regression and kind.name == LOG_LOSS)]
 
 
 def _score_of(measured: Mapping[str, Any], kind: Score) -> str:

@@ -73,6 +73,13 @@ def figures(value: float | None, number: int = 4) -> str:
     return DASH if value is None else f"{value:.{number}g}"
 
 
+def setting_text(value: Any) -> str:
+    """Return a setting's value: ``1, 2`` of a list, a dash of None."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return DASH if value is None else str(value)
+
+
 def num_bytes(value: float | None) -> str:
     """Return bytes in powers of 1000: ``12.3 MB``."""
     if value is None:

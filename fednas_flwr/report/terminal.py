@@ -63,7 +63,8 @@ def print_table(
         sum_rows: How many of the last rows a line divides from the others.
         console: Where to print; standard output by default.
     """
-    table, (names, *lines) = Table(title=title), [[*map(terminal, row)] for row in (head, *rows)]
+    table = Table(title=title, show_header=any(head))
+    names, *lines = [[*map(terminal, row)] for row in (head, *rows)]
     for place, (name, width) in enumerate(zip(names, _widths(names, lines), strict=True)):
         is_number = numbers and place > 0
         justify: JustifyMethod = "right" if is_number else "left"

@@ -58,9 +58,6 @@ def tracking(begin: Backend, run_folder: Path) -> Iterator[Listener]:
     settings = flat_settings(read_yaml(file, CONFIG_FILE) if file.exists() else {})
     with begin(run_folder, {name: str(value) for name, value in settings.items()}) as send:
 
-        def send_known(group: str, values: Mapping[str, float | None], step: int) -> None:
-            send(group, {name: v for name, v in values.items() if v is not None}, step)
-
         def listen(event: Event) -> None:
             nonlocal is_private
             is_private = is_private or event["event"] == "privacy"
@@ -71,14 +68,16 @@ def tracking(begin: Backend, run_folder: Path) -> Iterator[Listener]:
                 }
                 sizes = {f"mb_{way}": event[f"bytes_{way}"] / 1e6 for way in ("sent", "received")}
                 values |= {"seconds": event["seconds"], **sizes}
-                send_known(event["stage"], values, event["round"])
+                known = {name: value for name, value in values.items() if value is not None}
+                send(event["stage"], known, event["round"])
             elif event["event"] == "evaluated":
                 scores = {
-                    f"{model}_{score.name}": (event.get(model) or {}).get(score.name)
+                    f"{model}_{score.name}": value
                     for score in SCORES
                     for model in score.models
+                    if (value := (event.get(model) or {}).get(score.name)) is not None
                 }
-                send_known("evaluate", scores, 0)
+                send("evaluate", scores, 0)
 
         yield listen
 

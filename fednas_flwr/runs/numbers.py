@@ -31,8 +31,10 @@ BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a
 )
 EVENTS_FILE = "events.jsonl"
 CLIENTS_LINEAR = "the clients' linear model"
-GUESSES = MAJORITY, CHANCE = "the most frequent class", "chance"
+GUESSES = MAJORITY, CHANCE, MEAN = "the most frequent class", "chance", "always the mean"
 POOLED = {"the pooled linear model": "linear", "pooled boosted trees": "trees"}  # by event
+FEDERATED = "federated"  # the linear model that clients train beside a network
+SIMPLER = {**POOLED, CLIENTS_LINEAR: FEDERATED}
 STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
 SEARCH_LOSS = "validation_loss"  # of the search's last round
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
@@ -61,7 +63,7 @@ class Score:
     label: str
     unit: Unit = "score"
     hub: str = ""
-    models: tuple[str, ...] = ("central", "linear", "trees")
+    models: tuple[str, ...] = ("central", *SIMPLER.values())
     key: str = ""
     sign: int = 1
     chance: float | None = None
@@ -138,7 +140,8 @@ class Run:
 
     def scores(self, model: str) -> dict[str, Any]:
         """The last evaluation of a model, empty where there was none."""
-        return self.last("evaluated").get(model) or {}
+        run, place = (self.clients_linear(), "central") if model == FEDERATED else (self, model)
+        return (run and run.last("evaluated").get(place)) or {}
 
     @property
     def score(self) -> Score:
@@ -380,6 +383,12 @@ class Run:
         folders = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{EVENTS_FILE}"))
         return [read_run(file.parent) for file in folders]
 
+    def clients_linear(self) -> "Run | None":
+        """The run of the linear model that clients trained beside the network; None without."""
+        places = FINALISTS_FOLDER, BASELINES_FOLDER  # in the first for all rounds
+        folders = (self.folder / place / names.LINEAR for place in places)
+        return next((read_run(one) for one in folders if (one / EVENTS_FILE).exists()), None)
+
     def left_out(self) -> list[str]:
         """The names of networks that were to be compared, but for which no time was left."""
         files = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{CONFIG_FILE}"))
@@ -406,14 +415,13 @@ class Run:
         central = self.scores("central") if self.score == SCORES[0] else {}
         others = {
             MAJORITY: central.get("majority"),
-            **{name: self.test_score(model) for name, model in POOLED.items()},
+            **{name: self.test_score(model) for name, model in SIMPLER.items()},
             "its linear skip alone": central.get("without_cells"),
         }
-        for other in self.baselines():
-            if other.folder.name == names.LINEAR and not self.delivers_linear:
-                others[CLIENTS_LINEAR] = other.test_score()
+        if self.delivers_linear:
+            del others[CLIENTS_LINEAR]
         if self.score.chance is not None:
-            others[CHANCE] = self.score.chance
+            others[MEAN if self.is_regression else CHANCE] = self.score.chance
         measured = [(name, value) for name, value in others.items() if value is not None]
         return dict(sorted(measured, key=lambda pair: -self.score.sign * pair[1]))
 
@@ -424,9 +432,7 @@ class Run:
         else of the network's own score, as if the other's were certain. None where neither is.
         """
         ours, name, sign = self.scores("central"), self.score.name, self.score.sign
-        theirs = self.scores(POOLED[rival]) if rival in POOLED else {}
-        for other in self.baselines() if rival == CLIENTS_LINEAR else ():
-            theirs = other.scores("central") if other.folder.name == names.LINEAR else theirs
+        theirs = self.scores(SIMPLER.get(rival, ""))
         if paired := paired_interval(ours, theirs, name):
             return sorted(sign * end for end in paired)
         ends = self.interval()
@@ -535,20 +541,13 @@ def _scores(model: str, prefix: str) -> list[Metric]:
     ]
 
 
+PARTS = {
+    "without_skip": "accuracy without its linear skip",
+    "without_cells": "accuracy of its linear skip alone",
+}
 METRICS = [
     *_scores("central", "test"),
-    Metric(
-        "accuracy_without_skip",
-        "accuracy without its linear skip",
-        "share",
-        _of("central", "without_skip"),
-    ),
-    Metric(
-        "accuracy_without_cells",
-        "accuracy of its linear skip alone",
-        "share",
-        _of("central", "without_cells"),
-    ),
+    *(Metric(f"accuracy_{n}", label, "share", _of("central", n)) for n, label in PARTS.items()),
     Metric(
         "released_auroc", "AUROC on training records, noised", "score", _of("released", "auroc")
     ),
@@ -558,6 +557,7 @@ METRICS = [
     ),
     *_scores("linear", "linear model,"),
     *_scores("trees", "boosted trees,"),
+    *_scores(FEDERATED, "clients' linear model,"),
     Metric("num_parameters", "parameters", "count", _of("derived", "num_parameters")),
     Metric("multiply_adds", "multiply-adds", "count", _of("derived", "multiply_adds")),
     Metric("latency_ms", "latency", "milliseconds", Run.latency_ms),

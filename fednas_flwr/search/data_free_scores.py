@@ -44,6 +44,7 @@ LEARNING_BATCH, LEARNING_RATE = 32, 0.1  # of the first step
 LARGEST_SIDE = 16  # of images of the made-up task
 Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], float | tuple[float, ...]]
 Scores = Callable[[list[Genotype]], Iterable[Mapping[str, float]]]  # of each, in their order
+Costs = Callable[[Genotype], Mapping[str, float]]
 TRIES = 200  # in a row without a new architecture within the limits, before the search gives up
 
 
@@ -366,6 +367,21 @@ def exceeded(
     return {name: costs[name] for name, most in limits.items() if costs[name] > most}
 
 
+def smallest(space: SearchSpace, costs: Costs, name: str) -> float:
+    """The lowest cost of one kind of a space's networks that are not degenerate.
+
+    It is exact where the costs of ops add up, and these have the same order on all edges: then it
+    is that of the cheapest op on every edge but one, which has the cheapest op with weights.
+    """
+
+    def cost_of(likeliness: Tensor) -> float:
+        row = likeliness.expand(len(space.edges), -1)
+        return costs(space.derive(dict.fromkeys(space.kinds, row)))[name]
+
+    alone = list(map(cost_of, torch.eye(len(space.ops))))
+    return min(*alone, cost_of(torch.tensor(alone) / -max(alone)))
+
+
 def search(
     space: SearchSpace,
     score: Scores,
@@ -394,11 +410,9 @@ def search(
     Raises:
         ConfigError: No architecture within the limits was found.
     """
-    if draws < 1:
-        raise ValueError(f"draws must be at least 1, got {draws}")
     scored = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
     refused, drawn = dict[str, list[float]](), list[Genotype]()
-    tried, seen = 0, set(scored)
+    tried, seen, limited = 0, set(scored), limited or space
     while len(drawn) < draws and tried < TRIES:
         tried += 1
         genotype = space.random_genotype(generator)
@@ -406,16 +420,18 @@ def search(
         if key in seen:
             continue
         seen.add(key)
-        over = exceeded(limits, limited or space, genotype, latency_ms)
+        over = exceeded(limits, limited, genotype, latency_ms)
         for name, cost in over.items():
             refused.setdefault(name, []).append(cost)
         if not over:
             drawn.append(genotype)
             tried = 0
     if limits and not scored and not drawn:
+        costs = partial(exceeded, dict.fromkeys(limits, -1), limited, latency_ms=latency_ms)
         counts = (
-            f"{len(costs)} exceed {name}={limits[name]} (the least of them has {min(costs):,.10g})"
-            for name, costs in refused.items()
+            f"{len(over)} exceed {name}={limits[name]} (the smallest possible has "
+            f"{min(smallest(limited, costs, name), *over):,.10g})"
+            for name, over in refused.items()
         )
         raise ConfigError(
             f"no network of search_space={space.name} is within the limits: of {len(seen)} drawn, "

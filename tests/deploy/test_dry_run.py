@@ -10,6 +10,7 @@ from fednas_flwr.deploy import dry_run
 from fednas_flwr.deploy.dry_run import MeasuringGrid, estimate
 from fednas_flwr.protocol.requests import Amount, Evaluate, Train
 from fednas_flwr.report.templates import sentence
+from fednas_flwr.settings import parser
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 
@@ -45,12 +46,9 @@ def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run
         assert len(rounds) == stage.rounds
         taken = sum(event["bytes_sent"] + event["bytes_received"] for event in rounds)
         ratio = stage.rounds * stage.round_bytes / taken
-        if stage.name == "retrain":  # of a random network
-            assert 1 / 3 < ratio < 3
-        elif not overrides:  # rounds of fnas differ
-            assert ratio == pytest.approx(1, rel=0.02)
-        else:
-            assert ratio == pytest.approx(1, rel=0.3)
+        close = (0.7, 1.3) if overrides else (0.98, 1.02)  # rounds of fnas differ
+        low, high = (1 / 3, 3) if stage.name == "retrain" else close  # of a random network
+        assert low < ratio < high
         assert stage.seconds > 0
     assert [stage.name for stage in told.stages] == ["search", "retrain"]
     promised = done.named("privacy")
@@ -118,11 +116,15 @@ def test_simulated_sites_that_are_kept_pay_nothing(tmp_path, compose_config, run
 
 def test_command_runs_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(parser.SECONDS, "s", 1e-9)
     given = ["algorithm=fedavg", "algorithm.network=linear", "retrain.rounds=3"]
-    assert main(["run", "--dry-run", "stages=[retrain,evaluate,export]", *given]) == 0
+    late = ["stages=[retrain,evaluate,export]", "runtime.time_limit=1s"]
+    assert main(["run", "--dry-run", *late, *given]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("retrain  3 rounds of ")
-    assert [line.split()[0] for line in lines[1:]] == ["together", "memory", "disk", "Measured"]
+    words = "together limit memory disk Measured"
+    assert [line.split()[0] for line in lines[1:]] == words.split()
+    assert lines[2].endswith("0.0 s are less: a round of retrain takes longer, and is not cut")
     assert list(tmp_path.iterdir()) == []
     for wrong in (["-m", "seed=1,2"], ["resume=x"], ["--cfg", "job"]):
         assert main(["run", "--dry-run", *wrong]) == 2

@@ -206,7 +206,7 @@ def test_limits_that_no_network_keeps_are_refused(compose_config, algorithm):
     group = "algorithm.limits" if algorithm == "zero_cost" else "algorithm.pool.limits"
     sentence = refused(compose_config(f"algorithm={algorithm}", f"{group}.parameters=1"))
     assert sentence.startswith("no network of search_space=nasbench201 is within the limits")
-    assert "exceed parameters=1 (the least of them has " in sentence
+    assert "exceed parameters=1 (the smallest possible has " in sentence
     api.check(compose_config(f"algorithm={algorithm}", f"{group}.parameters=1000000"))
     small = (f"algorithm={algorithm}", f"{group}.parameters=20000", "retrain.channels=64")
     api.check(compose_config(*small, "stages=[search]"))

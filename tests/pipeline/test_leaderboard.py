@@ -216,8 +216,8 @@ def test_when_time_is_over_one_candidate_is_trained_and_the_choice_stands(recomm
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     folder = run(with_runtime(recommended, time_limit="1s")).folder
     assert read_run(folder).status == "cut short"
-    said = "Left out, as time was over: data_free, found, random_1, resnet8_4."
-    assert said in write_report(folder).read_text()
+    said = "Left out, as time was over: data_free, found, random_1, resnet8_4. Of runtime.time_"
+    assert f"{said}limit=1s the search took " in write_report(folder).read_text()
     assert sentence("verdict", read_run(folder)).startswith("The linear model that was trained has")
     assert "trained together. The records stayed" in (folder / "MODEL_CARD.md").read_text()
     monkeypatch.setitem(parser.SECONDS, "s", 1e6)

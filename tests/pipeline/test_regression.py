@@ -137,7 +137,7 @@ def test_report_and_card_are_of_numbers(finished):
     assert f"{finished.central['rmse']:.4g}" in report
     assert "RMSE from" in report or "RMSE" in card
     assert ("a number from 0 to 12" if finished.kind == "given" else "days, a number.") in card
-    for word in ("ccuracy per client", "F1", "softmax", "lassifier"):
+    for word in ("ccuracy per client", "F1", "softmax", "lassifier", "log loss"):
         assert word not in report + card
     clients = finished.evaluated["clients"]
     assert all({"r2", "rmse", "mae"} <= client.keys() for client in clients)
@@ -149,10 +149,7 @@ def test_report_and_card_are_of_numbers(finished):
 def test_numbers_of_one_bin_stay_together(finished):
     """Parts of the declared range, or deciles, divide records as classes do."""
     prepared, parts = make_data(finished.config)
-    spreads = [float(prepared.train.labels[part].std()) for part in parts]
-    whole = float(prepared.train.labels.std())
     if finished.kind == "huber":  # label_groups: of FDNAS' three
-        assert max(spreads) < whole
         ends = [(float(y.min()), float(y.max())) for y in (prepared.train.labels[p] for p in parts)]
         assert all(a[1] <= b[0] for a, b in zip(ends[:-1], ends[1:], strict=True))
 

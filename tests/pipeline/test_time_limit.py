@@ -34,7 +34,7 @@ def test_a_search_stops_at_its_checkpoint_and_goes_on(run_inline, no_time, monke
     assert read_run(done.folder).status == "cut short"
     assert not is_complete(done.folder)
     (warning,) = (e["message"] for e in done.named("warning"))
-    assert warning.startswith("runtime.time_limit=1s: the search has ended after round 1 of 3")
+    assert warning.startswith("the time limit has ended the search after round 1 of 3; resume=")
     assert read_events(done.folder / "events.jsonl")[-1]["status"] == "completed"
     monkeypatch.setitem(parser.SECONDS, "s", 1e6)
     run_inline(resume=done.folder)

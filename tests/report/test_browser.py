@@ -187,9 +187,7 @@ def test_every_figure_is_drawn_and_fits(opened, width, scheme):
     )
     assert len(boxes) >= 6
     assert len(page.content()) < 150_000
-    for marks, right, allowed in boxes:
-        assert marks > 0
-        assert right <= allowed + 1
+    assert all(marks > 0 and right <= allowed + 1 for marks, right, allowed in boxes)
     assert not page.evaluate(
         "[...document.querySelectorAll('.plot svg [x], .plot svg path, .plot svg circle')].some("
         "e => [...e.attributes].some(a => /NaN|undefined|Infinity/.test(a.value)))"
@@ -222,18 +220,21 @@ def test_pointing_tells_the_value(opened):
     assert page.locator(".tip").inner_text().startswith("client 0: ")
 
 
-def test_labels_of_neighbouring_ticks_differ(opened):
+def test_labels_can_be_told_apart(opened):
     page = opened(1200)
     labels = page.evaluate(
         """() => {
             const place = document.createElement("div");
             document.body.append(place);
-            const y = [1.60931, 1.60932, 1.60935];
-            const data = [{ type: "scatter", mode: "lines", x: [1, 2, 3], y }];
+            const look = { type: "scatter", mode: "markers", x: [...Array(5).fill(-0.17), 0.5] };
+            const text = ["one", "two", "three", "four", "five", "six"];
+            const data = [{ ...look, y: [...Array(5).fill(1.60931), 1.60935], text }];
             drawFigure(place, { data, layout: { height: 300, xaxis: {}, yaxis: {} } },
-                { width: 400, size: 12, text: "#222", rule: "#ddd", ends: ["#fff", "#000"] });
+                { width: 1250, size: 12, text: "#222", rule: "#ddd", ends: ["#fff", "#000"] });
             return [...place.querySelectorAll("svg text")].map((t) => t.textContent);
         }"""
     )
     decimals = [label for label in labels if label.startswith("1.609")]
     assert len(decimals) == len(set(decimals)) >= 3
+    assert "0" in labels  # and not 1e-17
+    assert labels[-5:] == ["one", "two", "three", "four", "six"]  # the fifth has no room

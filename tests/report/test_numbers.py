@@ -18,7 +18,8 @@ NAMES = (
     "central_rmse central_mae accuracy_without_skip accuracy_without_cells released_auroc "
     "client_accuracy personalised_accuracy linear_accuracy linear_f1 linear_auroc linear_r2 "
     "linear_rmse linear_mae trees_accuracy trees_f1 trees_auroc trees_r2 trees_rmse "
-    "trees_mae num_parameters multiply_adds latency_ms search_seconds retrain_seconds "
+    "trees_mae federated_accuracy federated_f1 federated_auroc federated_r2 federated_rmse "
+    "federated_mae num_parameters multiply_adds latency_ms search_seconds retrain_seconds "
     "exchanges traffic_mb epsilon clients_lost"
 ).split()
 
@@ -37,7 +38,7 @@ def test_numbers_of_a_finished_run(make_run):
 def test_every_metric_has_a_label_of_its_own_and_scores_are_the_larger_the_better():
     assert len({metric.label for metric in METRICS}) == len(NAMES)
     scores = {metric.name for metric in METRICS if metric.is_score}
-    models = ("accuracy", "central", "client", "linear", "personalised", "released", "trees")
+    models = tuple("accuracy central client federated linear personalised released trees".split())
     errors = {metric.name for metric in METRICS if metric.unit == "error"}
     assert errors == {name for name in NAMES if name.endswith(("_rmse", "_mae"))}
     assert scores == {n for n in NAMES if n.startswith(models)} - {"clients_lost"} - errors

@@ -38,8 +38,8 @@ def test_the_partition_has_a_row_per_class_and_a_column_per_client():
     assert [list(row) for row in heat.text] == [["1", "3", "5"], ["2", "", "6"]]
     assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (0, 6)
     assert len(set(heat.y)) == 2  # equal names would fall on one row
-    assert plots.partition({}) is None
-    assert plots.partition({"class_names": ["a"], "counts": None}) is None  # of a private run
+    for no_picture in ({"counts": None}, {"class_names": ["days"]}):  # privacy; a number to predict
+        assert plots.partition(event | no_picture) is None
 
 
 def test_a_large_partition_keeps_a_bounded_height():

@@ -134,9 +134,7 @@ def test_no_found_network_exceeds_a_limit(name):
     multiply_adds = sorted(count_multiply_adds(n, space.input_shape) for n in networks)[6]
     limits = {"parameters": parameters, "multiply_adds": multiply_adds}
     for one in run(space, numbered, draws=8, limits=limits):
-        network = space.network(one.genotype)
-        assert count_parameters(network) <= parameters
-        assert count_multiply_adds(network, space.input_shape) <= multiply_adds
+        assert data_free_scores.exceeded(limits, space, one.genotype) == {}
 
 
 def test_limits_are_inclusive_and_named(space):
@@ -148,6 +146,8 @@ def test_limits_are_inclusive_and_named(space):
     assert data_free_scores.exceeded(costs, space, genotype, lambda genotype: 2.5) == {}
     tight = {name: cost - 0.1 for name, cost in costs.items()}
     assert data_free_scores.exceeded(tight, space, genotype, lambda genotype: 2.5) == costs
+    sizes = functools.partial(data_free_scores.exceeded, {"parameters": -1}, space)
+    assert 0 < data_free_scores.smallest(space, sizes, "parameters") <= parameters
 
 
 def test_latency_decides_by_the_given_function():
@@ -159,9 +159,11 @@ def test_latency_decides_by_the_given_function():
     assert max(latency(one.genotype) for one in found) == 1.0
 
 
-def test_limits_that_nothing_meets_are_refused_in_one_sentence():
-    space, least = "search_space=nasbench201", r"\(the least of them has [\d,]+\)"
-    message = rf"no network of {space} .* of 1\d\d drawn, 1\d\d exceed parameters=10 {least}:"
+def test_limits_that_nothing_meets_are_refused_with_the_smallest_possible():
+    one = ["none"] * 2 + ["nor_conv_1x1"] + ["none"] * 3
+    smallest = NB201.network(NB201.genotype(map(NB201.ops.index, one)))
+    least = rf"\(the smallest possible has {count_parameters(smallest):,}\)"
+    message = rf"search_space=nasbench201 .* of 1\d\d drawn, 1\d\d exceed parameters=10 {least}:"
     refuses(message, run, NB201, worth, limits={"parameters": 10})
 
 
@@ -173,7 +175,6 @@ def test_a_small_space_is_searched_whole():
     )
     found = run(space, numbered, draws=50)
     assert len(found) == 2 * 3  # the block of stride 2 offers no zero
-
-
-def test_at_least_one_draw_is_needed():
-    refuses("draws must be at least 1, got 0", run, NB201, worth, draws=0, error=ValueError)
+    sizes = {to_json(g): {"size": count_parameters(space.network(g))} for g, *_ in found}
+    least = data_free_scores.smallest(space, lambda genotype: sizes[to_json(genotype)], "size")
+    assert least == min(one["size"] for one in sizes.values())

@@ -61,7 +61,7 @@ const drawFigure = (() => {
       const every = Math.ceil((high - low) / Math.max(1, room)), ticks = [];
       for (let e = low; e <= high; e += every) ticks.push(10 ** e);
       return { ticks, at: (v) => (v > 0 ? (Math.log10(v) - low) / (high - low) : NaN),
-        label: (v) => `1e${Math.round(Math.log10(v))}` };
+        label: (v) => format(v) };
     }
     let low = Math.min(...numbers), high = Math.max(...numbers);
     if (axis.range) [low, high] = axis.range;
@@ -76,8 +76,8 @@ const drawFigure = (() => {
     let every = [1, 2, 5, 10].map((n) => n * size).find((n) => n >= raw);
     if (axis.whole) every = Math.max(1, Math.round(every));
     const ticks = [];
-    for (let v = Math.ceil(low / every - 1e-9) * every; v <= high + 1e-9 * every; v += every)
-      ticks.push(Number(v.toPrecision(12)));
+    for (let i = Math.ceil(low / every - 1e-9); i * every <= high + 1e-9 * every; i++)
+      ticks.push(Number((i * every).toPrecision(12)));
     const largest = Math.max(Math.abs(low), Math.abs(high));  // digits that tell ticks apart
     const digits = Math.min(12, Math.max(5, Math.ceil(Math.log10(largest / every)) + 1));
     const decimals = Math.max(0, Math.ceil(-2 - Math.log10(every) - 1e-9));
@@ -127,6 +127,7 @@ const drawFigure = (() => {
     const depth = Math.max(30, height - top - bottom), down = layout.yaxis.autorange === "reversed";
     const px = (v) => left + inner * x.at(heat ? String(v) : v);
     const py = (v) => top + depth * (down ? y.at(heat ? String(v) : v) : 1 - y.at(heat ? String(v) : v));
+    const taken = [];  // by names of points: left, top, right, bottom
     const svg = make(document.createElement("div"), "svg", { width, height,
       viewBox: `0 0 ${width} ${height}`, "font-size": size, fill: look.text, role: "presentation" });
     for (const v of x.ticks) {
@@ -221,11 +222,19 @@ const drawFigure = (() => {
         if (radius)
           make(svg, "circle", { cx: px(p.x), cy: py(p.y), r: radius, stroke: colour,
             "stroke-width": open ? trace.marker.line.width : 0, fill: open ? "none" : colour,
-            ...(open ? { "pointer-events": "none" } : {}) });
+            ...(open || trace.hoverinfo === "skip" ? { "pointer-events": "none" } : {}) });
         if (p.text) {
-          const late = px(p.x) > left + 0.7 * inner;
-          make(svg, "text", { x: px(p.x) + (late ? -9 : 9), y: py(p.y) - 5,
-            "text-anchor": late ? "end" : "start" }, p.text);
+          const late = px(p.x) > left + 0.7 * inner, wide = longest([p.text]);
+          const sides = late ? [-9 - wide, 9] : [9, -9 - wide];
+          for (const [dx, dy] of sides.flatMap((dx) => [[dx, -5], [dx, size + 2]])) {
+            const [start, base] = [px(p.x) + dx, py(p.y) + dy];
+            const box = [start, base - size, start + wide, base];
+            if (start < left || box[2] > width || taken.some((b) =>
+              box[0] < b[2] && b[0] < box[2] && box[1] < b[3] && b[1] < box[3])) continue;
+            taken.push(box);
+            make(svg, "text", { x: start, y: base }, p.text);
+            break;
+          }
         }
         if (trace.hoverinfo !== "skip")
           make(svg, "circle", { cx: px(p.x), cy: py(p.y), r: Math.max(8, radius), fill: "none",
