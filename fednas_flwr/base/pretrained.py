@@ -207,10 +207,10 @@ def _stages(network: nn.Module) -> list[nn.Module]:
     """Return the parts of a network; without sequences, its children or those of the largest."""
     parts = [part for part in network.children() if isinstance(part, nn.Sequential)]
     if parts:
-        return parts if len(parts) > 2 else [*max(parts, key=lambda part: len(part))]
+        return [*(parts if len(parts) > 2 else max(parts, key=lambda part: len(part)))]
     sizes = {part: sum(p.numel() for p in part.parameters()) for part in network.children()}
     learnt = [part for part, size in sizes.items() if size]
-    return learnt if len(learnt) > 2 else _stages(max(learnt, key=sizes.__getitem__))
+    return learnt if len(learnt) > 2 else _stages(max(learnt, key=lambda part: sizes[part]))
 
 
 def load_frozen(name: str, image_size: int | None, path: Path | None) -> Frozen:
