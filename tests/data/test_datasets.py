@@ -423,7 +423,9 @@ def test_a_folder_of_images_per_site(tmp_path):
             (tmp_path / site / kind).mkdir(parents=True)
             Image.new("L", (4, 4), i).save(tmp_path / site / kind / "1.png")
 
+    (tmp_path / "dataset.yaml").write_text("a: {}\n")
     records, _ = load_sites(tmp_path, name="image_folder", read=read_folder)
+    assert records.notes == (f"dataset.yaml in {tmp_path} left out: expected nothing but sites",)
     assert records.columns["site"].tolist() == ["a", "a", "b", "b"]
     assert records.labels.tolist() == [0, 1, 0, 1]
     assert records.features[:, 0, 0, 0].tolist() == [1, 1, 0, 0]
@@ -448,7 +450,7 @@ def test_sites_that_do_not_exist_or_fit(tmp_path):
     with pytest.raises(ConfigError, match="same feature columns .*differ in b"):
         load_sites(tmp_path, name="csv", read=read_csv)
     (tmp_path / "bern.csv").rename(tmp_path / "oslo.csv.gz")
-    with pytest.raises(ConfigError, match="same name|cannot be read"):
+    with pytest.raises(ConfigError, match="oslo.csv, oslo.csv.gz: expected one .csv or"):
         load_sites(tmp_path, name="csv", read=read_csv)
 
 

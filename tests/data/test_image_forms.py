@@ -1,6 +1,7 @@
 """Images as programs and people leave them: read as they are meant, told, or asked about."""
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -152,6 +153,16 @@ def test_masks_in_folders_of_a_class_are_told(tmp_path):
     assert records.notes == (told,)
     inputs = Inputs(shape=(1, 8, 8), schema=(), mean=(0.5,), std=(1.0,), class_names=("a", "b"))
     assert read_raw(tmp_path, inputs).notes == (told,)
+    gray(PIXELS, tmp_path / "0.png")
+    assert read_raw(tmp_path, inputs).notes[-1].startswith("1 of 9 images are in no class's fold")
+    (tmp_path / "a" / "masks" / "labels.csv").write_text("path,y\n0,c\n")
+    (note,) = read_raw(tmp_path / "a" / "masks", inputs).notes
+    assert note.endswith("labels.csv is not read: give it in place of its folder")
+    inputs = replace(inputs, label="y")
+    (note,) = read_raw(tmp_path / "a" / "masks" / "labels.csv", inputs).notes
+    assert "holds c, and not only a, b: predictions are not compared" in note
+    np.savez(tmp_path / "a.npz", x=PIXELS[None], y=np.array([2]))
+    assert "has other labels than the model" in read_raw(tmp_path / "a.npz", inputs).notes[-1]
 
 
 X = np.stack([np.roll(PIXELS, i) for i in range(4)])

@@ -275,6 +275,7 @@ def test_a_run_on_them_exports_a_model_that_takes_them(tmp_path):
     assert found.accuracy == pytest.approx(reported)
     assert reported > 0.7
     assert found.names[0] == "600.png"
+    assert found.table()["patient"][0] == "p200"
     again = load(folder).predict(tmp_path / "data" / "test")
     assert again.accuracy is None  # of files alone no labels are known
     assert sorted(again.probabilities[:, 0]) == sorted(found.probabilities[:, 0])

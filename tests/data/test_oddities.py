@@ -57,7 +57,8 @@ ODD = {
     "huge": ({"x": 9007199254740000 + 7.0 * np.arange(N)}, "x has another whole number"),
     "texts": ({"who": np.array([f"p{i}" for i in range(N)])}, "who has a value of its own"),
     "leak": ({"diagnosis": np.array(["well", "ill"])[LABELS]}, "diagnosis alone tells the label"),
-    "parts": ({"set": np.array(["train", "Test"])[RNG.integers(0, 2, N)]}, "set says Test, train"),
+    "parts": ({"set": np.array(["train", "Test"])[RNG.integers(0, 2, N)]}, "set may say which"),
+    "a flag of parts": ({"is_test": RNG.integers(0, 2, N)}, "is_test may say which records are"),
     "leaking number": ({"score": LABELS * 2.5 + RNG.random(N)}, "score alone tells the label"),
 }
 
