@@ -24,6 +24,7 @@ _UNKNOWN = re.compile(
     r"[?.*#]+|-+|\\N|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?", re.I
 )
 _OF_LISTS = " []'\""  # such as ['a', 'b']
+_PLACE = re.compile(r"[NSEW] ?\d+\.\d")
 _WORD = re.compile(r"[^\W\d_]{2}")
 # Cyrillic and Greek letters that look like Latin ones, small or large
 _LOOK = str.maketrans("авекмнорстухіјѕαβεζηικμνορτυχ", "abekmhopctyxijsabezhikmnoptyx")
@@ -231,8 +232,7 @@ def _of_columns(records: Records) -> Iterator[str]:
             places = [names.index(f"{column.name}={value}") for value in column.categories]
             codes, marks = column.categories, _marks(column.categories)
             others = [code for code in codes if code not in marks]
-            is_place = {code[:1] for code in codes} in ({*"NS"}, {*"EW"})  # as N52.5
-            affixed = [code for code in codes if AFFIXED.match(code[1:] if is_place else code)]
+            affixed = codes if all(map(_PLACE.match, codes)) else [*filter(AFFIXED.match, codes)]
             odd = [code for code in others if not are_numbers([code]).all()]
             are_odd = odd and are_numbers(map(_with_usual_signs, others)).all()
             if are_odd or len(affixed) > max(_FEWEST_NUMBERS, _MOSTLY * len(codes)):

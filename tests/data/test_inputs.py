@@ -207,7 +207,7 @@ TABLES = {
     "one class": (labels([1] * N), "every record has the label 1"),
     "a row of units": (lines(lambda rows: [rows[0], "years,mg/dl,0/1", *rows[1:]]), "refused: .*1"),
     "a footer": (lines(lambda rows: [*rows, "made by LIMS"]), "refused: .*row 81 has 1 cells"),
-    "coordinates": (column([f"{'NS'[i % 2]}{i % 40 / 2}" for i in range(N)]), IN_WORDS),
+    "coordinates": (column([f"N{i % 40 / 2}" for i in range(N)]), IN_WORDS),
     "leading zeros": (column([f"{i % 7:03}" for i in range(N)]), "007 or 1E10 in x: if they are"),
     "codes with an E": (column([f"{i % 7}E{i % 4}" for i in range(N)]), "007 or 1E10 in x"),
     "one category": (column(["a"] * N), "one value, or none, in all records.*: x"),
@@ -357,7 +357,6 @@ def test_a_frame_is_read_as_its_file(tmp_path, form):
     for given in (path, frame):
         found = read_raw(given, data.inputs)
         assert found.batch(slice(None)).tolist() == data.train.features.tolist()
-        assert found.labels is not None
         assert found.labels.tolist() == Y.tolist()
 
 
@@ -540,13 +539,8 @@ def test_arrays_in_memory_are_read_as_those_in_a_file(tmp_path, form):
 
 def test_class_names_say_which_class_a_text_is(tmp_path):
     np.savez(tmp_path / "a.npz", X=PIXELS, y=np.array(["cat", "dog"])[Y])
-    data = prepared(
-        "npz",
-        root=tmp_path / "a.npz",
-        cache=tmp_path,
-        server_test=False,
-        class_names=["dog", "cat"],
-    )
+    given = {"root": tmp_path / "a.npz", "cache": tmp_path, "server_test": False}
+    data = prepared("npz", class_names=["dog", "cat"], **given)
     assert data.train.labels.tolist() == (1 - Y).tolist()
     assert "has the label cat" in said(tmp_path / "a.npz", "npz", class_names=["dog", "cow"])
 
@@ -568,7 +562,6 @@ LABELS = {
     "parts": (["f,set,y", "0,train,a", "1,train,b", "2,Test,b"], ".*set says Test, train, and is"),
     "flags": (["f,is_test,y", "0,1,a", "1,0,b", "2,0,b"], ".*is_test says 0, 1, and is not read"),
     "a class None": (["f,y", "0,None", "1,b", "2,b"], r"refused: .*set dataset.missing_in=.y: "),
-    "in folders": (["f,y", "./0.png,a", "1.png,b", "2.png,b "], ""),
 }
 
 
@@ -625,7 +618,6 @@ def test_a_folder_of_sites_is_predicted_as_it_was_read(tmp_path):
     assert np.array_equal(found.batch(slice(None)), joined.train.features, equal_nan=True)
     assert found.names[0] == "a/0"
     assert found.names[-1] == "b/39"
-    assert found.labels is not None
     assert found.labels.tolist() == Y.tolist()
     assert found.notes == ("b: column lab has no value in any of 40 rows",)
     (root / "dataset.yml").rename(root / "dataset.yaml")

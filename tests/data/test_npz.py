@@ -85,7 +85,6 @@ ENCODED = {"train_bytes": np.zeros(9, np.uint8), "y_train": LABELS}
 @pytest.mark.parametrize(
     ("arrays", "settings", "message"),
     [
-        ({"a": LABELS}, {}, "holds a: a part needs x_train and y_train"),
         ({"features": LABELS, "labels": LABELS}, {}, "holds features, y_train: a part needs"),
         (
             GOOD | {"x_test": GOOD["x_train"]},

@@ -46,11 +46,6 @@ def test_clean_tables_get_no_note():
     assert oddities(table(CLEAN)) == []
 
 
-def test_codes_that_differ_by_case_only_are_told():
-    (note,) = oddities(table({**CLEAN, "smokes": np.array(["Yes", "yes", "no"])[np.arange(N) % 3]}))
-    assert note == "smokes holds Yes and yes: join them by dataset.map if they are one"
-
-
 ODD = {
     "counts rows": ({"n": np.arange(N)}, "n has another whole number in every row"),
     "case_id": ({"case_id": RNG.permutation(10 * N)[:N]}, "case_id has another whole"),
