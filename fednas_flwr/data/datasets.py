@@ -45,7 +45,7 @@ from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torch
 from fednas_flwr.settings.parser import parse
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 14
+_CACHE_VERSION = 15
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
