@@ -429,7 +429,7 @@ def test_a_folder_of_images_per_site(tmp_path):
 
 
 def test_sites_that_do_not_exist_or_fit(tmp_path):
-    with pytest.raises(ConfigError, match="holds no sites"):
+    with pytest.raises(ConfigError, match="holds nothing of this kind"):
         load_sites(tmp_path, name="csv", read=read_csv)
     with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=digits"):
         load_sites(tmp_path, name="digits", read=read_csv)
