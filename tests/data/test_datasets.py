@@ -441,7 +441,7 @@ def test_sites_that_do_not_exist_or_fit(tmp_path):
     with pytest.raises(ConfigError, match="same feature columns .*differ in b"):
         load_sites(tmp_path, name="csv", read=read_csv)
     (tmp_path / "bern.csv").rename(tmp_path / "oslo.csv.gz")
-    with pytest.raises(ConfigError, match="oslo.csv, oslo.csv.gz: expected one .csv or"):
+    with pytest.raises(ConfigError, match="oslo.csv, oslo.csv.gz: expected .csv, "):
         load_sites(tmp_path, name="csv", read=read_csv)
 
 
