@@ -68,7 +68,7 @@ def predict(
         raise ConfigError(f"--output={output} cannot be written: {error}.") from error
     print(f"{len(predictions):,} records: {output}")
     place = predictions.objective.positive_class(len(model.class_names))
-    threshold = predictions.threshold
+    threshold = predictions.inputs.threshold
     if threshold is None and place is not None and len(model.class_names) == 2:
         threshold = 0.5  # from which the class is the most probable one
     if threshold is not None:
@@ -86,16 +86,17 @@ def _print_scores(predictions: Predictions, labels: Tensor) -> None:
     from fednas_flwr.report.score_tables import score_tables
     from fednas_flwr.report.terminal import print_table
 
-    labels = labels.float() if predictions.target else labels
+    inputs = predictions.inputs
+    labels = labels.float() if inputs.target else labels
     scores = detailed(predictions.logits, labels, objective=predictions.objective)
-    named = {"class_names": predictions.class_names, "multi_label": predictions.multi_label}
+    named = {"class_names": inputs.class_names, "multi_label": inputs.multi_label}
     run = Run(
         Path(), {}, [{"event": "partition", **named}, {"event": "evaluated", "central": scores}]
     )
-    is_one = not (predictions.target or predictions.multi_label)
+    is_one = not (inputs.target or inputs.multi_label)
     by = "by the most probable class" if is_one else "of the predictions"
-    if predictions.threshold is not None:
-        by = f"at a threshold of {predictions.threshold:g}"
+    if inputs.threshold is not None:
+        by = f"at a threshold of {inputs.threshold:g}"
     for title, head, rows in score_tables(run):
         title = title.replace("on the server's test set", by)
         print_table(title, head, rows, numbers=True)

@@ -299,7 +299,7 @@ def data(data: Path, *, overrides: Sequence[str]) -> None:
 
 def _compare_sites(dataset: CSV) -> None:
     """Print the tables of sites side by side, and settings that would join them."""
-    from fednas_flwr.data import site_tables
+    from fednas_flwr.data import site_tables, table_files
     from fednas_flwr.data.datasets import find_source
     from fednas_flwr.report.terminal import print_table
 
@@ -308,7 +308,7 @@ def _compare_sites(dataset: CSV) -> None:
     header, *rows = site_tables.side_by_side(tables)
     print_table("", header, rows)
     if said := site_tables.proposals(tables):
-        print(f"These lines of {root / site_tables.SITES_FILE} would join the sites; check each:")
+        print(f"These lines of {root / table_files.SITES_FILE} would join the sites; check each:")
         print("\n".join(f"  {line}" for line in site_tables.as_yaml(said)))
 
 

@@ -23,7 +23,7 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_folder, sync, walk
-from fednas_flwr.data.decoding import is_hidden
+from fednas_flwr.data.decoding import beside, sites_in
 from fednas_flwr.data.features import make_transform, transform_of, transformed
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
@@ -45,7 +45,7 @@ from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torch
 from fednas_flwr.settings.parser import parse
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 14
+_CACHE_VERSION = 15
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
@@ -109,7 +109,7 @@ class Prepared:
             target=self.target,
             label_separator=train.label_separator,
             form=train.form,
-            id_column=train.id_column if train.schema else "",
+            id_column=train.id_column,
             intensity=self.intensity,
             transform=self.transform,
             limit=LIMIT if len(self.input_shape) == 1 else 0.0,
@@ -295,25 +295,18 @@ def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) ->
         ConfigError: No sites, sites that do not fit together, or one with its own test part.
     """
     check_sites(name)
-    patterns = DATA_SETS[name].sites
-    paths = sorted(path for pattern in patterns for path in root.glob(pattern))
-    paths = [path for path in paths if not is_hidden(path.name)]
-    if not paths:
-        raise ConfigError(
-            f"dataset.root={root} holds no sites: expected {' or '.join(patterns)} in it."
-        )
+    paths = sites_in(root, DATA_SETS[name].sites)
     sites: dict[str, Records] = {}
-    for path in paths:
-        train, test = read(path)
+    for site, path in paths.items():
+        sites[site], test = read(path)
         if test is not None:
             raise ConfigError(
                 f"the site {path} has a test part of its own, but the part of each record is "
                 "fixed by its keyed hash: put all records of the site into one part."
             )
-        sites[path.name if path.is_dir() else path.name.split(".")[0]] = train
-    if len(sites) != len(paths):
-        raise ConfigError(f"two sites in {root} have the same name: {[p.name for p in paths]}.")
-    return join_sites(sites), None
+    joined = join_sites(sites)
+    others = beside(root, paths.values(), "expected nothing but sites")
+    return replace(joined, notes=(*others, *joined.notes)), None
 
 
 def _normalisation(

@@ -6,7 +6,7 @@
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -362,6 +362,33 @@ def part_folders(root: Path, *, classes: bool = False) -> tuple[Path, Path | Non
 def is_hidden(name: str, beginnings: str = "._") -> bool:
     """Whether a file or folder is none of the user's, by how its name begins, or by the name."""
     return name[0] in beginnings or name in _OF_SYSTEMS
+
+
+def sites_in(root: Path, endings: Sequence[str]) -> dict[str, Path]:
+    """Files by the sites in a folder, whose names have one of some endings; ``/`` is a folder's.
+
+    Raises:
+        ConfigError: There are none, or two of one name.
+    """
+    found = []
+    for path in sorted(root.iterdir()):
+        name = path.name + "/" * path.is_dir()
+        end = next((end for end in endings if name.lower().endswith(end)), "")
+        if end and not is_hidden(path.name, "._~"):
+            found.append((name[: -len(end)], path))
+    sites = dict(found)
+    if len(sites) < max(1, len(found)):
+        names = listed([path.name for _, path in found]) or "nothing of this kind"
+        expected = f"{listed(endings)}, each of another name".replace("/", "folders")
+        raise ConfigError(f"dataset.root={root} holds {names}: expected {expected}.")
+    return sites
+
+
+def beside(root: Path, read: Iterable[Path], advice: str) -> tuple[str, ...]:
+    """A sentence on what lies in a folder beside what is read of it, if anything does."""
+    others = sorted({*root.iterdir()}.difference(read))
+    names = [path.name for path in others if not is_hidden(path.name, "._~")]
+    return (f"{listed(names, 5)} in {root} left out: {advice}",) if names else ()
 
 
 def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], list[str]]:

@@ -226,8 +226,10 @@ def read_labelled_images(settings: ds.LabelledImages, root: Path) -> RecordsPair
 
 def labels_texts(
     path: Path, form: ds.TableForm, *, whole: bool = True, target: str | None = None
-) -> tuple[table_files.Texts, list[str], ds.TableForm]:
+) -> tuple[table_files.Texts, list[str], ds.TableForm, list[str]]:
     """The cells of a labels file in common form, notes, and the form; its first line is the header.
+
+    Then its columns with a word that may mean missing, see :func:`table_files.without_missing`.
 
     Args:
         path: Of the file.
@@ -237,16 +239,17 @@ def labels_texts(
     """
     as_set = form.header
     form = replace(form, header=as_set or not form.column_names or None)
-    texts, between, found = table_files.read_texts(path, form)
+    texts, sign, found = table_files.read_texts(path, form)
     if whole:
         table_files.check_columns(texts, [*form.rename], where=str(path))
-    texts = table_files.without_missing(texts, form)
+    texts, doubtful = table_files.without_missing(texts, form)
     if target in ("", "last"):
         target = [*(texts if form.strict else with_names_first(texts, path)[0])][-1]
     numbers = [target] if target in texts else []
     dates = () if numbers and not form.strict else None
-    texts, form = table_files.in_common_form(texts, form, numbers, dates, between, where=str(path))
-    return texts, found, replace(form, header=as_set)
+    where = str(path)
+    texts, form, more = table_files.in_common_form(texts, form, numbers, dates, sign, where=where)
+    return texts, found + more, replace(form, header=as_set), doubtful
 
 
 def with_names_first(texts: table_files.Texts, path: Path) -> tuple[table_files.Texts, list[str]]:
@@ -333,7 +336,7 @@ def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     encoding = form.encoding or ("utf-8-sig" if skip else None)
     target = settings.label if settings.is_regression else None
     form = replace(form, encoding=encoding)
-    texts, found, form = labels_texts(path, form, target=target)
+    texts, found, form, doubtful = labels_texts(path, form, target=target)
     signs = table_files.notation_of(form) if skip else form
     settings = replace(settings, decimal=signs.decimal, thousands=signs.thousands)
     if not skip:
@@ -367,7 +370,7 @@ def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
     if not (skip or settings.labels or settings.label_separator):
         texts[first] = Cells(map(str, range(len(files))))  # of no further use
         _check_uncertain(settings, texts, path)
-        texts, more = tables.labelled(texts, settings.label, path)
+        texts, more = tables.labelled(texts, settings, path, doubtful)
         notes, files = (*notes, *more), [files[int(row)] for row in texts[first].tolist()]
     labels, classes = tables.read_labels(settings, texts, path)
     if others:

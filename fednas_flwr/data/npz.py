@@ -48,7 +48,7 @@ def read_arrays(path: Path, setting: str = "") -> dict[str, np.ndarray]:
             loaded = np.load(file, allow_pickle=False)
             return {"x": loaded} if isinstance(loaded, np.ndarray) else dict(loaded.items())
     except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile) as error:
-        objects = "it holds objects; save texts by np.array(texts, dtype=str)"  # of Python
+        objects = "it holds objects; save texts by np.array(texts, dtype=str), or is no such file"
         reason = objects if "pickle" in str(error) else error
         raise ConfigError(
             f"{setting}{path} cannot be read as an .npz file of plain arrays: {reason}."
@@ -145,17 +145,17 @@ def usual_pixels(array: np.ndarray) -> np.ndarray:
     Whole pixels from 0 to 255 of any type, truth values, and fractions from 0 to 1, become uint8;
     an alpha channel that is opaque goes, and axes of one value.
     """
-    if array.ndim < 3 or not array.size:
-        return array
+    if array.ndim < 3 or array.dtype.kind not in "biuf" or not array.size:
+        return array if array.size else array.astype(np.uint8)
     sides = [side for side in array.shape[1:] if side > 1]
     if array.ndim > 4 and (array.shape[-1] > 1 or len(sides) == 2):  # else of several gray frames
         array = array.reshape([len(array), *sides])
     kind, low, high = array.dtype.kind, array.min(), array.max()
     whole = kind in "iu" or (kind == "f" and (array % 1 == 0).all())
-    if array.dtype != np.uint8 and whole and 0 <= low < 2 <= high <= 255:
-        array = array.astype(np.uint8)
-    elif kind == "f" and not whole and 0 <= low <= high <= 1:
+    if kind == "f" and 0 <= low <= high <= 1:
         array = np.rint(array * 255).astype(np.uint8)
+    elif array.dtype != np.uint8 and whole and 0 <= low <= high <= 255:
+        array = array.astype(np.uint8)
     elif kind == "b":
         array = array * np.uint8(255)
     is_opaque = array.ndim == 4 and array.shape[3] == 4 and (array[..., 3] == 255).all()
@@ -274,14 +274,12 @@ def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> dict[str, set[st
     return present
 
 
-def channels_first(
-    images: np.ndarray, *, origin: str, kinds: Sequence[type] = (np.uint8,)
-) -> np.ndarray:
-    """Return ``[N, C, H, W]`` of one of the given kinds, or float32 ``[N, F]`` for a table."""
+def channels_first(images: np.ndarray, *, origin: str) -> np.ndarray:
+    """Return uint8 ``[N, C, H, W]``, or float32 ``[N, F]`` for a table."""
     if images.ndim == 2 and images.dtype.kind in "fiu":
         with np.errstate(over="ignore"):
             return images.astype(np.float32)
-    is_image = images.dtype in kinds
+    is_image = images.dtype == np.uint8
     if is_image and images.ndim == 3:
         return images[:, None]
     if is_image and images.ndim == 4:

@@ -24,6 +24,7 @@ _UNKNOWN = re.compile(
     r"[?.*#]+|-+|\\N|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?", re.I
 )
 _OF_LISTS = " []'\""  # such as ['a', 'b']
+_PLACE = re.compile(r"[NSEW] ?\d+\.\d")
 _WORD = re.compile(r"[^\W\d_]{2}")
 # Cyrillic and Greek letters that look like Latin ones, small or large
 _LOOK = str.maketrans("авекмнорстухіјѕαβεζηικμνορτυχ", "abekmhopctyxijsabezhikmnoptyx")
@@ -37,6 +38,9 @@ _ID_NAME = re.compile(
 )
 _PERSON = re.compile(r"(patient|subject|participant|person)([ _-]?(id|nr|no))?|p?id", re.I)
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev"}
+_SPLIT_NAME = re.compile(
+    r"is.?(train|test|val)\w*|(train|test|val)\w*.(set|split|flag)|split|.{,3}fold|hold.?out", re.I
+)
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _FEWEST_PIXELS = 64
 _DENSE = 2  # whole numbers for each record, fewer of which count records, without those of a test
@@ -130,9 +134,11 @@ def _of_labels(records: Records) -> Iterator[str]:
         )
 
 
-def _are_splits(codes: Sequence[str]) -> bool:
-    """Return whether codes say which records are to train and to test on."""
-    return len(codes) > 1 and {code.lower() for code in codes} <= _SPLITS
+def _are_parts(name: str, codes: Sequence[object]) -> bool:
+    """Return whether a column says which records are to train and to test on."""
+    if not 1 < len(codes) <= _FEWEST_NUMBERS:
+        return False
+    return bool(_SPLIT_NAME.fullmatch(name)) or {str(code).lower() for code in codes} <= _SPLITS
 
 
 def _marks(codes: Sequence[str]) -> list[str]:
@@ -181,7 +187,7 @@ def _of_images(records: Records) -> Iterator[str]:
     if images.dtype == torch.uint8:
         yield from of_brightness(images)
     for name, cells in records.columns.items():
-        if _are_splits(codes := np.unique(cells).tolist()):
+        if _are_parts(name, codes := np.unique(cells).tolist()):
             yield f"{name} says {listed(codes)}, and is not read: use folders train and test"
     if records.labels.dim() == 1 and not records.by_person:
         pairs = {*zip(records.ids.tolist(), records.labels.tolist(), strict=True)}
@@ -226,7 +232,7 @@ def _of_columns(records: Records) -> Iterator[str]:
             places = [names.index(f"{column.name}={value}") for value in column.categories]
             codes, marks = column.categories, _marks(column.categories)
             others = [code for code in codes if code not in marks]
-            affixed = [code for code in codes if AFFIXED.match(code)]
+            affixed = codes if all(map(_PLACE.match, codes)) else [*filter(AFFIXED.match, codes)]
             odd = [code for code in others if not are_numbers([code]).all()]
             are_odd = odd and are_numbers(map(_with_usual_signs, others)).all()
             if are_odd or len(affixed) > max(_FEWEST_NUMBERS, _MOSTLY * len(codes)):
@@ -240,12 +246,6 @@ def _of_columns(records: Records) -> Iterator[str]:
                     f"{column.name} holds {mark}: if it means that a cell is missing, name it in "
                     "dataset.missing_values"
                 )
-            if _are_splits(codes):
-                yield (
-                    f"{column.name} says {listed(codes)}, and is a feature: name it in "
-                    "dataset.ignore, and put the rows of a test set into test.csv"
-                )
-                continue
             cells = features[:, places] @ np.arange(1, len(places) + 1)
             if len(column.categories) > len(records) / 2:
                 yield f"{column.name} has a value of its own in most rows: {_IGNORE}"
@@ -255,6 +255,10 @@ def _of_columns(records: Records) -> Iterator[str]:
             if column.kind == NUMBER and _is_id(column.name, cells) and not _are_dates(cells):
                 yield f"{column.name} has another whole number in every row: {_IGNORE}"
                 continue
+        if _are_parts(column.name, column.categories or np.unique(cells).tolist()):
+            cure = "name it in dataset.ignore, and put the rows of a test set into test.csv"
+            yield f"{column.name} may say which records are to test on, and is a feature: {cure}"
+            continue
         if _PERSON.fullmatch(column.name) and len(np.unique(cells)) > len(cells) / 10:
             yield f"{column.name} has few rows of each value, as a person has: {_IGNORE}"
             continue

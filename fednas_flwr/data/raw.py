@@ -23,11 +23,13 @@ from fednas_flwr.data.images import files_of, labels_texts, with_names_first
 from fednas_flwr.data.notation import NEARLY, distinct, places_among
 from fednas_flwr.data.oddities import off_scale
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Inputs, encode_labels, feature_names
-from fednas_flwr.data.site_tables import SITES_FILE, site_files
+from fednas_flwr.data.site_tables import site_files
+from fednas_flwr.data.table_files import DOUBTFUL
 from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, TableForm
 
 _FEWEST = 10  # rows by which a column is judged
+_UNCOMPARED = ": predictions are not compared with labels"
 _SETTING = re.compile(
     rf"dataset\.({'|'.join(f.name for kind in (CSV, EncodedImages) for f in fields(kind))})\b"
 )
@@ -114,11 +116,10 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         texts, *_ = labels_texts(path, form, whole=False, target=target)
         texts, _ = with_names_first(texts, path)
         files = list(files_of(texts, path).values())
-        return RawData(
-            next(iter(texts.values())).tolist(),
-            _row_labels(texts, inputs, where=str(path)),
-            _decoded(decoding.source_of(files), len(files), inputs),
-        )
+        labels, notes = _row_labels(texts, inputs, where=str(path))
+        batch = _decoded(decoding.source_of(files), len(files), inputs)
+        names = next(iter(texts.values())).tolist()
+        return RawData(names, labels, batch, tuple(notes), _ids(texts, inputs))
     files = decoding.image_files(path) if path.is_dir() else [path]
     if not files or files[0].suffix.lower() not in decoding.SUFFIXES:
         raise ConfigError(
@@ -127,12 +128,18 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
         )
     names = [str(file.relative_to(path)) if path.is_dir() else str(file) for file in files]
     parents = [set(Path(name).parts[:-1]) & set(inputs.class_names) for name in names]
-    labelled = all(len(classes) == 1 for classes in parents)
+    others = sum(len(classes) != 1 for classes in parents)
+    notes = [*decoding.other_files(path), *decoding.masks_in(list(map(Path, names)))]
+    if 0 < others < len(parents):
+        notes.append(f"{others} of {len(parents)} images are in no class's folder{_UNCOMPARED}")
+    elif others and path.is_dir():
+        tables = [file for file in path.iterdir() if table_files.suffix_of(file)]
+        notes += [f"{table} is not read: give it in place of its folder" for table in tables]
     return RawData(
         names,
-        torch.tensor([inputs.class_names.index(min(of)) for of in parents]) if labelled else None,
+        None if others else torch.tensor([inputs.class_names.index(min(of)) for of in parents]),
         _decoded(decoding.source_of(files), len(files), inputs),
-        (*decoding.other_files(path), *decoding.masks_in(list(map(Path, names)))),
+        tuple(notes),
     )
 
 
@@ -143,9 +150,7 @@ def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) 
         path, replace(form, separator=None, encoding=encoding), keep_empty=True
     )
     raw = _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
-    beside = path.parent / SITES_FILE
-    unread = [] if lacks or not beside.is_file() else [f"{beside} is read with its folder alone"]
-    return replace(raw, notes=(*raw.notes, *unread))
+    return raw if lacks else replace(raw, notes=raw.notes + table_files.settings_beside(path))
 
 
 def _sites(root: Path, inputs: Inputs) -> RawData:
@@ -167,22 +172,25 @@ def _sites(root: Path, inputs: Inputs) -> RawData:
 def _numpy_file(path: Path, inputs: Inputs) -> RawData:
     arrays = npz.usual_names(npz.read_arrays(path))
     for part in ("", "_test", "_val", "_train"):
-        labels = _checked_labels(arrays.get(f"y{part}"), inputs)
-        if f"x{part}" in arrays:
-            pixels = npz.usual_pixels(arrays[f"x{part}"])
-            return _array(pixels, inputs, where=str(path), labels=labels)
         of = part.removeprefix("_")
-        if f"{of}_bytes" in arrays:
+        if f"x{part}" in arrays:
+            raw = _array(arrays[f"x{part}"], inputs, where=str(path))
+        elif f"{of}_bytes" in arrays:
             contents = npz.cut(arrays[f"{of}_bytes"], arrays[f"{of}_off"], origin=str(path))
-            source = partial(npz.named, contents, str(path))
-            return RawData(_numbers(contents), labels, _decoded(source, len(contents), inputs))
+            decoded = _decoded(partial(npz.named, contents, str(path)), len(contents), inputs)
+            raw = RawData(_numbers(contents), None, decoded)
+        else:
+            continue
+        given = arrays.get(f"y{part}")
+        labels = None if given is None else _checked_labels(given, inputs)
+        differs = given is not None and labels is None
+        notes = (f"y{part} of {path} has other labels than the model{_UNCOMPARED}",) * differs
+        return replace(raw, labels=labels, notes=(*raw.notes, *notes))
     raise ConfigError(f"{path} holds the arrays {', '.join(arrays)}: expected x.")
 
 
-def _checked_labels(labels: np.ndarray | None, inputs: Inputs) -> Tensor | None:
+def _checked_labels(labels: np.ndarray, inputs: Inputs) -> Tensor | None:
     """Labels as ``RawData`` has them; None where they are of another form."""
-    if labels is None:
-        return None
     with suppress(ConfigError):  # a text that is no class
         labels = npz.numbered(npz.usual_labels(labels), inputs.class_names, "")
     classes = len(inputs.class_names)
@@ -214,7 +222,7 @@ def _decoded(
 def _rows(
     texts: table_files.Texts, inputs: Inputs, between: str = "", *, where: str, lacks: bool = False
 ) -> RawData:
-    texts = table_files.without_missing(texts, inputs.form)
+    texts, _ = table_files.without_missing(texts, inputs.form)
     if lacks:
         empty = Cells([""] * len(next(iter(texts.values()))))
         texts = {column.name: empty for column in inputs.schema} | texts
@@ -224,36 +232,35 @@ def _rows(
     dates, form = None, inputs.form
     if None in (form.decimal, form.date_order):  # which sites did not agree on
         dates = [column.name for column in inputs.schema if column.kind == DATE]
-    texts, form = table_files.in_common_form(texts, form, numbers, dates, between, where=where)
+    texts, form, _ = table_files.in_common_form(texts, form, numbers, dates, between, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
-    labels, notes = _row_labels(texts, inputs, where=where), [*_unlike_training(texts, inputs)]
-    notes += off_scale(rows, inputs.schema, inputs.mean, inputs.std)
-    cells = texts.get(inputs.label, Cells([]))
-    if labels is None and cells.different and cells.missing.any():
-        missing = f"{cells.missing.sum()} of {len(cells)} rows"
-        notes.append(f"{missing} of {where} have no {inputs.label}: nothing is compared with it")
-    elif labels is None and cells.different:
-        notes.append(
-            f"column {inputs.label} of {where} holds labels such as "
-            f"{listed(distinct(cells.different), 3)}, and not only "
-            f"{'numbers' if inputs.target else listed(inputs.class_names, 5)}: "
-            "nothing is compared with them"
-        )
-    ids = texts[inputs.id_column].tolist() if inputs.id_column in texts else None
-    return RawData(_numbers(rows), labels, rows.__getitem__, tuple(notes), ids)
+    labels, of_labels = _row_labels(texts, inputs, where=where)
+    scales = off_scale(rows, inputs.schema, inputs.mean, inputs.std)
+    notes = (*_unlike_training(texts, inputs), *scales, *of_labels)
+    return RawData(_numbers(rows), labels, rows.__getitem__, notes, _ids(texts, inputs))
+
+
+def _ids(texts: table_files.Texts, inputs: Inputs) -> list[str] | None:
+    """Whose each row is; None where the table does not say it."""
+    return texts[inputs.id_column].tolist() if inputs.id_column in texts else None
 
 
 def _unlike_training(texts: table_files.Texts, inputs: Inputs) -> Iterator[str]:
     """Yield a sentence on every column without a cell, or with many unknown categories."""
     for column in inputs.schema:
-        present = texts[column.name][~texts[column.name].missing]
+        name, cells = column.name, texts[column.name]
+        present = cells[~cells.missing]
         unknown = present[places_among(present, column.categories) < 0]
-        if not len(present) and len(texts[column.name]) >= _FEWEST:
-            yield f"column {column.name} has no value in any of {len(texts[column.name])} rows"
+        if not len(present) and len(cells) >= _FEWEST:
+            yield f"column {name} has no value in any of {len(cells)} rows"
+        words = [word for word in DOUBTFUL if word in column.categories]
+        if words and cells.missing.any() and not cells.hold(words):
+            cure = "which the model knows: let pandas read it by keep_default_na=False"
+            yield f"column {name} has missing cells, but no {' or '.join(words)}, {cure}"
         many = NEARLY * min(_FEWEST, len(present)), (1 - NEARLY) * len(present)
         if column.kind == CATEGORY and len(unknown) > max(many):
             yield (
-                f"column {column.name}: {len(unknown)} of {len(present)} cells, such as "
+                f"column {name}: {len(unknown)} of {len(present)} cells, such as "
                 f"{unknown.text(0)}, are none of the categories that the model knows "
                 f"({listed(column.categories, 5)})"
             )
@@ -264,23 +271,27 @@ def _numbers(records: Sized) -> list[str]:
     return [str(i) for i in range(len(records))]
 
 
-def _row_labels(texts: table_files.Texts, inputs: Inputs, *, where: str) -> Tensor | None:
-    """Labels in the label columns; None where one lacks, or names none of the classes."""
-    names = inputs.class_names
+def _row_labels(
+    texts: table_files.Texts, inputs: Inputs, *, where: str
+) -> tuple[Tensor | None, list[str]]:
+    """Labels in the label columns, None where one lacks or names no class; and a note on these."""
+    names, cells = inputs.class_names, texts.get(inputs.label, Cells([]))
+    labels: Tensor | None = None
     if inputs.multi_label and not inputs.label:
-        if not texts.keys() >= set(names):
-            return None
-        return torch.from_numpy(label_marks(texts, names, where=where)).long()
-    if not inputs.label or inputs.label not in texts:
-        return None
-    cells = texts[inputs.label]
-    if inputs.target:
-        return torch.from_numpy(cells.numbers) if np.isfinite(cells.numbers).all() else None
-    try:
-        separator = inputs.label_separator if inputs.multi_label else None
-        return encode_labels(cells, names, separator, where=where)
-    except ConfigError:
-        return None
+        if texts.keys() >= set(names):
+            labels = torch.from_numpy(label_marks(texts, names, where=where)).long()
+    elif inputs.target and np.isfinite(cells.numbers).all():
+        labels = torch.from_numpy(cells.numbers) if len(cells) else None
+    elif inputs.label in texts and not inputs.target:
+        with suppress(ConfigError):  # a text that is no class
+            separator = inputs.label_separator if inputs.multi_label else None
+            labels = encode_labels(cells, names, separator, where=where)
+    if labels is not None or not cells.different:
+        return labels, []
+    found = [*["no label"] * bool(cells.missing.any()), *distinct(cells.different)]
+    known = "numbers" if inputs.target else listed(names, 5)
+    said = f"column {inputs.label} of {where} holds {listed(found, 3)}, and not only {known}"
+    return None, [said + _UNCOMPARED]
 
 
 def named_labels(labels: Tensor, names: Sequence[str]) -> list[Label]:
@@ -292,8 +303,8 @@ def named_labels(labels: Tensor, names: Sequence[str]) -> list[Label]:
     return [tuple(n for n, has in zip(names, row, strict=True) if has) for row in labels.tolist()]
 
 
-def _array(data: Any, inputs: Inputs, *, where: str, labels: Tensor | None = None) -> RawData:
-    array = np.asarray(data.numpy() if isinstance(data, Tensor) else data)
+def _array(data: Any, inputs: Inputs, *, where: str) -> RawData:
+    array = np.asarray(data.detach().cpu() if isinstance(data, Tensor) else data)
     names = feature_names(inputs.schema)
     if not inputs.is_table:
         array = _checked_images(array, inputs, where=where)
@@ -308,24 +319,15 @@ def _array(data: Any, inputs: Inputs, *, where: str, labels: Tensor | None = Non
             raise ConfigError(f"{where} holds infinite numbers: replace or remove them.")
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     notes = off_scale(tensor, inputs.schema, inputs.mean, inputs.std)
-    return RawData(_numbers(tensor), labels, tensor.__getitem__, tuple(notes))
+    return RawData(_numbers(tensor), None, tensor.__getitem__, tuple(notes))
 
 
 def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:
-    """Return uint8 or float32 ``[N, C, H, W]``."""
-    if array.dtype.kind != "f" or (array.size and array.max() > 1):
-        array = npz.usual_pixels(array)
-    if array.dtype.kind == "f":
-        low, high = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
-        if not 0 <= low <= high <= 1:
-            raise ConfigError(
-                f"{where} has values from {low:g} to {high:g}: expected float images from 0 to 1, "
-                "or uint8 images from 0 to 255; divide by the largest possible value."
-            )
-        array = array.astype(np.float32)
+    """Return uint8 ``[N, C, H, W]``."""
+    array = npz.usual_pixels(array)
+    if array.shape[1:] != inputs.shape or array.dtype != np.uint8:
+        array = npz.channels_first(array, origin=where)
     if array.shape[1:] != inputs.shape:
-        array = npz.channels_first(array, origin=where, kinds=(np.uint8, np.float32))
-    if array.shape[1:] != inputs.shape or array.dtype not in (np.uint8, np.float32):
         raise ConfigError(
             f"{where} holds images {array.dtype} of shape {array.shape}: expected uint8 or float "
             f"[N, {', '.join(map(str, inputs.shape))}]; give files to have them resized."

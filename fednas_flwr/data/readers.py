@@ -35,7 +35,7 @@ class DataSet:
             none. Or its place in this package, ``<module>:<function>``, which is imported then.
         roots: Kinds of places that ``dataset.root`` may be, ``file`` and ``folder``; empty if it
             needs none.
-        sites: Patterns of the sites in a folder, one of which ``read`` then gets; empty if the set
+        sites: Endings of the sites in a folder, one of which ``read`` then gets; empty if the set
             cannot be divided by sites.
         folder: Folder of its files below the root.
         by_content: True if the records decide if a cached copy is the same, and not the files.
@@ -62,18 +62,13 @@ _BUILT_IN = {
         for name, (_, folder) in TORCHVISION_SETS.items()
     },
     "image_folder": DataSet(
-        ds.ImageFolder, "images:read_image_folder", roots=("folder",), sites=("*/",)
+        ds.ImageFolder, "images:read_image_folder", roots=("folder",), sites=("/",)
     ),
     "labelled_images": DataSet(
-        ds.LabelledImages, "images:read_labelled_images", roots=("folder",), sites=("*/",)
+        ds.LabelledImages, "images:read_labelled_images", roots=("folder",), sites=("/",)
     ),
-    "npz": DataSet(ds.Npz, "npz:read_npz", roots=("file",), sites=("*.npz",)),
-    "csv": DataSet(
-        ds.CSV,
-        "tables:read_table",
-        roots=("file", "folder"),
-        sites=tuple(f"*{suffix}" for suffix in TABLE_SUFFIXES),
-    ),
+    "npz": DataSet(ds.Npz, "npz:read_npz", roots=("file",), sites=(".npz",)),
+    "csv": DataSet(ds.CSV, "tables:read_table", roots=("file", "folder"), sites=TABLE_SUFFIXES),
 }
 
 

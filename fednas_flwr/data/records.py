@@ -82,7 +82,7 @@ class Inputs(Checked):
         label_separator: Of the labels in the label column, see
             :func:`~fednas_flwr.data.records.label_sets`.
         form: How a table's cells are written: what was set, and what training found.
-        id_column: Name of a table's column that says whose each record is; no feature.
+        id_column: Column of a table, or of a labels file, that says whose each record is.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
         transform: Description of what makes the network's features of images (``data.features``);
             empty where it takes the images.

@@ -24,20 +24,21 @@ import numpy as np
 from fednas_flwr.base.errors import ConfigError, listed, unknown_choice
 from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.data.cells import Cells, number_of
+from fednas_flwr.data.decoding import beside, sites_in
 from fednas_flwr.data.notation import YES_NO, distinct, iso_date
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, agreed
-from fednas_flwr.data.table_files import Form, Texts, suffix_of
+from fednas_flwr.data.table_files import SITES_FILE, Form, Texts, unused
 from fednas_flwr.data.tables import column_kind, form_of, label_columns, read_cells, records_of
 from fednas_flwr.settings.data_settings import CSV, TableForm
+from fednas_flwr.settings.names import TABLE_SUFFIXES
 from fednas_flwr.settings.parser import parse_changes
 
-SITES_FILE = "dataset.yaml"
 _EVERYWHERE = "all"
 # Factors between units: of cholesterol, glucose, creatinine, length, mass; and powers of ten
 _UNITS = (38.67, 18.02, 88.42, 2.54, 2.205, 10.0, 12.0, 100.0, 365.25, 1000.0)
 # Ratio of medians from which units may differ, and where most numbers are above most of others
 _FAR, _APART = 3.0, 1.8
-_CODES = {*range(11)}  # numbers that rather are codes or counts
+_CODES = {*range(-1, 11)}  # numbers that rather are codes or counts
 _MOST_SHOWN = 5
 
 
@@ -86,15 +87,11 @@ def site_files(settings: Form, root: Path) -> dict[str, tuple[Path, Form]]:
     Raises:
         ConfigError: There are none, or two of one name.
     """
-    files = [path for path in sorted(root.iterdir()) if suffix_of(path) and path.is_file()]
-    files = [path for path in files if path.name[0] not in "._~"]
-    paths = {path.name.removesuffix(suffix_of(path)): path for path in files}
-    if len(paths) < len(files):
-        raise ConfigError(f"two sites in {root} have the same name: {[f.name for f in files]}.")
-    if not paths:
-        raise ConfigError(f"dataset.root={root} holds no tables of sites: expected one for each.")
-    beside = sorted(root.glob("dataset.y*ml"))  # or by the other suffix
-    said = (read_yaml(beside[0], "sites' settings") if beside else None) or {}
+    paths = sites_in(root, TABLE_SUFFIXES)
+    file = _settings_file(root)
+    written = (read_yaml(file, "sites' settings") if file else None) or {}
+    written = written if isinstance(written, Mapping) else {_EVERYWHERE: written}
+    said = {str(site): changes for site, changes in written.items()}
     for site in said:
         if site not in (*paths, _EVERYWHERE):
             raise unknown_choice(f"{root / SITES_FILE}, site", site, [*paths, _EVERYWHERE])
@@ -106,6 +103,11 @@ def site_files(settings: Form, root: Path) -> dict[str, tuple[Path, Form]]:
 
     everywhere = form(_EVERYWHERE, settings)
     return {site: (path, form(site, everywhere)) for site, path in paths.items()}
+
+
+def _settings_file(root: Path) -> Path | None:
+    """The file of sites' settings in a folder, by either suffix, if there is one."""
+    return next(iter(sorted(root.glob("dataset.y*ml"))), None)
 
 
 def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> Records:
@@ -126,14 +128,15 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     sizes = {site: len(next(iter(table.texts.values()))) for site, table in tables.items()}
     names = list(dict.fromkeys(name for table in tables.values() for name in table.texts))
     texts: Texts = {}
-    notes = [note for table in tables.values() for note in table.notes]
-    files = [path for path in sorted(root.iterdir()) if path.is_file() and not suffix_of(path)]
-    unread = [path.name for path in files if path.suffix not in (".yaml", ".yml")]
-    if unread := [name for name in unread if name[0] not in "._~"]:
-        notes.append(f"{listed(unread, 5)} in {root} left out: expected .csv, .xlsx and the like")
+    told = Counter(note for table in tables.values() for note in table.notes)
+    maps = [of for table in tables.values() for of in table.settings.map.items()]
+    asked = Counter(unused(name, code) for name, codes in maps for code in codes)
+    notes = [note for note, times in told.items() if times >= asked[note]]  # no site has the code
+    read = [*sites_in(root, TABLE_SUFFIXES).values(), _settings_file(root) or root]
+    notes += beside(root, read, "expected .csv, .xlsx and the like")
     said = proposals(tables)
-    maps = {site: of.get("map", {}).get(label[0]) for site, of in said.items()}
-    spelled = {site: {"map": {label[0]: codes}} for site, codes in maps.items() if codes}
+    spellings = {site: of.get("map", {}).get(label[0]) for site, of in said.items()}
+    spelled = {site: {"map": {label[0]: codes}} for site, codes in spellings.items() if codes}
     cells = [table.texts.get(label[0], Cells([])) for table in tables.values()]
     words = {code.lower() for of in cells for code in of.different}
     if spelled and not settings.labels and words <= {*YES_NO}:
@@ -228,7 +231,9 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
         if not usual:
             continue
         settings = next(iter(tables.values())).settings
+        codes = [t.texts[name].different for site, t in tables.items() if kinds[site]]
         is_class = name in label_columns(settings) and not settings.is_regression
+        is_class &= max(map(len, codes)) <= 2 * _MOST_SHOWN  # more of which may be quantities
         of_numbers = {s: t for s, t in tables.items() if kinds[s] == NUMBER}
         numbers = [t.texts[name].numbers for t in of_numbers.values()]
         are_codes = {*kinds.values()} <= {NUMBER, None}
@@ -236,7 +241,7 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
         if usual[0][0] == NUMBER and not (is_class or are_codes):
             _propose_units(name, of_numbers, propose)
         if is_class or are_codes or CATEGORY in kinds.values():
-            _propose_codes(name, tables, propose, only_shifted=are_codes and not is_class)
+            _propose_codes(name, tables, propose, only_recoded=are_codes and not is_class)
     return {site: said for site, said in found.items() if said}
 
 
@@ -303,7 +308,7 @@ def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
 
 
 def _propose_codes(
-    name: str, tables: Mapping[str, SiteTable], propose: Any, *, only_shifted: bool
+    name: str, tables: Mapping[str, SiteTable], propose: Any, *, only_recoded: bool
 ) -> None:
     """Propose spellings where a site's few codes are other than those of most sites."""
     codes = {s: distinct(t.texts[name].different) for s, t in tables.items() if t.kind(name)}
@@ -314,20 +319,20 @@ def _propose_codes(
     usual = usual or max(codes.values(), key=len)
     model = usual if usual in codes.values() else next(iter(codes.values()))
     for site, found in codes.items():
-        if _are_shifted(found, model):
+        if _are_recoded(found, model):
             propose(site, "map", name, dict(zip(found, model, strict=True)))
-        if only_shifted or _are_shifted(found, model):
-            continue
-        new = [code for code in found if len(distinct([*usual, code])) > len(usual)]
-        free = [code for code in usual if len(distinct([*found, code])) > len(found)]
-        if new and free:
-            propose(site, "map", name, {code: _nearest(code, free) for code in new})
+        elif not only_recoded:
+            new = [code for code in found if len(distinct([*usual, code])) > len(usual)]
+            free = [code for code in usual if len(distinct([*found, code])) > len(found)]
+            if new and free:
+                propose(site, "map", name, {code: _nearest(code, free) for code in new})
 
 
-def _are_shifted(codes: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether codes are others that are counted from one more or less, as 1, 2 and 0, 1."""
+def _are_recoded(codes: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether codes are others counted from one more or less, or two numbers for two."""
     pairs = zip(codes, others, strict=True) if 1 < len(codes) == len(others) else ()
-    return {number_of(a) - number_of(b) for a, b in pairs} in ({1}, {-1})
+    steps = [number_of(a) - number_of(b) for a, b in pairs]
+    return {*steps} in ({1}, {-1}) or (len(steps) == 2 and any(steps) and sum(steps) == sum(steps))
 
 
 def _nearest(code: str, codes: Sequence[str]) -> str:

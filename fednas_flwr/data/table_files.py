@@ -45,6 +45,8 @@ _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
 # A cell of Excel whose formula was not computed; an empty text would be a value
 _UNCOMPUTED = re.compile(rb"""<c (?![^>]*t="str")[^>]*><f[^<]*(</f>)?(<v ?/>|<v></v>)?</c>""")
 _OTHERS = "give a table, arrays in an .npz file, or images as files, in a folder per class"
+DOUBTFUL = ("NA", "None")  # words that count as missing, and may be a country or a class
+SITES_FILE = "dataset.yaml"  # says how tables of sites beside it are read
 BLANK = "blank"  # an empty cell, in ``map``
 _LONGEST = 200  # characters of a name by which records are divided
 _HEAD = 1_000_000  # bytes in which a header begins
@@ -97,8 +99,10 @@ def read_texts(
     return texts, separator, notes
 
 
-def without_missing(texts: Texts, form: TableForm) -> Texts:
+def without_missing(texts: Texts, form: TableForm) -> tuple[Texts, list[str]]:
     """The cells under their new names, with an empty text where they say that they are missing.
+
+    Then the columns that hold a word that means so by default, and may be a country or a class.
 
     Raises:
         ConfigError: Two columns would have one name.
@@ -112,7 +116,10 @@ def without_missing(texts: Texts, form: TableForm) -> Texts:
                 f"dataset.rename gives two columns the name {new}: choose another for {name}."
             )
         renamed[new] = cells
-    return {n: cells.without(form.missing_in.get(n, usual)) for n, cells in renamed.items()}
+    words = [word for word in DOUBTFUL if word not in form.missing_values]
+    doubtful = [n for n, of in renamed.items() if n not in form.missing_in and of.hold(words)]
+    texts = {n: cells.without(form.missing_in.get(n, usual)) for n, cells in renamed.items()}
+    return texts, doubtful
 
 
 def in_common_form(
@@ -123,8 +130,10 @@ def in_common_form(
     separator: str,
     *,
     where: str,
-) -> tuple[Texts, Form]:
-    """The cells with plain numbers, other spellings and units as a form says, and the form.
+) -> tuple[Texts, Form, list[str]]:
+    """The cells with plain numbers, other spellings and units as a form says, the form, and notes.
+
+    These are one on each spelling in its ``map`` that no cell has.
 
     Args:
         texts: Cells by column.
@@ -146,8 +155,14 @@ def in_common_form(
     changed = dict(texts)
     for name in numbers if signs != notation.PLAIN else ():
         changed[name] = texts[name].changed(signs.plain, but_stored=True)
+    notes: list[str] = []
     for name in form.map.keys() & texts.keys():
-        changed[name] = changed[name].changed(_respelled(form.map[name]))
+        cells, spellings = changed[name], form.map[name]
+        codes = [code for code in spellings if code != BLANK]
+        found = {*notation.places_among(cells, codes).tolist()}
+        idle = [code for i, code in enumerate(codes) if i not in found and not form.strict]
+        notes += [unused(name, code) for code in idle]
+        changed[name] = cells.changed(_respelled(spellings))
     for name in form.scale.keys() & texts.keys():
         cells = changed[name]
         wrong = np.flatnonzero(np.isnan(cells.numbers) & ~cells.missing)
@@ -157,7 +172,18 @@ def in_common_form(
                 f"{rows_text(texts[name], wrong)}: expected numbers."
             )
         changed[name] = cells.changed(partial(_scaled, factor=form.scale[name]))
-    return changed, form
+    return changed, form, notes
+
+
+def settings_beside(path: Path) -> tuple[str, ...]:
+    """A sentence on settings of sites beside a table that is read by itself, if there are any."""
+    beside = (path if path.is_dir() else path.parent) / SITES_FILE
+    return (f"{beside} is read with its folder alone",) if beside.is_file() else ()
+
+
+def unused(column: str, code: str) -> str:
+    """A sentence on a spelling in ``map`` that no cell has."""
+    return f"dataset.map.{column} names {code}, which no cell is"
 
 
 def _scaled(text: str, factor: float) -> str:

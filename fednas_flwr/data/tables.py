@@ -8,7 +8,7 @@ read by :mod:`fednas_flwr.data.table_files`; :func:`encode_rows` is for training
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,12 @@ from torch import Tensor
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import notation, records, table_files
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.decoding import is_hidden
+from fednas_flwr.data.decoding import beside, sites_in
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import DATE_ORDERS, REGRESSION, TABLE_SUFFIXES
 
 _MOST_CATEGORIES = 256
-_WORDS = ("NA", "None")  # that count as missing, and may be a country or a class
 _NO_NUMBERS = "list the column in dataset.categorical or dataset.ignore"
 _SAME_FEATURES = (
     "most records have the features of others with another label: each counts by itself, and their "
@@ -59,7 +58,12 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
     train_path, test_path = _parts(path)
     texts, settings, notes = read_cells(settings, train_path)
     train = records_of(settings, texts, train_path)
-    train = replace(train, notes=(*notes, *_left_out(settings, path), *train.notes))
+    notes += () if settings.strict else table_files.settings_beside(path)
+    if path.is_dir() and not settings.strict:  # such as val.csv
+        others = [file for file in path.iterdir() if not table_files.suffix_of(file)]
+        advice = "if they hold further records, add these to one"
+        notes += beside(path, [train_path, *others, test_path or path], advice)
+    train = replace(train, notes=(*notes, *train.notes))
     if test_path is None:
         return train, None
     names = {kind: [c.name for c in train.schema if c.kind == kind] for kind in KINDS}
@@ -72,7 +76,7 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
         categories={c.name: list(c.categories) for c in train.schema if c.kind == CATEGORY},
         ignore=[],
     )
-    texts, settings, _ = read_cells(settings, test_path)
+    texts, settings, *_ = read_cells(settings, test_path)
     features = [column.name for column in train.schema]
     table_files.check_columns(texts, features, where=str(test_path))
     in_order = {name: texts[name] for name in (*features, *texts)}
@@ -97,17 +101,13 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
     """Cells of a table in common form, the settings with all that was found in it, and notes."""
     texts, separator, notes = table_files.read_texts(path, settings)
     table_files.check_columns(texts, [*settings.rename], where=str(path))
-    words = [word for word in _WORDS if word not in settings.missing_values]
-    doubtful = [name for name, cells in texts.items() if cells.hold(words)]
-    texts = table_files.without_missing(texts, settings)
+    texts, doubtful = table_files.without_missing(texts, settings)
     settings = replace(settings, label=label_column(settings, texts))
     if not settings.strict:
-        names = [settings.rename.get(name, name) for name in doubtful]
-        names = [n for n in names if n not in settings.missing_in]
-        names = [n for n in names if column_kind(texts[n][:1000], settings)[0] == CATEGORY]
+        names = [n for n in doubtful if column_kind(texts[n][:1000], settings)[0] == CATEGORY]
         if names:
             literal = f"dataset.missing_in={{{names[0]}: []}} takes it literally"
-            said = f"{' or '.join(words)} in {listed(names, 5)} means that a cell is missing"
+            said = f"NA or None in {listed(names, 5)} means that a cell is missing"
             notes.append(f"{said}; {literal}")
         texts, more = without_row_numbers(texts, [*named_columns(settings), *settings.numeric])
         notes += more
@@ -129,7 +129,7 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
             "dataset.categorical"
         )
     dates = None if settings.strict else list(others)
-    texts, settings = table_files.in_common_form(
+    texts, settings, unused = table_files.in_common_form(
         texts, settings, numbers, dates, separator, where=str(path)
     )
     if not settings.strict:
@@ -137,21 +137,28 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
         unusual = [str(table_files.notation_of(settings)), order and f"dates with the {order}"]
         notes += filter(None, unusual)
         if settings.label in texts and not settings.labels and not settings.label_separator:
-            texts, more = labelled(texts, settings.label, path, is_word=settings.label in names)
+            texts, more = labelled(texts, settings, path, doubtful)
             notes += more
-    return texts, settings, found_in(path, notes)
+    return texts, settings, (*found_in(path, notes), *unused)
 
 
 def labelled(
-    texts: table_files.Texts, label: str, path: Path, *, is_word: bool = False
+    texts: table_files.Texts, settings: LabelTable, path: Path, doubtful: Collection[str]
 ) -> tuple[table_files.Texts, list[str]]:
     """The rows with a label, and a note on the others.
+
+    Args:
+        texts: A table's cells.
+        settings: Its settings.
+        path: Of the table.
+        doubtful: Columns with a word that says that there is no label, or may be a class.
 
     Raises:
         ConfigError: No row has one; or a word may say that there is none, or be a class.
     """
-    missing = texts[label].missing
-    if is_word or missing.all():
+    label, missing = settings.label, texts[settings.label].missing
+    are_words = label in doubtful and column_kind(texts[label], form_of(settings))[0] == CATEGORY
+    if are_words or missing.all():
         more = f"; where a word such as None or NA is a class, set dataset.missing_in={{{label}: []"
         more += "}, and where it says that there is none, dataset.missing_values=[NA,None]"
         _check_filled(texts[label], f"label ({label})", path, more)
@@ -231,28 +238,13 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
     """Return the files of the train and test parts; a root that is no folder is the train part."""
     if not root.is_dir():
         return root, None
-    found = {
-        part: [root / f"{part}{s}" for s in TABLE_SUFFIXES if (root / f"{part}{s}").is_file()]
-        for part in ("train", "test")
-    }
-    if len(found["train"]) != 1 or len(found["test"]) > 1:
-        names = ", ".join(path.name for paths in found.values() for path in paths) or "neither"
+    files = {name.lower(): path for name, path in sites_in(root, TABLE_SUFFIXES).items()}
+    if "train" not in files:
         raise ConfigError(
-            f"dataset.root={root} needs one train.csv and at most one test.csv (or .csv.gz), but "
-            f"holds {names}: give such a folder, or a csv file; if it holds one file per site, set "
-            "partition=sites."
+            f"dataset.root={root} holds {listed(file.name for file in files.values())}: expected a "
+            "train.csv, maybe with a test.csv; if there is one file per site, set partition=sites."
         )
-    return found["train"][0], found["test"][0] if found["test"] else None
-
-
-def _left_out(settings: CSV, root: Path) -> list[str]:
-    """A sentence on tables beside those of a folder's parts, such as val.csv, if there are any."""
-    parts = _parts(root) if root.is_dir() and not settings.strict else ()
-    beside = sorted(root.iterdir()) if parts else []
-    tables = [path for path in beside if table_files.suffix_of(path) and path not in parts]
-    names = [path.name for path in tables if not is_hidden(path.name, "._~")]
-    said = f"{listed(names, 5)} in {root} left out: if they hold further records, add these to one"
-    return [said] if names else []
+    return files["train"], files.get("test")
 
 
 def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.Records:

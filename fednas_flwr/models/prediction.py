@@ -7,7 +7,7 @@
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fednas_flwr.data.features import make_transform
 from fednas_flwr.data.oddities import of_brightness
 from fednas_flwr.data.raw import Label, named_labels, read_raw
 from fednas_flwr.data.records import Inputs, normalised
-from fednas_flwr.search.objective import Objective, objective_of
+from fednas_flwr.search.objective import Objective, Regression
 from fednas_flwr.settings.data_settings import Transform
 
 MODEL_FILE = "model.safetensors"
@@ -40,44 +40,38 @@ class Predictions:
     """Predictions of a model for records.
 
     Attributes:
-        class_names: One name per column of ``probabilities``.
+        inputs: Of the model, with the ``threshold`` that was taken.
         names: One per record: a file's path, or the row's number from 0.
         probabilities: float32 ``[N, classes]``; each row sums to 1, but for several labels. Of a
             number ``[N, 1]``, the predictions in its unit.
         labels_N: Labels that the data has, as ``RawData.labels``; None where it has none.
-        multi_label: True if a record can have several labels; then a class is a label.
         notes: Sentences on what is odd about the records.
         ids: Whose each record is, by the column that said so in training; None where it lacks.
-        id_column: Name of that column; empty if there was none.
         logits: float32 ``[N, classes]``, of which the probabilities are.
-        threshold: Probability from which a record is of the positive class, or has a label; None
-            takes the most probable class.
-        positive: Number of that class; None is the last of two.
-        target: As ``Inputs.target``; empty of classes.
     """
 
-    class_names: tuple[str, ...]
+    inputs: Inputs
     names: tuple[str, ...]
     probabilities: np.ndarray
     labels_N: Tensor | None = None
-    multi_label: bool = False
     notes: tuple[str, ...] = ()
-    ids: tuple[str, ...] | None = None
-    id_column: str = ""
+    ids: Sequence[str] | None = None
     logits: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
-    threshold: float | None = None
-    positive: int | None = None
-    target: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of records."""
         return len(self.names)
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """One name per column of ``probabilities``."""
+        return self.inputs.class_names
+
+    @property
     def chosen(self) -> Tensor:
-        """The class of each record, or its labels, in the form of ``given``: see ``threshold``."""
+        """The class of each record, or its labels, in the form of ``labels_N``."""
         shares = torch.tensor(self.probabilities)
-        return shares[:, 0] if self.target else self.objective.decided(shares)
+        return shares[:, 0] if self.inputs.target else self.objective.decided(shares)
 
     @property
     def labels(self) -> Sequence[Label]:
@@ -92,8 +86,7 @@ class Predictions:
     @property
     def objective(self) -> Objective:
         """What scores are of."""
-        classes = {"positive": self.positive, "multi_label": self.multi_label}
-        return objective_of(self.target, threshold=self.threshold, **classes)
+        return _objective(self.inputs)
 
     @property
     def accuracy(self) -> float | None:
@@ -101,7 +94,7 @@ class Predictions:
 
         Of several labels the mean share of labels that are told right.
         """
-        if self.labels_N is None or not len(self) or self.target:
+        if self.labels_N is None or not len(self) or self.inputs.target:
             return None
         return float((self.chosen == self.labels_N).double().mean())
 
@@ -115,17 +108,18 @@ class Predictions:
         """
         import pandas as pd
 
-        word = "prediction" if self.target else "labels" if self.multi_label else "label"
+        inputs = self.inputs
+        word = "prediction" if inputs.target else "labels" if inputs.multi_label else "label"
         columns: dict[str, Any] = {word: self.labels}
         if self.truth is not None:
             columns["truth"] = self.truth
-        if self.multi_label:
+        if inputs.multi_label:
             columns = {n: [";".join(labels) for labels in of] for n, of in columns.items()}
-        shares = zip(self.class_names, self.probabilities.T, strict=True) if not self.target else ()
-        probabilities = {f"probability of {name}": share for name, share in shares}
+        shares = zip(self.class_names, self.probabilities.T, strict=True)
+        probabilities = {f"probability of {n}": share for n, share in shares if not inputs.target}
         table = pd.DataFrame({"record": self.names, **columns, **probabilities})
         if self.ids is not None:
-            name = self.id_column
+            name = inputs.id_column
             while name in table:
                 name += "_"
             table.insert(0, name, self.ids)
@@ -183,11 +177,7 @@ class Model(nn.Module):
             x: uint8 ``[N, C, H, W]`` from 0 to 255 or float from 0 to 1; of a table float32
                 ``[N, F]``, NaN where missing, see :func:`~fednas_flwr.data.records.feature_names`.
         """
-        return self._objective().probabilities(self.logits(x))
-
-    def _objective(self) -> Objective:
-        made = self.inputs
-        return objective_of(made.target, positive=made.positive, multi_label=made.multi_label)
+        return _objective(self.inputs).probabilities(self.logits(x))
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits ``[N, classes]`` of what :meth:`forward` takes."""
@@ -208,14 +198,15 @@ class Model(nn.Module):
             data: Images or a table, in memory or as a path: see
                 :func:`~fednas_flwr.data.raw.read_raw`.
             progress: Told after each batch how many records are done, and of how many.
-            threshold: See :class:`Predictions`; None is the model's own.
+            threshold: Probability from which a record is of the positive class, or has a label;
+                None is the model's own, which may take the most probable class.
 
         Raises:
             ConfigError: The data is not what the model takes, or a threshold has no class.
         """
         threshold = self.inputs.threshold if threshold is None else threshold
-        objective = self._objective()
-        classes = len(self.class_names)
+        inputs, classes = replace(self.inputs, threshold=threshold), len(self.class_names)
+        objective = _objective(inputs)
         is_called = objective.multi_label or objective.positive_class(classes) is not None
         if threshold is not None and not is_called:
             raise ConfigError(
@@ -238,20 +229,15 @@ class Model(nn.Module):
         notes = (*raw.notes, *of_brightness(shades))
         for note in notes:
             warnings.warn(note, stacklevel=3)  # of whom torch's no_grad is the caller
-        return Predictions(
-            self.class_names,
-            tuple(raw.names),
-            objective.probabilities(logits).numpy(),
-            raw.labels,
-            objective.multi_label,
-            notes,
-            None if raw.ids is None else tuple(raw.ids),
-            self.inputs.id_column,
-            logits,
-            threshold,
-            self.inputs.positive,
-            self.inputs.target,
-        )
+        shares = objective.probabilities(logits).numpy()
+        return Predictions(inputs, tuple(raw.names), shares, raw.labels, notes, raw.ids, logits)
+
+
+def _objective(inputs: Inputs) -> Objective:
+    """What a model is trained for."""
+    if inputs.target:
+        return Regression(target=inputs.target)
+    return Objective(None, inputs.positive, inputs.multi_label, inputs.threshold)
 
 
 def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module]) -> Model:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -403,13 +403,3 @@ class Regression(Objective):
             names.RMSE: (errors / number).sqrt(),
             names.MAE: distances / number,
         }
-
-
-def objective_of(target: tuple[float, ...], **decision: Any) -> Objective:
-    """The objective of a model: of numbers where it has a target, see ``Inputs.target``.
-
-    Args:
-        target: The same.
-        decision: ``positive``, ``multi_label`` and ``threshold`` of a classifier's.
-    """
-    return Regression(target=target) if target else Objective(**decision)

@@ -207,6 +207,7 @@ TABLES = {
     "one class": (labels([1] * N), "every record has the label 1"),
     "a row of units": (lines(lambda rows: [rows[0], "years,mg/dl,0/1", *rows[1:]]), "refused: .*1"),
     "a footer": (lines(lambda rows: [*rows, "made by LIMS"]), "refused: .*row 81 has 1 cells"),
+    "coordinates": (column([f"N{i % 40 / 2}" for i in range(N)]), IN_WORDS),
     "leading zeros": (column([f"{i % 7:03}" for i in range(N)]), "007 or 1E10 in x: if they are"),
     "codes with an E": (column([f"{i % 7}E{i % 4}" for i in range(N)]), "007 or 1E10 in x"),
     "one category": (column(["a"] * N), "one value, or none, in all records.*: x"),
@@ -356,7 +357,6 @@ def test_a_frame_is_read_as_its_file(tmp_path, form):
     for given in (path, frame):
         found = read_raw(given, data.inputs)
         assert found.batch(slice(None)).tolist() == data.train.features.tolist()
-        assert found.labels is not None
         assert found.labels.tolist() == Y.tolist()
 
 
@@ -500,8 +500,10 @@ ARRAYS = {
     "flat": ({"X": PIXELS.repeat(2, 1)[:, :, :4].repeat(2, 2)[:, :8].reshape(N, 64), "y": Y}, "x8"),
     "texts as objects": (
         {"X": PIXELS, "y": np.array(["a", "b"], dtype=object)[Y]},
-        "refused: .* it holds objects; save texts by np.array.texts, dtype=str..$",
+        "refused: .* it holds objects; save texts by np.array.texts, dtype=str., or is no such fil",
     ),
+    "0 and 1": ({"x_train": (PIXELS > 99).astype("f4"), "y_train": Y}, "float32 .* as uint8"),
+    "texts": ({"x_train": PIXELS.astype(str), "y_train": Y}, "refused: .*features <U3 of shape"),
     "one picture of two classes": (
         {"X": PIXELS.repeat(2, 0), "y": np.arange(2 * N) % 2},
         "80 images occur under more than one label",
@@ -518,10 +520,13 @@ def test_what_is_said_of_arrays(tmp_path, case):
     assert pd.Series([found]).str.contains(expected, regex=True).all(), found
 
 
-@pytest.mark.parametrize("form", ["truth values", "whole floats", "another order of bytes", "RGBA"])
+@pytest.mark.parametrize(
+    "form", ["truth values", "fractions", "whole floats", "another order of bytes", "RGBA"]
+)
 def test_arrays_in_memory_are_read_as_those_in_a_file(tmp_path, form):
     given = {
         "truth values": PIXELS > 99,
+        "fractions": np.sqrt(PIXELS / 255),
         "whole floats": PIXELS.astype(float),
         "another order of bytes": PIXELS.astype(">u2"),
         "RGBA": np.stack([PIXELS, PIXELS, PIXELS, np.full_like(PIXELS, 255)], axis=3),
@@ -534,13 +539,8 @@ def test_arrays_in_memory_are_read_as_those_in_a_file(tmp_path, form):
 
 def test_class_names_say_which_class_a_text_is(tmp_path):
     np.savez(tmp_path / "a.npz", X=PIXELS, y=np.array(["cat", "dog"])[Y])
-    data = prepared(
-        "npz",
-        root=tmp_path / "a.npz",
-        cache=tmp_path,
-        server_test=False,
-        class_names=["dog", "cat"],
-    )
+    given = {"root": tmp_path / "a.npz", "cache": tmp_path, "server_test": False}
+    data = prepared("npz", class_names=["dog", "cat"], **given)
     assert data.train.labels.tolist() == (1 - Y).tolist()
     assert "has the label cat" in said(tmp_path / "a.npz", "npz", class_names=["dog", "cow"])
 
@@ -560,7 +560,8 @@ LABELS = {
     "paths from the folder": (["f,y", "images/0.png,a", "images/1.png,b", "images/2.png,b"], ""),
     "several labels": (["f,y", "0,a", "1,b", "2,a;b"], "the label holds a;b beside its parts"),
     "parts": (["f,set,y", "0,train,a", "1,train,b", "2,Test,b"], ".*set says Test, train, and is"),
-    "in folders": (["f,y", "./0.png,a", "1.png,b", "2.png,b "], ""),
+    "flags": (["f,is_test,y", "0,1,a", "1,0,b", "2,0,b"], ".*is_test says 0, 1, and is not read"),
+    "a class None": (["f,y", "0,None", "1,b", "2,b"], r"refused: .*set dataset.missing_in=.y: "),
 }
 
 
@@ -617,7 +618,6 @@ def test_a_folder_of_sites_is_predicted_as_it_was_read(tmp_path):
     assert np.array_equal(found.batch(slice(None)), joined.train.features, equal_nan=True)
     assert found.names[0] == "a/0"
     assert found.names[-1] == "b/39"
-    assert found.labels is not None
     assert found.labels.tolist() == Y.tolist()
     assert found.notes == ("b: column lab has no value in any of 40 rows",)
     (root / "dataset.yml").rename(root / "dataset.yaml")

@@ -46,18 +46,14 @@ def test_clean_tables_get_no_note():
     assert oddities(table(CLEAN)) == []
 
 
-def test_codes_that_differ_by_case_only_are_told():
-    (note,) = oddities(table({**CLEAN, "smokes": np.array(["Yes", "yes", "no"])[np.arange(N) % 3]}))
-    assert note == "smokes holds Yes and yes: join them by dataset.map if they are one"
-
-
 ODD = {
     "counts rows": ({"n": np.arange(N)}, "n has another whole number in every row"),
     "case_id": ({"case_id": RNG.permutation(10 * N)[:N]}, "case_id has another whole"),
     "huge": ({"x": 9007199254740000 + 7.0 * np.arange(N)}, "x has another whole number"),
     "texts": ({"who": np.array([f"p{i}" for i in range(N)])}, "who has a value of its own"),
     "leak": ({"diagnosis": np.array(["well", "ill"])[LABELS]}, "diagnosis alone tells the label"),
-    "parts": ({"set": np.array(["train", "Test"])[RNG.integers(0, 2, N)]}, "set says Test, train"),
+    "parts": ({"set": np.array(["train", "Test"])[RNG.integers(0, 2, N)]}, "set may say which"),
+    "a flag of parts": ({"is_test": RNG.integers(0, 2, N)}, "is_test may say which records are"),
     "leaking number": ({"score": LABELS * 2.5 + RNG.random(N)}, "score alone tells the label"),
 }
 

@@ -7,7 +7,8 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import site_tables
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import CATEGORY, Column
-from fednas_flwr.data.site_tables import SITES_FILE, proposals, read_site_tables, side_by_side
+from fednas_flwr.data.site_tables import proposals, read_site_tables, side_by_side
+from fednas_flwr.data.table_files import SITES_FILE
 
 A = "age,sex,chol,y\n50,TRUE,200,0\n60,FALSE,250.5,1\n40,TRUE,190,1\n"
 
@@ -60,16 +61,18 @@ def test_sites_are_adapted_by_their_file(tmp_path):
     write(tmp_path, a=A, b="age;Sex;cholesterol;y\n50;M;5,172;0\n60;F;?;1\n40;M;-9;1\n")
     (tmp_path / SITES_FILE).write_text(
         "all: {missing_values: [-9]}\n"
-        "b:\n  rename: {cholesterol: chol, Sex: sex}\n  map: {sex: {M: true, F: false}}\n"
+        "b:\n  rename: {cholesterol: chol, Sex: sex}\n  map: {sex: {M: true, F: false, X: 1}}\n"
         "  scale: {chol: 38.67}\n  decimal: comma\n  missing_in: {chol: ['?', -9]}\n"
     )
     joined = join(tmp_path)
     assert joined.feature_names == ("age", "chol", "sex=FALSE", "sex=TRUE")
     assert joined.features[3].tolist() == pytest.approx([50, 5.172 * 38.67, 0, 1])
     assert joined.features[4:, 1].isnan().all()
+    assert "dataset.map.sex names X, which no cell is" in joined.notes
     for text, words in (
         ("c: {rename: {a: b}}\n", "site=c is unknown: choose one of a, all, b"),
         ("b: {renam: {a: b}}\n", "b: setting=renam is unknown.*rename"),
+        ("- b\n", "all=.* must be a group of settings"),
     ):
         (tmp_path / SITES_FILE).write_text(text)
         with pytest.raises(ConfigError, match=words):
@@ -77,13 +80,14 @@ def test_sites_are_adapted_by_their_file(tmp_path):
 
 
 def test_what_sites_agree_on_is_kept_with_their_records(tmp_path):
-    write(tmp_path, a="50;1\n60;2\n?;0\n", b="50;1\n60;2\n-9;0\n")
+    (tmp_path / "1.CSV").write_text("50;1\n60;2\n?;0\n")
+    write(tmp_path, b="50;1\n60;2\n-9;0\n")
     (tmp_path / SITES_FILE).write_text(
         "all: {column_names: [age, y], map: {y: {2: 1}}, missing_values: ['?']}\n"
-        "b: {missing_values: ['?', -9]}\n"
+        "b: {missing_values: ['?', -9]}\n1: {decimal: point}\n"
     )
     joined = join(tmp_path)
-    assert joined.class_names == ("0", "1")
+    assert (joined.class_names, {*joined.columns["site"]}) == (("0", "1"), {"1", "b"})
     shared = {"column_names": ["age", "y"], "map": {"y": {"2": "1"}}, "decimal": "point"}
     shared |= {"missing_values": []}  # in which they differ
     assert shared.items() <= vars(joined.form).items()
@@ -183,6 +187,7 @@ TWO = {  # a column of the first site, that of the second, and what is proposed 
     "pounds": (MASS, lambda i: round(2.2 * MASS(i)), {"scale": {"x": 0.4535}}),
     "Fahrenheit": (lambda i: 36.5 + i / 10, lambda i: 97.7 + i / 5, {"scale": {"x": "?"}}),
     "codes": (lambda i: i % 2, lambda i: 1.0 + i % 2, {"map": {"x": {"1.0": "0", "2.0": "1"}}}),
+    "two codes": (lambda i: i % 2, lambda i: 2 * (i % 2), {"map": {"x": {"0": "0", "2": "1"}}}),
     "counts": (lambda i: i % 3, lambda i: i % 4, None),
     "zeros": (LEVEL, lambda i: 1.0 * LEVEL(i) * (i % 3 > 0), {"missing_in": {"x": ["0"]}}),
 }
@@ -212,6 +217,7 @@ def test_what_would_join_two_sites_is_proposed(tmp_path, first, second, expected
         ("age,sex,y\n5000,m,0\n6000,f,1\n", True),
         ("age,sex,y\n50,m,1\n60,f,2\n", True),  # a class that is counted from 1
         ("age,sex,y\n55,m,0\n61,f,1\n", False),
+        ("age,sex,y\n" + "".join(f"50,m,{i}.5\n" for i in range(11)), True),  # of another kind
     ],
 )
 def test_that_a_site_seems_to_differ_is_told(tmp_path, text, is_told):

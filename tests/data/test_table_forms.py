@@ -57,7 +57,6 @@ def test_forms_of_one_table_are_read_alike(tmp_path, text, note):
 DAYS = "".join(f"2021-02-{1 + i % 27:02},{i % 2}\n" for i in range(20))
 ASKED = {
     "no header": ("\n".join(ROWS[1:]), r"line \(50.5, a, 0\) looks like a record.*header=true"),
-    "no header, only numbers": ("50,2,1\n40,1,0\n", "looks like a record"),
     "names of rows, as R writes them": (
         "\n".join([ROWS[0], *(f"r{i},{row}" for i, row in enumerate(ROWS[1:]))]),
         r"row 1 has 4 cells.*as R writes it.*column_names=\[row, age, group, y\]",

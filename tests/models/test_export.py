@@ -159,15 +159,15 @@ def test_data_that_a_model_does_not_take(tmp_path):
     (tmp_path / "b.csv").write_text("age,site,seen,sex\nold,A,2020-01-01,f\n")
     (tmp_path / "empty").mkdir()
     for model, data, message in [
-        (pictures, np.full((1, *SHAPE), 16.5), "values from 16.5 to 16.5: expected float images"),
+        (pictures, np.full((1, *SHAPE), 16.5), "from 16.5 to 16.5: expected uint8 images"),
         (pictures, np.zeros((1, 3, 8, 8), np.uint8), r"\[N, 3, 10, 12\]"),
-        (pictures, np.zeros((1, *SHAPE), np.int64), "int64 of shape"),
+        (pictures, np.full((1, *SHAPE), 256), "int64 of shape"),
         (pictures, tmp_path / "none.png", "none.png does not exist"),
         (pictures, tmp_path / "empty", "holds no images"),
         (patients, tmp_path / "t.csv", "has no column seen: it has age, site"),
         (patients, tmp_path / "b.csv", "column age .* numeric but holds old in row 1"),
         (patients, np.zeros((2, 4)), r"numbers \[N, 7\], whose columns are age, seen, age"),
-        (patients, tmp_path / "empty", "holds no tables of sites"),
+        (patients, tmp_path / "empty", "holds nothing of this kind"),
     ]:
         refuses(message, model.predict, data)
 

@@ -93,11 +93,14 @@ def test_unknown_categories_are_a_warning(model_of):
         found = model.predict(pd.DataFrame({"ward": ["zzz", "zzz"]}))
     assert found.notes
     assert model.predict(pd.DataFrame({"ward": ["north", None]})).notes == ()
+    model, path = model_of("ward,y\nNA,0\nsouth,1\n", missing_in={"ward": []})
+    with pytest.warns(UserWarning, match="ward has missing cells, but no NA, which the model"):
+        model.predict(pd.read_csv(path))
 
 
 def test_labels_that_are_no_classes_are_a_warning(model_of):
     model, _ = model_of("age,y\n1,benign\n2,malignant\n")
-    with pytest.warns(UserWarning, match="holds labels such as 0, 1, and not only benign, mal"):
+    with pytest.warns(UserWarning, match="holds 0, 1, and not only benign, mal"):
         found = model.predict(pd.DataFrame({"age": [1, 2], "y": [0, 1]}))
     assert found.truth is None
 
