@@ -10,9 +10,8 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.search.optimizer_step import path_states
 from fednas_flwr.search.samplers import Controller, Path, Sampler
-from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.space import Supernet
+from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 
 class DPNAS(RoundStrategy[DPNASSettings]):
@@ -42,9 +41,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         """Make the sampler; paths are sampled without alphas."""
         for states in (self.states, self.layouts):
             del states["alphas"]  # paths are sampled without
-        assert isinstance(self.space, DPCellSpace)  # as the configuration has it
-        self.cells = self.space
-        self.keeper = self.sampler = make_sampler(self.config.seed, self.settings, self.cells)
+        self.keeper = self.sampler = make_sampler(self.config.seed, self.settings, self.space)
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train candidates, then teach the controller; after the last round choose."""
@@ -88,7 +85,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         """
         if "path" not in self.values:
             raise ValueError("the candidate is chosen after the last round")
-        return self.cells.genotype(self.values["path"])
+        return self.space.genotype(self.values["path"])
 
     @classmethod
     def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
@@ -102,7 +99,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         return planned
 
 
-def make_sampler(seed: int, settings: DPNASSettings, space: DPCellSpace) -> Sampler:
+def make_sampler(seed: int, settings: DPNASSettings, space: SearchSpace) -> Sampler:
     """A sampler of candidates that are not degenerate, initialised from the run's seed."""
     choices = tuple(map(len, space.offered))
     with seeded(seed, "sampler"):

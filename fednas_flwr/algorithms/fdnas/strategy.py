@@ -43,8 +43,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
             settings.alphas,
             paths=SampledPaths(server_round <= settings.warm_up_rounds, self._hardware),
         )
-        request = Search(local=local)
-        return self.train("train.search", request)
+        return self.train("train.search", Search(local=local))
 
     def average(
         self, replies: Iterable[tuple[int, Reply]]
@@ -63,8 +62,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         }
 
     def _keep(self, replies: Iterable[tuple[int, Reply]]) -> Iterator[tuple[int, Reply]]:
-        before = _flat(self.states["alphas"])
-        earlier = self.updates()
+        before, earlier = _flat(self.states["alphas"]), self.updates()
         updates = self.values.setdefault("updates", {})
         for client, reply in replies:
             moved = _flat(reply.states["alphas"]) - before

@@ -44,14 +44,14 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     def set_up(self) -> None:
         """Make the bandit."""
-        settings, retrain = self.settings, self.config.retrain
+        settings = self.settings
         self.configurations = make_configurations(settings, self.config.seed)
         self.bandit = Bandit.of(len(self.configurations), settings.bandit)
         self.values = {"bandit": self.bandit.to_json()}
         self._beta_weight = 0.0
-        self.clip_norm, self.batch_size = settings.clip_norm, settings.batch_size
+        self.clip_norm = settings.clip_norm
         if self.stage == "retrain":
-            self.clip_norm, self.batch_size = retrain.weights.clip_norm, retrain.batch_size
+            self.clip_norm = self.config.retrain.weights.clip_norm
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Explore if it is time, then train with the best configuration."""

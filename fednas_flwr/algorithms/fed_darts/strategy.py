@@ -33,8 +33,7 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
                 beta_decay=rising(settings.beta_decay, server_round, num_rounds),
             ),
         )
-        request = Search(local=local)
-        return self.train("train.search", request)
+        return self.train("train.search", Search(local=local))
 
     @classmethod
     def releases(cls, settings: FedDARTSSettings, private: PrivateRound) -> list[PlannedRelease]:

@@ -170,8 +170,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
             proximal=self.proximal,
             augmented=server_round <= (1 - self.config.retrain.unaugmented) * num_rounds,
         )
-        request = Train(local=local)
-        metrics = self.train("train.weights", request)
+        metrics = self.train("train.weights", Train(local=local))
         return metrics | self.validation_metrics(every, server_round, num_rounds)
 
     def move(self, average: dict[str, Packed]) -> None:

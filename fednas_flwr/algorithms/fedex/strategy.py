@@ -62,8 +62,7 @@ class FedEx(RoundStrategy[FedExSettings]):
     def _training(self, configuration: Configuration) -> Train:
         """Request to a client that has drawn a configuration."""
         weights = configuration.sgd(self.settings.clip_norm)
-        local = self.local_training(weights, configuration.dropout)
-        return Train(local=local, validates=True)
+        return Train(local=self.local_training(weights, configuration.dropout), validates=True)
 
     def _loss(self, reply: Reply) -> float:
         """A client's loss, held to the bound: one client's nonsense must not choose."""

@@ -46,10 +46,6 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     over the rounds, or over the local epochs of ``local``.
     """
 
-    def set_up(self) -> None:
-        """Make the search for the pool."""
-        self._drawn = ScoredDraws(self.config, self.prepared, self.space, self.settings.pool)
-
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train the networks that are left; at the end of a rung keep the best."""
         if "pool" not in self.values:
@@ -64,8 +60,8 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
             measured = RewardCandidates(training=local)
         else:
             weights = settings.weights.at_round(server_round, num_rounds)
-            request = Train(local=replace(local, weights=weights))
-            metrics |= self.train("train.weights", request)
+            local = replace(local, weights=weights)
+            metrics |= self.train("train.weights", Train(local=local))
             measured = RewardCandidates(network=described)
         left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
         if left < len(self.pool()):
@@ -88,8 +84,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def fit_states(self) -> None:
         """Give the states the form of the pool that the restored ``values`` hold."""
-        network = seeded_network(self.config, self._describe())
-        self.layouts, self.states = self._initial(network)
+        self.layouts, self.states = self._initial(seeded_network(self.config, self._describe()))
 
     def _describe(self) -> dict[str, Any]:
         """The description of the pool's networks, from which clients build it."""
@@ -97,10 +92,12 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def _choose(self) -> list[Genotype]:
         """The ranking whose best networks are the pool."""
+        choice = self.settings.pool
         generator = make_generator(self.config.seed, "successive_halving")
-        ranking = self._drawn.ranked(draws=self.settings.pool.draws, generator=generator)
-        if self.settings.pool.front:
-            return self._drawn.spread(ranking, self._size())
+        drawn = ScoredDraws(self.config, self.prepared, self.space, choice)
+        ranking = drawn.ranked(draws=choice.draws, generator=generator)
+        if choice.front:
+            return drawn.spread(ranking, self._size())
         return [one.genotype for one in ranking]
 
     def _size(self) -> int:
