@@ -115,8 +115,7 @@ class Request:
         ranges = {} if self.summed is None else self.summed.ranges
         statistics = {} if self.statistics is None else vars(self.statistics)
         asked = [self.action, asdict(self.settings), ranges, statistics]
-        text = json.dumps(asked, sort_keys=True)
-        hashed = hashlib.sha256(text.encode())
+        hashed = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
         for name in sorted(self.states):
             for dtype, vector in sorted(self.states[name].items()):
                 hashed.update(json.dumps([name, dtype, vector.numel()]).encode())

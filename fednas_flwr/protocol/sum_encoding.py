@@ -13,7 +13,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
@@ -134,7 +133,7 @@ class Summands:
         """Return the factor of a state; gradients, which are sums already, have 1."""
         return 1.0 if state in ACTIONS[self.action].gradients_of else n
 
-    def _sent(self, state: str, dtype: str) -> Tensor | None:
+    def _sent(self, state: str, dtype: str) -> torch.Tensor | None:
         """Return the vector from which a trained one is sent as a difference."""
         return self.base.get(state, {}).get(dtype) if ACTIONS[self.action].trains else None
 
@@ -152,8 +151,7 @@ def check_masked(reply: Reply, summands: Summands, layouts: Mapping[str, Layout]
     Raises:
         ReplyError: The sentence says which.
     """
-    vectors = reply.states.get(MASKED, {})
-    sizes = {dtype: vector.numel() for dtype, vector in vectors.items()}
+    sizes = {dtype: v.numel() for dtype, v in reply.states.get(MASKED, {}).items()}
     if set(reply.states) != {MASKED} or sizes != summands.lengths:
         raise ReplyError(f"masked vectors of {summands.lengths} were expected, got {sizes}")
     for name, layout in layouts.items():

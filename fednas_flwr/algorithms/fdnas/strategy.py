@@ -62,7 +62,8 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         }
 
     def _keep(self, replies: Iterable[tuple[int, Reply]]) -> Iterator[tuple[int, Reply]]:
-        before, earlier = _flat(self.states["alphas"]), self.updates()
+        before = _flat(self.states["alphas"])
+        earlier = self.updates()
         updates = self.values.setdefault("updates", {})
         for client, reply in replies:
             moved = _flat(reply.states["alphas"]) - before

@@ -120,8 +120,7 @@ class SumSite:
         exchange = Context(roster=self.terms.roster, participants=asked, **place)
         context = exchange.digest
         seed = secrets.token_bytes(masks.SECRET_BYTES)
-        threshold = self.terms.colluding + 1
-        parts = masks.split(seed, [i + 1 for i in asked], threshold=threshold)
+        parts = masks.split(seed, [i + 1 for i in asked], threshold=self.terms.colluding + 1)
         values = (context.hex(), exchange.run, json.dumps(asked), parts[self.index + 1])
         with self._books() as books:
             query = "SELECT 1 FROM answers WHERE context = ?"
