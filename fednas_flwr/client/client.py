@@ -15,7 +15,6 @@ from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.release_guard import ReleaseGuard, refused_batch_norm
 from fednas_flwr.data import loaders
-from fednas_flwr.data.loaders import ClientData, Split
 from fednas_flwr.data.records import CATEGORY, Inputs
 from fednas_flwr.data.statistics import Moments, Statistics, are_within
 from fednas_flwr.protocol.messages import Header, Request
@@ -74,7 +73,7 @@ class Client:
 
     index: int
     seed: int
-    data: ClientData
+    data: loaders.ClientData
     inputs: Inputs
     device: torch.device
     threads: int
@@ -152,8 +151,7 @@ class Client:
             statistics, ranges, num_columns=self.num_columns
         ):
             raise ConfigError("refused: statistics beyond this site's dataset.ranges.")
-        objective = self.objective.standardised(statistics.target)
-        return replace(self, data=data, objective=objective)
+        return replace(self, data=data, objective=self.objective.standardised(statistics.target))
 
     @property
     def private_guard(self) -> ReleaseGuard:
@@ -199,7 +197,7 @@ class Client:
         """Number of leading features of a table that are numbers to standardise."""
         return sum(column.kind != CATEGORY for column in self.inputs.schema)
 
-    def split(self, name: str) -> Split:
+    def split(self, name: str) -> loaders.Split:
         """Return one split; ``train+validation`` is what retraining uses."""
         check_choice("split", name, (*SPLITS, "train+validation"))
         first, *rest = (getattr(self.data, part) for part in name.split("+"))
@@ -211,7 +209,7 @@ class Client:
 
     def epoch(
         self,
-        split: Split,
+        split: loaders.Split,
         *,
         batch_size: int | None,
         generator: torch.Generator,

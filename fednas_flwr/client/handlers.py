@@ -287,8 +287,7 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
     ]
     accuracies = torch.tensor([metrics.accuracy for metrics in measured])
     loss = sum(metrics.loss for metrics in measured) / len(measured)
-    states = {"rewards": {"rewards": accuracies}}
-    return Reply.of(len(split), states, {"validation_loss": loss})
+    return Reply.of(len(split), {"rewards": {"rewards": accuracies}}, {"validation_loss": loss})
 
 
 def trained_rewards(client: Client, request: Request, training: rq.LocalTraining) -> Reply:
@@ -386,8 +385,7 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
     with before_reading(request.action):
         network = client.sent_network(request)
         if client.guard is not None:
-            measures = NoisedMeasures(client, request)
-            release = measures.prepare_metrics(network, asked.threshold)
+            release = NoisedMeasures(client, request).prepare_metrics(network, asked.threshold)
     if client.guard is not None:
         return release()
     objective = replace(client.objective, threshold=asked.threshold)
@@ -416,8 +414,7 @@ def count_scores(client: Client, request: Request, asked: rq.CountScores) -> Rep
                 "refused: counts of scores are of private clients and of two classes; ask for "
                 "evaluate.model."
             )
-        network = client.sent_network(request)
-        release = NoisedMeasures(client, request).prepare_counts(network)
+        release = NoisedMeasures(client, request).prepare_counts(client.sent_network(request))
     return release()
 
 
@@ -463,7 +460,7 @@ def path_supernet(
 def _num_records(client: Client, split: str) -> int:
     """Return the number of records of a split, of a private client the declared one."""
     if client.guard is not None:
-        return client.private_guard.num_records(split.split("+"))
+        return client.guard.num_records(split.split("+"))
     return len(client.split(split))
 
 

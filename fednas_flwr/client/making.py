@@ -48,7 +48,7 @@ def make_client(
     *,
     data: tuple[Prepared, list[np.ndarray]],
     networks: dict[str, nn.Module],
-    site: Mapping[str, str] | None = None,
+    site: Mapping[str, str] = {},
     guard: ReleaseGuard | None = None,
     settings: str | None = None,
 ) -> Client:
@@ -68,7 +68,6 @@ def make_client(
         ConfigError: A setting does not fit the data, or a private run's real site has no policy.
         ValueError: ``site`` names a policy, and there is no guard.
     """
-    site = site or {}
     if guard is None and "policy" in site:
         raise ValueError("a site with a policy needs its guard: pass make_site_guard(site)")
     prepared, parts = data
@@ -135,9 +134,7 @@ def simulated_properties(
         config: The run's configuration.
         data: Result of :func:`make_data`.
     """
-    if not config.samples or config.runtime.name == "deployment":
-        return None
-    if config.dp:
+    if not config.samples or config.runtime.name == "deployment" or config.dp:
         return None
     prepared, parts = data
     names = list(prepared.train.class_names)
@@ -232,8 +229,7 @@ def _simulated_guard(
         write_atomically(folder / POLICY_FILE, _policy_text(config, records, rows))
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
     ledger = Ledger(*simulated_ledger(folder))
-    generator = SecureGenerator(test_seed)
-    guard = ReleaseGuard(policy, ledger, generator, data_set=privacy.data_set)
+    guard = ReleaseGuard(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
     if guard.allowed.threads != config.runtime.threads:
         raise ConfigError(
             f"runtime.threads={config.runtime.threads}, but the simulated sites' policies, which "

@@ -325,8 +325,7 @@ class ReleaseGuard:
     ) -> Tensors | Cells:
         """Return :meth:`release`, or :meth:`share` where the plan is that clients share noise."""
         if planned.shared:
-            grid = request.grids.get(planned.kind)
-            return self.share(planned, request.header, units, grid=grid)
+            return self.share(planned, request.header, units, grid=request.grids.get(planned.kind))
         return self.release(planned, request.header, units)
 
     def release(self, planned: PlannedRelease, header: Header, units: Contributions) -> Tensors:

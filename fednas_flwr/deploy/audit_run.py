@@ -351,8 +351,7 @@ class _Exchange:
             self._sizes: Sizes = {STATISTICS: {"float32": 3 * self._clients[0].num_columns}}
             return {}
         client = replace(self._holding(self._clients[0], 1, exact=True), guard=None, sums=None)
-        asked = replace(self._asked("", 0, 1), states=self._states, summed=None)
-        reply = answer(client, asked)
+        reply = answer(client, replace(self._asked("", 0, 1), states=self._states, summed=None))
         kinds = self.planned if self.by_client else reply.states
         self._sizes = {kind: sizes_of(reply.states)[kind] for kind in kinds if kind in reply.states}
         if self.is_probe:
@@ -399,8 +398,7 @@ class _Exchange:
             for planned in self._schedule
         )
         settings = rq.Commit(data_set=self._data_set, releases=planned)
-        header = self._header(run, client)
-        answer(self._clients[client], Request("query.commit", header, settings))
+        answer(self._clients[client], Request("query.commit", self._header(run, client), settings))
 
     def mixes_terms(self) -> bool:
         """Return whether sites are in one secure sum that have committed to other norms."""

@@ -104,10 +104,9 @@ def read_event(line: str) -> Event | None:
     if not line.startswith(EVENT_MARK):
         return None
     try:
-        event: Event = json.loads(line.removeprefix(EVENT_MARK))
+        return json.loads(line.removeprefix(EVENT_MARK))
     except ValueError:
         return None
-    return event
 
 
 def read_status(listing: dict[str, Any]) -> tuple[str, str]:
@@ -201,7 +200,7 @@ def _flwr_json(*arguments: str) -> dict[str, Any]:
         [*_FLWR, *arguments, "--format", "json"], capture_output=True, text=True, encoding="utf-8"
     )
     try:
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer = json.loads(done.stdout)
     except ValueError:
         answer = {"success": False, "error-message": done.stdout + done.stderr}
     if done.returncode or not answer.get("success"):

@@ -275,8 +275,7 @@ class ReleaseTest:
                 wrong.append(f"{shares[-1]:.2f} in {name}")
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            text = f"noise of {', '.join(wrong[:3])}{more} where 1 was committed to"
-            self.faults.append(text)
+            self.faults.append(f"noise of {', '.join(wrong[:3])}{more} where 1 was committed to")
         if few:
             self.unseen.append(f"half the noise in {few} of {len(tested)} tensors")
         lowest, highest = min(shares, default=math.inf), max(shares, default=0.0)

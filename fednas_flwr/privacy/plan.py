@@ -74,8 +74,7 @@ class PlannedRelease(Checked):
 
     def expected_batch(self, records: Mapping[str, int]) -> float:
         """Return ``p N``, the expected batch, by which sums are divided: a public number."""
-        rate = self.rate(records)
-        return round(rate * self.num_records(records), 9)  # 1 / 49 * 49 < 1
+        return round(self.rate(records) * self.num_records(records), 9)  # 1 / 49 * 49 < 1
 
     def sum_range(self, records: Mapping[str, int]) -> float:
         """Return the largest magnitude of one client's noised sum, as a secure sum has room for.

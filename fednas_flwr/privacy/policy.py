@@ -289,10 +289,9 @@ def _policy(document: Any, origin: str) -> Policy:
         accounts = {n: {"account": str(n), **s} for n, s in sections.items() if isinstance(s, dict)}
         document = document | {"data_sets": sections | accounts}
     try:
-        policy: Policy = parse(Policy, document, key="", defaults=True)
+        return parse(Policy, document, key="", defaults=True)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from None
-    return policy
 
 
 def template() -> str:

@@ -394,8 +394,6 @@ def search(
     Raises:
         ConfigError: No architecture within the limits was found.
     """
-    if draws < 1:
-        raise ValueError(f"draws must be at least 1, got {draws}")
     scored = {to_json(one.genotype): one for one in sorted(known, key=lambda one: one.number)}
     refused, drawn = dict[str, list[float]](), list[Genotype]()
     tried, seen = 0, set(scored)

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
@@ -55,13 +54,13 @@ class Tally:
 
     @property
     def loss(self) -> float:
-        """Mean loss; NaN before the first batch."""
-        return float(self.loss_sum) / self.num_examples if self.num_examples else float("nan")
+        """Mean loss of the batches."""
+        return float(self.loss_sum) / self.num_examples
 
     @property
     def accuracy(self) -> float:
-        """Share of correct predictions; NaN before the first batch."""
-        return float(self.correct) / self.num_examples if self.num_examples else float("nan")
+        """Share of correct predictions."""
+        return float(self.correct) / self.num_examples
 
 
 @dataclass(kw_only=True)
@@ -141,8 +140,7 @@ class BatchGradients:
         """
         (constants,) = optimizer.param_groups
         weights = supernet.weights()
-        loss = self._losses(supernet, {}, batch).mean()
-        gradients = _gradients(loss, weights)
+        gradients = _gradients(self._losses(supernet, {}, batch).mean(), weights)
         moved = {}
         for name, weight in weights.items():
             velocity = optimizer.state.get(weight, {}).get("momentum_buffer")
@@ -192,8 +190,7 @@ class BatchGradients:
 
         def train_gradient(sign: float) -> dict[str, Tensor]:
             shifted = {name: w.detach() + sign * r * direction[name] for name, w in weights.items()}
-            losses = self._losses(supernet, shifted, train_batch)
-            return _gradients(losses.mean(), alphas)
+            return _gradients(self._losses(supernet, shifted, train_batch).mean(), alphas)
 
         plus, minus = train_gradient(1), train_gradient(-1)
         changes = {kind: inner_lr * (plus[kind] - minus[kind]) / (2 * r) for kind in alphas}
@@ -487,6 +484,6 @@ class _Float32Norms(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call a function of torch."""
-        if func is functional.group_norm:
+        if func is nn.functional.group_norm:
             args = (args[0].float(), *args[1:])
         return func(*args, **(kwargs or {}))

@@ -127,10 +127,5 @@ def rising(weight: float, server_round: int, num_rounds: int) -> float:
 
 def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
     """The mean entropy over edges of softmax(alphas), in nats, from 0 to ln(ops)."""
-    entropies = [
-        -(torch.softmax(a.detach().double(), -1) * torch.log_softmax(a.detach().double(), -1)).sum(
-            -1
-        )
-        for a in alphas.values()
-    ]
-    return float(torch.cat(entropies).mean())
+    rows = torch.cat([alpha.detach().double() for alpha in alphas.values()])
+    return float(-(rows.softmax(-1) * rows.log_softmax(-1)).sum(-1).mean())

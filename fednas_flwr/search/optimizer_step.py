@@ -195,8 +195,7 @@ def add_gradients(gradient: Gradient, further: Mapping[str, Tensor]) -> Gradient
 
 def after_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     """The tensors whose names begin with a prefix, without it."""
-    named = tensors.items()
-    return {name.removeprefix(prefix): t for name, t in named if name.startswith(prefix)}
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def make_sgd(

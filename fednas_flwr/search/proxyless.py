@@ -56,7 +56,7 @@ class PathNetwork(nn.Module):
 
         Without gates only the active ops are computed.
         """
-        logits: Tensor = self.supernet.body(x, op_weights, self.paths_EK.tolist())
+        logits = self.supernet.body(x, op_weights, self.paths_EK.tolist())
         if self.costs is None or op_weights is None:
             return logits
         alphas_EO = self.supernet.alphas()[CELL].detach()

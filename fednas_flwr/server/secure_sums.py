@@ -39,8 +39,8 @@ class MaskedSum:
     def add(self, site: int, vectors: Sequence[np.ndarray]) -> None:
         """Add a site's vectors; all sites send the same shapes and types."""
         if not self.survivors:
-            self.vectors = [vector.copy() for vector in vectors]
-        for total, vector in zip(self.vectors, vectors if self.survivors else (), strict=False):
+            self.vectors = [np.zeros_like(vector) for vector in vectors]
+        for total, vector in zip(self.vectors, vectors, strict=True):
             total += vector  # integers wrap
         self.survivors.append(site)
 
@@ -94,8 +94,6 @@ class PendingSum:
             clients: All that can be asked, ascending.
             properties: Properties of each client.
         """
-        if exchange.settings_of:
-            raise ValueError("a secure sum is of replies to one request: no settings_of")
         ranges = {
             kind: max(release.sum_range(properties[client]["splits"]) for client in clients)
             for kind, release in exchange.planned.items()
@@ -150,6 +148,5 @@ class PendingSum:
             client: Opening(by_index(properties["parts"]), by_index(properties["pairs"]))
             for client, properties in opened.items()
         }
-        vectors = self.total.unmask(openings)
-        named = dict(zip(self.summands.lengths, vectors, strict=True))
+        named = dict(zip(self.summands.lengths, self.total.unmask(openings), strict=True))
         return self.summands.decode(named, sites=len(self.total.survivors))

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -43,8 +43,8 @@ class AdapterSpace(SearchSpace):
         norm: Of no effect: adapters have none, and the frozen network keeps its own.
     """
 
-    name: ClassVar[str] = "adapters"
-    ops: ClassVar[tuple[str, ...]] = OPS
+    name = "adapters"
+    ops = OPS
 
     backbone: str
     weights: str | None
@@ -169,5 +169,5 @@ class Adapter(nn.Sequential):
         """Return what is added."""
         down, between, up = self
         last = x if x.dim() == 3 else x.permute(0, 2, 3, 1)
-        added: Tensor = up(between(down(last)))
+        added = up(between(down(last)))
         return added if x.dim() == 3 else added.permute(0, 3, 1, 2)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +74,11 @@ class DPCellSpace(SearchSpace):
         norm: ``batch``, or ``group`` (needed for privacy, and the paper's only one).
     """
 
-    name: ClassVar[str] = "dp_cells"
-    ops: ClassVar[tuple[str, ...]] = OPS
-    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
-    outputs: ClassVar[range] = NODES
-    routes: ClassVar[list[list[int]]] = routes(EDGES, outputs=NODES)
+    name = "dp_cells"
+    ops = OPS
+    edges = EDGES
+    outputs = NODES
+    routes = routes(EDGES, outputs=NODES)
 
     widths: tuple[int, ...] = (32, 32, 64)
     head: Count = 128
@@ -118,8 +118,8 @@ class DARTSOpsSpace(DPCellSpace):
     well, in two kinds; pools have no norm here, and no norm an affine part.
     """
 
-    name: ClassVar[str] = "dp_cells_darts"
-    ops: ClassVar[tuple[str, ...]] = darts.OPS
+    name = "dp_cells_darts"
+    ops = darts.OPS
 
 
 class DPCellNetwork(SkipNetwork):

@@ -11,7 +11,6 @@ import platform
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from time import process_time
 from typing import Annotated, Any, NamedTuple
@@ -107,11 +106,10 @@ class LatencyTable(Checked):
         if len(self.timings) != len(self.layers):
             raise ConfigError("layers: a layer appears twice.")
 
-    @cached_property
+    @functools.cached_property
     def timings(self) -> dict[Layer, Timing]:
         """The times by layer."""
-        values = map(astuple, self.layers)
-        return {Layer(*v[:6]): Timing(*v[6:]) for v in values}
+        return {Layer(*v[:6]): Timing(*v[6:]) for v in map(astuple, self.layers)}
 
     def latency_ms(self, layer: Layer) -> float:
         """Look the median time of a layer up.

@@ -17,11 +17,10 @@ Tensor suffixes: B batch, E edges, O ops, W width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.names import GROUP, NO_NORM, Norm
@@ -74,14 +73,14 @@ class MLPSpace(TwoInputSpace):
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
     """
 
-    name: ClassVar[str] = "mlp"
-    ops: ClassVar[tuple[str, ...]] = OPS
-    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
-    outputs: ClassVar[range] = NODES
-    inputs: ClassVar[str] = "tables"
-    search_cell: ClassVar[type[SearchCell]] = MLPCell
-    growth: ClassVar[float] = 0.5
-    parts: ClassVar[int] = 2
+    name = "mlp"
+    ops = OPS
+    edges = EDGES
+    outputs = NODES
+    inputs = "tables"
+    search_cell = MLPCell
+    growth = 0.5
+    parts = 2
 
     channels: Annotated[int, WIDTHS] = 32
     num_cells: Count = 3
@@ -159,9 +158,9 @@ class LeavingEdges(nn.Module):
         """Return ``sum_o w_o * op_o(x)`` for every edge, [B, E, W]."""
         known, own = weights_EO[..., : len(OPS)], weights_EO[..., len(OPS) :]
         _, skip, dense, narrow = torch.split(known, [1, 1, 2, 2], dim=-1)  # as in OPS
-        dense_BEW: Tensor = self.dense(x_BW, dense)
+        dense_BEW = self.dense(x_BW, dense)
         narrow_BEH = self.narrow(x_BW, narrow)
-        padded = F.pad(narrow_BEH, (0, dense_BEW.shape[-1] - narrow_BEH.shape[-1]))
+        padded = nn.functional.pad(narrow_BEH, (0, dense_BEW.shape[-1] - narrow_BEH.shape[-1]))
         mixed_BEW = skip * x_BW[:, None] + dense_BEW + padded
         if not self.own:
             return mixed_BEW

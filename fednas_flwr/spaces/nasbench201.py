@@ -16,11 +16,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fednas_flwr.base.layers import called, computed, convolution, pointwise, stacked
 from fednas_flwr.settings.names import Norm
@@ -49,11 +48,11 @@ class NASBench201Space(SearchSpace):
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
     """
 
-    name: ClassVar[str] = "nasbench201"
-    ops: ClassVar[tuple[str, ...]] = OPS
-    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
-    outputs: ClassVar[range] = NODES[-1:]
-    routes: ClassVar[list[list[int]]] = routes(EDGES, outputs=NODES[-1:])
+    name = "nasbench201"
+    ops = OPS
+    edges = EDGES
+    outputs = NODES[-1:]
+    routes = routes(EDGES, outputs=NODES[-1:])
 
     channels: Count = 16
     num_cells: Count = 5
@@ -157,7 +156,7 @@ class _Skeleton(nn.Module):
                 x = reduction(x)
             for cell in stage.children():
                 x = cell(x, cell_argument)
-        return compute(self.classifier, F.relu(self.head_norm(x)).mean(dim=(2, 3)))
+        return compute(self.classifier, nn.functional.relu(self.head_norm(x)).mean(dim=(2, 3)))
 
 
 class ResidualBlock(nn.Module):
@@ -199,7 +198,7 @@ class SearchCell(nn.Module):
 
         def leave(state: Tensor, indices: list[int]) -> Tensor:
             modules = {op: [edges[index].ops[op] for index in indices] for op in CONVOLUTIONS}
-            active = F.relu(state)
+            active = nn.functional.relu(state)
             one = pointwise(active, stacked([m[1].weight for m in modules["nor_conv_1x1"]]))
             kernels = stacked([m[1].weight for m in modules["nor_conv_3x3"]])
             three = convolution(active, kernels, padding=(1, 1))

@@ -135,13 +135,8 @@ def drop_path(x: Tensor, probability: float) -> Tensor:
     """Return ``x`` with whole examples set to zero with this probability, the others scaled up.
 
     One Bernoulli draw per example (Larsson et al. 2017, arXiv 1605.07648, as used by DARTS), from
-    torch's global generator. The expectation is ``x``.
-
-    Raises:
-        ValueError: If the probability is not in [0, 1).
+    torch's global generator. The expectation is ``x``; the probability is in [0, 1).
     """
-    if not 0.0 <= probability < 1.0:
-        raise ValueError(f"drop-path probability must be in [0, 1), got {probability}")
     if probability == 0.0:
         return x
     keep = 1.0 - probability
@@ -207,7 +202,7 @@ def discrete_states(
         op = modules[index]
         if op is None:
             return None
-        out: Tensor = op(state)
+        out = op(state)
         return out if isinstance(op, nn.Identity) else drop_path(out, drop_path_prob)
 
     return summed_states(inputs, edges, compute, nodes=nodes, empty=torch.zeros_like(inputs[0]))
@@ -314,16 +309,11 @@ def node_states(
 def normalised(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
     """Return the channels normalised by norms without affine part, each on its share of them.
 
-    The running statistics of batch norms move as they would one by one.
-
-    Raises:
-        ValueError: Some batch norms are in training mode and others are not.
+    The running statistics of batch norms, which all train or none, move as they would one by one.
     """
     first = modules[0]
     if isinstance(first, nn.GroupNorm):
         return F.group_norm(x_BCHW, len(modules) * first.num_groups, eps=first.eps)
-    if len({module.training for module in modules}) > 1:
-        raise ValueError("a supernet needs all norms in one mode: call train() or eval()")
     buffers = [[m.running_mean for m in modules], [m.running_var for m in modules]]
     mean, variance = (torch.cat(each) for each in buffers)
     momentum = first.momentum

@@ -60,7 +60,7 @@ class TwoInputSpace(SearchSpace):
     inputs (Liu et al. 2019, arXiv 1806.09055).
     """
 
-    kinds: ClassVar[tuple[str, ...]] = ("normal", "reduction")
+    kinds = ("normal", "reduction")
     search_cell: ClassVar[type[SearchCell]]  # with all ops on all edges
     growth: ClassVar[float]  # of the width of nodes, at a reduction cell
     parts: ClassVar[int]  # into which reduction cells divide the chain of cells

@@ -173,7 +173,3 @@ def test_a_small_space_is_searched_whole():
     )
     found = run(space, numbered, draws=50)
     assert len(found) == 2 * 3  # the block of stride 2 offers no zero
-
-
-def test_at_least_one_draw_is_needed():
-    refuses("draws must be at least 1, got 0", run, NB201, worth, draws=0, error=ValueError)

@@ -98,8 +98,7 @@ class RecordWeights:
         group = tuple(self._names[id(parameter)] for parameter in parameters)
         if group not in self.leaves:
             joined = torch.cat([parameter.detach() for parameter in parameters])
-            leaf = joined.expand(self.num_records, *joined.shape).requires_grad_()
-            self.leaves[group] = leaf
+            self.leaves[group] = joined.expand(self.num_records, *joined.shape).requires_grad_()
         return self.leaves[group]
 
     def linear(self, x_BI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -276,7 +275,7 @@ def _pool(layer: Any, _: RecordWeights, x: Tensor) -> Tensor:
     x_1PHW = x_SP.view(1, H, W, B * C).permute(0, 3, 1, 2)
     out_1Phw = type(layer).forward(layer, x_1PHW)
     h, w = out_1Phw.shape[2:]
-    out_PS: Tensor = _Transposed.apply(out_1Phw.permute(0, 2, 3, 1).reshape(h * w, B * C))
+    out_PS = _Transposed.apply(out_1Phw.permute(0, 2, 3, 1).reshape(h * w, B * C))
     return out_PS.view(B, C, h, w)
 
 

@@ -108,9 +108,9 @@ def renyi_divergence(*, noise_multiplier: float, sample_rate: float, order: floa
 
 def cost(release: Release, order: float) -> float:
     """Return the divergence of all steps of a release at one order."""
-    sigma, rate = release.noise_multiplier, release.sample_rate
-    step = renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
-    return release.steps * step
+    return release.steps * renyi_divergence(
+        noise_multiplier=release.noise_multiplier, sample_rate=release.sample_rate, order=order
+    )
 
 
 def _log_excess(u: np.ndarray, p: float, order: float) -> np.ndarray:
