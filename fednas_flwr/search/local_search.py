@@ -127,5 +127,6 @@ def rising(weight: float, server_round: int, num_rounds: int) -> float:
 
 def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
     """The mean entropy over edges of softmax(alphas), in nats, from 0 to ln(ops)."""
-    rows = torch.cat([alpha.detach().double() for alpha in alphas.values()])
-    return float(-(rows.softmax(-1) * rows.log_softmax(-1)).sum(-1).mean())
+    kinds = [alpha.detach().double() for alpha in alphas.values()]
+    entropies = [-(rows.softmax(-1) * rows.log_softmax(-1)).sum(-1) for rows in kinds]
+    return float(torch.cat(entropies).mean())
