@@ -14,12 +14,11 @@ from torch import nn
 from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.release_guard import ReleaseGuard, refused_batch_norm
-from fednas_flwr.data import loaders
-from fednas_flwr.data.records import CATEGORY, Inputs
+from fednas_flwr.data import loaders, records
 from fednas_flwr.data.statistics import Moments, Statistics, are_within
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.protocol.states import Packed, load_states, network_states
+from fednas_flwr.protocol.states import States, load_states, network_states
 from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective
 from fednas_flwr.settings.names import FLOAT32, SPLITS
 from fednas_flwr.spaces.space import SearchSpace
@@ -74,7 +73,7 @@ class Client:
     index: int
     seed: int
     data: loaders.ClientData
-    inputs: Inputs
+    inputs: records.Inputs
     device: torch.device
     threads: int
     make_network: Callable[[Mapping[str, Any]], nn.Module]
@@ -94,9 +93,7 @@ class Client:
     settings_digest: str = ""
     rehearsed: dict[str, int] = field(default_factory=dict)
 
-    def network(
-        self, description: Mapping[str, Any], states: Mapping[str, Packed] | None = None
-    ) -> nn.Module:
+    def network(self, description: Mapping[str, Any], states: States | None = None) -> nn.Module:
         """Return the network of ``description`` on the client's device, with ``states`` loaded."""
         key = json.dumps(description, sort_keys=True)
         if key not in self.networks:
@@ -195,7 +192,7 @@ class Client:
     @property
     def num_columns(self) -> int:
         """Number of leading features of a table that are numbers to standardise."""
-        return sum(column.kind != CATEGORY for column in self.inputs.schema)
+        return sum(column.kind != records.CATEGORY for column in self.inputs.schema)
 
     def split(self, name: str) -> loaders.Split:
         """Return one split; ``train+validation`` is what retraining uses."""

@@ -39,9 +39,8 @@ from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.candidate import Candidate, Pool, all_alike
 from fednas_flwr.search.local_search import train_candidates
 from fednas_flwr.search.objective import Batch
-from fednas_flwr.spaces.costs import measure_space, timed_space
+from fednas_flwr.spaces import costs, space
 from fednas_flwr.spaces.latency_tables import Conditions, to_json
-from fednas_flwr.spaces.space import Supernet
 
 Handler = Callable[[Client, Request, Any], Reply]
 ANSWERS: dict[str, Handler] = {}  # by action
@@ -112,7 +111,7 @@ def measure_latency(client: Client, request: Request, asked: rq.MeasureLatency) 
     The table is ``properties["latency"]``, as ``latency_tables`` writes it. No record is read.
     """
     under = Conditions(client.device, client.threads, asked.batch_size, asked.passes)
-    table, _ = measure_space(timed_space(client.make_space()), under)
+    table, _ = costs.measure_space(costs.timed_space(client.make_space()), under)
     return Reply(num_examples=1, properties={"latency": to_json(table)})
 
 
@@ -441,7 +440,7 @@ def request_pool(client: Client, request: Request) -> Pool:
 
 def path_supernet(
     client: Client, request: Request, paths: Sequence[Sequence[int]], *, sparse: bool
-) -> tuple[Supernet, dict[str, set[str]]]:
+) -> tuple[space.Supernet, dict[str, set[str]]]:
     """Return the supernet with the states that the request carries.
 
     Where it is sparse also the names of their tensors, by state.
@@ -450,7 +449,7 @@ def path_supernet(
         ValueError: A path does not fit the supernet, or the states do not.
     """
     network = client.network({"name": SUPERNET})
-    assert isinstance(network, Supernet)
+    assert isinstance(network, space.Supernet)
     used = opt.path_states(network, paths)
     named = used if sparse else {}
     st.load_states(network, request.network_states, only=named)

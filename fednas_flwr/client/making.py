@@ -28,10 +28,8 @@ from fednas_flwr.privacy.policy import AUTOMATIC, Policy, SumTerms, load_policy,
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.search.objective import Objective, Regression
-from fednas_flwr.settings import Config, dump_config, expanded, names
-from fednas_flwr.settings.data_settings import Npz
+from fednas_flwr.settings import Config, data_settings, dump_config, expanded, names, registry
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.registry import TABLES
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -174,8 +172,8 @@ def make_objective(config: Config, prepared: Prepared, device: torch.device) -> 
         if value and form != have and (is_number or form != classes):
             raise ConfigError(f"{setting} is for records {form}, not {have}: remove it.")
     if loss is not None and loss not in names.NUMBER_LOSSES:
-        check_choice("training.loss", loss, [*names.NUMBER_LOSSES, *TABLES["loss"]])
-    own_loss = TABLES["loss"].get(str(loss))
+        check_choice("training.loss", loss, [*names.NUMBER_LOSSES, *registry.TABLES["loss"]])
+    own_loss = registry.TABLES["loss"].get(str(loss))
     if is_number:
         by_name = names.SQUARED if loss is None or own_loss else loss
         return Regression(own_loss=own_loss, target=prepared.target, loss=by_name)
@@ -377,7 +375,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
         return
     settings = config.dataset
     declared = settings.declared
-    if isinstance(settings, Npz) and not reads_encoded(settings):
+    if isinstance(settings, data_settings.Npz) and not reads_encoded(settings):
         declared = {"class_names": declared["class_names"]}  # the form of plain arrays is theirs
     missing = [f"dataset.{name}" for name, is_given in declared.items() if not is_given]
     if missing:

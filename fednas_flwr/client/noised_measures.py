@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.layers import own_linear_layers
+from fednas_flwr.client import rehearsal, release_guard
 from fednas_flwr.client.client import Client
-from fednas_flwr.client.rehearsal import rehearse
-from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.models.noised_scores import BINS, one_hot
 from fednas_flwr.privacy.mechanism import micro_batches
@@ -189,7 +188,7 @@ class NoisedMeasures:
         client, measured = self._client, measured or [networks]
         tries = partial(computation, tried or measured)
         with torch.no_grad(), _measuring(networks):
-            size = rehearse(client, tries, networks, kind, self._request.network)
+            size = rehearsal.rehearse(client, tries, networks, kind, self._request.network)
 
         @torch.no_grad()
         def values(rows: Tensor) -> Tensor:
@@ -208,7 +207,7 @@ class NoisedMeasures:
 
 def _contributions(
     kind: str, split: Split, values: Callable[[Tensor], Tensor], *, norm: float
-) -> Contributions:
+) -> release_guard.Contributions:
     """Clipped vectors of records; a person counts as the mean of all their records."""
 
     def total(units: Tensor) -> ClippedSum:
@@ -219,7 +218,7 @@ def _contributions(
         rows, persons = micro_batches.joined(split.records_of(units))
         return micro_batches.person_means(values(rows), persons)
 
-    return Contributions(split.num_units, total)
+    return release_guard.Contributions(split.num_units, total)
 
 
 @contextmanager

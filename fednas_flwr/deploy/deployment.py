@@ -22,8 +22,7 @@ from fednas_flwr.runs.events import Event, EventLog, Listener, read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.runs.run_folder import occupied
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.settings import Config, dump_config
-from fednas_flwr.settings.run_settings import Deployment
+from fednas_flwr.settings import Config, dump_config, run_settings
 
 BUNDLE = "bundle"  # folder of the Flower app in the run folder; Flower allows no underscore
 RUN_CONFIG_FILE = "run-config.toml"
@@ -58,7 +57,7 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
     folder = config.folder
     bundle = write_bundle(folder / BUNDLE)
     run_config = write_run_config(folder / RUN_CONFIG_FILE, config, resumed=resumed)
-    assert isinstance(config.runtime, Deployment)
+    assert isinstance(config.runtime, run_settings.Deployment)
     superlink = str(config.runtime.superlink)
     run_id = str(_flwr_json("run", str(bundle), superlink, "-c", str(run_config))["run-id"])
     listeners = list(listeners)

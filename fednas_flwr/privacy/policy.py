@@ -20,8 +20,7 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import load_yaml, read_yaml
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.settings import names
-from fednas_flwr.settings.data_settings import Fractions
+from fednas_flwr.settings import data_settings, names
 from fednas_flwr.settings.optimizers import Count, Positive
 from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, parse, within
 
@@ -101,7 +100,7 @@ class DataSetPolicy(Checked):
     ]
     unit: Annotated[names.Unit, OneOf(names.UNITS)]
     records: Count
-    fractions: Fractions
+    fractions: data_settings.Fractions
     threads: Count
     micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]
     secure_noise: bool

@@ -18,7 +18,7 @@ from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
-from fednas_flwr.protocol.states import Layout, Packed
+from fednas_flwr.protocol.states import Layout, Packed, States
 from fednas_flwr.protocol.sum_requests import Summed
 
 MASKED = "masked"  # the only state of a masked reply
@@ -42,7 +42,7 @@ class Summands:
     action: str
     sizes: Sizes
     summed: Summed
-    base: Mapping[str, Packed]
+    base: States
 
     @cached_property
     def wide(self) -> Grid:
@@ -138,7 +138,7 @@ class Summands:
         return self.base.get(state, {}).get(dtype) if ACTIONS[self.action].trains else None
 
 
-def sizes_of(states: Mapping[str, Packed], shares: Mapping[str, Cells] | None = None) -> Sizes:
+def sizes_of(states: States, shares: Mapping[str, Cells] | None = None) -> Sizes:
     """Return the sizes of a reply's states, and of its shares."""
     cells = {name: {"float32": len(share)} for name, share in (shares or {}).items()}
     packed = states.items()

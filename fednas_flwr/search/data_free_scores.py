@@ -42,7 +42,8 @@ ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SELU, nn.Tanh, nn.Hardtanh, nn.Sigmoid)
 WEIGHTED = (nn.Linear, nn.Conv2d)
 LEARNING_BATCH, LEARNING_RATE = 32, 0.1  # of the first step
 LARGEST_SIDE = 16  # of images of the made-up task
-Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], float | tuple[float, ...]]
+Shape = tuple[int, ...]  # of one example
+Measure = Callable[[nn.Module, Shape, torch.Generator], float | tuple[float, ...]]
 Scores = Callable[[list[Genotype]], Iterable[Mapping[str, float]]]  # of each, in their order
 TRIES = 200  # in a row without a new architecture within the limits, before the search gives up
 
@@ -105,7 +106,7 @@ def combine(values: Sequence[Mapping[str, float]]) -> list[float]:
     return total.tolist()
 
 
-def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
+def synflow(network: nn.Module, input_shape: Shape) -> float:
     """The logarithm of synaptic flow, ``log sum_theta theta * dL/dtheta``.
 
     With all parameters replaced by their absolute values, an input of ones, and L the sum of the
@@ -140,11 +141,7 @@ def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
 
 
 def az_nas_parts(
-    network: nn.Module,
-    input_shape: tuple[int, ...],
-    generator: torch.Generator,
-    *,
-    batch_size: int = 16,
+    network: nn.Module, input_shape: Shape, generator: torch.Generator, *, batch_size: int = 16
 ) -> tuple[float, float, float]:
     """Expressivity, progressivity and trainability; AZ-NAS' fourth part is multiply-adds.
 
@@ -186,7 +183,7 @@ def az_nas_parts(
 
 
 def learning(
-    network: nn.Module, input_shape: tuple[int, ...], generator: torch.Generator, *, steps: int = 60
+    network: nn.Module, input_shape: Shape, generator: torch.Generator, *, steps: int = 60
 ) -> float:
     """Minus the mean loss, in nats, of the last third of some steps on a made-up task.
 
@@ -272,7 +269,7 @@ def _draw_weights(network: nn.Module, init: Callable[[Tensor], Tensor]) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def _noise(count: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _noise(count: int, shape: Shape, generator: torch.Generator) -> Tensor:
     """Gaussian noise of unit variance [count, *shape]; images with a spectrum of 1/f."""
     white = torch.randn(count, *shape, generator=generator)
     if len(shape) == 1:

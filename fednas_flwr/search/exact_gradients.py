@@ -115,9 +115,7 @@ class BatchGradients:
         weights, sums = trainable_weights(network), self.weight_gradient(network, batch, torch.sum)
         return {n: torch.zeros_like(weights[n]) if g is None else g for n, g in sums.items()}
 
-    def alpha_gradient_sum(
-        self, supernet: Supernet, batch: Batch
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    def alpha_gradient_sum(self, supernet: Supernet, batch: Batch) -> tuple[Tensors, Tensor]:
         """The sum over a batch of per-sample gradients of the alphas, and the batch's losses.
 
         ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging).
@@ -132,7 +130,7 @@ class BatchGradients:
 
     def virtual_step(
         self, supernet: Supernet, batch: Batch, *, optimizer: torch.optim.Optimizer
-    ) -> dict[str, Tensor]:
+    ) -> Tensors:
         """Compute ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
 
         DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the constants and the momentum v of
@@ -159,7 +157,7 @@ class BatchGradients:
         train_batch: Batch,
         validation_batch: Batch,
         inner_lr: float,
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    ) -> tuple[Tensors, Tensor]:
         """The second-order gradient of the alphas, of means over batches.
 
         ``H = grad_A L_val(A, W') - inner_lr (grad_A L_tr(A, W+) - grad_A L_tr(A, W-)) / (2 r)``
@@ -178,7 +176,7 @@ class BatchGradients:
         Returns:
             Gradients by cell kind, shaped like the alphas; losses [B] of the validation batch.
         """
-        alphas: dict[str, Tensor] = dict(supernet.alphas())
+        alphas: Tensors = dict(supernet.alphas())
         leaves = {name: w.detach().requires_grad_() for name, w in virtual_weights.items()}
         losses = self._losses(supernet, leaves, validation_batch)
         gradients = _gradients(losses.mean(), alphas | leaves)
@@ -188,7 +186,7 @@ class BatchGradients:
             return {kind: gradients[kind] for kind in alphas}, losses.detach()
         r = 0.01 / norm
 
-        def train_gradient(sign: float) -> dict[str, Tensor]:
+        def train_gradient(sign: float) -> Tensors:
             shifted = {name: w.detach() + sign * r * direction[name] for name, w in weights.items()}
             return _gradients(self._losses(supernet, shifted, train_batch).mean(), alphas)
 
@@ -203,7 +201,7 @@ class BatchGradients:
         train_batch: Batch,
         validation_batch: Batch,
         validation_weight: float,
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    ) -> tuple[Tensors, Tensor]:
         """Compute ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
 
         MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4), the local rule of FedNAS (arXiv
@@ -450,7 +448,7 @@ def periodic_gradients(
     return {s: {n: g * size for n, g in total.items()} for s, total in totals.items()}, size
 
 
-def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> Tensors:
     """The gradients by name; zeros for what the loss does not depend on.
 
     A net of two cells, both of them reductions, does not depend on the alphas of normal cells.

@@ -26,8 +26,7 @@ from fednas_flwr.base.layers import computed, depthwise, pointwise, stacked
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import Between
-from fednas_flwr.spaces import operations
-from fednas_flwr.spaces.cell_graph import candidate_edges
+from fednas_flwr.spaces import cell_graph, operations
 from fednas_flwr.spaces.two_input_cells import CellPlan, SearchCell, TwoInputSpace
 
 OPS = (
@@ -41,7 +40,7 @@ OPS = (
     "dil_conv_5x5",
 )
 NODES = range(2, 6)
-EDGES = candidate_edges(NODES)
+EDGES = cell_graph.candidate_edges(NODES)
 STEM_MULTIPLIER = 3
 POOLS = ("max_pool_3x3", "avg_pool_3x3")
 SEPARABLE = ("sep_conv_3x3", "sep_conv_5x5")

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, check_choice
+from fednas_flwr.settings import parser, registry
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
 from fednas_flwr.settings.optimizers import Count
-from fednas_flwr.settings.parser import OneOf
-from fednas_flwr.settings.registry import TABLES
-from fednas_flwr.spaces import darts
-from fednas_flwr.spaces.cell_graph import candidate_edges, routes
+from fednas_flwr.spaces import cell_graph, darts
 from fednas_flwr.spaces.genotype import SKIP, Genotype
 from fednas_flwr.spaces.operations import (
     MixedOp,
@@ -39,7 +37,7 @@ from fednas_flwr.spaces.operations import (
 from fednas_flwr.spaces.space import CELL, SearchSpace
 
 NODES = range(1, 6)  # K = 5 internal nodes; node 0 is the cell's input
-EDGES = candidate_edges(NODES)
+EDGES = cell_graph.candidate_edges(NODES)
 CENTRE = 20.0  # of a near-identity, in standard deviations of the noise beside it
 POOLS: dict[str, Callable[..., nn.Module]] = {
     "max_pool_3x3": nn.MaxPool2d,
@@ -78,12 +76,12 @@ class DPCellSpace(SearchSpace):
     ops = OPS
     edges = EDGES
     outputs = NODES
-    routes = routes(EDGES, outputs=NODES)
+    routes = cell_graph.routes(EDGES, outputs=NODES)
 
     widths: tuple[int, ...] = (32, 32, 64)
     head: Count = 128
     activation: str = "tanh"
-    norm: Annotated[Norm, OneOf(NORMS)] = GROUP
+    norm: Annotated[Norm, parser.OneOf(NORMS)] = GROUP
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
@@ -264,7 +262,7 @@ def _make_op(name: str, channels: int, *, norm: Norm, groups: int) -> nn.Module:
     if name in POOLS:
         return POOLS[name](3, stride=1, padding=1)
     after = make_norm(channels, norm=norm, affine=False, most_groups=groups)
-    if name in TABLES["op"]:
+    if name in registry.TABLES["op"]:
         return OwnOp(name, channels, after, sides=(5, 5))
     if name not in CONVOLUTIONS:
         return darts.make_operation(name, channels, stride=1, norm=norm, affine=False)

@@ -26,14 +26,13 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.names import GROUP, NO_NORM, Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import Between
-from fednas_flwr.spaces.cell_graph import candidate_edges
-from fednas_flwr.spaces.operations import OwnOp
+from fednas_flwr.spaces import cell_graph, operations
 from fednas_flwr.spaces.two_input_cells import CellNetwork, CellPlan, SearchCell, TwoInputSpace
 
 OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}  # in the order of OPS, for either width
 NODES = range(2, 5)
-EDGES = candidate_edges(NODES)
+EDGES = cell_graph.candidate_edges(NODES)
 # Half of a reduction cell's half must be 2 units, the fewest that a layer norm leaves.
 WIDTHS = Between(8, reason="for mlp, as a norm over one unit leaves nothing of it")
 
@@ -126,7 +125,7 @@ def make_operation(op: str, width: int, *, norm: Norm) -> nn.Module:
     if op == "skip_connect":
         return nn.Identity()
     if op not in OPS:
-        return OwnOp(op, width, make_norm(width, norm=norm, affine=True), sides=())
+        return operations.OwnOp(op, width, make_norm(width, norm=norm, affine=True), sides=())
     size, activation = op.split("_")
     units = width if size == "dense" else width // 2
     return nn.Sequential(
@@ -149,7 +148,7 @@ class LeavingEdges(nn.Module):
         self.dense = ParallelLayers(num_edges, width, width, norm=norm)
         self.narrow = ParallelLayers(num_edges, width, width // 2, norm=norm)
         self.own = nn.ModuleList(
-            OwnOp(op, width, make_norm(width, norm=norm, affine=False), sides=())
+            operations.OwnOp(op, width, make_norm(width, norm=norm, affine=False), sides=())
             for _ in range(num_edges)
             for op in own
         )

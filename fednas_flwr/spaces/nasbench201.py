@@ -24,15 +24,14 @@ from torch import Tensor, nn
 from fednas_flwr.base.layers import called, computed, convolution, pointwise, stacked
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import Count
-from fednas_flwr.spaces import operations
-from fednas_flwr.spaces.cell_graph import candidate_edges, routes
+from fednas_flwr.spaces import cell_graph, operations
 from fednas_flwr.spaces.genotype import Edge, Genotype
 from fednas_flwr.spaces.space import CELL, SearchSpace
 
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 NODES = range(1, 4)
 NUM_STAGES = 3
-EDGES = candidate_edges(NODES)
+EDGES = cell_graph.candidate_edges(NODES)
 CONVOLUTIONS = ("nor_conv_1x1", "nor_conv_3x3")
 
 
@@ -52,7 +51,7 @@ class NASBench201Space(SearchSpace):
     ops = OPS
     edges = EDGES
     outputs = NODES[-1:]
-    routes = routes(EDGES, outputs=NODES[-1:])
+    routes = cell_graph.routes(EDGES, outputs=NODES[-1:])
 
     channels: Count = 16
     num_cells: Count = 5

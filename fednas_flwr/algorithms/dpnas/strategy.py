@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
+from fednas_flwr.algorithms.base import Metrics, PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.dpnas import DPNASSettings
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -70,7 +70,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             metrics |= {"validation_best": rewards[best]}
         return metrics
 
-    def _measure(self, paths: Sequence[Path]) -> tuple[list[float], dict[str, float]]:
+    def _measure(self, paths: Sequence[Path]) -> tuple[list[float], Metrics]:
         """Each candidate's accuracy over all clients' validation records, and metrics."""
         request = RewardCandidates(candidates=[list(path) for path in paths], sparse=True)
         only = path_states(self.supernet, paths)

@@ -13,8 +13,7 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import Layout, unpack
-from fednas_flwr.search.bandit import Bandit, make_configurations
-from fednas_flwr.search.local_search import Alternating, rising
+from fednas_flwr.search import bandit, local_search
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, Configuration
 
 BOUND_PER_SCALE = 4.0
@@ -45,8 +44,8 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     def set_up(self) -> None:
         """Make the bandit."""
         settings = self.settings
-        self.configurations = make_configurations(settings, self.config.seed)
-        self.bandit = Bandit.of(len(self.configurations), settings.bandit)
+        self.configurations = bandit.make_configurations(settings, self.config.seed)
+        self.bandit = bandit.Bandit.of(len(self.configurations), settings.bandit)
         self.values = {"bandit": self.bandit.to_json()}
         self._beta_weight = 0.0
         self.clip_norm = settings.clip_norm
@@ -56,7 +55,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Explore if it is time, then train with the best configuration."""
         self.bandit = self.bandit.with_json(self.values["bandit"])
-        self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
+        self._beta_weight = local_search.rising(self.settings.beta_decay, server_round, num_rounds)
         if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round)
         best = self.configurations[self.bandit.best()]
@@ -141,7 +140,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         if self.stage == "retrain":
             return self.local_training(sgd, configuration.dropout)
         amount = self.amount(self.settings.local_epochs, self.settings.batch_size)
-        alternating = Alternating(self.settings.rule, beta_decay=self._beta_weight)
+        alternating = local_search.Alternating(self.settings.rule, beta_decay=self._beta_weight)
         return rq.LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
 
     @classmethod
@@ -150,7 +149,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         arms = len(settings.configurations) or settings.num_configurations
         trials = 0
         if explores(private.number, settings.nas_rounds):
-            trials = Bandit.of(arms, settings.bandit).num_trials()
+            trials = bandit.Bandit.of(arms, settings.bandit).num_trials()
         training, states = "train.search", ["weights", "alphas"]
         if private.stage == "retrain":
             training, states = "train.weights", ["weights"]

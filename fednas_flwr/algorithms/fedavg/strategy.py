@@ -16,9 +16,8 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.fedopt import FedOpt
 
+from fednas_flwr.algorithms import fedavg, gradient_steps
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy, local_steps, mean_metrics
-from fednas_flwr.algorithms.fedavg import FedAvgSettings
-from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import TakeNetworkGradient, Train
@@ -158,7 +157,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         stepping, settings = self.config.server_optimizer, self.config.algorithm
         self.optimizer = ServerOptimizer(stepping) if isinstance(stepping, ServerAdagrad) else None
         self.keeper = self.optimizer
-        self.proximal = settings.proximal if isinstance(settings, FedAvgSettings) else 0.0
+        self.proximal = settings.proximal if isinstance(settings, fedavg.FedAvgSettings) else 0.0
 
     def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
         """Train locally everywhere, average the weights, and measure them if it is time."""
@@ -186,7 +185,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         return private.gradients({"weights": "train.weights"}, splits=SPLITS)
 
 
-class FedSGD(GradientStrategy[AlgorithmSettings]):
+class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
     """McMahan et al. (2017), arXiv 1602.05629, section 2, with a round's clients in every step.
 
     Clients return sums of gradients over batches of theirs, and the server steps along ``sum_k G_k

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 
-from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fedex import FedExSettings
+from fednas_flwr.algorithms import base, fedex
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Train
@@ -12,7 +11,7 @@ from fednas_flwr.search.bandit import Theta, Trial, make_configurations
 from fednas_flwr.settings.optimizers import Configuration
 
 
-class FedEx(RoundStrategy[FedExSettings]):
+class FedEx(base.RoundStrategy[fedex.FedExSettings]):
     """Khodak et al. (2021), arXiv 2106.04502, Alg. 2, over FedAvg.
 
     Deviations: the server draws for the clients, who need to know nothing of theta; a client's

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
-from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
+from fednas_flwr.algorithms import base, successive_halving
 from fednas_flwr.algorithms.zero_cost.strategy import ScoredDraws
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
@@ -21,7 +20,7 @@ from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
 
-class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
+class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingSettings]):
     """Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943, Fig. 3), by FedAvg.
 
     The server chooses a pool without a record. In every round all clients train all networks that
@@ -126,7 +125,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     @classmethod
     def releases(
-        cls, settings: SuccessiveHalvingSettings, private: PrivateRound
+        cls, settings: successive_halving.SuccessiveHalvingSettings, private: base.PrivateRound
     ) -> list[PlannedRelease]:
         """The releases of every step, and of rewards where a rung ends."""
         planned = private.gradients({"weights": "train.weights"})
@@ -143,7 +142,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
         """Refuse limits within which no pool is drawn."""
         generator = make_generator(config.seed, "successive_halving")
-        assert isinstance(config.algorithm, SuccessiveHalvingSettings)
+        assert isinstance(config.algorithm, successive_halving.SuccessiveHalvingSettings)
         ScoredDraws(config, prepared, space, config.algorithm.pool).check(generator)
 
 
@@ -154,5 +153,5 @@ def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
         >>> [num_left(r, 8, keep=12, eta=2) for r in range(9)]
         [12, 12, 6, 6, 3, 3, 2, 2, 1]
     """
-    divisor: int = eta ** (num_rungs(keep, eta) * server_round // num_rounds)
+    divisor: int = eta ** (successive_halving.num_rungs(keep, eta) * server_round // num_rounds)
     return -(-keep // divisor)

@@ -20,9 +20,8 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import describe_network, described_space
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.data_free_scores import Scored, Scores, measure, search, shortlisted
-from fednas_flwr.settings import Config
+from fednas_flwr.settings import Config, registry
 from fednas_flwr.settings.names import FOUND
-from fednas_flwr.settings.registry import packed
 from fednas_flwr.spaces.costs import latency_of, ranges_of_cost
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
@@ -100,7 +99,7 @@ def _scores(
     measured = partial(_measured, config.runtime.threads, score)
     parts = {first: genotypes[first : first + PART] for first in range(0, len(genotypes), PART)}
     found: dict[int, list[Any]] = {}
-    if is_warm() and len(parts) > 1 and (sent := packed(measured)):
+    if is_warm() and len(parts) > 1 and (sent := registry.packed(measured)):
         with suppress(LostError):
             found = {first: scores for (first, _), scores in beside(sent, parts.items())}
     return [s for first, part in parts.items() for s in found.get(first) or measured(first, part)]

@@ -49,8 +49,7 @@ import numpy as np
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.privacy.books import anchor
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
-from fednas_flwr.privacy.mechanism import renyi
-from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split
+from fednas_flwr.privacy.mechanism import accounting, renyi
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import Splits
 from fednas_flwr.settings.names import RECORD, SPLITS
@@ -594,7 +593,7 @@ def epsilons_of(rows: Sequence[Row], *, delta: float) -> dict[tuple[str, str], d
     epsilons = {}
     for account, unit in dict.fromkeys((row.entry.account, row.entry.unit) for row in rows):
         booked = [row.entry for row in rows if row.entry.account == account]
-        found = epsilon_per_split(
+        found = accounting.epsilon_per_split(
             [(renyi.counted(e.release, e.unit, unit), e.splits) for e in booked], delta
         )
         epsilons[account, unit] = {split: found[split] for split in SPLITS if split in found}

@@ -81,7 +81,7 @@ def clipped_gradient_sum(
     y: Tensor,
     *,
     loss: rg.Loss,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: rg.Parameters,
     **terms: Any,
 ) -> ClippedSum:
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
@@ -328,7 +328,7 @@ def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
 
 
 @contextmanager
-def _only_trainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def _only_trainable(module: nn.Module, parameters: rg.Parameters) -> Iterator[None]:
     """Let exactly these parameters require gradients inside the block."""
     chosen = {id(parameter) for parameter in parameters.values()}
     every = list(module.parameters())

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fednas_flwr.base.layers import computed, group_norm, linear, own_linear_layers, stacking
 from fednas_flwr.privacy.self_test import Watch
 
+Parameters = Mapping[str, nn.Parameter]  # by name
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
 
 
@@ -110,7 +111,7 @@ class RecordWeights:
 
 
 def record_gradients(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss, watch: Watch
+    module: nn.Module, parameters: Parameters, loss: Loss, watch: Watch
 ) -> RecordGradients:
     """Return a function from a batch to the gradients of its records.
 
@@ -169,7 +170,7 @@ class _Records:
     """What the gradients of a batch's records are taken of; see :func:`record_gradients`."""
 
     module: nn.Module
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Parameters
     loss: Loss
     watch: Watch
 
@@ -236,7 +237,7 @@ def _is_covered(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, nn.GroupNorm)
 
 
-def _layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+def _layers(module: nn.Module, parameters: Parameters) -> list[Any]:
     """Return the modules that hold the parameters themselves."""
     chosen = {id(parameter) for parameter in parameters.values()}
     return [
@@ -248,7 +249,7 @@ def _layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[A
 
 @contextmanager
 def _computed_with(
-    stack: RecordWeights, module: nn.Module, parameters: Mapping[str, nn.Parameter]
+    stack: RecordWeights, module: nn.Module, parameters: Parameters
 ) -> Iterator[None]:
     """Let layers compute with their weights as ``stack`` returns them, inside the block."""
     pools = [

@@ -15,15 +15,14 @@ from typing import Annotated
 
 import numpy as np
 
-from fednas_flwr.settings import names
-from fednas_flwr.settings.parser import Between, Checked
+from fednas_flwr.settings import names, parser
 
 _ROUNDING = 1 + 1e-9
 _MAX_POINTS = 2**15
 
 
 @dataclass(frozen=True)
-class Release(Checked):
+class Release(parser.Checked):
     """A Poisson-subsampled Gaussian mechanism, repeated: what one row of a ledger books.
 
     Each step draws every record with probability ``sample_rate``, sums vectors of L2 norm at most
@@ -43,10 +42,10 @@ class Release(Checked):
     """
 
     noise_multiplier: Annotated[
-        float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
+        float, parser.Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
     ]
-    sample_rate: Annotated[float, Between(0, 1, above=True)]
-    steps: Annotated[int, Between(1)]
+    sample_rate: Annotated[float, parser.Between(0, 1, above=True)]
+    steps: Annotated[int, parser.Between(1)]
 
 
 def poisson_rate(batch_size: float | None, num_records: int) -> float:
