@@ -121,7 +121,6 @@ class NoisedGradients:
         self, supernet: Supernet, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the noised mean gradient of the alphas; requests for others are refused."""
-        assert isinstance(supernet, Supernet)  # as ``local_training`` has it
         return self._mean("alphas", partial(self._alpha_sum, supernet))
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:

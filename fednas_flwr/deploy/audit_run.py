@@ -204,12 +204,15 @@ class _Exchange:
         self, config: Config, clients: list[Client], request: Request, schedule: Schedule
     ) -> None:
         """Choose the canary, and the states that are sent with the request."""
-        guard = clients[0].guard
-        assert guard is not None
+        guard = clients[0].private_guard
         self._clients, self._schedule = clients, schedule
         self._data_set, self._records = guard.data_set, guard.allowed.by_split
         self.by_client = guard.allowed.unit == CLIENT
-        settings = _shortened(request.settings)
+        settings = request.settings
+        if isinstance(settings, rq.TrainCandidates):
+            settings = replace(settings, candidates=settings.candidates[:1])
+        elif isinstance(settings, rq.Probe):
+            settings = replace(settings, trials=settings.trials[:2])
         self._request = replace(request, settings=settings)
         self.is_probe = isinstance(settings, rq.Probe)
         self._draws_paths = getattr(getattr(settings, "local", None), "paths", None) is not None
@@ -480,8 +483,7 @@ class _Exchange:
             if i < self._honest:
                 pending.add(i, answer(client, request))
                 continue
-            assert client.guard is not None
-            part = begin_sum(client, admit(client.guard, request))
+            part = begin_sum(client, admit(client.private_guard, request))
             assert part is not None
             vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
             pending.boxes[i] = by_text(part.mask(vectors))
@@ -491,15 +493,6 @@ class _Exchange:
         asked = pending.open_requests(dict(enumerate(signatures)))
         helping = len(clients) - self._honest
         return pending.unmask({i: answer_sum(sites[i], asked[i]) for i in range(helping + 1)})
-
-
-def _shortened(settings: rq.Settings) -> rq.Settings:
-    """Return a request for one candidate, or two trials."""
-    if isinstance(settings, rq.TrainCandidates):
-        return replace(settings, candidates=settings.candidates[:1])
-    if isinstance(settings, rq.Probe):
-        return replace(settings, trials=settings.trials[:2])
-    return settings
 
 
 def _fixed(value: Any, lr: float) -> Any:

@@ -142,7 +142,9 @@ class Bandit(Learnt):
         for arm, reward in seen.items():
             before = float(self.estimates_N[arm])
             estimates_N[arm] = before + self.settings.step_size * (reward - before)
-        scale = self._scale_after(list(seen.values()))
+        newest = math.hypot(*seen.values()) / math.sqrt(len(seen))
+        root = math.sqrt(0.5)  # of a running mean of squares, of which each phase keeps half
+        scale = math.hypot(root * self.scale, root * newest) if self.scale else newest
         tried = sorted({*self.tried, *seen})
         return replace(self, estimates_N=estimates_N, scale=scale, noise=noise, tried=tried)
 
@@ -155,14 +157,6 @@ class Bandit(Learnt):
         finite = [reward for reward in rewards.values() if math.isfinite(reward)]
         worst = min(0.0, *finite) if finite else -self.scale
         return {a: r if math.isfinite(r) else worst for a, r in rewards.items()}
-
-    def _scale_after(self, rewards: list[float]) -> float:
-        """The root of the running mean of squared rewards, of which each phase keeps half."""
-        newest = math.hypot(*rewards) / math.sqrt(len(rewards))
-        if self.scale == 0:
-            return newest
-        root = math.sqrt(0.5)
-        return math.hypot(root * self.scale, root * newest)
 
 
 def make_configurations(choice: opt.ConfigurationChoice, seed: int) -> list[opt.Configuration]:

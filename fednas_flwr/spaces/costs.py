@@ -305,8 +305,7 @@ def hardware_loss(hardware: Hardware | None, space: SearchSpace) -> HardwareLoss
     """Build the hardware loss of some settings; refuse targets that the space cannot reach."""
     if hardware is None:
         return None
-    assert isinstance(space, MBConvSpace)  # as the configuration has it
-    return HardwareLoss.of(space_costs(space, load_table(hardware)), hardware)
+    return HardwareLoss.of(space_costs(timed_space(space), load_table(hardware)), hardware)
 
 
 def ranges_of_cost(

@@ -274,8 +274,8 @@ class Ledger(AbstractContextManager["Ledger"]):
             account: Whose budget pays.
             assignment: What :meth:`fingerprint` returns for the records that are held now.
         """
-        with self._exclusive() as (last, last_mac):
-            known = _account(self._state(last, last_mac), account)["assignments"]
+        with self._exclusive() as end:
+            known = _account(self._state(*end), account)["assignments"]
         return not known or known[0][1] == assignment
 
     def spent(self, account: str, unit: str, *, epsilon: float, delta: float) -> float:
@@ -287,8 +287,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         self, account: str, unit: str, *, epsilon: float, delta: float
     ) -> dict[str, RenyiFilter]:
         """Return every split's filter after all booked spending, counted for a unit."""
-        with self._exclusive() as (last, last_mac):
-            booked = _account(self._state(last, last_mac), account)
+        with self._exclusive() as end:
+            booked = _account(self._state(*end), account)
             return {
                 split: _booked_filter(booked, split, unit, epsilon=epsilon, delta=delta)
                 for split in SPLITS
@@ -296,8 +296,8 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def units_of_others(self, account: str) -> list[str]:
         """Return the units of privacy booked on all other accounts, sorted."""
-        with self._exclusive() as (last, last_mac):
-            others = [b for name, b in self._state(last, last_mac).items() if name != account]
+        with self._exclusive() as end:
+            others = [b for name, b in self._state(*end).items() if name != account]
         return sorted({renyi.kind_of(unit) for booked in others for unit in booked["totals"]})
 
     def entries(self, account: str | None = None) -> list[Row]:
