@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.base.files import make_folder, write_atomically
@@ -45,7 +44,7 @@ def make_client(
     index: int,
     *,
     data: tuple[Prepared, list[np.ndarray]],
-    networks: dict[str, nn.Module],
+    networks: dict[str, torch.nn.Module],
     site: Mapping[str, str] = {},
     guard: ReleaseGuard | None = None,
     settings: str | None = None,
@@ -71,7 +70,7 @@ def make_client(
     prepared, parts = data
     device = make_device(config.runtime.device)
 
-    def build_network(description: Description) -> nn.Module:
+    def build_network(description: Description) -> torch.nn.Module:
         if site and (description.get("weights") or hasattr(config.search_space, "weights")):
             raise ConfigError("refused: a server must not name files of a site.")
         if description["name"] == "supernet":

@@ -28,6 +28,7 @@ from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, 
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
 LEAST_HONEST = 2  # of one honest site's value and what colluding ones know, the sum hides nothing
+Conflicts = Iterable[tuple[object, str]]  # whether, and what is said of it
 APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 
@@ -50,7 +51,7 @@ class SumTerms(Checked):
     least_sites: Annotated[int, Between(2, names.MOST_SITES)]
     colluding: Annotated[int, Between(0, names.MOST_SITES)]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude sums that hide no honest site among another one."""
         yield (
             self.honest < LEAST_HONEST,
@@ -110,7 +111,7 @@ class DataSetPolicy(Checked):
     secure_sum: SumTerms | None = None
     largest_noise_multiplier: Positive = 100.0
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude values that do not go with others."""
         least, largest = self.least_noise_multiplier, self.largest_noise_multiplier
         expected = f"the least, {least:g}, or more"
@@ -146,7 +147,7 @@ class Policy(Checked):
 
     data_sets: Annotated[dict[str, DataSetPolicy], Length(Between(1, 1000))]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude ids that are no names, and budgets of one account that differ."""
         first: dict[str, str] = {}
         for name, allowed in self.data_sets.items():

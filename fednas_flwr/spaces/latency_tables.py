@@ -16,7 +16,6 @@ from time import process_time
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.parser import LONGEST_LINE, Between, Checked, Line, parse
@@ -29,7 +28,7 @@ RUN_BEFORE = 5  # layers, before each measurement
 LONGEST_MS = 1e9  # whose sum over a network is finite
 
 
-Sized = tuple[nn.Module, tuple[int, ...]]  # a module and the shape of one example
+Sized = tuple[torch.nn.Module, tuple[int, ...]]  # a module and the shape of one example
 Size = Annotated[int, Between(0, 2**31 - 1)]
 
 
@@ -128,7 +127,7 @@ class LatencyTable(Checked):
 
 def measure_latency(
     layers: Iterable[Layer],
-    make: Callable[[Layer], nn.Module],
+    make: Callable[[Layer], torch.nn.Module],
     under: Conditions,
     *,
     norm: str,

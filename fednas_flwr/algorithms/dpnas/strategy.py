@@ -1,6 +1,6 @@
 """DPNAS: candidates with shared weights, trained with DP-SGD's steps and chosen by a controller."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fednas_flwr.algorithms.base import Metrics, PrivateRound, RoundStrategy
@@ -43,7 +43,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             del states["alphas"]  # paths are sampled without
         self.keeper = self.sampler = make_sampler(self.config.seed, self.settings, self.space)
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Train candidates, then teach the controller; after the last round choose."""
         settings, final = self.settings, self.settings.final_candidates
         generator = make_generator(self.config.seed, "dpnas", server_round)

@@ -1,6 +1,6 @@
 """FDNAS: federated ProxylessNAS by weighted averaging."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         """Make the hardware loss."""
         self._hardware = hardware_loss(self.settings.hardware, self.space)
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Search locally everywhere, average weights, alphas and buffers."""
         settings = self.settings
         local = LocalSearch(

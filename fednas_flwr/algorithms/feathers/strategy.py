@@ -2,12 +2,12 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
+from fednas_flwr.algorithms.base import Metrics, PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.feathers import FEATHERSSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -52,7 +52,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         if self.stage == "retrain":
             self.clip_norm = self.config.retrain.weights.clip_norm
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Explore if it is time, then train with the best configuration."""
         self.bandit = self.bandit.with_json(self.values["bandit"])
         self._beta_weight = local_search.rising(self.settings.beta_decay, server_round, num_rounds)

@@ -16,8 +16,7 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.fedopt import FedOpt
 
-from fednas_flwr.algorithms import fedavg, gradient_steps
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy, local_steps, mean_metrics
+from fednas_flwr.algorithms import base, fedavg, gradient_steps
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import TakeNetworkGradient, Train
@@ -144,7 +143,7 @@ class ServerOptimizer:
             setattr(self._steps, moments, {dtype: tensor.numpy() for dtype, tensor in named})
 
 
-class FedAvg(RoundStrategy[AlgorithmSettings]):
+class FedAvg(base.RoundStrategy[AlgorithmSettings]):
     """McMahan et al. (2017), arXiv 1602.05629, Alg. 1; C is ``sampling.per_round``.
 
     The settings of ``retrain`` say how; ``drop_path_prob`` rises linearly from 0 to the last round.
@@ -159,7 +158,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         self.keeper = self.optimizer
         self.proximal = settings.proximal if isinstance(settings, fedavg.FedAvgSettings) else 0.0
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Train locally everywhere, average the weights, and measure them if it is time."""
         weights, every = self.weights, self.config.retrain.evaluate_every
         local = self.local_training(
@@ -180,7 +179,9 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         super().move(average)
 
     @classmethod
-    def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
+    def releases(
+        cls, settings: AlgorithmSettings, private: base.PrivateRound
+    ) -> list[PlannedRelease]:
         """The releases of every local step's gradient."""
         return private.gradients({"weights": "train.weights"}, splits=SPLITS)
 
@@ -204,7 +205,7 @@ class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
         self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
         self.optimizers = {"weights": make_sgd(self.states["weights"].values(), self.weights)}
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Take the steps of a round, one exchange each."""
         sgd, retrain = self.weights.at_round(server_round, num_rounds), self.config.retrain
         steps = self._steps()
@@ -222,17 +223,19 @@ class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
             action = "train.network_gradient"
             replies += self.take_step(action, request, ("weights",), clip_norm=sgd.clip_norm)
         every = retrain.evaluate_every
-        return mean_metrics(replies) | self.validation_metrics(every, server_round, num_rounds)
+        return base.mean_metrics(replies) | self.validation_metrics(every, server_round, num_rounds)
 
     def _steps(self) -> int:
         """Number of steps of a round."""
-        if (steps := local_steps(self.config, self.stage)) is not None:
+        if (steps := base.local_steps(self.config, self.stage)) is not None:
             return steps
         declared = (of.get("splits", {}) for of in self.cohort.properties.values())
         return self.config.retrain.local_steps(median_records(self.config.retrain, declared))
 
     @classmethod
-    def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
+    def releases(
+        cls, settings: AlgorithmSettings, private: base.PrivateRound
+    ) -> list[PlannedRelease]:
         """The releases of every step's gradient.
 
         With secure sums clients share its noise: a reply is a clipped sum at weights that all were

@@ -1,7 +1,7 @@
 """FedEx: FedAvg of one network whose clients draw their hyper-parameters from a distribution."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from fednas_flwr.algorithms import base, fedex
 from fednas_flwr.base.randomness import make_generator
@@ -29,7 +29,7 @@ class FedEx(base.RoundStrategy[fedex.FedExSettings]):
         self.theta = Theta.of(len(self.configurations), settings.theta)
         self.values = {"theta": self.theta.to_json()}
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Draw a configuration for every client, train, average the weights, move theta."""
         self.theta = self.theta.with_json(self.values["theta"])
         drawn = {

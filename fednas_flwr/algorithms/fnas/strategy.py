@@ -5,14 +5,13 @@ gives the gradients of W, the server steps; exchange 2 gives the gradients of A 
 server steps. DP-FNAS is the same schedule with clients that clip and noise what they return.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
 from fednas_flwr.algorithms import fnas, gradient_steps
-from fednas_flwr.algorithms.base import PrivateRound, evaluates, mean_metrics
+from fednas_flwr.algorithms.base import Metrics, PrivateRound, evaluates, mean_metrics
 from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import pack
@@ -42,7 +41,7 @@ class FNAS(gradient_steps.GradientStrategy[fnas.FNASSettings]):
             "alphas": make_adam(self.states["alphas"].values(), self.settings.alphas),
         }
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """One iteration: gradients of W, step; gradients of A at the new W, step."""
         settings = self.settings
         sgd = settings.weights.at_round(server_round, num_rounds)

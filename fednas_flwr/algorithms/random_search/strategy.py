@@ -27,7 +27,7 @@ class RandomSearch(base.RoundStrategy[random_search.RandomSearchSettings]):
     The draw of a round comes from (seed, round). The rate is annealed over the trial rounds.
     """
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Draw, train and rank one candidate; keep it if it is the best so far."""
         generator = make_generator(self.config.seed, "random_search", server_round)
         genotype = self.space.random_genotype(generator)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +44,7 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
     over the rounds, or over the local epochs of ``local``.
     """
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Train the networks that are left; at the end of a rung keep the best."""
         if "pool" not in self.values:
             pool = self._choose()[: self._size()]
@@ -103,7 +102,7 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
         """Size of the pool."""
         return self.settings.pool.size(self.config.search_space.name)
 
-    def _halve(self, left: int, request: RewardCandidates) -> dict[str, float]:
+    def _halve(self, left: int, request: RewardCandidates) -> base.Metrics:
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
         pool = self.values["pool"]
         rewards, metrics = self.reward(request, by_median=True, genotypes=pool)

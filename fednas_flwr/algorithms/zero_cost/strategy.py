@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
+from fednas_flwr.algorithms.base import Metrics, PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.zero_cost import PoolSettings, ZeroCostSettings
 from fednas_flwr.base.processes import LostError, beside, is_warm
 from fednas_flwr.base.randomness import make_generator
@@ -123,7 +123,7 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
         """Begin without a network."""
         self.values = {"found": []}
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Score some more architectures and rank all of them."""
         settings = self.settings
         pool = ScoredDraws(self.config, self.prepared, self.space, settings).ranked(

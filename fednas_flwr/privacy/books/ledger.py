@@ -50,7 +50,6 @@ from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.privacy.books import anchor
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
 from fednas_flwr.privacy.mechanism import accounting, renyi
-from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import Splits
 from fednas_flwr.settings.names import RECORD, SPLITS
 from fednas_flwr.settings.parser import Checked
@@ -101,7 +100,7 @@ class Entry(Checked):
     round: int
     action: str
     splits: Splits
-    release: Release
+    release: renyi.Release
     committed_steps: int
     unit: str = RECORD
 
@@ -557,7 +556,7 @@ def _booked_filter(
 def _row(values: list[Any]) -> Row:
     """Return the row with these values of its columns."""
     sequence, when, *asked, splits, noise, rate, steps, run_steps, committed, unit = values
-    release = Release(noise_multiplier=noise, sample_rate=rate, steps=steps)
+    release = renyi.Release(noise_multiplier=noise, sample_rate=rate, steps=steps)
     booked = [*asked, tuple(splits.split(",")), release, committed, unit]
     return Row(sequence, when, Entry(*booked), run_steps)
 

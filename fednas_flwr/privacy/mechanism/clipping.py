@@ -53,7 +53,6 @@ from torch import Tensor, nn
 from fednas_flwr.base.layers import own_linear_layers
 from fednas_flwr.privacy.mechanism import micro_batches as mb
 from fednas_flwr.privacy.mechanism import record_gradients as rg
-from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.settings.parser import Between, Checked, Where
 
@@ -83,7 +82,7 @@ def clipped_gradient_sum(
     loss: rg.Loss,
     parameters: rg.Parameters,
     **terms: Any,
-) -> ClippedSum:
+) -> mb.ClippedSum:
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
 
     g_i is the gradient of one record's loss with respect to all of ``parameters``, and ||g_i|| its
@@ -139,7 +138,7 @@ def clipped_alpha_gradient_sum(
     alphas: Mapping[str, Tensor],
     relaxation: Relaxation | None = None,
     **terms: Any,
-) -> ClippedSum:
+) -> mb.ClippedSum:
     """Return ``sum_i f_i min(1, R / ||h_i||) h_i`` over a batch, by kind of cell.
 
     h_i is the first-order gradient of one record's loss with respect to the alphas of all kinds,
@@ -212,7 +211,7 @@ class Clipping(Checked):
 
     def sum(
         self, x: Tensor, y: Tensor, gradients: rg.RecordGradients, by: Mapping[str, Tensor]
-    ) -> ClippedSum:
+    ) -> mb.ClippedSum:
         """Return the sum over records of their clipped gradients; zeros where there is none."""
         size, factors = self.micro_batch_size, self.class_factors
         if self.persons is not None and size is not None and len(x) > size:
@@ -229,7 +228,7 @@ class Clipping(Checked):
             else torch.zeros_like(tensor, dtype=torch.float64)
             for name, tensor in by.items()
         }
-        return ClippedSum(tensors, norm=self.max_norm)
+        return mb.ClippedSum(tensors, norm=self.max_norm)
 
     def _clipped_sum(
         self,
