@@ -94,7 +94,10 @@ def _handler(
                 norm = None if ACTIONS[action].is_public else _config(text).search_space.norm
                 request = admit(guard, request, supernet_norm=norm)
             if guard is not None and action in SUM_ACTIONS:
-                reply = _helped(guard, index, site, request)
+                if guard.allowed.secure_sum is None:  # its records are not loaded for this
+                    raise ConfigError("refused: this site takes no part in secure sums.")
+                sums = SumSite.of_node(index, dict(site), guard.allowed.secure_sum)
+                reply = messages.Reply(1.0, properties=answer_sum(sums, request.settings))
             else:
                 safe = () if private else safe
                 client = _client(text, index, site, policy)
@@ -115,16 +118,6 @@ def _handler(
             return Message(Error(CLIENT_RAISED, reason), reply_to=message)
 
     return handle
-
-
-def _helped(
-    guard: release_guard.ReleaseGuard, index: int, site: Site, request: messages.Request
-) -> messages.Reply:
-    """Return a site's part in the end of a secure sum, for which its records are not loaded."""
-    if guard.allowed.secure_sum is None:
-        raise ConfigError("refused: this site takes no part in secure sums.")
-    sums = SumSite.of_node(index, dict(site), guard.allowed.secure_sum)
-    return messages.Reply(1.0, properties=answer_sum(sums, request.settings))
 
 
 def site_config(config: Config, site: Mapping[str, str]) -> Config:

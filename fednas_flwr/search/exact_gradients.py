@@ -210,8 +210,7 @@ class BatchGradients:
         alphas = supernet.alphas()
         train_loss = self._losses(supernet, {}, train_batch).mean()
         losses = self._losses(supernet, {}, validation_batch)
-        total = train_loss + validation_weight * losses.mean()
-        return _gradients(total, alphas), losses.detach()
+        return _gradients(train_loss + validation_weight * losses.mean(), alphas), losses.detach()
 
     def _losses(self, network: nn.Module, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
         x, y = batch

@@ -386,14 +386,10 @@ class SkipNetwork(nn.Module):
         takes_stack: True of supernets' bodies whose weights come from ``base.layers.stacked``.
     """
 
-    skip: nn.Linear | None
-    drop_path_prob: float
-    takes_stack: bool
-
     def __init__(self) -> None:
         """Begin without a skip and without drop-path."""
         super().__init__()
-        self.skip = None
+        self.skip: nn.Linear | None = None
         self.drop_path_prob = 0.0
         self.takes_stack = False
 

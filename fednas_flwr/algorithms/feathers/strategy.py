@@ -146,15 +146,13 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
     @classmethod
     def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:
         """The releases of training, trials and rewards; kappa is largest at first."""
-        arms = len(settings.configurations) or settings.num_configurations
-        trials = 0
-        if explores(private.number, settings.nas_rounds):
-            trials = bandit.Bandit.of(arms, settings.bandit).num_trials()
         training, states = "train.search", ["weights", "alphas"]
         if private.stage == "retrain":
             training, states = "train.weights", ["weights"]
         planned = private.gradients(dict.fromkeys(states, training))
-        if trials:
+        if explores(private.number, settings.nas_rounds):
+            arms = len(settings.configurations) or settings.num_configurations
+            trials = bandit.Bandit.of(arms, settings.bandit).num_trials()
             steps = trials * private.local_steps
             planned += private.gradients(dict.fromkeys(states, "train.probe"), steps=steps)
             planned += [private.rewards("train.probe", trials)]

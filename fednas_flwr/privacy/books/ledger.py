@@ -518,7 +518,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         before = self._rows.execute(query, (sequence - 1,)).fetchone() or (self._mark.genesis(),)
         if not anchor.equal(mac, self._hmac_of(sequence, before[0])):
             raise anchor.damaged(f"row {sequence} of {self.path} was edited")
-        return (terms[0], terms[1], terms[2], terms[3])
+        return tuple(terms)
 
 
 def _account(state: _State, name: str) -> dict[str, Any]:
