@@ -30,6 +30,7 @@ from fednas_flwr.search.objective import heads, log_odds
 # Of a network's outputs and of labels: values of every record [B, V].
 Measure = Callable[[Tensor, Tensor], Tensor]
 
+Values = Callable[[Tensor], Tensor]  # of units, or of rows
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
 
 
@@ -47,9 +48,7 @@ class NoisedMeasures:
     def __init__(self, client: Client, request: Request) -> None:
         self._client, self._guard, self._request = client, client.private_guard, request
 
-    def mean(
-        self, kind: str, split: Split, values: Callable[[Tensor], Tensor], *, norm: float
-    ) -> Tensor:
+    def mean(self, kind: str, split: Split, values: Values, *, norm: float) -> Tensor:
         """Return one release: the noised mean over declared units of a vector per unit.
 
         Args:
@@ -161,7 +160,7 @@ class NoisedMeasures:
         kind: str,
         measured: Sequence[nn.Module] = (),
         tried: Sequence[nn.Module] = (),
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> Values:
         """Return a function: the values [N, V] of some rows, by networks in evaluation mode.
 
         Args:
@@ -206,7 +205,7 @@ class NoisedMeasures:
 
 
 def _contributions(
-    kind: str, split: Split, values: Callable[[Tensor], Tensor], *, norm: float
+    kind: str, split: Split, values: Values, *, norm: float
 ) -> release_guard.Contributions:
     """Clipped vectors of records; a person counts as the mean of all their records."""
 

@@ -12,7 +12,7 @@ Tensor suffixes: B batch, E stages, O ops, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fednas_flwr.base.pretrained import Frozen, load_frozen
 from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.operations import Choice, SkipNetwork, drop_path
+from fednas_flwr.spaces.operations import Choice, OpWeights, SkipNetwork, drop_path
 from fednas_flwr.spaces.space import CELL, SearchSpace
 
 OPS = ("none", "low_rank_4", "low_rank_16", "bottleneck_4", "bottleneck_16")
@@ -94,7 +94,7 @@ class AdaptedNetwork(SkipNetwork):
         nn.init.zeros_(self.classifier.weight)
         nn.init.zeros_(self.classifier.bias)
 
-    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, op_weights: OpWeights = None) -> Tensor:
         """Return logits [B, classes] of normalised images [B, C, H, W].
 
         Args:

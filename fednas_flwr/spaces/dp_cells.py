@@ -12,7 +12,7 @@ Tensor suffixes: B batch, C channels, H height, W width, E edges, O ops.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ from fednas_flwr.spaces import cell_graph, darts
 from fednas_flwr.spaces.genotype import SKIP, Genotype
 from fednas_flwr.spaces.operations import (
     MixedOp,
+    OpWeights,
     OwnOp,
     SkipNetwork,
     discrete_states,
@@ -185,10 +186,7 @@ class DPCellNetwork(SkipNetwork):
             block.bring_near_identity()  # type: ignore[operator]
 
     def forward(
-        self,
-        x: Tensor,
-        op_weights: Mapping[str, Tensor] | None = None,
-        path: Sequence[int] | None = None,
+        self, x: Tensor, op_weights: OpWeights = None, path: Sequence[int] | None = None
     ) -> Tensor:
         """Return logits [B, classes].
 

@@ -17,7 +17,7 @@ Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, C
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -292,7 +292,7 @@ class MBConvNetwork(ops.SkipNetwork):
     def forward(
         self,
         x: Tensor,
-        op_weights: Mapping[str, Tensor] | None = None,
+        op_weights: ops.OpWeights = None,
         paths: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """Return logits [B, classes].

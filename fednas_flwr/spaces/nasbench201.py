@@ -14,7 +14,7 @@ Tensor suffixes: B batch, E edges, O ops.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ class NASBench201Network(operations.SkipNetwork):
         make = functools.partial(cell, norm=space.norm)
         self.skeleton = _Skeleton(make, space, affine=edges is not None)
 
-    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, op_weights: operations.OpWeights = None) -> Tensor:
         """Return logits [B, classes]; op weights, of a supernet, as in :class:`Supernet`."""
         if op_weights is None:
             return self.joined(self.skeleton(x, self.dropped), x)

@@ -15,7 +15,7 @@ Tensor suffixes: B batch, C channels, H height, W width, E edges of a state, O o
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from fednas_flwr.settings.registry import TABLES
 
 MAX_GROUPS = 8
 Compute = Callable[[nn.Module, Tensor], Tensor]
+OpWeights = Mapping[str, Tensor] | None  # [E, O] by kind of cell; None: one op on each edge
 NOTHING = ("none", "zero")  # ops without a module
 
 

@@ -22,7 +22,7 @@ from fednas_flwr.settings.names import BATCH, LINEAR, NO_SKIP, NORMS, SKIPS, Nor
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.spaces.cell_graph import has_weights, nearest_trained
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
-from fednas_flwr.spaces.operations import SkipNetwork
+from fednas_flwr.spaces.operations import OpWeights, SkipNetwork
 
 ALPHA_STD = 1e-3
 CELL = "cell"  # the kind of cell, where there is only one
@@ -83,7 +83,7 @@ class Supernet(nn.Module):
         beside = {id(weight) for edge in choices for weight in edge.parameters()} - along
         return {name: w for name, w in self.weights().items() if id(w) not in beside}
 
-    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, op_weights: OpWeights = None) -> Tensor:
         """Return the logits [B, classes].
 
         Args:

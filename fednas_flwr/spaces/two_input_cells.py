@@ -23,6 +23,7 @@ from fednas_flwr.base.layers import called, computed
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
 from fednas_flwr.spaces.operations import (
+    OpWeights,
     SkipNetwork,
     channels_last,
     discrete_states,
@@ -197,9 +198,7 @@ class CellNetwork(SkipNetwork):
             width = nodes * plans[self.auxiliary_cell].width
             self.auxiliary = AuxiliaryHead(width, space.num_classes, norm=space.norm)
 
-    def forward(
-        self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, op_weights: OpWeights = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, classes]; in train mode with auxiliary head (logits, auxiliary).
 
         Args:
