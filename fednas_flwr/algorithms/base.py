@@ -76,10 +76,10 @@ def expected_batch(config: Config, stage: str) -> float | None:
     Below 1 it is the rate at which each record is drawn; None takes all records.
     """
     terms: object = config.privacy
-    batch_size: int | None = getattr(config.algorithm, "batch_size", None)
+    batch_size = getattr(config.algorithm, "batch_size", None)
     if stage == "retrain":
         terms, batch_size = getattr(terms, "retrain", None), config.retrain.batch_size
-    rate: float | None = getattr(terms, "rate", None)
+    rate = getattr(terms, "rate", None)
     if rate is None:
         return batch_size
     return rate if rate < 1 else None

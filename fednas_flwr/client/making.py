@@ -84,7 +84,7 @@ def make_client(
         check_unit(guard.allowed.unit, prepared.train)
         fractions = guard.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
-    tags: list[str] = getattr(config.algorithm, "client_tags", [])  # of CFDNAS
+    tags = getattr(config.algorithm, "client_tags", [])  # of CFDNAS
     client_data = make_client_data(
         prepared, parts[index], key=key, fractions=fractions, may_be_empty=guard is not None
     )

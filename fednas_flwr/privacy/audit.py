@@ -288,8 +288,9 @@ class ReleaseTest:
         variance, count = float((noise**2).mean()) / alone, noise.numel()
         low, high = variance_limits(variance * count, count, miss=self.miss)
         if high < 1 or low > SLACK:
-            text = f"two steps together have {variance:.2f} of the variance of two noises"
-            self.faults.append(text)
+            self.faults.append(
+                f"two steps together have {variance:.2f} of the variance of two noises"
+            )
         if variance_limits(same / alone * count, count, miss=self.miss)[0] < 1.1 * SLACK:
             self.unseen.append("noise that is the same in the steps of one request")
 

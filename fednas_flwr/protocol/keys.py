@@ -117,8 +117,7 @@ class Roster(Checked):
             ConfigError: It cannot be read, or is none.
         """
         try:
-            sites = load_json(path.read_text("utf-8"))
-            return parse(cls, {"sites": sites}, key="")
+            return parse(cls, {"sites": load_json(path.read_text("utf-8"))}, key="")
         except (OSError, ValueError) as error:
             raise ConfigError(f"the roster {path} cannot be used: {error}") from error
 

@@ -394,8 +394,7 @@ def round_vector(
         Values, [n] of the dtype ``wire``; scales, float32 [ceil(n / 256)]. What is not finite
         gives scales that are not.
     """
-    padding = -len(vector) % BLOCK
-    blocks = functional.pad(vector, (0, padding)).view(-1, BLOCK)
+    blocks = functional.pad(vector, (0, -len(vector) % BLOCK)).view(-1, BLOCK)
     tiny = torch.finfo(torch.float32).tiny
     scales = (blocks.abs().amax(dim=1) / LARGEST[wire]).clamp(min=tiny)
     scaled = blocks / scales[:, None]

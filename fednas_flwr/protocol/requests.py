@@ -135,8 +135,7 @@ class LocalSearch(ps.Checked):
     @property
     def states(self) -> tuple[str, ...]:
         """The states that it trains."""
-        warms_up = self.paths is not None and self.paths.warm_up
-        return ("weights",) if warms_up else tuple(SPLIT_OF)
+        return ("weights",) if self.paths is not None and self.paths.warm_up else tuple(SPLIT_OF)
 
     @property
     def releases(self) -> sr.Kinds:
@@ -148,8 +147,7 @@ class LocalSearch(ps.Checked):
         rule = "first_order" if self.alternating is None else self.alternating.rule
         if rule != "first_order":
             raise refused("first order only", "rule", rule, "first_order: others mix splits")
-        steps = self.amount.private_steps
-        return {state: ((SPLIT_OF[state],), steps) for state in self.states}
+        return {state: ((SPLIT_OF[state],), self.amount.private_steps) for state in self.states}
 
 
 @dataclass(frozen=True)

@@ -130,11 +130,10 @@ def network_states(network: nn.Module) -> dict[str, Tensors]:
     ``weights`` all other parameters, ``buffers`` the statistics of batch norm. The tensors are the
     network's own, not copies.
     """
-    alphas: dict[str, nn.Parameter] = getattr(network, "alphas", dict)()
+    alphas = getattr(network, "alphas", dict)()
     architecture = {id(parameter) for parameter in alphas.values()}
-    weights = {n: p.data for n, p in network.named_parameters() if id(p) not in architecture}
     return {
-        "weights": weights,
+        "weights": {n: p.data for n, p in network.named_parameters() if id(p) not in architecture},
         "alphas": {name: parameter.data for name, parameter in alphas.items()},
         "buffers": dict(network.named_buffers()),
     }

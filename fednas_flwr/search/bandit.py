@@ -46,6 +46,14 @@ EQUAL = 1e-9  # nats: a smaller excess is rounding, which aggressive steps would
 class Learnt:
     """What a choice has learnt: constants in ``settings``, and a state that changes."""
 
+    def probabilities(self) -> Tensor:
+        """Probability of each configuration [N]."""
+        raise NotImplementedError
+
+    def entropy(self) -> float:
+        """``H = -sum p ln p`` in nats, from 0 to ln(N) (FEATHERS' Eq. 7 with its sign)."""
+        return max(0.0, float(torch.special.entr(self.probabilities()).sum()))
+
     def to_json(self) -> dict[str, Any]:
         """The state that changes, as JSON values for a checkpoint."""
         names = [field.name for field in fields(self) if field.name != "settings"]
@@ -92,10 +100,6 @@ class Bandit(Learnt):
             unit *= self.scale if self.scale > 0 else 1.0
             unit = math.hypot(unit, self.noise)
         return (self.estimates_N / unit).softmax(dim=0)
-
-    def entropy(self) -> float:
-        """``H = -sum pi ln pi`` in nats, from 0 to ln(N) (Eq. 7 with its sign)."""
-        return entropy(self.probabilities())
 
     def num_trials(self) -> int:
         """Kappa, the arms to try next: round(beta H), at least 1 and at most N."""
@@ -220,10 +224,6 @@ class Theta(Learnt):
         """Theta [N]."""
         return self.log_theta_N.exp()
 
-    def entropy(self) -> float:
-        """``-sum theta ln theta`` in nats, from 0 to ln(N)."""
-        return entropy(self.probabilities())
-
     def best(self) -> int:
         """The most probable configuration; ties go to the lowest."""
         return int(self.log_theta_N.argmax())
@@ -264,8 +264,3 @@ class Theta(Learnt):
             loss_sum=discount * self.loss_sum + mean,
             loss_weight=discount * self.loss_weight + 1.0,
         )
-
-
-def entropy(probabilities_N: Tensor) -> float:
-    """The entropy of a distribution, in nats."""
-    return max(0.0, float(torch.special.entr(probabilities_N).sum()))

@@ -74,7 +74,7 @@ class Costs:
 
     def of_path(self, path: Sequence[int]) -> float:
         """Return the cost of the network with one op per block, given by column."""
-        rows: list[list[float]] = self.per_op_EO.tolist()
+        rows = self.per_op_EO.tolist()
         return math.fsum([self.fixed, *(row[op] for row, op in zip(rows, path, strict=True))])
 
 
@@ -264,8 +264,7 @@ def space_costs(space: MBConvSpace, table: lt.LatencyTable | None) -> Costs:
 
     unit, cost_of = ("multiply_adds", multiply_adds) if table is None else ("ms", table.latency_ms)
     rows = [[None if one is None else cost_of(one) for one in row] for row in plan.blocks]
-    fixed = math.fsum(cost_of(layer) for layer in (*plan.before, *plan.after))
-    return Costs(unit, fixed, rows)
+    return Costs(unit, math.fsum(map(cost_of, (*plan.before, *plan.after))), rows)
 
 
 def load_table(hardware: Hardware) -> lt.LatencyTable | None:

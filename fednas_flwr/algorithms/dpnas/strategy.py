@@ -73,8 +73,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
     def _measure(self, paths: Sequence[Path]) -> tuple[list[float], Metrics]:
         """Each candidate's accuracy over all clients' validation records, and metrics."""
         request = RewardCandidates(candidates=[list(path) for path in paths], sparse=True)
-        only = path_states(self.supernet, paths)
-        rewards, metrics = self.reward(request, only=only, paths=paths)
+        rewards, metrics = self.reward(request, only=path_states(self.supernet, paths), paths=paths)
         return rewards, {"validation_accuracy": sum(rewards) / len(rewards), **metrics}
 
     def derive(self) -> Genotype:

@@ -59,7 +59,11 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round)
         best = self.configurations[self.bandit.best()]
-        metrics = self.train(*self._training(best))
+        local = self._local(best)
+        if isinstance(local, rq.LocalTraining):
+            metrics = self.train("train.weights", rq.Train(local=local))
+        else:
+            metrics = self.train("train.search", rq.Search(local=local))
         self.values = {"bandit": self.bandit.to_json()}
         return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
 
@@ -70,8 +74,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         generator = make_generator(self.config.seed, "bandit", self.stage, server_round)
         before, bound = self.bandit, self._bound()
         arms = before.draw(before.num_trials(), generator)
-        tried = [self.configurations[arm] for arm in arms]
-        rewards, noise = self._rewards(tried, bound)
+        rewards, noise = self._rewards([self.configurations[arm] for arm in arms], bound)
         rewarded = dict(zip(arms, rewards, strict=True))
         self.bandit = before.updated(rewarded, noise=noise)
         self.cohort.emit(
@@ -124,15 +127,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             weight += reply.num_examples
             num_clients += reply.sites
         sigma = self.noise_multiplier("rewards") or 0.0
-        noise = bound * sigma * math.sqrt(num_clients) / weight
-        return (total / weight).tolist(), noise
-
-    def _training(self, configuration: Configuration) -> tuple[str, rq.Settings]:
-        """Action and request of a round of training with a configuration."""
-        local = self._local(configuration)
-        if isinstance(local, rq.LocalTraining):
-            return "train.weights", rq.Train(local=local)
-        return "train.search", rq.Search(local=local)
+        return (total / weight).tolist(), bound * sigma * math.sqrt(num_clients) / weight
 
     def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
         """Local search or training with a configuration."""

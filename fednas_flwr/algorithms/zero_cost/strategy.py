@@ -52,8 +52,7 @@ class ScoredDraws:
             **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_scores.search`.
         """
         scores, shortlist = partial(_scores, self.config, self.space), self.choice.shortlist
-        chosen = self.choice.chosen_scores(self.space.name)
-        ranking = self._search(partial(scores, chosen), **drawn)
+        ranking = self._search(partial(scores, self.choice.chosen_scores(self.space.name)), **drawn)
         if shortlist is None:
             return ranking
         return shortlisted(ranking, partial(scores, shortlist.scores), keep=shortlist.keep)

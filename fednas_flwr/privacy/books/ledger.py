@@ -257,8 +257,7 @@ class Ledger(AbstractContextManager["Ledger"]):
     def is_approved(self, run: str) -> bool:
         """Return whether a person has approved what a run has committed to."""
         with self._exclusive():
-            query = "SELECT mac FROM approvals WHERE run = ?"
-            row = self._rows.execute(query, (run,)).fetchone()
+            row = self._rows.execute("SELECT mac FROM approvals WHERE run = ?", (run,)).fetchone()
             terms = self._commitment(run)
             return row is not None and anchor.equal(row[0], self._mark.hmac("approval", run, terms))
 
@@ -411,7 +410,7 @@ class Ledger(AbstractContextManager["Ledger"]):
     def _last_row(self) -> tuple[int, str] | None:
         """Return number and HMAC of the last row."""
         query = "SELECT sequence, mac FROM entries ORDER BY sequence DESC LIMIT 1"
-        row: tuple[int, str] | None = self._rows.execute(query).fetchone()
+        row = self._rows.execute(query).fetchone()
         if row is not None and not isinstance(row[0], int):
             raise anchor.damaged(f"{self.path} has another form")
         return row
@@ -541,7 +540,7 @@ def _booked_filter(
     booked: dict[str, Any], split: str, unit: str, *, epsilon: float, delta: float
 ) -> RenyiFilter:
     """Return the filter of one split, as an account's state has it, counted for a unit."""
-    orders: list[float] | None = booked["orders"]
+    orders = booked["orders"]
     totals = [0.0] * len(orders or ())
     for paid, by_split in booked["totals"].items():
         costs = by_split.get(split, [0.0] * 2 * len(totals))

@@ -202,8 +202,7 @@ class SumSite:
     def _unsealed(self, context: bytes, sender: int, boxes: BySite) -> bytes:
         """Return the part that another site has made for this one."""
         try:
-            key = self.part_key(context, sender, self.index)
-            return masks.unseal(key, boxes.get(sender, b""))
+            return masks.unseal(self.part_key(context, sender, self.index), boxes.get(sender, b""))
         except ValueError as error:
             raise ConfigError(
                 f"refused, the part of site {sender} is not usable: {error}."
