@@ -165,12 +165,7 @@ def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str
     return data, {}
 
 
-@lru_cache(maxsize=16)
-def _config(config_json: str) -> Config:
-    """Return a run's configuration."""
-    return configuration.load_config(config_json)
-
-
+_config = lru_cache(maxsize=16)(configuration.load_config)
 Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
 
 

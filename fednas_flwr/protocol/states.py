@@ -130,7 +130,7 @@ def network_states(network: nn.Module) -> dict[str, Tensors]:
     ``weights`` all other parameters, ``buffers`` the statistics of batch norm. The tensors are the
     network's own, not copies.
     """
-    alphas = getattr(network, "alphas", dict)()
+    alphas: dict[str, nn.Parameter] = getattr(network, "alphas", dict)()
     architecture = {id(parameter) for parameter in alphas.values()}
     return {
         "weights": {n: p.data for n, p in network.named_parameters() if id(p) not in architecture},

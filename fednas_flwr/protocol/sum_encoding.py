@@ -17,7 +17,7 @@ import torch
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
+from fednas_flwr.protocol.secure_sum.masks import WIDE_CELL, Cells, Grid
 from fednas_flwr.protocol.states import Layout, Packed, States
 from fednas_flwr.protocol.sum_requests import Summed
 
@@ -47,7 +47,7 @@ class Summands:
     @cached_property
     def wide(self) -> Grid:
         """The grid of values without a known range."""
-        return Grid.wide(sites=len(self.summed.participants))
+        return Grid(WIDE_CELL, 64, len(self.summed.participants))
 
     def grid(self, state: str) -> Grid:
         """Return the grid of a state."""
@@ -140,7 +140,7 @@ class Summands:
 
 def sizes_of(states: States, shares: Mapping[str, Cells] | None = None) -> Sizes:
     """Return the sizes of a reply's states, and of its shares."""
-    cells = {name: {"float32": len(share)} for name, share in (shares or {}).items()}
+    cells = {name: {"float32": len(share.values)} for name, share in (shares or {}).items()}
     packed = states.items()
     return cells | {name: {d: v.numel() for d, v in state.items()} for name, state in packed}
 

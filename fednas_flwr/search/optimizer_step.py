@@ -126,7 +126,7 @@ class Optimizers:
 
 def no_moments(network: nn.Module) -> Tensors:
     """The moments of optimisers that have not stepped: zeros, by state, moment and name."""
-    alphas = getattr(network, "alphas", dict)()
+    alphas: Mapping[str, Tensor] = getattr(network, "alphas", dict)()
     parameters = {"weights": trainable_weights(network), "alphas": alphas}
     return {
         f"{state}.{moment}.{name}": torch.zeros(1 if moment == "step" else parameter.shape)

@@ -62,8 +62,7 @@ class ZeroCostSettings(AlgorithmSettings):
         """A search that scores a few networks."""
         if self.draws <= REHEARSED_DRAWS:
             return self, 1.0
-        few = replace(self, draws=REHEARSED_DRAWS, shortlist=None)
-        return few, self.draws / REHEARSED_DRAWS
+        return replace(self, draws=REHEARSED_DRAWS, shortlist=None), self.draws / REHEARSED_DRAWS
 
     def check(self, config: Config) -> None:
         """Refuse scores that do not exist."""
