@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
 from fednas_flwr.search.candidate import PREFIX, Pool
 from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective, heads
-from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
+from fednas_flwr.search.optimizer_step import Gradient, Named, Optimizer, Tensors, trainable_weights
 from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32
 from fednas_flwr.settings.optimizers import DPAware
@@ -152,8 +152,8 @@ class BatchGradients:
         self,
         supernet: Supernet,
         *,
-        weights: Mapping[str, Tensor],
-        virtual_weights: Mapping[str, Tensor],
+        weights: Named,
+        virtual_weights: Named,
         train_batch: Batch,
         validation_batch: Batch,
         inner_lr: float,
@@ -212,7 +212,7 @@ class BatchGradients:
         losses = self._losses(supernet, {}, validation_batch)
         return _gradients(train_loss + validation_weight * losses.mean(), alphas), losses.detach()
 
-    def _losses(self, network: nn.Module, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    def _losses(self, network: nn.Module, weights: Named, batch: Batch) -> Tensor:
         x, y = batch
         logits = functional_call(network, dict(weights), (x,)) if weights else network(x)
         return self.objective.losses(logits, y)
@@ -371,7 +371,7 @@ class ExactSums(BatchGradients):
 
     train: Iterator[Batch]
     validation: Iterator[Batch] | None = None
-    previous_weights: Mapping[str, Tensor] | None = None
+    previous_weights: Named | None = None
     inner_lr: float = 0.0
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
@@ -406,7 +406,7 @@ class ExactSums(BatchGradients):
 
 def periodic_gradients(
     gradient_sums: Callable[[], Mapping[str, tuple[Tensors, float]]],
-    parameters: Mapping[str, Mapping[str, Tensor]],
+    parameters: Mapping[str, Named],
     *,
     steps: int,
     local_lrs: Mapping[str, float],
@@ -447,7 +447,7 @@ def periodic_gradients(
     return {s: {n: g * size for n, g in total.items()} for s, total in totals.items()}, size
 
 
-def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> Tensors:
+def _gradients(loss: Tensor, parameters: Named) -> Tensors:
     """The gradients by name; zeros for what the loss does not depend on.
 
     A net of two cells, both of them reductions, does not depend on the alphas of normal cells.

@@ -14,13 +14,13 @@ Tensor suffixes: N candidates, E edges, O ops of an edge, H hidden units.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.optimizer_step import after_prefix
+from fednas_flwr.search.optimizer_step import Named, after_prefix
 from fednas_flwr.settings.optimizers import ControllerSettings
 
 Path = list[int]
@@ -82,7 +82,7 @@ class Sampler:
         """Everything that sampling and learning depend on, for a checkpoint."""
         return {}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Named) -> None:
         """Restore the result of :meth:`tensors`."""
 
 
@@ -254,7 +254,7 @@ class Controller(Sampler):
             tensors["seen"] = torch.tensor(astuple(self.seen), dtype=torch.float64)
         return tensors
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Named) -> None:
         """Restore all that learning has changed."""
         self.baseline = float(tensors["baseline"])
         self.seen = Moments(*tensors["seen"].tolist()) if "seen" in tensors else None
