@@ -33,8 +33,7 @@ from fednas_flwr.search.local_search import alpha_entropy
 from fednas_flwr.search.optimizer_step import after_prefix, no_moments
 from fednas_flwr.server.cohort import TOTAL, Cohort
 from fednas_flwr.server.exchange import Exchange, Participants
-from fednas_flwr.settings import AlgorithmSettings, Config, DifferentialPrivacy
-from fednas_flwr.settings.incompatible import by_record, follows_noise
+from fednas_flwr.settings import AlgorithmSettings, Config, DifferentialPrivacy, incompatible
 from fednas_flwr.settings.names import ACCURACY, CLOSENESS, FEWEST_VOTES
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.run_settings import TrimmedMeanSettings
@@ -44,6 +43,8 @@ from fednas_flwr.spaces.space import SearchSpace
 SERVER = "server."  # before the names of the server's own tensors in a checkpoint
 EXACT_REWARDS, NOISY_REWARDS = (0.0, 1.0), (-1.0, 2.0)  # what a client's accuracy is held to
 FARTHEST = 100.0  # nats: a model that has diverged loses as much on a record
+Metrics = dict[str, float]
+Replies = Iterable[tuple[int, Reply]]  # of clients, or the total of all
 ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 
@@ -64,7 +65,7 @@ def local_steps(config: Config, stage: str) -> int | None:
     None without privacy, and where its unit is the client, which trains by epochs.
     """
     privacy = config.dp
-    if not privacy or not by_record(config):
+    if not privacy or not incompatible.by_record(config):
         return None
     return privacy.retrain.local_steps if stage == "retrain" else privacy.local_steps
 
@@ -75,10 +76,10 @@ def expected_batch(config: Config, stage: str) -> float | None:
     Below 1 it is the rate at which each record is drawn; None takes all records.
     """
     terms: object = config.privacy
-    batch_size: int | None = getattr(config.algorithm, "batch_size", None)
+    batch_size = getattr(config.algorithm, "batch_size", None)
     if stage == "retrain":
         terms, batch_size = getattr(terms, "retrain", None), config.retrain.batch_size
-    rate: float | None = getattr(terms, "rate", None)
+    rate = getattr(terms, "rate", None)
     if rate is None:
         return batch_size
     return rate if rate < 1 else None
@@ -231,7 +232,7 @@ class RoundStrategy(Strategy, Generic[S]):
         self.rounds_done = 0
         self._round = 0
         self._phase = 0
-        self._client_metrics: dict[int, dict[str, float]] = {}
+        self._client_metrics: dict[int, Metrics] = {}
         self._participants: Participants | None = None
         self._asked: set[int] = set()
         self.set_up()
@@ -280,7 +281,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def _momentum(self) -> str:
         """The place of local training's momentum between requests, as ``training.momentum``."""
-        averages = self.stage == "retrain" and follows_noise(self.config)
+        averages = self.stage == "retrain" and incompatible.follows_noise(self.config)
         return self.config.training.momentum or ("averaged" if averages else "reset")
 
     def amount(self, local_epochs: int, batch_size: int | None) -> rq.Amount:
@@ -377,7 +378,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def train(
         self, action: str, settings: rq.Settings, *, only: Mapping[str, Collection[str]] = {}
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Have all clients train the global model, and make their average the new one.
 
         Args:
@@ -402,7 +403,7 @@ class RoundStrategy(Strategy, Generic[S]):
         only: Mapping[str, Collection[str]] = {},
         by_median: bool = False,
         **names: Any,
-    ) -> tuple[list[float], dict[str, float]]:
+    ) -> tuple[list[float], Metrics]:
         """Each candidate's accuracy over all clients' validation records, also in an event.
 
         The event has the standard deviation of the noise on each, null where it depends on how the
@@ -444,7 +445,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def validation_metrics(
         self, evaluate_every: int, server_round: int, num_rounds: int
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Mean loss and accuracy on the clients' validation records in rounds that are evaluated.
 
         None in others, and with privacy unless noised metrics are planned.
@@ -462,9 +463,7 @@ class RoundStrategy(Strategy, Generic[S]):
         metrics = mean_metrics(reply for _, reply in replies)
         return {f"validation_{name}": value for name, value in metrics.items()}
 
-    def average(
-        self, replies: Iterable[tuple[int, Reply]]
-    ) -> tuple[dict[str, st.Packed], dict[str, float]]:
+    def average(self, replies: Replies) -> tuple[dict[str, st.Packed], Metrics]:
         """The average of the replies' states, and of their metrics weighted by examples.
 
         A reply's states are dropped once they are added.
@@ -529,7 +528,7 @@ class RoundStrategy(Strategy, Generic[S]):
         self.rounds_done = self._restore()
         first, longest_s = self.rounds_done + 1, 0.0
 
-        def centrally(server_round: int) -> dict[str, float]:
+        def centrally(server_round: int) -> Metrics:
             central = evaluate_fn(server_round, self.named_arrays()) if evaluate_fn else None
             if central is not None:
                 result.evaluate_metrics_serverapp[server_round] = central
@@ -584,7 +583,7 @@ class RoundStrategy(Strategy, Generic[S]):
         left = math.floor((self.ends_at - time.monotonic()) / round_s)
         return min(num_rounds, max(server_round, server_round - 1 + left))
 
-    def inherit(self, states: Mapping[str, st.Packed]) -> None:
+    def inherit(self, states: st.States) -> None:
         """Begin from the global model of another search in the same space."""
         for state, packed in states.items():
             for dtype, vector in packed.items():
@@ -639,7 +638,7 @@ class RoundStrategy(Strategy, Generic[S]):
         layouts = {name: st.Layout.of(state) for name, state in tensors.items()}
         return layouts, {name: st.pack(state) for name, state in tensors.items()}
 
-    def _alpha_metrics(self) -> dict[str, float]:
+    def _alpha_metrics(self) -> Metrics:
         if "alphas" not in self.states:
             return {}
         alphas, derived = self.alphas(), self.space.derive(self.alphas())
@@ -690,7 +689,7 @@ def server_state(checkpoint: Checkpoint) -> st.Tensors:
     return after_prefix(checkpoint.tensors, SERVER)
 
 
-def mean_metrics(replies: Iterable[Reply]) -> dict[str, float]:
+def mean_metrics(replies: Iterable[Reply]) -> Metrics:
     """The mean of every metric over the replies that have it, weighted by examples.
 
     None counts for more than ``FARTHEST`` times the median one, or ``FARTHEST``.

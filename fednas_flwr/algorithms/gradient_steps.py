@@ -54,9 +54,6 @@ class GradientStrategy(RoundStrategy[S]):
 
         Returns:
             The replies without their states.
-
-        Raises:
-            ValueError: There is no reply.
         """
         names = [*states, "buffers"] if "weights" in states else states
         layouts = {name: self.layouts[name] for name in names if name in self.layouts}
@@ -71,8 +68,6 @@ class GradientStrategy(RoundStrategy[S]):
             if "buffers" in reply.states:
                 buffers.add({"buffers": reply.states["buffers"]}, weight=reply.num_examples)
             stripped.append(replace(reply, states={}))
-        if not stripped:
-            raise ValueError("no client answered")
         divisor = sum(reply.num_examples for reply in stripped) if by_mean else 1
         for state, total in totals.items():
             (vector,) = self.states[state].values()

@@ -17,9 +17,8 @@ from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.noised_updates import noised_update
 from fednas_flwr.client.release_guard import ReleaseGuard, refused_batch_norm
 from fednas_flwr.models.noised_scores import BINS
+from fednas_flwr.privacy import plan, policy
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS, SUPERNET
-from fednas_flwr.privacy.plan import STATISTICS
-from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request, restore_sent, round_reply
 from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.protocol.secure_sum.sum_site import Answer
@@ -130,7 +129,7 @@ def asked_kinds(request: Request, *, of_client: bool = False) -> Kinds:
 
 def _norm(request: Request, supernet_norm: str | None) -> str | None:
     """Return the kind of normalisation of a request's network; None without a network."""
-    if STATISTICS in ACTIONS[request.action].releases:
+    if plan.STATISTICS in ACTIONS[request.action].releases:
         return None
     described = request.network
     name = described.get("name", SUPERNET)
@@ -204,7 +203,7 @@ def begin_sum(client: Client, request: Request) -> Answer | None:
     shared = {kind for kind, release in request.releases.items() if release.shared}
     if set(summed.ranges) != shared:
         limit = f"of {sorted(shared)}, whose noise is shared"
-        raise refused("secure_sum", "ranges", sorted(summed.ranges), limit)
+        raise policy.refused("secure_sum", "ranges", sorted(summed.ranges), limit)
     return client.part_of_sums.begin(
         run=header.run,
         attempt=summed.attempt,

@@ -14,13 +14,11 @@ from torch import nn
 from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.release_guard import ReleaseGuard, refused_batch_norm
-from fednas_flwr.data import loaders
-from fednas_flwr.data.loaders import ClientData, Split
-from fednas_flwr.data.records import CATEGORY, Inputs
+from fednas_flwr.data import loaders, records
 from fednas_flwr.data.statistics import Moments, Statistics, are_within
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
-from fednas_flwr.protocol.states import Packed, load_states, network_states
+from fednas_flwr.protocol.states import States, load_states, network_states
 from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective
 from fednas_flwr.settings.names import FLOAT32, SPLITS
 from fednas_flwr.spaces.space import SearchSpace
@@ -74,8 +72,8 @@ class Client:
 
     index: int
     seed: int
-    data: ClientData
-    inputs: Inputs
+    data: loaders.ClientData
+    inputs: records.Inputs
     device: torch.device
     threads: int
     make_network: Callable[[Mapping[str, Any]], nn.Module]
@@ -95,9 +93,7 @@ class Client:
     settings_digest: str = ""
     rehearsed: dict[str, int] = field(default_factory=dict)
 
-    def network(
-        self, description: Mapping[str, Any], states: Mapping[str, Packed] | None = None
-    ) -> nn.Module:
+    def network(self, description: Mapping[str, Any], states: States | None = None) -> nn.Module:
         """Return the network of ``description`` on the client's device, with ``states`` loaded."""
         key = json.dumps(description, sort_keys=True)
         if key not in self.networks:
@@ -152,8 +148,7 @@ class Client:
             statistics, ranges, num_columns=self.num_columns
         ):
             raise ConfigError("refused: statistics beyond this site's dataset.ranges.")
-        objective = self.objective.standardised(statistics.target)
-        return replace(self, data=data, objective=objective)
+        return replace(self, data=data, objective=self.objective.standardised(statistics.target))
 
     @property
     def private_guard(self) -> ReleaseGuard:
@@ -197,9 +192,9 @@ class Client:
     @property
     def num_columns(self) -> int:
         """Number of leading features of a table that are numbers to standardise."""
-        return sum(column.kind != CATEGORY for column in self.inputs.schema)
+        return sum(column.kind != records.CATEGORY for column in self.inputs.schema)
 
-    def split(self, name: str) -> Split:
+    def split(self, name: str) -> loaders.Split:
         """Return one split; ``train+validation`` is what retraining uses."""
         check_choice("split", name, (*SPLITS, "train+validation"))
         first, *rest = (getattr(self.data, part) for part in name.split("+"))
@@ -211,7 +206,7 @@ class Client:
 
     def epoch(
         self,
-        split: Split,
+        split: loaders.Split,
         *,
         batch_size: int | None,
         generator: torch.Generator,

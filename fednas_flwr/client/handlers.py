@@ -39,9 +39,8 @@ from fednas_flwr.search import optimizer_step as opt
 from fednas_flwr.search.candidate import Candidate, Pool, all_alike
 from fednas_flwr.search.local_search import train_candidates
 from fednas_flwr.search.objective import Batch
-from fednas_flwr.spaces.costs import measure_space, timed_space
+from fednas_flwr.spaces import costs, space
 from fednas_flwr.spaces.latency_tables import Conditions, to_json
-from fednas_flwr.spaces.space import Supernet
 
 Handler = Callable[[Client, Request, Any], Reply]
 ANSWERS: dict[str, Handler] = {}  # by action
@@ -112,7 +111,7 @@ def measure_latency(client: Client, request: Request, asked: rq.MeasureLatency) 
     The table is ``properties["latency"]``, as ``latency_tables`` writes it. No record is read.
     """
     under = Conditions(client.device, client.threads, asked.batch_size, asked.passes)
-    table, _ = measure_space(timed_space(client.make_space()), under)
+    table, _ = costs.measure_space(costs.timed_space(client.make_space()), under)
     return Reply(num_examples=1, properties={"latency": to_json(table)})
 
 
@@ -287,8 +286,7 @@ def reward_candidates(client: Client, request: Request, asked: rq.RewardCandidat
     ]
     accuracies = torch.tensor([metrics.accuracy for metrics in measured])
     loss = sum(metrics.loss for metrics in measured) / len(measured)
-    states = {"rewards": {"rewards": accuracies}}
-    return Reply.of(len(split), states, {"validation_loss": loss})
+    return Reply.of(len(split), {"rewards": {"rewards": accuracies}}, {"validation_loss": loss})
 
 
 def trained_rewards(client: Client, request: Request, training: rq.LocalTraining) -> Reply:
@@ -386,8 +384,7 @@ def evaluate_model(client: Client, request: Request, asked: rq.Evaluate) -> Repl
     with before_reading(request.action):
         network = client.sent_network(request)
         if client.guard is not None:
-            measures = NoisedMeasures(client, request)
-            release = measures.prepare_metrics(network, asked.threshold)
+            release = NoisedMeasures(client, request).prepare_metrics(network, asked.threshold)
     if client.guard is not None:
         return release()
     objective = replace(client.objective, threshold=asked.threshold)
@@ -416,8 +413,7 @@ def count_scores(client: Client, request: Request, asked: rq.CountScores) -> Rep
                 "refused: counts of scores are of private clients and of two classes; ask for "
                 "evaluate.model."
             )
-        network = client.sent_network(request)
-        release = NoisedMeasures(client, request).prepare_counts(network)
+        release = NoisedMeasures(client, request).prepare_counts(client.sent_network(request))
     return release()
 
 
@@ -444,7 +440,7 @@ def request_pool(client: Client, request: Request) -> Pool:
 
 def path_supernet(
     client: Client, request: Request, paths: Sequence[Sequence[int]], *, sparse: bool
-) -> tuple[Supernet, dict[str, set[str]]]:
+) -> tuple[space.Supernet, dict[str, set[str]]]:
     """Return the supernet with the states that the request carries.
 
     Where it is sparse also the names of their tensors, by state.
@@ -453,7 +449,7 @@ def path_supernet(
         ValueError: A path does not fit the supernet, or the states do not.
     """
     network = client.network({"name": SUPERNET})
-    assert isinstance(network, Supernet)
+    assert isinstance(network, space.Supernet)
     used = opt.path_states(network, paths)
     named = used if sparse else {}
     st.load_states(network, request.network_states, only=named)
@@ -463,7 +459,7 @@ def path_supernet(
 def _num_records(client: Client, split: str) -> int:
     """Return the number of records of a split, of a private client the declared one."""
     if client.guard is not None:
-        return client.private_guard.num_records(split.split("+"))
+        return client.guard.num_records(split.split("+"))
     return len(client.split(split))
 
 

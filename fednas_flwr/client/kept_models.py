@@ -19,8 +19,7 @@ from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.client.client import Client
 from fednas_flwr.models.metrics import detailed, predicted
 from fednas_flwr.models.prediction import MODEL_FILE, Model, read_model
-from fednas_flwr.protocol.keys import is_signed
-from fednas_flwr.protocol.messages import Request
+from fednas_flwr.protocol import keys, messages
 from fednas_flwr.protocol.requests import LARGEST_MODEL, KeepModel
 
 STATE, DTYPE = "model", "uint8"  # as which the file's bytes travel
@@ -28,12 +27,7 @@ MOST_MODELS = 100  # of a site: a server must not fill its disk
 CARD_FILE, TEST_FILE, SIGNATURE_FILE = "MODEL_CARD.md", "test.json", "signature.json"
 
 
-def folder_name(model: bytes) -> str:
-    """Return the name of a model's folder, 16 hex digits."""
-    return hashlib.sha256(model).hexdigest()[:16]
-
-
-def check(client: Client, request: Request, asked: KeepModel) -> Path:
+def check(client: Client, request: messages.Request, asked: KeepModel) -> Path:
     """Return the folder of a new model's files, under a temporary name, after all checks.
 
     No record is read, so that a reason may be told.
@@ -45,22 +39,24 @@ def check(client: Client, request: Request, asked: KeepModel) -> Path:
     if client.kept_models is None:
         raise ConfigError("refused: this site keeps no models.")
     site, model = client.kept_models, _bytes(request)
-    if not is_signed(
+    if not keys.is_signed(
         site.signer, asked.signature, run=request.header.run, model=model, card=asked.card
     ):
         raise ConfigError(f"refused: the model is not signed by the owner of {site.signer.name}.")
     make_folder(site.folder)
     names = {path.name for path in site.folder.iterdir() if not path.name.startswith(".")}
-    if len(names | {folder_name(model)}) > MOST_MODELS:
+    digest = hashlib.sha256(model).hexdigest()
+    folder = digest[:16]
+    if len(names | {folder}) > MOST_MODELS:
         raise ConfigError(f"refused: this site has {len(names)} models, and keeps no more.")
-    new = site.folder / f".{folder_name(model)}.{os.getpid()}"
+    new = site.folder / f".{folder}.{os.getpid()}"
     shutil.rmtree(new, ignore_errors=True)
     make_folder(new)
     try:
         write_atomically(new / MODEL_FILE, model)
         write_atomically(new / CARD_FILE, asked.card)
-        signed = {"run": request.header.run, "signature": asked.signature}
-        signed["sha256"] = hashlib.sha256(model).hexdigest()
+        run = request.header.run
+        signed = {"run": run, "signature": asked.signature, "sha256": digest}
         write_atomically(new / SIGNATURE_FILE, json.dumps(signed, indent=2) + "\n")
         inputs = _read(client, new / MODEL_FILE).inputs
         for name in ("class_names", "schema", "shape", "transform", "multi_label"):
@@ -80,7 +76,7 @@ def keep(client: Client, new: Path) -> Path:
     return new.replace(folder)
 
 
-def _bytes(request: Request) -> bytes:
+def _bytes(request: messages.Request) -> bytes:
     """Return the model's file in a request."""
     if set(request.states) != {STATE} or set(request.states[STATE]) != {DTYPE}:
         raise ConfigError(f"refused: a model travels as one vector of {DTYPE}, and alone.")

@@ -18,10 +18,9 @@ from fednas_flwr.models.metrics import record_losses
 from fednas_flwr.protocol.messages import Request
 from fednas_flwr.protocol.requests import LocalSearch, LocalTraining
 from fednas_flwr.protocol.states import MOMENTS, Layout, Tensors, network_states, unpack
+from fednas_flwr.search import candidate, local_search
 from fednas_flwr.search import optimizer_step as opt
-from fednas_flwr.search.candidate import Pool
 from fednas_flwr.search.exact_gradients import ExactGradients
-from fednas_flwr.search.local_search import alternate
 from fednas_flwr.search.proxyless import PathNetwork, covering_paths, search_paths
 from fednas_flwr.spaces.space import Supernet
 
@@ -67,7 +66,7 @@ def prepare(
     sent = sent_moments(request, network)
 
     def train() -> tuple[opt.Optimizers, dict[str, float]]:
-        members = network.members if isinstance(network, Pool) else [network]
+        members = network.members if isinstance(network, candidate.Pool) else [network]
         groups = [{"params": list(opt.trainable_weights(member).values())} for member in members]
         by_paths = isinstance(local, LocalSearch) and local.paths is not None
         sgd = opt.make_sgd(groups, local.weights, nesterov=by_paths)
@@ -82,7 +81,7 @@ def prepare(
         adam = opt.make_adam(alphas.values(), local.alphas, beta=0.0 if by_paths else 0.5)
         optimizers = opt.Optimizers(weights, opt.Optimizer(alphas, adam), sent)
         if local.alternating is not None:
-            alternate(network, gradients, optimizers, local.alternating)
+            local_search.alternate(network, gradients, optimizers, local.alternating)
         elif local.paths is not None:
             search_paths(network, gradients, optimizers, local.paths, generator=generator)
         return optimizers, gradients.metrics()

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.base.files import make_folder, write_atomically
@@ -28,10 +27,8 @@ from fednas_flwr.privacy.policy import AUTOMATIC, Policy, SumTerms, load_policy,
 from fednas_flwr.protocol.keys import Roster, SiteKeys
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.search.objective import Objective, Regression
-from fednas_flwr.settings import Config, dump_config, expanded, names
-from fednas_flwr.settings.data_settings import Npz
+from fednas_flwr.settings import Config, data_settings, dump_config, expanded, names, registry
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.registry import TABLES
 
 # What a private site's node names: its data, how to read it and its id; rules, books, secrets.
 PRIVATE_SITE_KEYS = (
@@ -47,8 +44,8 @@ def make_client(
     index: int,
     *,
     data: tuple[Prepared, list[np.ndarray]],
-    networks: dict[str, nn.Module],
-    site: Mapping[str, str] | None = None,
+    networks: dict[str, torch.nn.Module],
+    site: Mapping[str, str] = {},
     guard: ReleaseGuard | None = None,
     settings: str | None = None,
 ) -> Client:
@@ -68,13 +65,12 @@ def make_client(
         ConfigError: A setting does not fit the data, or a private run's real site has no policy.
         ValueError: ``site`` names a policy, and there is no guard.
     """
-    site = site or {}
     if guard is None and "policy" in site:
         raise ValueError("a site with a policy needs its guard: pass make_site_guard(site)")
     prepared, parts = data
     device = make_device(config.runtime.device)
 
-    def build_network(description: Description) -> nn.Module:
+    def build_network(description: Description) -> torch.nn.Module:
         if site and (description.get("weights") or hasattr(config.search_space, "weights")):
             raise ConfigError("refused: a server must not name files of a site.")
         if description["name"] == "supernet":
@@ -88,7 +84,7 @@ def make_client(
         check_unit(guard.allowed.unit, prepared.train)
         fractions = guard.allowed.fractions
     key = site.get("split-key", config.dataset.split_key).encode()
-    tags: list[str] = getattr(config.algorithm, "client_tags", [])  # of CFDNAS
+    tags = getattr(config.algorithm, "client_tags", [])  # of CFDNAS
     client_data = make_client_data(
         prepared, parts[index], key=key, fractions=fractions, may_be_empty=guard is not None
     )
@@ -135,9 +131,7 @@ def simulated_properties(
         config: The run's configuration.
         data: Result of :func:`make_data`.
     """
-    if not config.samples or config.runtime.name == "deployment":
-        return None
-    if config.dp:
+    if not config.samples or config.runtime.name == "deployment" or config.dp:
         return None
     prepared, parts = data
     names = list(prepared.train.class_names)
@@ -177,8 +171,8 @@ def make_objective(config: Config, prepared: Prepared, device: torch.device) -> 
         if value and form != have and (is_number or form != classes):
             raise ConfigError(f"{setting} is for records {form}, not {have}: remove it.")
     if loss is not None and loss not in names.NUMBER_LOSSES:
-        check_choice("training.loss", loss, [*names.NUMBER_LOSSES, *TABLES["loss"]])
-    own_loss = TABLES["loss"].get(str(loss))
+        check_choice("training.loss", loss, [*names.NUMBER_LOSSES, *registry.TABLES["loss"]])
+    own_loss = registry.TABLES["loss"].get(str(loss))
     if is_number:
         by_name = names.SQUARED if loss is None or own_loss else loss
         return Regression(own_loss=own_loss, target=prepared.target, loss=by_name)
@@ -232,8 +226,7 @@ def _simulated_guard(
         write_atomically(folder / POLICY_FILE, _policy_text(config, records, rows))
     test_seed = None if privacy.test_seed is None else f"{privacy.test_seed} {index}".encode()
     ledger = Ledger(*simulated_ledger(folder))
-    generator = SecureGenerator(test_seed)
-    guard = ReleaseGuard(policy, ledger, generator, data_set=privacy.data_set)
+    guard = ReleaseGuard(policy, ledger, SecureGenerator(test_seed), data_set=privacy.data_set)
     if guard.allowed.threads != config.runtime.threads:
         raise ConfigError(
             f"runtime.threads={config.runtime.threads}, but the simulated sites' policies, which "
@@ -381,7 +374,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
         return
     settings = config.dataset
     declared = settings.declared
-    if isinstance(settings, Npz) and not reads_encoded(settings):
+    if isinstance(settings, data_settings.Npz) and not reads_encoded(settings):
         declared = {"class_names": declared["class_names"]}  # the form of plain arrays is theirs
     missing = [f"dataset.{name}" for name, is_given in declared.items() if not is_given]
     if missing:

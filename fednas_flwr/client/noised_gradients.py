@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.client import rehearsal, release_guard
 from fednas_flwr.client.client import Client
-from fednas_flwr.client.rehearsal import rehearse
-from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.privacy.mechanism import clipping
 from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum, by_person, sum_of_parts
@@ -90,7 +89,7 @@ class NoisedGradients:
         self, state: str, take: TakeSum, network: nn.Module, kind: str, *chosen: Any
     ) -> None:
         """Try a sum; the micro-batches of a state are the smallest that one of its sums needs."""
-        size = rehearse(self._client, take, network, kind, *chosen)
+        size = rehearsal.rehearse(self._client, take, network, kind, *chosen)
         self._sizes[state] = min(size, self._sizes.get(state, size))
 
     def steps(self) -> Iterator[None]:
@@ -122,7 +121,6 @@ class NoisedGradients:
         self, supernet: Supernet, weights: Optimizer, *, rule: str, validation_weight: float
     ) -> Gradient:
         """Return the noised mean gradient of the alphas; requests for others are refused."""
-        assert isinstance(supernet, Supernet)  # as ``local_training`` has it
         return self._mean("alphas", partial(self._alpha_sum, supernet))
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:
@@ -161,7 +159,7 @@ class NoisedGradients:
             )
             return sum_of_parts(parts, bound=planned.max_grad_norm)
 
-        units = Contributions(split.num_units, total)
+        units = release_guard.Contributions(split.num_units, total)
         sums = self._guard.answer(planned, self._request, units)
         if not isinstance(sums, Cells):
             sums = {name: value.to(self._client.device) for name, value in sums.items()}

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.layers import own_linear_layers
+from fednas_flwr.client import rehearsal, release_guard
 from fednas_flwr.client.client import Client
-from fednas_flwr.client.rehearsal import rehearse
-from fednas_flwr.client.release_guard import Contributions
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.models.noised_scores import BINS, one_hot
 from fednas_flwr.privacy.mechanism import micro_batches
@@ -31,6 +30,7 @@ from fednas_flwr.search.objective import heads, log_odds
 # Of a network's outputs and of labels: values of every record [B, V].
 Measure = Callable[[Tensor, Tensor], Tensor]
 
+Values = Callable[[Tensor], Tensor]  # of units, or of rows
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
 
 
@@ -48,9 +48,7 @@ class NoisedMeasures:
     def __init__(self, client: Client, request: Request) -> None:
         self._client, self._guard, self._request = client, client.private_guard, request
 
-    def mean(
-        self, kind: str, split: Split, values: Callable[[Tensor], Tensor], *, norm: float
-    ) -> Tensor:
+    def mean(self, kind: str, split: Split, values: Values, *, norm: float) -> Tensor:
         """Return one release: the noised mean over declared units of a vector per unit.
 
         Args:
@@ -162,7 +160,7 @@ class NoisedMeasures:
         kind: str,
         measured: Sequence[nn.Module] = (),
         tried: Sequence[nn.Module] = (),
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> Values:
         """Return a function: the values [N, V] of some rows, by networks in evaluation mode.
 
         Args:
@@ -189,7 +187,7 @@ class NoisedMeasures:
         client, measured = self._client, measured or [networks]
         tries = partial(computation, tried or measured)
         with torch.no_grad(), _measuring(networks):
-            size = rehearse(client, tries, networks, kind, self._request.network)
+            size = rehearsal.rehearse(client, tries, networks, kind, self._request.network)
 
         @torch.no_grad()
         def values(rows: Tensor) -> Tensor:
@@ -207,8 +205,8 @@ class NoisedMeasures:
 
 
 def _contributions(
-    kind: str, split: Split, values: Callable[[Tensor], Tensor], *, norm: float
-) -> Contributions:
+    kind: str, split: Split, values: Values, *, norm: float
+) -> release_guard.Contributions:
     """Clipped vectors of records; a person counts as the mean of all their records."""
 
     def total(units: Tensor) -> ClippedSum:
@@ -219,7 +217,7 @@ def _contributions(
         rows, persons = micro_batches.joined(split.records_of(units))
         return micro_batches.person_means(values(rows), persons)
 
-    return Contributions(split.num_units, total)
+    return release_guard.Contributions(split.num_units, total)
 
 
 @contextmanager

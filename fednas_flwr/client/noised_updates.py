@@ -23,7 +23,7 @@ from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import Probe
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
-from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states, pack
+from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, States, network_states, pack
 
 MOST_CELLS = 2.0**52  # of a weight that is sent, on the grid of the sum of its updates
 
@@ -59,7 +59,7 @@ def noised_update(
         _check_sent(base, grids)
 
     @cache
-    def update() -> Mapping[str, Packed]:
+    def update() -> States:
         try:
             return exact(replace(client, guard=None), request, settings).states
         except Exception as error:  # whatever it is, the server must not learn of it
@@ -105,7 +105,7 @@ def clipped(update: Mapping[str, Tensor], *, max_norm: float) -> ClippedSum:
     return ClippedSum({n: vector * factor for n, vector in double.items()}, norm=max_norm)
 
 
-def _check_sent(base: Mapping[str, Packed], grids: Mapping[str, Grid]) -> None:
+def _check_sent(base: States, grids: Mapping[str, Grid]) -> None:
     """Refuse weights so large that float64 could not hold a cell of a secure sum beside them."""
     for kind, grid in grids.items():
         most = MOST_CELLS * grid.cell

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.ledger import Entry, Ledger
@@ -45,7 +44,7 @@ class Contributions(NamedTuple):
     """
 
     num_units: int
-    total: Callable[[Tensor], ClippedSum]
+    total: Callable[[torch.Tensor], ClippedSum]
 
 
 @dataclass(frozen=True)
@@ -325,8 +324,7 @@ class ReleaseGuard:
     ) -> Tensors | Cells:
         """Return :meth:`release`, or :meth:`share` where the plan is that clients share noise."""
         if planned.shared:
-            grid = request.grids.get(planned.kind)
-            return self.share(planned, request.header, units, grid=grid)
+            return self.share(planned, request.header, units, grid=request.grids.get(planned.kind))
         return self.release(planned, request.header, units)
 
     def release(self, planned: PlannedRelease, header: Header, units: Contributions) -> Tensors:
@@ -388,7 +386,7 @@ class ReleaseGuard:
 
     def _booked_sum(
         self, planned: PlannedRelease, header: Header, units: Contributions
-    ) -> tuple[ClippedSum, Tensor, float]:
+    ) -> tuple[ClippedSum, torch.Tensor, float]:
         """Book one step, draw its batch; return the sum over it, its values [d], and sigma."""
         allowed, commitment = self.allowed, self._commitment(header.run)
         assert commitment is not None  # planned is of it

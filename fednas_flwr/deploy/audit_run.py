@@ -39,15 +39,13 @@ from fednas_flwr.client.answer import admit, answer, asked_kinds, begin_sum
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM
+from fednas_flwr.data import prepared, statistics
 from fednas_flwr.data.loaders import ClientData
-from fednas_flwr.data.prepared import make_data
-from fednas_flwr.data.statistics import largest_norm
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun, described_at_random
 from fednas_flwr.pipeline.schedule import Schedule
 from fednas_flwr.pipeline.stages import retrain, start_search
-from fednas_flwr.privacy import audit
+from fednas_flwr.privacy import audit, plan
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
-from fednas_flwr.privacy.plan import KINDS, STATISTICS, release_key
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Header, Reply, Request, decode_request
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, network_states, pack, unpack
@@ -56,8 +54,7 @@ from fednas_flwr.protocol.sum_requests import Summed, answer_sum, by_text
 from fednas_flwr.search.candidate import Pool
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.server.secure_sums import MaskedSum, PendingSum
-from fednas_flwr.settings import Config, with_runtime
-from fednas_flwr.settings.incompatible import by_client
+from fednas_flwr.settings import Config, incompatible, with_runtime
 from fednas_flwr.settings.names import CLIENT, LARGEST_EPSILON, SPLITS
 from fednas_flwr.settings.optimizers import SGD, Adam
 
@@ -126,7 +123,7 @@ class _Recorder(SteppedGrid):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._kinds = partial(asked_kinds, of_client=by_client(config))
+        self._kinds = partial(asked_kinds, of_client=incompatible.by_client(config))
         self.asked: dict[str, Request] = {}
         self.awaited: set[str] = set()
 
@@ -146,7 +143,7 @@ class _Recorder(SteppedGrid):
     def record(self, request: Request) -> None:
         """Keep a request unless another one has asked for more kinds."""
         keys = [
-            release_key(request.header.stage, request.action, kind, splits)
+            plan.release_key(request.header.stage, request.action, kind, splits)
             for kind, (splits, _) in self._kinds(request).items()
         ]
         for key in keys:
@@ -181,7 +178,7 @@ def _recorded(config: Config) -> tuple[Schedule, dict[str, Request]]:
 
 def _clients(config: Config, number: int) -> list[Client]:
     """Return the first clients of a run; their records are not augmented."""
-    data = make_data(config)
+    data = prepared.make_data(config)
     networks: dict[str, nn.Module] = {}  # clients take turns
     made = [make_client(config, index, data=data, networks=networks) for index in range(number)]
     unchanged = {"crop_padding": 0, "flip": False, "cutout": 0}
@@ -207,19 +204,22 @@ class _Exchange:
         self, config: Config, clients: list[Client], request: Request, schedule: Schedule
     ) -> None:
         """Choose the canary, and the states that are sent with the request."""
-        guard = clients[0].guard
-        assert guard is not None
+        guard = clients[0].private_guard
         self._clients, self._schedule = clients, schedule
         self._data_set, self._records = guard.data_set, guard.allowed.by_split
         self.by_client = guard.allowed.unit == CLIENT
-        settings = _shortened(request.settings)
+        settings = request.settings
+        if isinstance(settings, rq.TrainCandidates):
+            settings = replace(settings, candidates=settings.candidates[:1])
+        elif isinstance(settings, rq.Probe):
+            settings = replace(settings, trials=settings.trials[:2])
         self._request = replace(request, settings=settings)
         self.is_probe = isinstance(settings, rq.Probe)
         self._draws_paths = getattr(getattr(settings, "local", None), "paths", None) is not None
         # whether replies are trained models, whose moments give the gradients
         self._is_trained = ACTIONS[request.action].trains and not self.by_client
         self._honest = len(clients) - (config.secure_sum.colluding if config.secure_sum else 0)
-        kinds = ("rewards",) if self.is_probe else KINDS
+        kinds = ("rewards",) if self.is_probe else plan.KINDS
         self.planned = {planned.kind: planned for planned in schedule if planned.kind in kinds}
         self.hidden = [planned for planned in schedule if planned.kind not in kinds]
         steps = max(steps for _, steps in asked_kinds(request, of_client=self.by_client).values())
@@ -348,11 +348,10 @@ class _Exchange:
         It is computed by the real client, without privacy.
         """
         if isinstance(self._request.settings, rq.TellStatistics):
-            self._sizes: Sizes = {STATISTICS: {"float32": 3 * self._clients[0].num_columns}}
+            self._sizes: Sizes = {plan.STATISTICS: {"float32": 3 * self._clients[0].num_columns}}
             return {}
         client = replace(self._holding(self._clients[0], 1, exact=True), guard=None, sums=None)
-        asked = replace(self._asked("", 0, 1), states=self._states, summed=None)
-        reply = answer(client, asked)
+        reply = answer(client, replace(self._asked("", 0, 1), states=self._states, summed=None))
         kinds = self.planned if self.by_client else reply.states
         self._sizes = {kind: sizes_of(reply.states)[kind] for kind in kinds if kind in reply.states}
         if self.is_probe:
@@ -399,8 +398,7 @@ class _Exchange:
             for planned in self._schedule
         )
         settings = rq.Commit(data_set=self._data_set, releases=planned)
-        header = self._header(run, client)
-        answer(self._clients[client], Request("query.commit", header, settings))
+        answer(self._clients[client], Request("query.commit", self._header(run, client), settings))
 
     def mixes_terms(self) -> bool:
         """Return whether sites are in one secure sum that have committed to other norms."""
@@ -450,8 +448,8 @@ class _Exchange:
         value, settings = reply.states[kind]["float32"], self._request.settings
         if kind == "scores":  # sums
             return value / reply.num_examples, 1.0
-        if kind == STATISTICS:
-            return value, largest_norm(len(value) // 3)
+        if kind == plan.STATISTICS:
+            return value, statistics.largest_norm(len(value) // 3)
         return value, settings.loss_bound if isinstance(settings, rq.Probe) else math.sqrt(
             len(value)
         )
@@ -485,8 +483,7 @@ class _Exchange:
             if i < self._honest:
                 pending.add(i, answer(client, request))
                 continue
-            assert client.guard is not None
-            part = begin_sum(client, admit(client.guard, request))
+            part = begin_sum(client, admit(client.private_guard, request))
             assert part is not None
             vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
             pending.boxes[i] = by_text(part.mask(vectors))
@@ -496,15 +493,6 @@ class _Exchange:
         asked = pending.open_requests(dict(enumerate(signatures)))
         helping = len(clients) - self._honest
         return pending.unmask({i: answer_sum(sites[i], asked[i]) for i in range(helping + 1)})
-
-
-def _shortened(settings: rq.Settings) -> rq.Settings:
-    """Return a request for one candidate, or two trials."""
-    if isinstance(settings, rq.TrainCandidates):
-        return replace(settings, candidates=settings.candidates[:1])
-    if isinstance(settings, rq.Probe):
-        return replace(settings, trials=settings.trials[:2])
-    return settings
 
 
 def _fixed(value: Any, lr: float) -> Any:

@@ -113,7 +113,6 @@ def _digest(files: Mapping[str, bytes]) -> str:
 def _values(toml: bytes) -> bytes:
     """Return a TOML file in one form of writing; other text as it is."""
     try:
-        values = tomllib.loads(toml.decode())
-        return json.dumps(values, sort_keys=True).encode()
+        return json.dumps(tomllib.loads(toml.decode()), sort_keys=True).encode()
     except (ValueError, TypeError, RecursionError):  # a date is no JSON, and none of ours
         return toml

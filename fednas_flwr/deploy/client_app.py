@@ -21,11 +21,10 @@ from torch import nn
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError, DayFullError
 from fednas_flwr.base.memory import keep_freed_memory
+from fednas_flwr.client import audit_trail, release_guard
 from fednas_flwr.client.answer import admit, answer
-from fednas_flwr.client.audit_trail import trail_of
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client, make_site_guard
-from fednas_flwr.client.release_guard import ReleaseGuard
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data, make_site_data
 from fednas_flwr.data.readers import site_dataset
@@ -35,10 +34,8 @@ from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol import messages
 from fednas_flwr.protocol.secure_sum.sum_site import NODE_KEYS, SumSite
 from fednas_flwr.protocol.sum_requests import SUM_ACTIONS, answer_sum
-from fednas_flwr.settings import Config, dump_config, with_runtime
-from fednas_flwr.settings.configuration import load_config
+from fednas_flwr.settings import Config, configuration, dump_config, registry, with_runtime
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.registry import registered, restore
 
 DATA_PATH = "data-path"
 MOST_ALIVE = 128  # clients of a process that are kept from one message to the next
@@ -58,7 +55,7 @@ def make_client_app(config_json: str | None = None, *, mods: Sequence[Mod] = ())
             empty; None reads it from there, or where that has none, from each message.
         mods: Flower's, or your own, around every answer; the first is the outermost.
     """
-    app, entries = ClientApp(mods=list(mods)), registered()
+    app, entries = ClientApp(mods=list(mods)), registry.registered()
     for action in ACTIONS:
         category, name = action.split(".")
         getattr(app, category)(name)(_handler(config_json, entries))
@@ -69,14 +66,14 @@ def _handler(
     config_json: str | None, entries: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[Message, Context], Message]:
     def handle(message: Message, context: Context) -> Message:
-        restore(entries)
+        registry.restore(entries)
         keep_freed_memory()
         # Errors whose text the server may read; of a private client's, refusals.
         private = "policy" in context.node_config
         safe: tuple[type[Exception], ...] = (ConfigError,) if private else (Exception,)
         keys = sorted(SITE_KEYS & context.node_config.keys())
         site = tuple((key, str(context.node_config[key])) for key in keys)
-        trail, action = trail_of(dict(site)), message.metadata.message_type
+        trail, action = audit_trail.trail_of(dict(site)), message.metadata.message_type
         along = take_along(message)
         request = None
         try:
@@ -97,7 +94,10 @@ def _handler(
                 norm = None if ACTIONS[action].is_public else _config(text).search_space.norm
                 request = admit(guard, request, supernet_norm=norm)
             if guard is not None and action in SUM_ACTIONS:
-                reply = _helped(guard, index, site, request)
+                if guard.allowed.secure_sum is None:  # its records are not loaded for this
+                    raise ConfigError("refused: this site takes no part in secure sums.")
+                sums = SumSite.of_node(index, dict(site), guard.allowed.secure_sum)
+                reply = messages.Reply(1.0, properties=answer_sum(sums, request.settings))
             else:
                 safe = () if private else safe
                 client = _client(text, index, site, policy)
@@ -118,16 +118,6 @@ def _handler(
             return Message(Error(CLIENT_RAISED, reason), reply_to=message)
 
     return handle
-
-
-def _helped(
-    guard: ReleaseGuard, index: int, site: Site, request: messages.Request
-) -> messages.Reply:
-    """Return a site's part in the end of a secure sum, for which its records are not loaded."""
-    if guard.allowed.secure_sum is None:
-        raise ConfigError("refused: this site takes no part in secure sums.")
-    sums = SumSite.of_node(index, dict(site), guard.allowed.secure_sum)
-    return messages.Reply(1.0, properties=answer_sum(sums, request.settings))
 
 
 def site_config(config: Config, site: Mapping[str, str]) -> Config:
@@ -167,7 +157,7 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
 @lru_cache(maxsize=1)
 def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str, nn.Module]]:
     """Return the data that clients of one process share: records, partition, built networks."""
-    config = load_config(config_json)
+    config = configuration.load_config(config_json)
     at_site = has_real_sites(config)
     data = make_site_data(config) if at_site else make_data(config)
     for note in data[0].train.notes if at_site else ():
@@ -175,12 +165,7 @@ def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str
     return data, {}
 
 
-@lru_cache(maxsize=16)
-def _config(config_json: str) -> Config:
-    """Return a run's configuration."""
-    return load_config(config_json)
-
-
+_config = lru_cache(maxsize=16)(configuration.load_config)
 Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
 
 
@@ -193,7 +178,7 @@ def _policy_text(site: Site) -> str | None:
 
 
 @lru_cache(maxsize=MOST_ALIVE)
-def _guard(config_json: str, site: Site, policy: str | None) -> ReleaseGuard | None:
+def _guard(config_json: str, site: Site, policy: str | None) -> release_guard.ReleaseGuard | None:
     """Return the guard of a real site with a policy, anew for every run and `policy` text."""
     return make_site_guard(dict(site))
 

@@ -22,8 +22,7 @@ from fednas_flwr.runs.events import Event, EventLog, Listener, read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
 from fednas_flwr.runs.run_folder import occupied
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.settings import Config, dump_config
-from fednas_flwr.settings.run_settings import Deployment
+from fednas_flwr.settings import Config, dump_config, run_settings
 
 BUNDLE = "bundle"  # folder of the Flower app in the run folder; Flower allows no underscore
 RUN_CONFIG_FILE = "run-config.toml"
@@ -58,7 +57,7 @@ def deploy(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
     folder = config.folder
     bundle = write_bundle(folder / BUNDLE)
     run_config = write_run_config(folder / RUN_CONFIG_FILE, config, resumed=resumed)
-    assert isinstance(config.runtime, Deployment)
+    assert isinstance(config.runtime, run_settings.Deployment)
     superlink = str(config.runtime.superlink)
     run_id = str(_flwr_json("run", str(bundle), superlink, "-c", str(run_config))["run-id"])
     listeners = list(listeners)
@@ -104,10 +103,9 @@ def read_event(line: str) -> Event | None:
     if not line.startswith(EVENT_MARK):
         return None
     try:
-        event: Event = json.loads(line.removeprefix(EVENT_MARK))
+        return json.loads(line.removeprefix(EVENT_MARK))
     except ValueError:
         return None
-    return event
 
 
 def read_status(listing: dict[str, Any]) -> tuple[str, str]:
@@ -201,7 +199,7 @@ def _flwr_json(*arguments: str) -> dict[str, Any]:
         [*_FLWR, *arguments, "--format", "json"], capture_output=True, text=True, encoding="utf-8"
     )
     try:
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer = json.loads(done.stdout)
     except ValueError:
         answer = {"success": False, "error-message": done.stdout + done.stderr}
     if done.returncode or not answer.get("success"):

@@ -24,25 +24,19 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.memory import peak_memory
 from fednas_flwr.base.processes import at_once
 from fednas_flwr.data.features import KINDS
-from fednas_flwr.deploy.client_app import make_client_app
+from fednas_flwr.deploy import client_app, local_actors
 from fednas_flwr.deploy.grids import InProcessGrid, places, this_node
-from fednas_flwr.deploy.local_actors import side_by_side
 from fednas_flwr.models.networks import given_genotype, make_device, supernet_space
-from fednas_flwr.pipeline.baselines import compared_rounds
+from fednas_flwr.pipeline import baselines, later_settings
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
-from fednas_flwr.pipeline.later_settings import explained
 from fednas_flwr.pipeline.stages import describe, retrain, start_search
 from fednas_flwr.protocol.messages import Request, decode_request, encode_states
 from fednas_flwr.protocol.messages import encode_request as encode
 from fednas_flwr.report.templates import paragraphs, render, sentence
+from fednas_flwr.runs import events, numbers, run_folder
 from fednas_flwr.runs.checkpoints import KEEP
-from fednas_flwr.runs.events import EventLog
-from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
-from fednas_flwr.runs.run_folder import create_run_folder, free_bytes
-from fednas_flwr.settings import Config, dump_config, expanded
-from fednas_flwr.settings.incompatible import searches
+from fednas_flwr.settings import Config, dump_config, expanded, incompatible, run_settings
 from fednas_flwr.settings.parser import seconds
-from fednas_flwr.settings.run_settings import RayRuntime
 
 FEW = 4  # steps that tell what one takes
 G = TypeVar("G", bound="SteppedGrid")
@@ -118,7 +112,7 @@ def estimate(config: Config) -> Estimate:
         QuorumError: Clients refuse, as they would in the run.
     """
     _, factor = config.algorithm.rehearsed(config.search_space.name)  # of the server's own work
-    device, free = make_device(config.runtime.device), free_bytes(config)
+    device, free = make_device(config.runtime.device), run_folder.free_bytes(config)
     torch.set_num_threads(config.runtime.threads)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -126,14 +120,14 @@ def estimate(config: Config) -> Estimate:
         run.ends_at = -math.inf
         grid.properties = run.cohort.properties
         stages, config = [], run.config
-        if searches(config):
+        if incompatible.searches(config):
             with suppress(OutOfTimeError):
                 start_search(run)
             stages.append(_stage(run, grid, "search", config.rounds, factor))
         if "retrain" in config.stages:
             retrain(run, described_at_random(run), None)
             stages.append(_stage(run, grid, "retrain", config.retrain.planned))
-            if rounds := compared_rounds(config):
+            if rounds := baselines.compared_rounds(config):
                 stages.append(replace(stages[-1], name="others", rounds=rounds))
         return Estimate(
             tuple(stages),
@@ -159,8 +153,8 @@ def private_terms(config: Config) -> list[str]:
     if not config.dp:
         raise ConfigError("privacy=none: nothing is to be calibrated; set privacy=dp.")
     with begun(config, SteppedGrid) as (run, _):
-        why = paragraphs("less_than_budget", read_run(run.folder).privacy)
-        return [*explained(run), f"(epsilon, delta) at most {_promised(run)}", *why]
+        why = paragraphs("less_than_budget", numbers.read_run(run.folder).privacy)
+        return [*later_settings.explained(run), f"(epsilon, delta) at most {_promised(run)}", *why]
 
 
 @contextmanager
@@ -178,7 +172,7 @@ def begun(config: Config, make_grid: Callable[[Config], G]) -> Iterator[tuple[Ru
         )
     with tempfile.TemporaryDirectory(prefix="fednas-dry-run-") as folder:
         config = _moved(config, Path(folder))
-        with EventLog(config.folder / EVENTS_FILE) as log:
+        with events.EventLog(config.folder / numbers.EVENTS_FILE) as log:
             grid = make_grid(config)
             yield begin(config, grid, log, {}, earlier=[]), grid
 
@@ -186,7 +180,7 @@ def begun(config: Config, make_grid: Callable[[Config], G]) -> Iterator[tuple[Ru
 def described_at_random(run: Run) -> dict[str, Any]:
     """Describe the network to retrain: the given one, else a random one of the search space."""
     genotype = given_genotype(run.config)
-    if genotype is None and searches(run.config):
+    if genotype is None and incompatible.searches(run.config):
         space = supernet_space(run.config, run.prepared)
         genotype = space.random_genotype(torch.Generator().manual_seed(run.config.seed))
     return describe(run, genotype, None)
@@ -202,12 +196,12 @@ def _moved(config: Config, folder: Path) -> Config:
         if sites.exists():  # whose real budgets pay nothing
             shutil.copytree(sites, folder / "sites")
         config = replace(config, privacy=replace(privacy, sites=str(folder / "sites")))
-    return create_run_folder(replace(config, run_dir=str(folder / "run")))
+    return run_folder.create_run_folder(replace(config, run_dir=str(folder / "run")))
 
 
 def _promised(run: Run) -> str:
     """Return the sentence on a run's guarantee of privacy; empty if it has none."""
-    promised = read_run(run.folder).privacy
+    promised = numbers.read_run(run.folder).privacy
     return sentence("overall_text", promised) if promised else ""
 
 
@@ -223,7 +217,7 @@ def _stage(
         rounds: Number of its rounds.
         factor: Of the server's own seconds.
     """
-    first = read_run(run.folder).rounds(name)[0]
+    first = numbers.read_run(run.folder).rounds(name)[0]
     server_s = max(0.0, first["seconds"] - grid.spent_s) * factor
     round_s = server_s + sum(
         max(max(clients_s), sum(clients_s) / grid.at_once) for clients_s in grid.clients_s.values()
@@ -239,7 +233,7 @@ class SteppedGrid(InProcessGrid):
 
     def __init__(self, config: Config) -> None:
         """Make them."""
-        super().__init__(make_client_app(dump_config(config)), config.clients)
+        super().__init__(client_app.make_client_app(dump_config(config)), config.clients)
 
     def after(self, message: Message, request: Request, steps: int) -> Message:
         """Return the reply to a request, decoded from the message, for that many steps."""
@@ -269,11 +263,11 @@ class MeasuringGrid(SteppedGrid):
         self.clients_s: dict[tuple[Any, ...], list[float]] = {}
         self.spent_s = 0.0
         self._step_s: dict[tuple[Any, ...], float] = {}
-        if isinstance(config.runtime, RayRuntime):
+        if isinstance(config.runtime, run_settings.RayRuntime):
             self.at_once = min(config.clients, max(1, places(config.runtime, this_node())))
             self.processes = self.at_once
         else:
-            self.at_once = side_by_side(config)
+            self.at_once = local_actors.side_by_side(config)
             self.processes = at_once(config.clients, threads=config.runtime.threads)
 
     def answer(self, message: Message) -> Message:

@@ -54,12 +54,13 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
     from flwr.supercore.superexec.executor.types import ExecutionSpec
 
+Call = Callable[..., None]
 VERSIONS = ("1.41", "1.42")
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION  # of a reply
 _ALONG = "fednas.along"
 
 
-def guard_superlink(serve: Callable[..., None]) -> None:
+def guard_superlink(serve: Call) -> None:
     """Have ``serve(run, app=..., ...)`` called in place of ``uvicorn.run(app=..., ...)``."""
     import uvicorn
 
@@ -91,7 +92,7 @@ def give_up_replies(make_store: Callable[[Any], Any]) -> None:
     """Have a SuperNode read replies through ``make_store(<its object store>)``."""
     from flwr.supernode import start_client_internal
 
-    def through(push: Callable[..., None]) -> Callable[..., None]:
+    def through(push: Call) -> Call:
         return lambda *, object_store, **arguments: push(
             object_store=make_store(object_store), **arguments
         )
@@ -152,14 +153,14 @@ def finish_only_with_a_reply() -> None:
 
     replied = threading.Event()
 
-    def noting(push: Callable[..., None]) -> Callable[..., None]:
+    def noting(push: Call) -> Call:
         def push_and_note(*reply: Any, **named: Any) -> None:
             push(*reply, **named)
             replied.set()
 
         return push_and_note
 
-    def finishing(finish: Callable[..., None]) -> Callable[..., None]:
+    def finishing(finish: Call) -> Call:
         return lambda *of, **named: finish(*of, **named) if replied.is_set() else None
 
     _wrap(run_clientapp, "push_message", noting)

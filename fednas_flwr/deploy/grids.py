@@ -417,7 +417,7 @@ def ray_grid(client_app: ClientApp, num_clients: int, runtime: RayRuntime) -> It
         runtime: What one client takes, and where.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray: Any = import_module("ray")
+    ray = import_module("ray")
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if runtime.ray_address is None:
         settings["include_dashboard"] = False

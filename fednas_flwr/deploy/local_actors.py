@@ -20,9 +20,8 @@ from flwr.app import Message
 from fednas_flwr.base.processes import Forks, at_once, cores, is_warm, serve_forks
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid, Taken, WorkerGrid
-from fednas_flwr.settings import Config, dump_config
+from fednas_flwr.settings import Config, dump_config, registry
 from fednas_flwr.settings.configuration import load_config
-from fednas_flwr.settings.registry import packed
 
 PATIENCE_S = 5.0  # of a run in one process; to start others takes about as long
 LATER = "sklearn.metrics"  # what this process imports while the others compute
@@ -49,7 +48,7 @@ def side_by_side(config: Config) -> int:
 def local_grid(config: Config) -> Iterator[InProcessGrid]:
     """The grid of a run on this machine, with further processes where they can help."""
     text = dump_config(config)
-    app, sent = make_client_app(text), packed(partial(_answer, text))
+    app, sent = make_client_app(text), registry.packed(partial(_answer, text))
     if side_by_side(config) == 1 or sent is None:
         yield InProcessGrid(app, config.clients)
         return

@@ -14,24 +14,17 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.deploy import client_app, deployment, flower_patches, local_actors
 from fednas_flwr.deploy.bundle import CONFIG_KEY, OVERRIDES_KEY, RESUMED_KEY, typed_in
-from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.deployment import deploy, print_event
-from fednas_flwr.deploy.flower_patches import send_along
 from fednas_flwr.deploy.grids import check_cluster, ray_grid
-from fednas_flwr.deploy.local_actors import local_grid
-from fednas_flwr.pipeline.feasible import check_run
-from fednas_flwr.pipeline.stages import run_stages
-from fednas_flwr.report.html_report import write_report
-from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.pipeline import feasible, stages
+from fednas_flwr.report import html_report, model_card
 from fednas_flwr.report.trackers import TRACKERS, check_trackers
 from fednas_flwr.runs import run_folder
 from fednas_flwr.runs.events import EventLog, Listener
 from fednas_flwr.runs.numbers import CONFIG_FILE, EVENTS_FILE, is_whole
-from fednas_flwr.settings import Config, dump_config
-from fednas_flwr.settings.configuration import load_config, parse_config
+from fednas_flwr.settings import Config, configuration, dump_config, run_settings
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
-from fednas_flwr.settings.run_settings import Deployment, RayRuntime
 
 APPEAR_S, SETTLE_S, POLL_S = 60.0, 3.0, 0.1  # of a federation's nodes
 SITES = "partition=sites"
@@ -50,7 +43,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def _run_launched(grid: Grid, context: Context) -> None:
     """Run the configuration that ``fednas run runtime=deployment`` has sent, and print events."""
-    config = load_config(str(context.run_config[CONFIG_KEY]))
+    config = configuration.load_config(str(context.run_config[CONFIG_KEY]))
     resumed, folder = bool(context.run_config[RESUMED_KEY]), config.folder
     if not resumed and (folder / EVENTS_FILE).exists():
         raise ConfigError(
@@ -58,7 +51,7 @@ def _run_launched(grid: Grid, context: Context) -> None:
         )
     if not (folder / CONFIG_FILE).exists():  # else the launcher, on this machine, has made it
         config = run_folder.create_run_folder(config)
-    serve(config, grid, listeners=[print_event], resumed=resumed)
+    serve(config, grid, listeners=[deployment.print_event], resumed=resumed)
 
 
 def _run_overrides(grid: Grid, text: str) -> None:
@@ -71,7 +64,7 @@ def _run_overrides(grid: Grid, text: str) -> None:
 
     config, resumed = configure(text, num_nodes=count_nodes(grid))
     folder = config.folder
-    send_along(grid, {CONFIG_KEY: dump_config(config)})
+    flower_patches.send_along(grid, {CONFIG_KEY: dump_config(config)})
     print(f"run folder: {folder}", flush=True)
     if not (resumed and is_whole(folder)):
         with ProgressDisplay() as display:
@@ -112,7 +105,7 @@ def configure(text: str, *, num_nodes: int) -> tuple[Config, bool]:
             f"num-supernodes={config.clients}`."
         )
     if config.runtime.name != "deployment":
-        check_run(config)
+        feasible.check_run(config)
     if resumed:
         return config, True
     return run_folder.create_run_folder(config, runs=typed_in() / run_folder.RUNS), False
@@ -129,7 +122,7 @@ def _composed(overrides: list[str], num_nodes: int) -> Config:
         overrides = [*overrides, f"clients={num_nodes}"]
     if SITES in overrides:
         overrides = [*overrides, "runtime=deployment", "runtime.superlink=flwr"]
-    return parse_config(compose_tree(overrides), user=user_settings(overrides))
+    return configuration.parse_config(compose_tree(overrides), user=user_settings(overrides))
 
 
 def count_nodes(grid: Grid) -> int:
@@ -170,13 +163,13 @@ def serve(config: Config, grid: Grid, *, listeners: Iterable[Listener], resumed:
         listeners += [stack.enter_context(TRACKERS[name](folder)) for name in config.trackers]
         log = stack.enter_context(EventLog(folder / EVENTS_FILE, listeners))
         try:
-            run_stages(config, grid, log, resumed=resumed)
+            stages.run_stages(config, grid, log, resumed=resumed)
         except BaseException:
             with suppress(Exception):  # what ended the run is what must be told
-                write_report(folder)
+                html_report.write_report(folder)
             raise
-    write_report(folder)
-    write_model_card(folder)
+    html_report.write_report(folder)
+    model_card.write_model_card(folder)
 
 
 def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> None:
@@ -192,12 +185,12 @@ def launch(config: Config, *, listeners: Iterable[Listener], resumed: bool) -> N
         RuntimeError: A deployed run failed; the message is the server's error.
     """
     runtime = config.runtime
-    if isinstance(runtime, Deployment):
-        deploy(config, listeners=listeners, resumed=resumed)
+    if isinstance(runtime, run_settings.Deployment):
+        deployment.deploy(config, listeners=listeners, resumed=resumed)
         return
-    grids = local_grid(config)
-    if isinstance(runtime, RayRuntime):
+    grids = local_actors.local_grid(config)
+    if isinstance(runtime, run_settings.RayRuntime):
         check_cluster(config)
-        grids = ray_grid(make_client_app(dump_config(config)), config.clients, runtime)
+        grids = ray_grid(client_app.make_client_app(dump_config(config)), config.clients, runtime)
     with grids as grid:
         serve(config, grid, listeners=listeners, resumed=resumed)

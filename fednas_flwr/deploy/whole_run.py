@@ -15,17 +15,12 @@ from fednas_flwr.base.processes import LostError, at_once, beside
 from fednas_flwr.deploy.server_app import launch
 from fednas_flwr.models.prediction import MODEL_FILE
 from fednas_flwr.pipeline import baselines
-from fednas_flwr.report.html_report import write_report
-from fednas_flwr.report.templates import as_unit
+from fednas_flwr.report import html_report, templates
+from fednas_flwr.runs import leaderboard, run_folder
 from fednas_flwr.runs.events import Event, Listener
-from fednas_flwr.runs.leaderboard import chosen
 from fednas_flwr.runs.numbers import EVENTS_FILE, is_complete, is_whole, read_run
-from fednas_flwr.runs.run_folder import open_run_folder
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.settings import Config, with_runtime
-from fednas_flwr.settings.names import FOUND
-from fednas_flwr.settings.parser import seconds
-from fednas_flwr.settings.registry import packed
+from fednas_flwr.settings import Config, names, parser, registry, with_runtime
 from fednas_flwr.settings.unused import without_effect
 
 POLL_S = 2.0  # between looks at how far the networks beside a run are
@@ -53,7 +48,7 @@ def run_whole(
             run's.
     """
     listeners, folder = list(listeners), config.folder
-    if config.evaluation.deliver == FOUND or "evaluation.deliver" in without_effect(config):
+    if config.evaluation.deliver == names.FOUND or "evaluation.deliver" in without_effect(config):
         if not (resumed and is_whole(folder)):
             launch(config, listeners=listeners, resumed=resumed)
         _train_baselines(config, tell)
@@ -64,7 +59,7 @@ def run_whole(
 def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell: Listener) -> None:
     """Search, train the candidates, and then the one that validation records choose."""
     folder, limit = config.folder, config.runtime.time_limit
-    ends_at = math.inf if limit is None else time.monotonic() + seconds(limit)
+    ends_at = math.inf if limit is None else time.monotonic() + parser.seconds(limit)
 
     def share(step: str) -> float:
         """The seconds that a step may take."""
@@ -83,7 +78,7 @@ def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell
         folders = baselines.prepare_candidates(config, last=True)
         if (left := share("finalists")) > 0:
             _train_beside(config, folders, left, tell)
-    best = chosen(folder)
+    best = leaderboard.chosen(folder)
     if best is None:
         raise ConfigError(f"no candidate of {folder} could be trained: see the reports below it.")
     tell({"event": "told", "text": f"delivered: {best.name}"})
@@ -119,7 +114,7 @@ def _train_beside(config: Config, folders: list[Path], limit: float, tell: Liste
         for number, (folder, reason) in enumerate(train_all(config, folders, limit), 1):
             if not reason:
                 run = read_run(folder)
-                reason = f"{run.score.label} {as_unit(run.test_score(), run.score.unit)}"
+                reason = f"{run.score.label} {templates.as_unit(run.test_score(), run.score.unit)}"
             text = f"{folder.name}: {reason}"
             tell(place() | {"position": f"{number}/{len(folders)}", "text": text})
     finally:
@@ -151,7 +146,7 @@ def train_all(
     each, ends_at = _text(limit / len(folders)), time.monotonic() + limit
     calls = [(folder, each, ends_at if place else math.inf) for place, folder in enumerate(folders)]
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
-    if alone or at_once(len(folders)) < 2 or (sent := packed(train)) is None:
+    if alone or at_once(len(folders)) < 2 or (sent := registry.packed(train)) is None:
         yield from ((call[0], train(*call)) for call in calls)
         return
     try:
@@ -178,7 +173,7 @@ def train(folder: Path, limit: str | None, ends_at: float) -> str:
         return "left out, as time was over"
     begun = (folder / EVENTS_FILE).exists()
     try:
-        config = with_runtime(open_run_folder(str(folder)), time_limit=limit)
+        config = with_runtime(run_folder.open_run_folder(str(folder)), time_limit=limit)
         launch(config, listeners=(), resumed=begun)
     except (ConfigError, QuorumError) as error:
         return str(error)
@@ -201,4 +196,4 @@ def _train_baselines(config: Config, tell: Listener) -> None:
         return
     if folders := baselines.prepare_baselines(config):
         _train_beside(config, folders, math.inf, tell)
-        write_report(whole)
+        html_report.write_report(whole)

@@ -275,8 +275,7 @@ class ReleaseTest:
                 wrong.append(f"{shares[-1]:.2f} in {name}")
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            text = f"noise of {', '.join(wrong[:3])}{more} where 1 was committed to"
-            self.faults.append(text)
+            self.faults.append(f"noise of {', '.join(wrong[:3])}{more} where 1 was committed to")
         if few:
             self.unseen.append(f"half the noise in {few} of {len(tested)} tensors")
         lowest, highest = min(shares, default=math.inf), max(shares, default=0.0)
@@ -289,8 +288,9 @@ class ReleaseTest:
         variance, count = float((noise**2).mean()) / alone, noise.numel()
         low, high = variance_limits(variance * count, count, miss=self.miss)
         if high < 1 or low > SLACK:
-            text = f"two steps together have {variance:.2f} of the variance of two noises"
-            self.faults.append(text)
+            self.faults.append(
+                f"two steps together have {variance:.2f} of the variance of two noises"
+            )
         if variance_limits(same / alone * count, count, miss=self.miss)[0] < 1.1 * SLACK:
             self.unseen.append("noise that is the same in the steps of one request")
 

@@ -18,6 +18,7 @@ from fednas_flwr.settings.parser import Between, Checked, Distinct, Length, OneO
 Splits = Annotated[
     tuple[Annotated[str, OneOf(SPLITS)], ...], Length(Between(1, len(SPLITS))), Distinct()
 ]
+BySplit = Mapping[str, int]  # numbers of records
 STATISTICS = "statistics"  # a stage, of one exchange before the search, and its kind of release
 STAGES = (STATISTICS, "search", "retrain", "evaluate")
 KINDS = ("weights", "alphas", "rewards", "metrics", "scores", STATISTICS)
@@ -64,20 +65,19 @@ class PlannedRelease(Checked):
         """Name of the privacy setting that gives its noise: its kind's, or ``retrain``."""
         return "retrain" if self.stage == "retrain" and self.kind == "weights" else self.kind
 
-    def num_records(self, records: Mapping[str, int]) -> int:
+    def num_records(self, records: BySplit) -> int:
         """Return of how many units, by split declared, it is a sum: records, persons, a client."""
         return 1 if self.of_client else sum(records[split] for split in self.splits)
 
-    def rate(self, records: Mapping[str, int]) -> float:
+    def rate(self, records: BySplit) -> float:
         """Return p, the probability at which a client with these declared records draws each."""
         return poisson_rate(self.batch_size, self.num_records(records))
 
-    def expected_batch(self, records: Mapping[str, int]) -> float:
+    def expected_batch(self, records: BySplit) -> float:
         """Return ``p N``, the expected batch, by which sums are divided: a public number."""
-        rate = self.rate(records)
-        return round(rate * self.num_records(records), 9)  # 1 / 49 * 49 < 1
+        return round(self.rate(records) * self.num_records(records), 9)  # 1 / 49 * 49 < 1
 
-    def sum_range(self, records: Mapping[str, int]) -> float:
+    def sum_range(self, records: BySplit) -> float:
         """Return the largest magnitude of one client's noised sum, as a secure sum has room for.
 
         ``R (B + 6 sqrt(B (1 - p)) + 8 sigma)``, B being the expected batch: a Poisson batch is
@@ -86,12 +86,12 @@ class PlannedRelease(Checked):
         noise = 8 * (self.noise_multiplier or 0.0) * self.max_grad_norm
         return self.clipped_range(records) + noise
 
-    def clipped_range(self, records: Mapping[str, int]) -> float:
+    def clipped_range(self, records: BySplit) -> float:
         """Return the largest magnitude of one client's clipped sum that is not projected."""
         batch, rate = self.expected_batch(records), self.rate(records)
         return self.max_grad_norm * (batch + 6 * math.sqrt(batch * (1 - rate)))
 
-    def release(self, records: Mapping[str, int]) -> Release:
+    def release(self, records: BySplit) -> Release:
         """Return the cost of all the steps for a client with these declared records.
 
         Raises:

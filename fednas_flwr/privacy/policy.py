@@ -20,8 +20,7 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.foreign import load_yaml, read_yaml
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.settings import names
-from fednas_flwr.settings.data_settings import Fractions
+from fednas_flwr.settings import data_settings, names
 from fednas_flwr.settings.optimizers import Count, Positive
 from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, parse, within
 
@@ -29,6 +28,7 @@ from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, Where, 
 LEAST_GRAD_NORM, LARGEST_GRAD_NORM = 1e-6, 1e30
 LEAST_SAMPLE_RATE = 1e-9
 LEAST_HONEST = 2  # of one honest site's value and what colluding ones know, the sum hides nothing
+Conflicts = Iterable[tuple[object, str]]  # whether, and what is said of it
 APPROVALS = AUTOMATIC, MANUAL = ("automatic", "manual")
 
 
@@ -51,7 +51,7 @@ class SumTerms(Checked):
     least_sites: Annotated[int, Between(2, names.MOST_SITES)]
     colluding: Annotated[int, Between(0, names.MOST_SITES)]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude sums that hide no honest site among another one."""
         yield (
             self.honest < LEAST_HONEST,
@@ -101,7 +101,7 @@ class DataSetPolicy(Checked):
     ]
     unit: Annotated[names.Unit, OneOf(names.UNITS)]
     records: Count
-    fractions: Fractions
+    fractions: data_settings.Fractions
     threads: Count
     micro_batch_size: Annotated[int, Between(1, names.LARGEST_MICRO_BATCH)]
     secure_noise: bool
@@ -111,7 +111,7 @@ class DataSetPolicy(Checked):
     secure_sum: SumTerms | None = None
     largest_noise_multiplier: Positive = 100.0
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude values that do not go with others."""
         least, largest = self.least_noise_multiplier, self.largest_noise_multiplier
         expected = f"the least, {least:g}, or more"
@@ -147,7 +147,7 @@ class Policy(Checked):
 
     data_sets: Annotated[dict[str, DataSetPolicy], Length(Between(1, 1000))]
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude ids that are no names, and budgets of one account that differ."""
         first: dict[str, str] = {}
         for name, allowed in self.data_sets.items():
@@ -289,10 +289,9 @@ def _policy(document: Any, origin: str) -> Policy:
         accounts = {n: {"account": str(n), **s} for n, s in sections.items() if isinstance(s, dict)}
         document = document | {"data_sets": sections | accounts}
     try:
-        policy: Policy = parse(Policy, document, key="", defaults=True)
+        return parse(Policy, document, key="", defaults=True)
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from None
-    return policy
 
 
 def template() -> str:

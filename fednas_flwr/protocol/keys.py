@@ -117,11 +117,9 @@ class Roster(Checked):
             ConfigError: It cannot be read, or is none.
         """
         try:
-            sites = load_json(path.read_text("utf-8"))
-            roster: Roster = parse(cls, {"sites": sites}, key="")
+            return parse(cls, {"sites": load_json(path.read_text("utf-8"))}, key="")
         except (OSError, ValueError) as error:
             raise ConfigError(f"the roster {path} cannot be used: {error}") from error
-        return roster
 
     def has_signed(self, index: int, signature: bytes, message: bytes) -> bool:
         """Return whether a site has signed a message."""
@@ -193,8 +191,7 @@ def sign_model(key_path: Path, *, run: str, model: bytes, card: str) -> str:
         ConfigError: The file holds no private key of Ed25519.
     """
     key = _loaded(key_path, Ed25519PrivateKey, partial(pem.load_pem_private_key, password=None))
-    signature: bytes = key.sign(_model_message(run, model, card))
-    return signature.hex()
+    return key.sign(_model_message(run, model, card)).hex()
 
 
 def is_signed(public_path: Path, signature: str, *, run: str, model: bytes, card: str) -> bool:

@@ -38,11 +38,10 @@ from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.data.statistics import Statistics
-from fednas_flwr.privacy.actions import ACTIONS, SUPERNET
-from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.privacy import actions, plan
 from fednas_flwr.protocol.requests import Settings, decode
 from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
-from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, Tensors, pack
+from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, States, Tensors, pack
 from fednas_flwr.protocol.sum_requests import Header as Header
 from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.settings.parser import parse
@@ -79,20 +78,20 @@ class Request:
     action: str
     header: Header
     settings: Settings
-    states: Mapping[str, Packed] = field(default_factory=dict)
+    states: States = field(default_factory=dict)
     statistics: Statistics | None = None
     summed: Summed | None = None
-    planned: Mapping[str, PlannedRelease] | None = None
+    planned: Mapping[str, plan.PlannedRelease] | None = None
 
     @property
-    def releases(self) -> Mapping[str, PlannedRelease]:
+    def releases(self) -> Mapping[str, plan.PlannedRelease]:
         """The plan of each kind of release; empty without privacy."""
         return self.planned or {}
 
     @property
     def network(self) -> Mapping[str, Any]:
         """Description of its network, by default that of the supernet."""
-        return self.settings.described or {"name": SUPERNET}
+        return self.settings.described or {"name": actions.SUPERNET}
 
     @property
     def network_states(self) -> dict[str, Packed]:
@@ -115,8 +114,7 @@ class Request:
         ranges = {} if self.summed is None else self.summed.ranges
         statistics = {} if self.statistics is None else vars(self.statistics)
         asked = [self.action, asdict(self.settings), ranges, statistics]
-        text = json.dumps(asked, sort_keys=True)
-        hashed = hashlib.sha256(text.encode())
+        hashed = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
         for name in sorted(self.states):
             for dtype, vector in sorted(self.states[name].items()):
                 hashed.update(json.dumps([name, dtype, vector.numel()]).encode())
@@ -143,7 +141,7 @@ class Reply:
 
     num_examples: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    states: Mapping[str, Packed] = field(default_factory=dict)
+    states: States = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     properties: Any = field(default_factory=dict)
     shares: Mapping[str, Cells] = field(default_factory=dict)
@@ -177,7 +175,7 @@ class Reply:
         )
 
 
-def encode_states(states: Mapping[str, Packed]) -> dict[str, ArrayRecord]:
+def encode_states(states: States) -> dict[str, ArrayRecord]:
     """Return one record per state; made once per exchange and shared by all its messages."""
     return {
         STATE_PREFIX + name: ArrayRecord(
@@ -318,7 +316,7 @@ def round_reply(reply: Reply, request: Request, *, wire: str, generator: torch.G
         return reply
     states = {}
     for name, packed in reply.states.items():
-        base = request.states.get(name) if ACTIONS[request.action].trains else None
+        base = request.states.get(name) if actions.ACTIONS[request.action].trains else None
         states[name] = _round_packed(packed, base or {}, wire=wire, generator=generator)
     return replace(reply, states=states)
 
@@ -351,7 +349,7 @@ def restore(packed: Packed, layout: Layout, *, wire: str, base: Packed | None) -
     return restored
 
 
-def round_sent(states: Mapping[str, Packed], *, action: str, wire: str) -> dict[str, Packed]:
+def round_sent(states: States, *, action: str, wire: str) -> dict[str, Packed]:
     """Return the states of a request, with long weights rounded if they are to be trained."""
     sent = dict(states)
     if wire != "float32" and action.startswith("train.") and "weights" in sent:
@@ -359,7 +357,7 @@ def round_sent(states: Mapping[str, Packed], *, action: str, wire: str) -> dict[
     return sent
 
 
-def restore_sent(states: Mapping[str, Packed]) -> dict[str, Packed]:
+def restore_sent(states: States) -> dict[str, Packed]:
     """Return the states of a request with its rounded vectors as float32.
 
     Raises:
@@ -396,8 +394,7 @@ def round_vector(
         Values, [n] of the dtype ``wire``; scales, float32 [ceil(n / 256)]. What is not finite
         gives scales that are not.
     """
-    padding = -len(vector) % BLOCK
-    blocks = functional.pad(vector, (0, padding)).view(-1, BLOCK)
+    blocks = functional.pad(vector, (0, -len(vector) % BLOCK)).view(-1, BLOCK)
     tiny = torch.finfo(torch.float32).tiny
     scales = (blocks.abs().amax(dim=1) / LARGEST[wire]).clamp(min=tiny)
     scaled = blocks / scales[:, None]

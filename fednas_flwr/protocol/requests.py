@@ -6,7 +6,7 @@ missing key, or a value of another type or out of range, is refused before anyth
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Self, TypedDict
@@ -17,7 +17,7 @@ from fednas_flwr.data.statistics import LARGEST_NUMBER, Moments
 from fednas_flwr.models.metrics import BINS
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
-from fednas_flwr.privacy.policy import refused
+from fednas_flwr.privacy.policy import Conflicts, refused
 from fednas_flwr.protocol import sum_requests as sr
 from fednas_flwr.protocol.keys import is_hex
 from fednas_flwr.protocol.sum_requests import Settings as Settings
@@ -26,8 +26,6 @@ from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings import names
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings import parser as ps
-from fednas_flwr.settings.names import AUTO, PRECISIONS, SPLITS
-from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.latency_tables import from_json
 
 MOST_TRIALS = 1000
@@ -50,7 +48,8 @@ Shape = Annotated[
     ),
 ]
 Declared = Annotated[
-    dict[str, Number], ps.Where(lambda splits: set(splits) == set(SPLITS), "a number of each split")
+    dict[str, Number],
+    ps.Where(lambda splits: set(splits) == set(names.SPLITS), "a number of each split"),
 ]
 Rates = Annotated[
     dict[str, opt.NonNegative],
@@ -89,7 +88,7 @@ class Amount(ps.Checked):
     steps: opt.Steps | None
     batch_size: opt.Count | None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude all but one of the two."""
         yield ps.one_of(epochs=self.epochs, steps=self.steps)
 
@@ -120,12 +119,12 @@ class LocalSearch(ps.Checked):
     """A local search of a supernet: by ``alternating`` steps, or on sampled ``paths``."""
 
     amount: Amount
-    weights: SGD
-    alphas: Adam
+    weights: opt.SGD
+    alphas: opt.Adam
     alternating: Alternating | None = None
     paths: SampledPaths | None = None
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude all but one of the two."""
         yield ps.one_of(alternating=self.alternating, paths=self.paths)
 
@@ -136,8 +135,7 @@ class LocalSearch(ps.Checked):
     @property
     def states(self) -> tuple[str, ...]:
         """The states that it trains."""
-        warms_up = self.paths is not None and self.paths.warm_up
-        return ("weights",) if warms_up else tuple(SPLIT_OF)
+        return ("weights",) if self.paths is not None and self.paths.warm_up else tuple(SPLIT_OF)
 
     @property
     def releases(self) -> sr.Kinds:
@@ -149,8 +147,7 @@ class LocalSearch(ps.Checked):
         rule = "first_order" if self.alternating is None else self.alternating.rule
         if rule != "first_order":
             raise refused("first order only", "rule", rule, "first_order: others mix splits")
-        steps = self.amount.private_steps
-        return {state: ((SPLIT_OF[state],), steps) for state in self.states}
+        return {state: ((SPLIT_OF[state],), self.amount.private_steps) for state in self.states}
 
 
 @dataclass(frozen=True)
@@ -173,12 +170,12 @@ class LocalTraining(ps.Checked):
     network: Description
     split: str
     amount: Amount
-    weights: SGD
+    weights: opt.SGD
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
     proximal: opt.NonNegative = 0.0
     augmented: bool = True
-    precision: Annotated[str, ps.OneOf((*PRECISIONS, AUTO))] | None = None
+    precision: Annotated[str, ps.OneOf((*names.PRECISIONS, names.AUTO))] | None = None
 
     states = ("weights",)
 
@@ -195,8 +192,8 @@ Local = LocalSearch | LocalTraining
 class Trial(ps.Checked):
     """Hyper-parameters of one trial of a probe, in place of what the probe says."""
 
-    weights: SGD
-    alphas: Adam
+    weights: opt.SGD
+    alphas: opt.Adam
     drop_path_prob: opt.ShareBelow1
 
 
@@ -291,7 +288,6 @@ class ExactClientProperties(ClientProperties, total=False):
 
 
 @sr.asks("query.describe", reply=ExactClientProperties, private=ClientProperties)
-@dataclass(frozen=True, kw_only=True)
 class Describe(Settings):
     """``query.describe``."""
 
@@ -300,7 +296,7 @@ class Describe(Settings):
 
 def _are_complete(epsilons: Mapping[str, Mapping[str, float | None]]) -> bool:
     splits = [set(of) for of in epsilons.values()]
-    alike = all(of == splits[0] <= set(SPLITS) for of in splits)
+    alike = all(of == splits[0] <= set(names.SPLITS) for of in splits)
     return set(epsilons) == set(names.ACCOUNTANTS) and alike
 
 
@@ -322,7 +318,6 @@ class Committed(TypedDict, total=False):
 
 
 @sr.asks("query.commit", reply=Committed)
-@dataclass(frozen=True, kw_only=True)
 class Commit(Settings):
     """``query.commit``: everything that the run means to release."""
 
@@ -345,7 +340,6 @@ class Latency(TypedDict):
 
 
 @sr.asks("query.latency", reply=Latency)
-@dataclass(frozen=True, kw_only=True)
 class MeasureLatency(AtSite):
     """``query.latency``: passes of each layer on batches of made-up inputs."""
 
@@ -354,7 +348,6 @@ class MeasureLatency(AtSite):
 
 
 @sr.asks("query.statistics")
-@dataclass(frozen=True, kw_only=True)
 class TellStatistics(AtSite):
     """``query.statistics``: statistics of a table, within the ranges that the site declares."""
 
@@ -364,7 +357,6 @@ class TellStatistics(AtSite):
 
 
 @sr.asks("query.keep_model")
-@dataclass(frozen=True, kw_only=True)
 class KeepModel(AtSite):
     """``query.keep_model``: the run's model, whose file travels beside it as the state ``model``.
 
@@ -384,7 +376,6 @@ class KeepModel(AtSite):
 
 
 @sr.asks("train.weight_gradient", "train.alpha_gradient", "train.gradients")
-@dataclass(frozen=True, kw_only=True)
 class TakeGradients(AtSite):
     """``train.weight_gradient``, ``train.alpha_gradient`` and, fused, ``train.gradients``.
 
@@ -407,15 +398,13 @@ class TakeGradients(AtSite):
     def released(self, action: str) -> sr.Kinds:
         """A sum of each gradient in every step."""
         if self.order != 1:
-            limit = "1: second order mixes splits"
-            raise refused("first order only", "order", self.order, limit)
+            raise refused("first order only", "order", self.order, "1: second order mixes splits")
         check_private_batch(self.batch_size)
         states = ACTIONS[action].gradients_of
         return {state: ((SPLIT_OF[state],), self.local_steps) for state in states}
 
 
 @sr.asks("train.network_gradient")
-@dataclass(frozen=True, kw_only=True)
 class TakeNetworkGradient(AtSite):
     """``train.network_gradient``: one step's gradient of the weights of a network.
 
@@ -444,7 +433,6 @@ class TakeNetworkGradient(AtSite):
 
 
 @sr.asks("train.search")
-@dataclass(frozen=True, kw_only=True)
 class Search(AtSite):
     """``train.search``.
 
@@ -460,7 +448,7 @@ class Search(AtSite):
 
     def client_releases(self, action: str) -> sr.Kinds:
         """One update of each state."""
-        return dict.fromkeys(self.local.states, (SPLITS, 1))
+        return dict.fromkeys(self.local.states, (names.SPLITS, 1))
 
     def trained_by(self, rows: float) -> sr.Training:
         """The search."""
@@ -474,7 +462,6 @@ class Search(AtSite):
 
 
 @sr.asks("train.candidate")
-@dataclass(frozen=True, kw_only=True)
 class TrainCandidates(AtSite):
     """``train.candidate``.
 
@@ -492,7 +479,7 @@ class TrainCandidates(AtSite):
     step: opt.CountOrZero
     local_steps: opt.Steps
     batch_size: opt.Count | None
-    weights: SGD
+    weights: opt.SGD
     dp_aware: opt.DPAware | None
     sparse: bool = False
 
@@ -511,7 +498,6 @@ class TrainCandidates(AtSite):
 
 
 @sr.asks("evaluate.candidates")
-@dataclass(frozen=True, kw_only=True)
 class RewardCandidates(AtSite):
     """``evaluate.candidates``: accuracies of paths through the supernet, or of a pool's members.
 
@@ -527,7 +513,7 @@ class RewardCandidates(AtSite):
     training: LocalTraining | None = None
     sparse: bool = False
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude all but one of the three, and pools that travel in part or have no members."""
         yield ps.one_of(candidates=self.candidates, network=self.network, training=self.training)
         if self.candidates is None:
@@ -548,7 +534,6 @@ class RewardCandidates(AtSite):
 
 
 @sr.asks("train.probe")
-@dataclass(frozen=True, kw_only=True)
 class Probe(AtSite):
     """``train.probe``: trials of a local search, or of the training of a network.
 
@@ -564,7 +549,7 @@ class Probe(AtSite):
     trials: Annotated[list[Trial], ps.Length(ps.Between(1, MOST_TRIALS))]
     loss_bound: opt.LossBound
 
-    def conflicts(self) -> Iterable[tuple[object, str]]:
+    def conflicts(self) -> Conflicts:
         """Exclude all but one of the two."""
         yield ps.one_of(search=self.search, training=self.training)
 
@@ -576,7 +561,7 @@ class Probe(AtSite):
 
     def client_releases(self, action: str) -> sr.Kinds:
         """The rewards."""
-        return {"rewards": (SPLITS, len(self.trials))}
+        return {"rewards": (names.SPLITS, len(self.trials))}
 
     def trainings(self) -> list[Local]:
         """Return the local search or training of each trial."""
@@ -587,7 +572,6 @@ class Probe(AtSite):
 
 
 @sr.asks("train.weights")
-@dataclass(frozen=True, kw_only=True)
 class Train(AtSite):
     """``train.weights``.
 
@@ -607,7 +591,7 @@ class Train(AtSite):
     def client_releases(self, action: str) -> sr.Kinds:
         """One update."""
         self._check_unvalidated()
-        return {"weights": (SPLITS, 1)}
+        return {"weights": (names.SPLITS, 1)}
 
     def _check_unvalidated(self) -> None:
         if self.validates:
@@ -648,7 +632,6 @@ class Scored(TypedDict, total=False):
 
 
 @sr.asks("evaluate.model", reply=Scored, private=sr.NoProperties)
-@dataclass(frozen=True, kw_only=True)
 class Evaluate(AtSite):
     """``evaluate.model``: metrics of a network on one of the splits.
 
@@ -675,7 +658,6 @@ class Evaluate(AtSite):
 
 
 @sr.asks("evaluate.scores")
-@dataclass(frozen=True, kw_only=True)
 class CountScores(AtSite):
     """``evaluate.scores``: noised counts of a network's scores of train and validation records.
 
@@ -691,7 +673,6 @@ class CountScores(AtSite):
 
 
 @sr.asks("evaluate.personalised")
-@dataclass(frozen=True, kw_only=True)
 class Personalise(AtSite):
     """``evaluate.personalised``: metrics after local training.
 

@@ -23,6 +23,7 @@ MOMENTS = "moments"  # state of the optimisers' moments, where they travel with 
 CHUNK = 2**16  # elements that a trimmed mean sorts at a time, of every client
 Tensors = dict[str, Tensor]  # name -> tensor
 Packed = dict[str, Tensor]  # dtype name, e.g. "float32" -> all tensors of that dtype, [numel]
+States = Mapping[str, Packed]  # of a network, by name: weights, alphas, buffers, moments
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Part:
             for name, layout in self.whole.items()
         }
 
-    def of(self, states: Mapping[str, Packed]) -> dict[str, Packed]:
+    def of(self, states: States) -> dict[str, Packed]:
         """Return the part of whole states."""
         part = dict(states)
         for state, names in self.only.items():
@@ -85,7 +86,7 @@ class Part:
                 part[state] = pack({n: tensor for n, tensor in tensors.items() if n in names})
         return part
 
-    def filled(self, part: Mapping[str, Packed], states: Mapping[str, Packed]) -> dict[str, Packed]:
+    def filled(self, part: States, states: States) -> dict[str, Packed]:
         """Return whole states: the part's tensors, and the others as in ``states``."""
         whole = dict(part)
         for state in self.only.keys() & part.keys():
@@ -131,16 +132,15 @@ def network_states(network: nn.Module) -> dict[str, Tensors]:
     """
     alphas: dict[str, nn.Parameter] = getattr(network, "alphas", dict)()
     architecture = {id(parameter) for parameter in alphas.values()}
-    weights = {n: p.data for n, p in network.named_parameters() if id(p) not in architecture}
     return {
-        "weights": weights,
+        "weights": {n: p.data for n, p in network.named_parameters() if id(p) not in architecture},
         "alphas": {name: parameter.data for name, parameter in alphas.items()},
         "buffers": dict(network.named_buffers()),
     }
 
 
 def load_states(
-    network: nn.Module, states: Mapping[str, Packed], *, only: Mapping[str, Collection[str]] = {}
+    network: nn.Module, states: States, *, only: Mapping[str, Collection[str]] = {}
 ) -> None:
     """Copy packed states into the network's own tensors, in place.
 
@@ -176,7 +176,7 @@ class WeightedAverage:
         self.total_weight = 0.0
         self._sums: dict[str, Packed] = {}
 
-    def add(self, states: Mapping[str, Packed], *, weight: float) -> None:
+    def add(self, states: States, *, weight: float) -> None:
         """Add one client's states, weighted by ``weight`` > 0 (a number of examples)."""
         for name, packed in states.items():
             sums = self._sums.setdefault(name, {})
@@ -219,9 +219,9 @@ class TrimmedMean:
 
     def __init__(self, trim: int | None) -> None:
         self.trim = trim
-        self._states: list[Mapping[str, Packed]] = []
+        self._states: list[States] = []
 
-    def add(self, states: Mapping[str, Packed], *, weight: float) -> None:
+    def add(self, states: States, *, weight: float) -> None:
         """Add one client's states; ``weight`` does not count."""
         self._states.append(states)
 

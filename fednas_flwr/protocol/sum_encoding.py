@@ -13,13 +13,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
-from fednas_flwr.protocol.states import Layout, Packed
+from fednas_flwr.protocol.secure_sum.masks import WIDE_CELL, Cells, Grid
+from fednas_flwr.protocol.states import Layout, Packed, States
 from fednas_flwr.protocol.sum_requests import Summed
 
 MASKED = "masked"  # the only state of a masked reply
@@ -43,12 +42,12 @@ class Summands:
     action: str
     sizes: Sizes
     summed: Summed
-    base: Mapping[str, Packed]
+    base: States
 
     @cached_property
     def wide(self) -> Grid:
         """The grid of values without a known range."""
-        return Grid.wide(sites=len(self.summed.participants))
+        return Grid(WIDE_CELL, 64, len(self.summed.participants))
 
     def grid(self, state: str) -> Grid:
         """Return the grid of a state."""
@@ -134,14 +133,14 @@ class Summands:
         """Return the factor of a state; gradients, which are sums already, have 1."""
         return 1.0 if state in ACTIONS[self.action].gradients_of else n
 
-    def _sent(self, state: str, dtype: str) -> Tensor | None:
+    def _sent(self, state: str, dtype: str) -> torch.Tensor | None:
         """Return the vector from which a trained one is sent as a difference."""
         return self.base.get(state, {}).get(dtype) if ACTIONS[self.action].trains else None
 
 
-def sizes_of(states: Mapping[str, Packed], shares: Mapping[str, Cells] | None = None) -> Sizes:
+def sizes_of(states: States, shares: Mapping[str, Cells] | None = None) -> Sizes:
     """Return the sizes of a reply's states, and of its shares."""
-    cells = {name: {"float32": len(share)} for name, share in (shares or {}).items()}
+    cells = {name: {"float32": len(share.values)} for name, share in (shares or {}).items()}
     packed = states.items()
     return cells | {name: {d: v.numel() for d, v in state.items()} for name, state in packed}
 
@@ -152,8 +151,7 @@ def check_masked(reply: Reply, summands: Summands, layouts: Mapping[str, Layout]
     Raises:
         ReplyError: The sentence says which.
     """
-    vectors = reply.states.get(MASKED, {})
-    sizes = {dtype: vector.numel() for dtype, vector in vectors.items()}
+    sizes = {dtype: v.numel() for dtype, v in reply.states.get(MASKED, {}).items()}
     if set(reply.states) != {MASKED} or sizes != summands.lengths:
         raise ReplyError(f"masked vectors of {summands.lengths} were expected, got {sizes}")
     for name, layout in layouts.items():

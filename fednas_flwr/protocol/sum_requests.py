@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar, dataclass_transform
 
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.keys import is_hex
@@ -152,10 +152,11 @@ PROPERTIES: dict[str, tuple[type, type]] = {}
 Kind = TypeVar("Kind", bound=Settings)
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 def asks(
     *actions: str, reply: type = NoProperties, private: type | None = None
 ) -> Callable[[type[Kind]], type[Kind]]:
-    """Make a class the request of actions.
+    """Make a class a frozen dataclass of keywords, and the request of actions.
 
     Args:
         *actions: Their names.
@@ -163,7 +164,8 @@ def asks(
         private: Those of them that do not depend on records, where these are not all.
     """
 
-    def register(kind: type[Kind]) -> type[Kind]:
+    def register(named: type[Kind]) -> type[Kind]:
+        kind = dataclass(frozen=True, kw_only=True)(named)
         REQUESTS.update(dict.fromkeys(actions, kind))
         PROPERTIES.update(dict.fromkeys(actions, (reply, private or reply)))
         return kind
@@ -204,7 +206,6 @@ class Signature(TypedDict):
 
 
 @asks("query.sign_survivors", reply=Signature)
-@dataclass(frozen=True, kw_only=True)
 class SignSurvivors(Settings):
     """``query.sign_survivors``: the list of the clients whose replies are in a sum.
 
@@ -227,7 +228,6 @@ class Opened(TypedDict):
 
 
 @asks("query.open_masks", reply=Opened)
-@dataclass(frozen=True, kw_only=True)
 class OpenMasks(Settings):
     """``query.open_masks``: the parts by which the server takes the masks off a sum.
 

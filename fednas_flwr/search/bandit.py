@@ -46,6 +46,14 @@ EQUAL = 1e-9  # nats: a smaller excess is rounding, which aggressive steps would
 class Learnt:
     """What a choice has learnt: constants in ``settings``, and a state that changes."""
 
+    def probabilities(self) -> Tensor:
+        """Probability of each configuration [N]."""
+        raise NotImplementedError
+
+    def entropy(self) -> float:
+        """``H = -sum p ln p`` in nats, from 0 to ln(N) (FEATHERS' Eq. 7 with its sign)."""
+        return max(0.0, float(torch.special.entr(self.probabilities()).sum()))
+
     def to_json(self) -> dict[str, Any]:
         """The state that changes, as JSON values for a checkpoint."""
         names = [field.name for field in fields(self) if field.name != "settings"]
@@ -93,10 +101,6 @@ class Bandit(Learnt):
             unit = math.hypot(unit, self.noise)
         return (self.estimates_N / unit).softmax(dim=0)
 
-    def entropy(self) -> float:
-        """``H = -sum pi ln pi`` in nats, from 0 to ln(N) (Eq. 7 with its sign)."""
-        return entropy(self.probabilities())
-
     def num_trials(self) -> int:
         """Kappa, the arms to try next: round(beta H), at least 1 and at most N."""
         kappa = round(self.settings.beta * self.entropy())
@@ -142,7 +146,9 @@ class Bandit(Learnt):
         for arm, reward in seen.items():
             before = float(self.estimates_N[arm])
             estimates_N[arm] = before + self.settings.step_size * (reward - before)
-        scale = self._scale_after(list(seen.values()))
+        newest = math.hypot(*seen.values()) / math.sqrt(len(seen))
+        root = math.sqrt(0.5)  # of a running mean of squares, of which each phase keeps half
+        scale = math.hypot(root * self.scale, root * newest) if self.scale else newest
         tried = sorted({*self.tried, *seen})
         return replace(self, estimates_N=estimates_N, scale=scale, noise=noise, tried=tried)
 
@@ -155,14 +161,6 @@ class Bandit(Learnt):
         finite = [reward for reward in rewards.values() if math.isfinite(reward)]
         worst = min(0.0, *finite) if finite else -self.scale
         return {a: r if math.isfinite(r) else worst for a, r in rewards.items()}
-
-    def _scale_after(self, rewards: list[float]) -> float:
-        """The root of the running mean of squared rewards, of which each phase keeps half."""
-        newest = math.hypot(*rewards) / math.sqrt(len(rewards))
-        if self.scale == 0:
-            return newest
-        root = math.sqrt(0.5)
-        return math.hypot(root * self.scale, root * newest)
 
 
 def make_configurations(choice: opt.ConfigurationChoice, seed: int) -> list[opt.Configuration]:
@@ -226,10 +224,6 @@ class Theta(Learnt):
         """Theta [N]."""
         return self.log_theta_N.exp()
 
-    def entropy(self) -> float:
-        """``-sum theta ln theta`` in nats, from 0 to ln(N)."""
-        return entropy(self.probabilities())
-
     def best(self) -> int:
         """The most probable configuration; ties go to the lowest."""
         return int(self.log_theta_N.argmax())
@@ -270,8 +264,3 @@ class Theta(Learnt):
             loss_sum=discount * self.loss_sum + mean,
             loss_weight=discount * self.loss_weight + 1.0,
         )
-
-
-def entropy(probabilities_N: Tensor) -> float:
-    """The entropy of a distribution, in nats."""
-    return max(0.0, float(torch.special.entr(probabilities_N).sum()))

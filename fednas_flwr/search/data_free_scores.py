@@ -23,7 +23,7 @@ Tensor suffixes: B batch, C channels, H height, W width, P positions (batch and 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -42,7 +42,8 @@ ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.SELU, nn.Tanh, nn.Hardtanh, nn.Sigmoid)
 WEIGHTED = (nn.Linear, nn.Conv2d)
 LEARNING_BATCH, LEARNING_RATE = 32, 0.1  # of the first step
 LARGEST_SIDE = 16  # of images of the made-up task
-Measure = Callable[[nn.Module, tuple[int, ...], torch.Generator], float | tuple[float, ...]]
+Shape = tuple[int, ...]  # of one example
+Measure = Callable[[nn.Module, Shape, torch.Generator], float | tuple[float, ...]]
 Scores = Callable[[list[Genotype]], Iterable[Mapping[str, float]]]  # of each, in their order
 Costs = Callable[[Genotype], Mapping[str, float]]
 TRIES = 200  # in a row without a new architecture within the limits, before the search gives up
@@ -106,7 +107,7 @@ def combine(values: Sequence[Mapping[str, float]]) -> list[float]:
     return total.tolist()
 
 
-def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
+def synflow(network: nn.Module, input_shape: Shape) -> float:
     """The logarithm of synaptic flow, ``log sum_theta theta * dL/dtheta``.
 
     With all parameters replaced by their absolute values, an input of ones, and L the sum of the
@@ -141,11 +142,7 @@ def synflow(network: nn.Module, input_shape: tuple[int, ...]) -> float:
 
 
 def az_nas_parts(
-    network: nn.Module,
-    input_shape: tuple[int, ...],
-    generator: torch.Generator,
-    *,
-    batch_size: int = 16,
+    network: nn.Module, input_shape: Shape, generator: torch.Generator, *, batch_size: int = 16
 ) -> tuple[float, float, float]:
     """Expressivity, progressivity and trainability; AZ-NAS' fourth part is multiply-adds.
 
@@ -187,7 +184,7 @@ def az_nas_parts(
 
 
 def learning(
-    network: nn.Module, input_shape: tuple[int, ...], generator: torch.Generator, *, steps: int = 60
+    network: nn.Module, input_shape: Shape, generator: torch.Generator, *, steps: int = 60
 ) -> float:
     """Minus the mean loss, in nats, of the last third of some steps on a made-up task.
 
@@ -257,8 +254,6 @@ def trusted_scores(space: str) -> tuple[str, ...]:
 
 def _of_small_images(space: SearchSpace) -> SearchSpace:
     """The space for images of at most ``LARGEST_SIDE``; one's own that cannot, unchanged."""
-    if not is_dataclass(space):
-        return space
     shape = space.input_shape
     sides = [min(size, LARGEST_SIDE) for size in shape[1:]]
     return replace(space, input_shape=(shape[0], *sides))
@@ -273,7 +268,7 @@ def _draw_weights(network: nn.Module, init: Callable[[Tensor], Tensor]) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def _noise(count: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _noise(count: int, shape: Shape, generator: torch.Generator) -> Tensor:
     """Gaussian noise of unit variance [count, *shape]; images with a spectrum of 1/f."""
     white = torch.randn(count, *shape, generator=generator)
     if len(shape) == 1:
@@ -361,8 +356,7 @@ def exceeded(
             costs["parameters"] = count_parameters(network)
             if "multiply_adds" in limits:
                 costs["multiply_adds"] = count_multiply_adds(network, space.input_shape)
-    if "latency_ms" in limits:
-        assert latency_ms is not None
+    if latency_ms is not None and "latency_ms" in limits:
         costs["latency_ms"] = latency_ms(genotype)
     return {name: costs[name] for name, most in limits.items() if costs[name] > most}
 

@@ -17,13 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fednas_flwr.privacy.mechanism.clipping import clipped_gradient_sum
 from fednas_flwr.search.candidate import PREFIX, Pool
 from fednas_flwr.search.objective import CLASSIFICATION, Batch, Objective, heads
-from fednas_flwr.search.optimizer_step import Gradient, Optimizer, Tensors, trainable_weights
+from fednas_flwr.search.optimizer_step import Gradient, Named, Optimizer, Tensors, trainable_weights
 from fednas_flwr.search.proxyless import alpha_gradient, gate_gradient
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32
 from fednas_flwr.settings.optimizers import DPAware
@@ -55,13 +54,13 @@ class Tally:
 
     @property
     def loss(self) -> float:
-        """Mean loss; NaN before the first batch."""
-        return float(self.loss_sum) / self.num_examples if self.num_examples else float("nan")
+        """Mean loss of the batches."""
+        return float(self.loss_sum) / self.num_examples
 
     @property
     def accuracy(self) -> float:
-        """Share of correct predictions; NaN before the first batch."""
-        return float(self.correct) / self.num_examples if self.num_examples else float("nan")
+        """Share of correct predictions."""
+        return float(self.correct) / self.num_examples
 
 
 @dataclass(kw_only=True)
@@ -116,9 +115,7 @@ class BatchGradients:
         weights, sums = trainable_weights(network), self.weight_gradient(network, batch, torch.sum)
         return {n: torch.zeros_like(weights[n]) if g is None else g for n, g in sums.items()}
 
-    def alpha_gradient_sum(
-        self, supernet: Supernet, batch: Batch
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    def alpha_gradient_sum(self, supernet: Supernet, batch: Batch) -> tuple[Tensors, Tensor]:
         """The sum over a batch of per-sample gradients of the alphas, and the batch's losses.
 
         ``sum_i grad_A L(x_i, y_i, A, W)`` (DP-FNAS, arXiv 2110.11025, Eq. 4 before averaging).
@@ -133,7 +130,7 @@ class BatchGradients:
 
     def virtual_step(
         self, supernet: Supernet, batch: Batch, *, optimizer: torch.optim.Optimizer
-    ) -> dict[str, Tensor]:
+    ) -> Tensors:
         """Compute ``W' = W - lr (momentum v + grad_W L_train + weight_decay W)``.
 
         DARTS (Liu et al., 2019, arXiv 1806.09055, Eq. 7) with the constants and the momentum v of
@@ -141,8 +138,7 @@ class BatchGradients:
         """
         (constants,) = optimizer.param_groups
         weights = supernet.weights()
-        loss = self._losses(supernet, {}, batch).mean()
-        gradients = _gradients(loss, weights)
+        gradients = _gradients(self._losses(supernet, {}, batch).mean(), weights)
         moved = {}
         for name, weight in weights.items():
             velocity = optimizer.state.get(weight, {}).get("momentum_buffer")
@@ -156,12 +152,12 @@ class BatchGradients:
         self,
         supernet: Supernet,
         *,
-        weights: Mapping[str, Tensor],
-        virtual_weights: Mapping[str, Tensor],
+        weights: Named,
+        virtual_weights: Named,
         train_batch: Batch,
         validation_batch: Batch,
         inner_lr: float,
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    ) -> tuple[Tensors, Tensor]:
         """The second-order gradient of the alphas, of means over batches.
 
         ``H = grad_A L_val(A, W') - inner_lr (grad_A L_tr(A, W+) - grad_A L_tr(A, W-)) / (2 r)``
@@ -180,7 +176,7 @@ class BatchGradients:
         Returns:
             Gradients by cell kind, shaped like the alphas; losses [B] of the validation batch.
         """
-        alphas: dict[str, Tensor] = dict(supernet.alphas())
+        alphas: Tensors = dict(supernet.alphas())
         leaves = {name: w.detach().requires_grad_() for name, w in virtual_weights.items()}
         losses = self._losses(supernet, leaves, validation_batch)
         gradients = _gradients(losses.mean(), alphas | leaves)
@@ -190,10 +186,9 @@ class BatchGradients:
             return {kind: gradients[kind] for kind in alphas}, losses.detach()
         r = 0.01 / norm
 
-        def train_gradient(sign: float) -> dict[str, Tensor]:
+        def train_gradient(sign: float) -> Tensors:
             shifted = {name: w.detach() + sign * r * direction[name] for name, w in weights.items()}
-            losses = self._losses(supernet, shifted, train_batch)
-            return _gradients(losses.mean(), alphas)
+            return _gradients(self._losses(supernet, shifted, train_batch).mean(), alphas)
 
         plus, minus = train_gradient(1), train_gradient(-1)
         changes = {kind: inner_lr * (plus[kind] - minus[kind]) / (2 * r) for kind in alphas}
@@ -206,7 +201,7 @@ class BatchGradients:
         train_batch: Batch,
         validation_batch: Batch,
         validation_weight: float,
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    ) -> tuple[Tensors, Tensor]:
         """Compute ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
 
         MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4), the local rule of FedNAS (arXiv
@@ -215,10 +210,9 @@ class BatchGradients:
         alphas = supernet.alphas()
         train_loss = self._losses(supernet, {}, train_batch).mean()
         losses = self._losses(supernet, {}, validation_batch)
-        total = train_loss + validation_weight * losses.mean()
-        return _gradients(total, alphas), losses.detach()
+        return _gradients(train_loss + validation_weight * losses.mean(), alphas), losses.detach()
 
-    def _losses(self, network: nn.Module, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    def _losses(self, network: nn.Module, weights: Named, batch: Batch) -> Tensor:
         x, y = batch
         logits = functional_call(network, dict(weights), (x,)) if weights else network(x)
         return self.objective.losses(logits, y)
@@ -377,7 +371,7 @@ class ExactSums(BatchGradients):
 
     train: Iterator[Batch]
     validation: Iterator[Batch] | None = None
-    previous_weights: Mapping[str, Tensor] | None = None
+    previous_weights: Named | None = None
     inner_lr: float = 0.0
 
     def sums(self, state: str, network: nn.Module) -> tuple[Tensors, float]:
@@ -412,7 +406,7 @@ class ExactSums(BatchGradients):
 
 def periodic_gradients(
     gradient_sums: Callable[[], Mapping[str, tuple[Tensors, float]]],
-    parameters: Mapping[str, Mapping[str, Tensor]],
+    parameters: Mapping[str, Named],
     *,
     steps: int,
     local_lrs: Mapping[str, float],
@@ -453,7 +447,7 @@ def periodic_gradients(
     return {s: {n: g * size for n, g in total.items()} for s, total in totals.items()}, size
 
 
-def _gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _gradients(loss: Tensor, parameters: Named) -> Tensors:
     """The gradients by name; zeros for what the loss does not depend on.
 
     A net of two cells, both of them reductions, does not depend on the alphas of normal cells.
@@ -487,6 +481,6 @@ class _Float32Norms(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call a function of torch."""
-        if func is functional.group_norm:
+        if func is nn.functional.group_norm:
             args = (args[0].float(), *args[1:])
         return func(*args, **(kwargs or {}))

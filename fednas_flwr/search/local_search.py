@@ -9,7 +9,7 @@ regulariser reads no record: it costs no privacy, so a client or the server may 
 with privacy after the noise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -99,7 +99,7 @@ def train_candidates(
         weights.step(gradients.weights(candidate))
 
 
-def beta_gradient(alphas: Mapping[str, Tensor], *, weight: float) -> dict[str, Tensor]:
+def beta_gradient(alphas: opt.Named, *, weight: float) -> dict[str, Tensor]:
     """The gradient of ``weight * mean_e log sum_o exp(alpha_eo)``.
 
     ``weight * softmax(alpha_e) / E``, the mean over the edges of all kinds of cells (Beta-Decay:
@@ -125,12 +125,8 @@ def rising(weight: float, server_round: int, num_rounds: int) -> float:
     return weight * server_round / num_rounds
 
 
-def alpha_entropy(alphas: Mapping[str, Tensor]) -> float:
+def alpha_entropy(alphas: opt.Named) -> float:
     """The mean entropy over edges of softmax(alphas), in nats, from 0 to ln(ops)."""
-    entropies = [
-        -(torch.softmax(a.detach().double(), -1) * torch.log_softmax(a.detach().double(), -1)).sum(
-            -1
-        )
-        for a in alphas.values()
-    ]
+    kinds = [alpha.detach().double() for alpha in alphas.values()]
+    entropies = [-(rows.softmax(-1) * rows.log_softmax(-1)).sum(-1) for rows in kinds]
     return float(torch.cat(entropies).mean())

@@ -317,7 +317,7 @@ class Regression(Objective):
 
     target: tuple[float, ...] = (0.0, 1.0)
     loss: str = names.SQUARED
-    predicts_numbers: ClassVar[bool] = True
+    predicts_numbers = True
 
     @property
     def span(self) -> float:

@@ -20,6 +20,7 @@ from fednas_flwr.spaces.costs import HardwareLoss
 from fednas_flwr.spaces.space import Supernet
 
 Tensors = dict[str, Tensor]  # name -> tensor
+Named = Mapping[str, Tensor]  # the same, to be read
 Gradient = Mapping[str, Tensor | None]  # name -> gradient; None or no entry: the step leaves it out
 MOMENTS = {"weights": ("momentum_buffer",), "alphas": ("exp_avg", "exp_avg_sq", "step")}
 
@@ -94,7 +95,7 @@ class Optimizers:
 
     weights: Optimizer
     alphas: Optimizer | None = None
-    sent: Mapping[str, Tensor] = field(default_factory=dict)
+    sent: Named = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Let the optimisers go on with the moments that were sent."""
@@ -126,7 +127,7 @@ class Optimizers:
 
 def no_moments(network: nn.Module) -> Tensors:
     """The moments of optimisers that have not stepped: zeros, by state, moment and name."""
-    alphas: Mapping[str, Tensor] = getattr(network, "alphas", dict)()
+    alphas: Named = getattr(network, "alphas", dict)()
     parameters = {"weights": trainable_weights(network), "alphas": alphas}
     return {
         f"{state}.{moment}.{name}": torch.zeros(1 if moment == "step" else parameter.shape)
@@ -173,7 +174,7 @@ class Proximal:
         weights: w, moved by others; what they are now is w_0.
     """
 
-    def __init__(self, mu: float, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, mu: float, weights: Named) -> None:
         """Remember where the weights are, if mu is not 0."""
         self.mu, self._weights = mu, weights if mu else {}
         self._start = {name: weight.detach().clone() for name, weight in self._weights.items()}
@@ -187,16 +188,15 @@ class Proximal:
         return add_gradients(gradient, pulls)
 
 
-def add_gradients(gradient: Gradient, further: Mapping[str, Tensor]) -> Gradient:
+def add_gradients(gradient: Gradient, further: Named) -> Gradient:
     """The sum of two gradients by name, of which the first may lack some."""
     addends = {name: gradient.get(name) for name in further}
     return {n: further[n] if g is None else g + further[n] for n, g in addends.items()}
 
 
-def after_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
+def after_prefix(tensors: Named, prefix: str) -> Tensors:
     """The tensors whose names begin with a prefix, without it."""
-    named = tensors.items()
-    return {name.removeprefix(prefix): t for name, t in named if name.startswith(prefix)}
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def make_sgd(

@@ -13,7 +13,6 @@ server has sent: :func:`drawable_alphas`.
 Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, the active one first.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,7 @@ from fednas_flwr.search.optimizer_step import Gradients, Optimizers
 from fednas_flwr.settings.parser import Checked
 from fednas_flwr.spaces.costs import Costs, HardwareLoss, count_parameters
 from fednas_flwr.spaces.mbconv import CELL, NEVER, MBConvNetwork
-from fednas_flwr.spaces.operations import Choice
+from fednas_flwr.spaces.operations import Choice, OpWeights
 from fednas_flwr.spaces.space import Supernet
 
 LARGEST_ALPHA = 1e3  # of those that are drawn from; no Gumbel noise bridges the way to NEVER
@@ -49,14 +48,12 @@ class PathNetwork(nn.Module):
         """The weights of the active ops and of the shared layers, under their names."""
         return self.supernet.path_weights(self.paths_EK[:, 0].tolist())
 
-    def forward(
-        self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, op_weights: OpWeights = None) -> Tensor | tuple[Tensor, Tensor]:
         """Logits; with costs and gates ``{"blocks": [B, E, K]}`` also the expected cost [B].
 
         Without gates only the active ops are computed.
         """
-        logits: Tensor = self.supernet.body(x, op_weights, self.paths_EK.tolist())
+        logits = self.supernet.body(x, op_weights, self.paths_EK.tolist())
         if self.costs is None or op_weights is None:
             return logits
         alphas_EO = self.supernet.alphas()[CELL].detach()

@@ -14,13 +14,13 @@ Tensor suffixes: N candidates, E edges, O ops of an edge, H hidden units.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.optimizer_step import after_prefix
+from fednas_flwr.search.optimizer_step import Named, after_prefix
 from fednas_flwr.settings.optimizers import ControllerSettings
 
 Path = list[int]
@@ -82,7 +82,7 @@ class Sampler:
         """Everything that sampling and learning depend on, for a checkpoint."""
         return {}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Named) -> None:
         """Restore the result of :meth:`tensors`."""
 
 
@@ -138,9 +138,7 @@ class Policy(nn.Module):
                 inputs = self.embeddings[edge](ops_N)
 
 
-def reinforce_loss(
-    log_probs_N: Tensor, rewards_N: Tensor, *, baseline: float, entropy_weight: float
-) -> Tensor:
+def reinforce_loss(log_probs_N: Tensor, regularised_N: Tensor, *, baseline: float) -> Tensor:
     """A loss whose gradient, expected over paths from pi, is that of ``-(E[R] + w H)``.
 
     ``-1/N sum_i (R_i - w log pi(a_i) - b) log pi(a_i)`` with everything in brackets held fixed
@@ -149,17 +147,10 @@ def reinforce_loss(
 
     Args:
         log_probs_N: ``log pi`` of each path, with a graph.
-        rewards_N: R of each.
+        regularised_N: Each reward with its share in the entropy, ``R - w log pi``.
         baseline: b.
-        entropy_weight: w.
     """
-    advantages_N = (regularised(log_probs_N, rewards_N, entropy_weight) - baseline).detach()
-    return -(advantages_N * log_probs_N).mean()
-
-
-def regularised(log_probs_N: Tensor, rewards_N: Tensor, entropy_weight: float) -> Tensor:
-    """Each reward with its share in the entropy, ``R - w log pi``."""
-    return rewards_N - entropy_weight * log_probs_N.detach()
+    return -((regularised_N - baseline).detach() * log_probs_N).mean()
 
 
 @dataclass(frozen=True)
@@ -230,12 +221,11 @@ class Controller(Sampler):
         """Take one step; return the baseline and an estimate of the entropy in nats per edge."""
         paths_NE, rewards_N = torch.tensor(paths), torch.tensor(self._in_deviations(rewards))
         log_probs_N = self.policy(paths_NE)
-        mean = float(regularised(log_probs_N, rewards_N, self.entropy_weight).mean())
+        regularised_N = rewards_N - self.entropy_weight * log_probs_N.detach()
+        mean = float(regularised_N.mean())
         if math.isnan(self.baseline):
             self.baseline = mean
-        loss = reinforce_loss(
-            log_probs_N, rewards_N, baseline=self.baseline, entropy_weight=self.entropy_weight
-        )
+        loss = reinforce_loss(log_probs_N, regularised_N, baseline=self.baseline)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
@@ -264,7 +254,7 @@ class Controller(Sampler):
             tensors["seen"] = torch.tensor(astuple(self.seen), dtype=torch.float64)
         return tensors
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Named) -> None:
         """Restore all that learning has changed."""
         self.baseline = float(tensors["baseline"])
         self.seen = Moments(*tensors["seen"].tolist()) if "seen" in tensors else None

@@ -349,8 +349,7 @@ class Cohort:
             among=survivors,
         )
         failed = f"the secure sum of {exchange.action} in round {exchange.server_round} has failed"
-        sign = sum_step("query.sign_survivors", settings=pending.sign_request())
-        signed = self._gather(sign)
+        signed = self._gather(sum_step("query.sign_survivors", settings=pending.sign_request()))
         missing = sorted(set(survivors) - set(signed))
         if missing:
             raise QuorumError(
@@ -361,8 +360,7 @@ class Cohort:
         signatures = {client: properties["signature"] for client, properties in signed.items()}
         requests = pending.open_requests(signatures)
         one = next(iter(requests.values()))
-        openings = sum_step("query.open_masks", settings=one, settings_of=requests)
-        opened = self._gather(openings)
+        opened = self._gather(sum_step("query.open_masks", settings=one, settings_of=requests))
         try:
             return pending.unmask(opened)
         except (LookupError, ValueError) as error:

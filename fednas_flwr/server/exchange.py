@@ -18,7 +18,7 @@ from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Settings
-from fednas_flwr.protocol.states import Layout, Packed
+from fednas_flwr.protocol.states import Layout, States
 from fednas_flwr.settings.names import FEWEST_VOTES, ROUND_ROBIN
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -78,7 +78,7 @@ class Exchange:
     server_round: int = 0
     phase: int = 1
     settings_of: Mapping[int, Settings] = field(default_factory=dict)
-    states: Mapping[str, Packed] = field(default_factory=dict)
+    states: States = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     releases: Sequence[PlannedRelease] = ()
     also_left: bool = False

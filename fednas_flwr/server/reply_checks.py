@@ -280,7 +280,7 @@ def honest_limits(
 
     if states := ACTIONS[exchange.action].gradients_of:
         # sums over local steps, all scaled to the first's batch
-        batch_size: int | None = getattr(settings, "batch_size", None)
+        batch_size = getattr(settings, "batch_size", None)
         if batch_size is not None:  # a last batch takes what would be one of a single record
             examples = min(examples, batch_size + 1)
         if not planned.keys() >= set(states):

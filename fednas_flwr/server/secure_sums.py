@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from fednas_flwr.base.errors import ReplyError
-from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.secure_sum.masks import add_mask, rebuild
-from fednas_flwr.protocol.secure_sum.sum_site import Opening
-from fednas_flwr.protocol.sum_encoding import MASKED, Summands
+from fednas_flwr.protocol import messages, sum_encoding
+from fednas_flwr.protocol.secure_sum import masks, sum_site
 from fednas_flwr.protocol.sum_requests import OpenMasks, SignSurvivors, Summed, by_index
 from fednas_flwr.server.exchange import Exchange
 
@@ -39,12 +37,12 @@ class MaskedSum:
     def add(self, site: int, vectors: Sequence[np.ndarray]) -> None:
         """Add a site's vectors; all sites send the same shapes and types."""
         if not self.survivors:
-            self.vectors = [vector.copy() for vector in vectors]
-        for total, vector in zip(self.vectors, vectors if self.survivors else (), strict=False):
+            self.vectors = [np.zeros_like(vector) for vector in vectors]
+        for total, vector in zip(self.vectors, vectors, strict=True):
             total += vector  # integers wrap
         self.survivors.append(site)
 
-    def unmask(self, openings: Mapping[int, Opening]) -> list[np.ndarray]:
+    def unmask(self, openings: Mapping[int, sum_site.Opening]) -> list[np.ndarray]:
         """The sum of the vectors that the survivors have masked.
 
         Args:
@@ -55,7 +53,7 @@ class MaskedSum:
         """
         for i in self.survivors:
             parts = {j + 1: o.parts[i] for j, o in openings.items() if i in o.parts}
-            add_mask(rebuild(parts), self.vectors, sign=-1)
+            masks.add_mask(masks.rebuild(parts), self.vectors, sign=-1)
         for d in set(self.participants) - set(self.survivors):
             for i in self.survivors:
                 if i not in openings or d not in openings[i].pairs:
@@ -63,7 +61,7 @@ class MaskedSum:
                         f"site {i} has dropped out after site {d}, or keeps back the mask that "
                         "they share, which only it could open."
                     )
-                add_mask(openings[i].pairs[d], self.vectors, sign=-1 if i < d else 1)
+                masks.add_mask(openings[i].pairs[d], self.vectors, sign=-1 if i < d else 1)
         return self.vectors
 
 
@@ -78,7 +76,7 @@ class PendingSum:
         boxes: By client, the sealed parts that it has made for the others.
     """
 
-    summands: Summands
+    summands: sum_encoding.Summands
     total: MaskedSum
     context: str = ""
     boxes: dict[int, Mapping[str, str]] = field(default_factory=dict)
@@ -94,8 +92,6 @@ class PendingSum:
             clients: All that can be asked, ascending.
             properties: Properties of each client.
         """
-        if exchange.settings_of:
-            raise ValueError("a secure sum is of replies to one request: no settings_of")
         ranges = {
             kind: max(release.sum_range(properties[client]["splits"]) for client in clients)
             for kind, release in exchange.planned.items()
@@ -103,10 +99,10 @@ class PendingSum:
         }
         summed = Summed(secrets.token_hex(8), tuple(clients), ranges)
         sizes = {name: layout.sizes for name, layout in exchange.layouts.items()}
-        summands = Summands(exchange.action, sizes, summed, exchange.states)
+        summands = sum_encoding.Summands(exchange.action, sizes, summed, exchange.states)
         return PendingSum(summands, MaskedSum(tuple(clients)))
 
-    def add(self, client: int, reply: Reply) -> None:
+    def add(self, client: int, reply: messages.Reply) -> None:
         """Add a masked reply.
 
         Raises:
@@ -116,7 +112,7 @@ class PendingSum:
         if reply.properties["context"] != self.context:
             raise ReplyError("it has answered another request than the clients before it")
         self.boxes[client] = reply.properties["boxes"]
-        vectors = reply.states[MASKED]
+        vectors = reply.states[sum_encoding.MASKED]
         self.total.add(client, [vectors[d].numpy() for d in self.summands.lengths])
 
     def sign_request(self) -> SignSurvivors:
@@ -136,7 +132,7 @@ class PendingSum:
             for client in survivors
         }
 
-    def unmask(self, opened: Mapping[int, Mapping[str, Any]]) -> Reply:
+    def unmask(self, opened: Mapping[int, Mapping[str, Any]]) -> messages.Reply:
         """The reply of the total.
 
         Args:
@@ -147,9 +143,8 @@ class PendingSum:
             ValueError: The total is none of honest replies.
         """
         openings = {
-            client: Opening(by_index(properties["parts"]), by_index(properties["pairs"]))
+            client: sum_site.Opening(by_index(properties["parts"]), by_index(properties["pairs"]))
             for client, properties in opened.items()
         }
-        vectors = self.total.unmask(openings)
-        named = dict(zip(self.summands.lengths, vectors, strict=True))
+        named = dict(zip(self.summands.lengths, self.total.unmask(openings), strict=True))
         return self.summands.decode(named, sites=len(self.total.survivors))

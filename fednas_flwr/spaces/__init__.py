@@ -15,8 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fednas_flwr.base.errors import check_choice
-from fednas_flwr.settings import BlockSpace, CellSpace, DPCells, SearchSpaceSettings
-from fednas_flwr.settings.registry import TABLES, imported, register
+from fednas_flwr.settings import BlockSpace, CellSpace, DPCells, SearchSpaceSettings, registry
 from fednas_flwr.settings.run_settings import AdapterSettings
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class OpEntry(NamedTuple):
 
 def _make(place: str, **settings: Any) -> SearchSpace:
     """Return a space by the place of its class or function, ``<module>:<name>``."""
-    return imported(f"fednas_flwr.spaces.{place}")(**settings)
+    return registry.imported(f"fednas_flwr.spaces.{place}")(**settings)
 
 
 _SPACES: dict[str, tuple[type[SearchSpaceSettings], str]] = {
@@ -70,8 +69,8 @@ _SPACES: dict[str, tuple[type[SearchSpaceSettings], str]] = {
     "nasbench201": (CellSpace, "nasbench201:NASBench201Space"),
 }
 for _name, (_settings, _place) in _SPACES.items():
-    register("search_space", _name, SpaceEntry(_settings, partial(_make, _place)))
-SEARCH_SPACES: dict[str, SpaceEntry] = TABLES["search_space"]
+    registry.register("search_space", _name, SpaceEntry(_settings, partial(_make, _place)))
+SEARCH_SPACES: dict[str, SpaceEntry] = registry.TABLES["search_space"]
 
 
 def space_entry(name: str) -> SpaceEntry:

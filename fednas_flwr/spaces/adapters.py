@@ -12,17 +12,17 @@ Tensor suffixes: B batch, E stages, O ops, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from fednas_flwr.base.pretrained import Frozen, load_frozen
 from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.operations import Choice, SkipNetwork, drop_path
+from fednas_flwr.spaces.operations import Choice, OpWeights, SkipNetwork, drop_path
 from fednas_flwr.spaces.space import CELL, SearchSpace
 
 OPS = ("none", "low_rank_4", "low_rank_16", "bottleneck_4", "bottleneck_16")
@@ -43,8 +43,8 @@ class AdapterSpace(SearchSpace):
         norm: Of no effect: adapters have none, and the frozen network keeps its own.
     """
 
-    name: ClassVar[str] = "adapters"
-    ops: ClassVar[tuple[str, ...]] = OPS
+    name = "adapters"
+    ops = OPS
 
     backbone: str
     weights: str | None
@@ -94,7 +94,7 @@ class AdaptedNetwork(SkipNetwork):
         nn.init.zeros_(self.classifier.weight)
         nn.init.zeros_(self.classifier.bias)
 
-    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, op_weights: OpWeights = None) -> Tensor:
         """Return logits [B, classes] of normalised images [B, C, H, W].
 
         Args:
@@ -169,5 +169,5 @@ class Adapter(nn.Sequential):
         """Return what is added."""
         down, between, up = self
         last = x if x.dim() == 3 else x.permute(0, 2, 3, 1)
-        added: Tensor = up(between(down(last)))
+        added = up(between(down(last)))
         return added if x.dim() == 3 else added.permute(0, 3, 1, 2)

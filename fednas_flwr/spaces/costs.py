@@ -15,7 +15,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ class Costs:
     fixed: float
     per_op: list[list[float | None]]
 
-    @cached_property
+    @functools.cached_property
     def per_op_EO(self) -> Tensor:
         """Cost of every op, float64; NaN where a block does not offer it."""
         rows = [[math.nan if cost is None else cost for cost in row] for row in self.per_op]
@@ -75,7 +74,7 @@ class Costs:
 
     def of_path(self, path: Sequence[int]) -> float:
         """Return the cost of the network with one op per block, given by column."""
-        rows: list[list[float]] = self.per_op_EO.tolist()
+        rows = self.per_op_EO.tolist()
         return math.fsum([self.fixed, *(row[op] for row, op in zip(rows, path, strict=True))])
 
 
@@ -160,8 +159,7 @@ def count_multiply_adds(network: nn.Module, input_shape: tuple[int, ...]) -> int
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(torch.zeros(1, *input_shape, device=device))
     network.train(was_training)
-    flops: int = counter.get_total_flops()
-    return flops // 2
+    return counter.get_total_flops() // 2
 
 
 @torch.no_grad()
@@ -266,8 +264,7 @@ def space_costs(space: MBConvSpace, table: lt.LatencyTable | None) -> Costs:
 
     unit, cost_of = ("multiply_adds", multiply_adds) if table is None else ("ms", table.latency_ms)
     rows = [[None if one is None else cost_of(one) for one in row] for row in plan.blocks]
-    fixed = math.fsum(cost_of(layer) for layer in (*plan.before, *plan.after))
-    return Costs(unit, fixed, rows)
+    return Costs(unit, math.fsum(map(cost_of, (*plan.before, *plan.after))), rows)
 
 
 def load_table(hardware: Hardware) -> lt.LatencyTable | None:
@@ -307,27 +304,22 @@ def hardware_loss(hardware: Hardware | None, space: SearchSpace) -> HardwareLoss
     """Build the hardware loss of some settings; refuse targets that the space cannot reach."""
     if hardware is None:
         return None
-    assert isinstance(space, MBConvSpace)  # as the configuration has it
-    return HardwareLoss.of(space_costs(space, load_table(hardware)), hardware)
-
-
-def cost_by(space: SearchSpace, table: str | None) -> Callable[[Genotype], float]:
-    """Build a function: a genotype's latency in ms by a table in a file, or its multiply-adds."""
-    if table is not None:
-        return latency_of(space, table)
-
-    def multiply_adds(genotype: Genotype) -> float:
-        with torch.device("meta"):
-            return count_multiply_adds(space.network(genotype), space.input_shape)
-
-    return multiply_adds
+    return HardwareLoss.of(space_costs(timed_space(space), load_table(hardware)), hardware)
 
 
 def ranges_of_cost(
     genotypes: Sequence[Genotype], space: SearchSpace, table: str | None, *, count: int
 ) -> list[list[int]]:
-    """The places of genotypes in at most ``count`` ranges of cost, each with equally many."""
-    cost = cost_by(space, table)
+    """The places of genotypes in at most ``count`` ranges of cost, each with equally many.
+
+    Their cost is the latency by a table in a file, or the number of multiply-adds.
+    """
+
+    def multiply_adds(genotype: Genotype) -> float:
+        with torch.device("meta"):
+            return count_multiply_adds(space.network(genotype), space.input_shape)
+
+    cost = multiply_adds if table is None else latency_of(space, table)
     by_cost = sorted(range(len(genotypes)), key=lambda place: cost(genotypes[place]))
     return [part.tolist() for part in np.array_split(by_cost, count) if len(part)]
 

@@ -16,7 +16,7 @@ Tensor suffixes: B batch, E edges, O ops.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,7 @@ from fednas_flwr.base.layers import computed, depthwise, pointwise, stacked
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import Between
-from fednas_flwr.spaces import operations
-from fednas_flwr.spaces.cell_graph import candidate_edges
+from fednas_flwr.spaces import cell_graph, operations
 from fednas_flwr.spaces.two_input_cells import CellPlan, SearchCell, TwoInputSpace
 
 OPS = (
@@ -41,7 +40,7 @@ OPS = (
     "dil_conv_5x5",
 )
 NODES = range(2, 6)
-EDGES = candidate_edges(NODES)
+EDGES = cell_graph.candidate_edges(NODES)
 STEM_MULTIPLIER = 3
 POOLS = ("max_pool_3x3", "avg_pool_3x3")
 SEPARABLE = ("sep_conv_3x3", "sep_conv_5x5")
@@ -95,15 +94,15 @@ class DARTSSpace(TwoInputSpace):
     no norm of a supernet has one.
     """
 
-    name: ClassVar[str] = "darts"
-    ops: ClassVar[tuple[str, ...]] = OPS
-    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
-    outputs: ClassVar[range] = NODES
-    has_auxiliary: ClassVar[bool] = True
-    search_cell: ClassVar[type[SearchCell]] = DARTSCell
-    growth: ClassVar[float] = 2.0
-    parts: ClassVar[int] = 3
-    takes_stack: ClassVar[bool] = True
+    name = "darts"
+    ops = OPS
+    edges = EDGES
+    outputs = NODES
+    has_auxiliary = True
+    search_cell = DARTSCell
+    growth = 2.0
+    parts = 3
+    takes_stack = True
 
     channels: Count = 16
     num_cells: Annotated[int, CELLS] = 8
@@ -179,8 +178,7 @@ def _edges(edges: Sequence[Any], x: Tensor, weights_BEO: Tensor) -> Tensor:
     if stride == 1:
         parts.append((_by_op(x, 1, 1), ["skip_connect"]))
     else:
-        reduced = _factorized_reduce(skips, active)
-        parts.append((reduced[:, None], ["skip_connect"]))
+        parts.append((_factorized_reduce(skips, active)[:, None], ["skip_connect"]))
     dilated = _separable([modules[op] for op in DILATED], 0, active, stride)
     parts.append((_by_op(dilated, 2, len(edges)), DILATED))
     separable = _separable([modules[op] for op in SEPARABLE], 0, active, stride)

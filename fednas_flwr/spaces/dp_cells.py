@@ -12,34 +12,24 @@ Tensor suffixes: B batch, C channels, H height, W width, E edges, O ops.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, check_choice
+from fednas_flwr.settings import parser, registry
 from fednas_flwr.settings.names import GROUP, NORMS, Norm
 from fednas_flwr.settings.optimizers import Count
-from fednas_flwr.settings.parser import OneOf
-from fednas_flwr.settings.registry import TABLES
-from fednas_flwr.spaces import darts
-from fednas_flwr.spaces.cell_graph import candidate_edges, routes
+from fednas_flwr.spaces import cell_graph, darts, operations
 from fednas_flwr.spaces.genotype import SKIP, Genotype
-from fednas_flwr.spaces.operations import (
-    MixedOp,
-    OwnOp,
-    SkipNetwork,
-    discrete_states,
-    make_norm,
-    summed_states,
-)
 from fednas_flwr.spaces.space import CELL, SearchSpace
 
 NODES = range(1, 6)  # K = 5 internal nodes; node 0 is the cell's input
-EDGES = candidate_edges(NODES)
+EDGES = cell_graph.candidate_edges(NODES)
 CENTRE = 20.0  # of a near-identity, in standard deviations of the noise beside it
 POOLS: dict[str, Callable[..., nn.Module]] = {
     "max_pool_3x3": nn.MaxPool2d,
@@ -74,16 +64,16 @@ class DPCellSpace(SearchSpace):
         norm: ``batch``, or ``group`` (needed for privacy, and the paper's only one).
     """
 
-    name: ClassVar[str] = "dp_cells"
-    ops: ClassVar[tuple[str, ...]] = OPS
-    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
-    outputs: ClassVar[range] = NODES
-    routes: ClassVar[list[list[int]]] = routes(EDGES, outputs=NODES)
+    name = "dp_cells"
+    ops = OPS
+    edges = EDGES
+    outputs = NODES
+    routes = cell_graph.routes(EDGES, outputs=NODES)
 
     widths: tuple[int, ...] = (32, 32, 64)
     head: Count = 128
     activation: str = "tanh"
-    norm: Annotated[Norm, OneOf(NORMS)] = GROUP
+    norm: Annotated[Norm, parser.OneOf(NORMS)] = GROUP
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be built."""
@@ -118,11 +108,11 @@ class DARTSOpsSpace(DPCellSpace):
     well, in two kinds; pools have no norm here, and no norm an affine part.
     """
 
-    name: ClassVar[str] = "dp_cells_darts"
-    ops: ClassVar[tuple[str, ...]] = darts.OPS
+    name = "dp_cells_darts"
+    ops = darts.OPS
 
 
-class DPCellNetwork(SkipNetwork):
+class DPCellNetwork(operations.SkipNetwork):
     """Stem, three times a cell and a max-pool of 2, head.
 
     The text leaves out what the parameter counts demand and the authors' code has: the 3x3
@@ -160,7 +150,8 @@ class DPCellNetwork(SkipNetwork):
         def normed(convolution: nn.Conv2d) -> nn.Sequential:
             outputs = convolution.out_channels
             return nn.Sequential(
-                convolution, make_norm(outputs, norm=norm, affine=False, most_groups=groups)
+                convolution,
+                operations.make_norm(outputs, norm=norm, affine=False, most_groups=groups),
             )
 
         self.stem = normed(nn.Conv2d(channels, widths[0], 3, padding=1, bias=False))
@@ -170,7 +161,7 @@ class DPCellNetwork(SkipNetwork):
             inputs = normed(nn.Conv2d(channels, inner, 1, bias=False))
             pool = nn.MaxPool2d((min(2, height), min(2, width)))
             make = partial(_make_op, channels=inner, norm=norm, groups=groups)
-            edges = [MixedOp(names, make) for names in ops_of_edges]
+            edges = [operations.MixedOp(names, make) for names in ops_of_edges]
             self.blocks.append(Block(inputs, edges, pool))
             channels, height, width = len(NODES) * inner, max(1, height // 2), max(1, width // 2)
         self.head = nn.Sequential(
@@ -187,10 +178,7 @@ class DPCellNetwork(SkipNetwork):
             block.bring_near_identity()  # type: ignore[operator]
 
     def forward(
-        self,
-        x: Tensor,
-        op_weights: Mapping[str, Tensor] | None = None,
-        path: Sequence[int] | None = None,
+        self, x: Tensor, op_weights: operations.OpWeights = None, path: Sequence[int] | None = None
     ) -> Tensor:
         """Return logits [B, classes].
 
@@ -218,7 +206,9 @@ class Block(nn.Module):
     Every node is the sum of its edges; the output is the nodes 1 to 5, concatenated.
     """
 
-    def __init__(self, inputs: nn.Module, edges: Sequence[MixedOp], pool: nn.Module) -> None:
+    def __init__(
+        self, inputs: nn.Module, edges: Sequence[operations.MixedOp], pool: nn.Module
+    ) -> None:
         """Take the modules: what makes node 0, one edge for each of ``EDGES``, the pool."""
         super().__init__()
         self.inputs, self.edges, self.pool = inputs, nn.ModuleList(edges), pool
@@ -236,13 +226,15 @@ class Block(nn.Module):
         if weights_EO is None:
             columns = [0] * len(EDGES) if path is None else path
             ops = [edge.op(column) for edge, column in zip(edges, columns, strict=True)]
-            states = discrete_states(inputs, EDGES, ops, nodes=NODES, drop_path_prob=drop_path_prob)
+            states = operations.discrete_states(
+                inputs, EDGES, ops, nodes=NODES, drop_path_prob=drop_path_prob
+            )
         else:
 
             def mixed(index: int, state: Tensor) -> Tensor:
                 return edges[index](state, weights_EO[..., index, :])
 
-            states = summed_states(inputs, EDGES, mixed, nodes=NODES, empty=None)
+            states = operations.summed_states(inputs, EDGES, mixed, nodes=NODES, empty=None)
         return self.pool(torch.cat(states[1:], dim=1))
 
     @torch.no_grad()
@@ -263,9 +255,9 @@ def _make_op(name: str, channels: int, *, norm: Norm, groups: int) -> nn.Module:
         return nn.Identity()
     if name in POOLS:
         return POOLS[name](3, stride=1, padding=1)
-    after = make_norm(channels, norm=norm, affine=False, most_groups=groups)
-    if name in TABLES["op"]:
-        return OwnOp(name, channels, after, sides=(5, 5))
+    after = operations.make_norm(channels, norm=norm, affine=False, most_groups=groups)
+    if name in registry.TABLES["op"]:
+        return operations.OwnOp(name, channels, after, sides=(5, 5))
     if name not in CONVOLUTIONS:
         return darts.make_operation(name, channels, stride=1, norm=norm, affine=False)
     return nn.Sequential(

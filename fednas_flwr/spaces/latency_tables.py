@@ -11,13 +11,11 @@ import platform
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from time import process_time
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.parser import LONGEST_LINE, Between, Checked, Line, parse
@@ -30,7 +28,7 @@ RUN_BEFORE = 5  # layers, before each measurement
 LONGEST_MS = 1e9  # whose sum over a network is finite
 
 
-Sized = tuple[nn.Module, tuple[int, ...]]  # a module and the shape of one example
+Sized = tuple[torch.nn.Module, tuple[int, ...]]  # a module and the shape of one example
 Size = Annotated[int, Between(0, 2**31 - 1)]
 
 
@@ -107,11 +105,10 @@ class LatencyTable(Checked):
         if len(self.timings) != len(self.layers):
             raise ConfigError("layers: a layer appears twice.")
 
-    @cached_property
+    @functools.cached_property
     def timings(self) -> dict[Layer, Timing]:
         """The times by layer."""
-        values = map(astuple, self.layers)
-        return {Layer(*v[:6]): Timing(*v[6:]) for v in values}
+        return {Layer(*v[:6]): Timing(*v[6:]) for v in map(astuple, self.layers)}
 
     def latency_ms(self, layer: Layer) -> float:
         """Look the median time of a layer up.
@@ -130,7 +127,7 @@ class LatencyTable(Checked):
 
 def measure_latency(
     layers: Iterable[Layer],
-    make: Callable[[Layer], nn.Module],
+    make: Callable[[Layer], torch.nn.Module],
     under: Conditions,
     *,
     norm: str,

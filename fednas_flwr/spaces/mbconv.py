@@ -5,7 +5,7 @@ searched on a smaller proxy: the derived network has the supernet's depth and wi
 MobileNetV2's (Sandler et al. 2018, arXiv 1801.04381).
 
 :class:`MBConvSpace` gives the supernet, the way from alphas to a genotype and the derived network.
-A network is planned first as layers, shapes and strides: :func:`make_plan` fills a
+A network is planned first as layers, shapes and strides: :class:`MBConvSpace` fills a
 :class:`Skeleton`, the fixed shape around the choices, with candidates. Costs are sums over layers.
 :func:`make_layer` turns each into a module: what a latency table times is what a network runs.
 :class:`MBConvNetwork` is both the supernet's body, with several candidates in each block, and the
@@ -17,11 +17,11 @@ Tensor suffixes: B batch, E blocks, O ops, K ops that are computed in a block, C
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -135,8 +135,8 @@ class MBConvSpace(SearchSpace):
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
     """
 
-    name: ClassVar[str] = "mbconv"
-    kinds: ClassVar[tuple[str, ...]] = (CELL,)
+    name = "mbconv"
+    kinds = (CELL,)
 
     skeleton: Skeleton = SKELETONS["fdnas"]
     candidates: tuple[str, ...] = CANDIDATES["fdnas"]
@@ -174,7 +174,26 @@ class MBConvSpace(SearchSpace):
     @cached_property
     def plan(self) -> Plan:
         """The supernet as layers."""
-        return make_plan(self)
+        skeleton, width = self.skeleton, self.width
+        stem = _layer(
+            "conv",
+            self.input_shape,
+            scale_channels(skeleton.stem, width),
+            kernel=3,
+            stride=skeleton.stem_stride,
+        )
+        first = _layer("mbconv1_3x3", stem.output_shape, scale_channels(skeleton.first, width))
+        shape, blocks = first.output_shape, []
+        widths = [scale_channels(c, width) for c, count in skeleton.stages for _ in range(count)]
+        for number, channels in enumerate(widths, 1):
+            stride = 2 if number in skeleton.downsampling else 1
+            layers = [_layer(op, shape, channels, stride=stride) for op in self.ops]
+            fits = stride == 1 and channels == shape[0]
+            blocks.append(tuple(layer if fits or layer.op != ZERO else None for layer in layers))
+            shape = layers[0].output_shape
+        head = _layer("conv", shape, scale_channels(skeleton.head, max(1.0, width)))
+        classifier = Layer("classifier", head.output_shape, (self.num_classes,))
+        return Plan((stem, first), tuple(blocks), (head, classifier))
 
     def body(self) -> MBConvNetwork:
         """Build the body of a supernet."""
@@ -217,30 +236,6 @@ def named_space(*, skeleton: str, candidates: str, **settings: Any) -> MBConvSpa
     check_choice("search_space.skeleton", skeleton, SKELETONS)
     check_choice("search_space.candidates", candidates, CANDIDATES)
     return MBConvSpace(skeleton=SKELETONS[skeleton], candidates=CANDIDATES[candidates], **settings)
-
-
-def make_plan(space: MBConvSpace) -> Plan:
-    """Return the supernet as layers."""
-    skeleton, width = space.skeleton, space.width
-    stem = _layer(
-        "conv",
-        space.input_shape,
-        scale_channels(skeleton.stem, width),
-        kernel=3,
-        stride=skeleton.stem_stride,
-    )
-    first = _layer("mbconv1_3x3", stem.output_shape, scale_channels(skeleton.first, width))
-    shape, blocks = first.output_shape, []
-    widths = [scale_channels(c, width) for c, count in skeleton.stages for _ in range(count)]
-    for number, channels in enumerate(widths, 1):
-        stride = 2 if number in skeleton.downsampling else 1
-        layers = [_layer(op, shape, channels, stride=stride) for op in space.ops]
-        fits = stride == 1 and channels == shape[0]
-        blocks.append(tuple(layer if fits or layer.op != ZERO else None for layer in layers))
-        shape = layers[0].output_shape
-    head = _layer("conv", shape, scale_channels(skeleton.head, max(1.0, width)))
-    classifier = Layer("classifier", head.output_shape, (space.num_classes,))
-    return Plan((stem, first), tuple(blocks), (head, classifier))
 
 
 def scale_channels(channels: int, width: float) -> int:
@@ -297,7 +292,7 @@ class MBConvNetwork(ops.SkipNetwork):
     def forward(
         self,
         x: Tensor,
-        op_weights: Mapping[str, Tensor] | None = None,
+        op_weights: ops.OpWeights = None,
         paths: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """Return logits [B, classes].

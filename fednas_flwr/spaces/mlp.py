@@ -17,24 +17,22 @@ Tensor suffixes: B batch, E edges, O ops, W width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.settings.names import GROUP, NO_NORM, Norm
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.settings.parser import Between
-from fednas_flwr.spaces.cell_graph import candidate_edges
-from fednas_flwr.spaces.operations import OwnOp
+from fednas_flwr.spaces import cell_graph, operations
 from fednas_flwr.spaces.two_input_cells import CellNetwork, CellPlan, SearchCell, TwoInputSpace
 
 OPS = ("none", "skip_connect", "dense_relu", "dense_tanh", "narrow_relu", "narrow_tanh")
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh}  # in the order of OPS, for either width
 NODES = range(2, 5)
-EDGES = candidate_edges(NODES)
+EDGES = cell_graph.candidate_edges(NODES)
 # Half of a reduction cell's half must be 2 units, the fewest that a layer norm leaves.
 WIDTHS = Between(8, reason="for mlp, as a norm over one unit leaves nothing of it")
 
@@ -74,14 +72,14 @@ class MLPSpace(TwoInputSpace):
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
     """
 
-    name: ClassVar[str] = "mlp"
-    ops: ClassVar[tuple[str, ...]] = OPS
-    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
-    outputs: ClassVar[range] = NODES
-    inputs: ClassVar[str] = "tables"
-    search_cell: ClassVar[type[SearchCell]] = MLPCell
-    growth: ClassVar[float] = 0.5
-    parts: ClassVar[int] = 2
+    name = "mlp"
+    ops = OPS
+    edges = EDGES
+    outputs = NODES
+    inputs = "tables"
+    search_cell = MLPCell
+    growth = 0.5
+    parts = 2
 
     channels: Annotated[int, WIDTHS] = 32
     num_cells: Count = 3
@@ -127,7 +125,7 @@ def make_operation(op: str, width: int, *, norm: Norm) -> nn.Module:
     if op == "skip_connect":
         return nn.Identity()
     if op not in OPS:
-        return OwnOp(op, width, make_norm(width, norm=norm, affine=True), sides=())
+        return operations.OwnOp(op, width, make_norm(width, norm=norm, affine=True), sides=())
     size, activation = op.split("_")
     units = width if size == "dense" else width // 2
     return nn.Sequential(
@@ -150,7 +148,7 @@ class LeavingEdges(nn.Module):
         self.dense = ParallelLayers(num_edges, width, width, norm=norm)
         self.narrow = ParallelLayers(num_edges, width, width // 2, norm=norm)
         self.own = nn.ModuleList(
-            OwnOp(op, width, make_norm(width, norm=norm, affine=False), sides=())
+            operations.OwnOp(op, width, make_norm(width, norm=norm, affine=False), sides=())
             for _ in range(num_edges)
             for op in own
         )
@@ -159,9 +157,9 @@ class LeavingEdges(nn.Module):
         """Return ``sum_o w_o * op_o(x)`` for every edge, [B, E, W]."""
         known, own = weights_EO[..., : len(OPS)], weights_EO[..., len(OPS) :]
         _, skip, dense, narrow = torch.split(known, [1, 1, 2, 2], dim=-1)  # as in OPS
-        dense_BEW: Tensor = self.dense(x_BW, dense)
+        dense_BEW = self.dense(x_BW, dense)
         narrow_BEH = self.narrow(x_BW, narrow)
-        padded = F.pad(narrow_BEH, (0, dense_BEW.shape[-1] - narrow_BEH.shape[-1]))
+        padded = nn.functional.pad(narrow_BEH, (0, dense_BEW.shape[-1] - narrow_BEH.shape[-1]))
         mixed_BEW = skip * x_BW[:, None] + dense_BEW + padded
         if not self.own:
             return mixed_BEW

@@ -14,26 +14,24 @@ Tensor suffixes: B batch, E edges, O ops.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fednas_flwr.base.layers import called, computed, convolution, pointwise, stacked
 from fednas_flwr.settings.names import Norm
 from fednas_flwr.settings.optimizers import Count
-from fednas_flwr.spaces import operations
-from fednas_flwr.spaces.cell_graph import candidate_edges, routes
+from fednas_flwr.spaces import cell_graph, operations
 from fednas_flwr.spaces.genotype import Edge, Genotype
 from fednas_flwr.spaces.space import CELL, SearchSpace
 
 OPS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 NODES = range(1, 4)
 NUM_STAGES = 3
-EDGES = candidate_edges(NODES)
+EDGES = cell_graph.candidate_edges(NODES)
 CONVOLUTIONS = ("nor_conv_1x1", "nor_conv_3x3")
 
 
@@ -49,11 +47,11 @@ class NASBench201Space(SearchSpace):
         norm: ``batch``, or ``group`` (needed for privacy), in search and in retraining.
     """
 
-    name: ClassVar[str] = "nasbench201"
-    ops: ClassVar[tuple[str, ...]] = OPS
-    edges: ClassVar[tuple[tuple[int, int], ...]] = EDGES
-    outputs: ClassVar[range] = NODES[-1:]
-    routes: ClassVar[list[list[int]]] = routes(EDGES, outputs=NODES[-1:])
+    name = "nasbench201"
+    ops = OPS
+    edges = EDGES
+    outputs = NODES[-1:]
+    routes = cell_graph.routes(EDGES, outputs=NODES[-1:])
 
     channels: Count = 16
     num_cells: Count = 5
@@ -102,7 +100,7 @@ class NASBench201Network(operations.SkipNetwork):
         make = functools.partial(cell, norm=space.norm)
         self.skeleton = _Skeleton(make, space, affine=edges is not None)
 
-    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, op_weights: operations.OpWeights = None) -> Tensor:
         """Return logits [B, classes]; op weights, of a supernet, as in :class:`Supernet`."""
         if op_weights is None:
             return self.joined(self.skeleton(x, self.dropped), x)
@@ -157,7 +155,7 @@ class _Skeleton(nn.Module):
                 x = reduction(x)
             for cell in stage.children():
                 x = cell(x, cell_argument)
-        return compute(self.classifier, F.relu(self.head_norm(x)).mean(dim=(2, 3)))
+        return compute(self.classifier, nn.functional.relu(self.head_norm(x)).mean(dim=(2, 3)))
 
 
 class ResidualBlock(nn.Module):
@@ -199,7 +197,7 @@ class SearchCell(nn.Module):
 
         def leave(state: Tensor, indices: list[int]) -> Tensor:
             modules = {op: [edges[index].ops[op] for index in indices] for op in CONVOLUTIONS}
-            active = F.relu(state)
+            active = nn.functional.relu(state)
             one = pointwise(active, stacked([m[1].weight for m in modules["nor_conv_1x1"]]))
             kernels = stacked([m[1].weight for m in modules["nor_conv_3x3"]])
             three = convolution(active, kernels, padding=(1, 1))

@@ -15,7 +15,7 @@ Tensor suffixes: B batch, C channels, H height, W width, E edges of a state, O o
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from fednas_flwr.settings.registry import TABLES
 
 MAX_GROUPS = 8
 Compute = Callable[[nn.Module, Tensor], Tensor]
+OpWeights = Mapping[str, Tensor] | None  # [E, O] by kind of cell; None: one op on each edge
 NOTHING = ("none", "zero")  # ops without a module
 
 
@@ -135,13 +136,8 @@ def drop_path(x: Tensor, probability: float) -> Tensor:
     """Return ``x`` with whole examples set to zero with this probability, the others scaled up.
 
     One Bernoulli draw per example (Larsson et al. 2017, arXiv 1605.07648, as used by DARTS), from
-    torch's global generator. The expectation is ``x``.
-
-    Raises:
-        ValueError: If the probability is not in [0, 1).
+    torch's global generator. The expectation is ``x``; the probability is in [0, 1).
     """
-    if not 0.0 <= probability < 1.0:
-        raise ValueError(f"drop-path probability must be in [0, 1), got {probability}")
     if probability == 0.0:
         return x
     keep = 1.0 - probability
@@ -207,7 +203,7 @@ def discrete_states(
         op = modules[index]
         if op is None:
             return None
-        out: Tensor = op(state)
+        out = op(state)
         return out if isinstance(op, nn.Identity) else drop_path(out, drop_path_prob)
 
     return summed_states(inputs, edges, compute, nodes=nodes, empty=torch.zeros_like(inputs[0]))
@@ -314,16 +310,11 @@ def node_states(
 def normalised(x_BCHW: Tensor, modules: Sequence[Any]) -> Tensor:
     """Return the channels normalised by norms without affine part, each on its share of them.
 
-    The running statistics of batch norms move as they would one by one.
-
-    Raises:
-        ValueError: Some batch norms are in training mode and others are not.
+    The running statistics of batch norms, which all train or none, move as they would one by one.
     """
     first = modules[0]
     if isinstance(first, nn.GroupNorm):
         return F.group_norm(x_BCHW, len(modules) * first.num_groups, eps=first.eps)
-    if len({module.training for module in modules}) > 1:
-        raise ValueError("a supernet needs all norms in one mode: call train() or eval()")
     buffers = [[m.running_mean for m in modules], [m.running_var for m in modules]]
     mean, variance = (torch.cat(each) for each in buffers)
     momentum = first.momentum
@@ -396,14 +387,10 @@ class SkipNetwork(nn.Module):
         takes_stack: True of supernets' bodies whose weights come from ``base.layers.stacked``.
     """
 
-    skip: nn.Linear | None
-    drop_path_prob: float
-    takes_stack: bool
-
     def __init__(self) -> None:
         """Begin without a skip and without drop-path."""
         super().__init__()
-        self.skip = None
+        self.skip: nn.Linear | None = None
         self.drop_path_prob = 0.0
         self.takes_stack = False
 

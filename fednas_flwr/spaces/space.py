@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError, show
+from fednas_flwr.settings import parser, registry
 from fednas_flwr.settings.names import BATCH, LINEAR, NO_SKIP, NORMS, SKIPS, Norm
 from fednas_flwr.settings.optimizers import Count
-from fednas_flwr.settings.parser import Checked, OneOf
-from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces.cell_graph import has_weights, nearest_trained
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
-from fednas_flwr.spaces.operations import SkipNetwork
+from fednas_flwr.spaces.operations import OpWeights, SkipNetwork
 
 ALPHA_STD = 1e-3
 CELL = "cell"  # the kind of cell, where there is only one
@@ -84,7 +83,7 @@ class Supernet(nn.Module):
         beside = {id(weight) for edge in choices for weight in edge.parameters()} - along
         return {name: w for name, w in self.weights().items() if id(w) not in beside}
 
-    def forward(self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, op_weights: OpWeights = None) -> Tensor:
         """Return the logits [B, classes].
 
         Args:
@@ -99,7 +98,7 @@ class Supernet(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSpace(Checked):
+class SearchSpace(parser.Checked):
     """A set of architectures: its relaxation, its discrete networks and the way between them.
 
     As it stands here, a network has one op on each edge of each kind of cell. A space gives the
@@ -134,14 +133,14 @@ class SearchSpace(Checked):
 
     input_shape: tuple[int, ...]
     num_classes: Count
-    norm: Annotated[Norm, OneOf(NORMS)] = BATCH
-    skip: Annotated[str, OneOf(SKIPS)] = NO_SKIP
+    norm: Annotated[Norm, parser.OneOf(NORMS)] = BATCH
+    skip: Annotated[str, parser.OneOf(SKIPS)] = NO_SKIP
     own_ops: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Refuse examples for which no network can be built, and ops that do not exist."""
         for op in self.own_ops:
-            if op in self.ops or op not in TABLES["op"]:
+            if op in self.ops or op not in registry.TABLES["op"]:
                 raise ConfigError(
                     f"search_space.own_ops={show(op)} must be the name of an op that register_op "
                     f"has been given (fednas run --with <file>), and none of {', '.join(self.ops)}."

@@ -21,14 +21,8 @@ from torch.nn import functional as F
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.layers import called, computed
 from fednas_flwr.settings.names import Norm
+from fednas_flwr.spaces import operations
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
-from fednas_flwr.spaces.operations import (
-    SkipNetwork,
-    channels_last,
-    discrete_states,
-    make_norm,
-    node_states,
-)
 from fednas_flwr.spaces.space import SearchSpace
 
 INTO_NODE = 2  # edges that a genotype keeps
@@ -60,7 +54,7 @@ class TwoInputSpace(SearchSpace):
     inputs (Liu et al. 2019, arXiv 1806.09055).
     """
 
-    kinds: ClassVar[tuple[str, ...]] = ("normal", "reduction")
+    kinds = ("normal", "reduction")
     search_cell: ClassVar[type[SearchCell]]  # with all ops on all edges
     growth: ClassVar[float]  # of the width of nodes, at a reduction cell
     parts: ClassVar[int]  # into which reduction cells divide the chain of cells
@@ -158,7 +152,7 @@ class TwoInputSpace(SearchSpace):
             )
 
 
-class CellNetwork(SkipNetwork):
+class CellNetwork(operations.SkipNetwork):
     """Stem, cells, global pool and classifier: a supernet's body, or a network to be trained.
 
     The paper raises ``drop_path_prob`` to .2, linearly over the epochs.
@@ -198,7 +192,7 @@ class CellNetwork(SkipNetwork):
             self.auxiliary = AuxiliaryHead(width, space.num_classes, norm=space.norm)
 
     def forward(
-        self, x: Tensor, op_weights: Mapping[str, Tensor] | None = None
+        self, x: Tensor, op_weights: operations.OpWeights = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, classes]; in train mode with auxiliary head (logits, auxiliary).
 
@@ -210,7 +204,7 @@ class CellNetwork(SkipNetwork):
         auxiliary_logits = None
         before = last = compute(self.stem, x)
         if x.dim() == 4 and not self.takes_stack:
-            before = last = channels_last(last)
+            before = last = operations.channels_last(last)
         for index, (kind, cell) in enumerate(zip(self.kinds, self.cells, strict=True)):
             how = self.dropped if op_weights is None else op_weights[kind]
             before, last = last, cell(before, last, how)
@@ -255,7 +249,7 @@ class SearchCell(TwoInputCell):
     def forward(self, before: Tensor, last: Tensor, weights_EO: Tensor) -> Tensor:
         """Return the nodes' states, side by side in dimension 1."""
         inputs = [self.prepared(self.preprocess0, before), self.prepared(self.preprocess1, last)]
-        states = node_states(inputs, self.pairs, partial(self.leave, weights_EO))
+        states = operations.node_states(inputs, self.pairs, partial(self.leave, weights_EO))
         return torch.cat(states[len(inputs) :], dim=1)
 
 
@@ -272,7 +266,7 @@ class DerivedCell(TwoInputCell):
 
     def forward(self, before: Tensor, last: Tensor, drop_path_prob: float) -> Tensor:
         """Return the nodes' states, side by side in dimension 1."""
-        states = discrete_states(
+        states = operations.discrete_states(
             [self.preprocess0(before), self.preprocess1(last)],
             [edge.pair for edge in self.wiring],
             self.edges,
@@ -295,10 +289,10 @@ class AuxiliaryHead(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 128, 1, bias=False),
-            make_norm(128, norm=norm, affine=True),
+            operations.make_norm(128, norm=norm, affine=True),
             nn.ReLU(),
             nn.Conv2d(128, 768, 2, bias=False),
-            make_norm(768, norm=norm, affine=True),
+            operations.make_norm(768, norm=norm, affine=True),
             nn.ReLU(),
         )
         self.classifier = nn.Linear(768, num_classes)

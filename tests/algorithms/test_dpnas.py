@@ -162,7 +162,7 @@ def test_a_liar_claims_all_right_at_most_and_no_median_hears_it(
 def test_no_degenerate_candidate_is_trained_measured_or_found(name, compose_config, federate):
     """From samplers that like ops without weights, of whose own draws many are degenerate."""
     strategy = federate(compose_config(*DPNAS, f"algorithm.sampler={name}")).strategy
-    sampler, space = strategy.sampler, strategy.cells
+    sampler, space = strategy.sampler, strategy.space
     generator = torch.Generator().manual_seed(0)
     if name == "controller":
         with torch.no_grad():

@@ -66,7 +66,7 @@ def test_no_weight_that_is_sent_takes_noise_from_a_share(weight, site):
     cells, grid = reply.shares["weights"], request.grids["weights"]
     std = cells.values.std() * grid.cell
     expected = SIGMA * site.norm / math.sqrt(SITES)
-    assert std == pytest.approx(expected, rel=6 / math.sqrt(2 * len(cells)))
+    assert std == pytest.approx(expected, rel=6 / math.sqrt(2 * len(cells.values)))
     sizes = sizes_of(reply.states, reply.shares)
     summands = Summands("train.weights", sizes, request.summed, request.states)
     sent = summands.encode(reply)["int32"]

@@ -1,7 +1,5 @@
 """Which batches exact gradients are of, and the gradients, against explicit ones."""
 
-import math
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -11,7 +9,6 @@ from fednas_flwr.search.exact_gradients import (
     BatchGradients,
     ExactGradients,
     ExactSums,
-    Tally,
     periodic_gradients,
 )
 from fednas_flwr.search.objective import Objective
@@ -309,10 +306,6 @@ def test_three_steps_equal_a_loop_of_sgd(net, batch):
         moved = (start[name] - weight.detach()) / lr
         torch.testing.assert_close(gradients[name] / size, moved, **EXACT)
         assert moved.abs().max() > 1e-3
-
-
-def test_an_empty_tally_knows_nothing():
-    assert [math.isnan(share) for share in (Tally().loss, Tally().accuracy)] == [True, True]
 
 
 # Rows (q, t, c) of L = q (w - a t)^2 / 2 + c a w.

@@ -82,9 +82,9 @@ def test_expected_reinforce_gradient_is_the_objectives(baseline, temperature):
     assert log_probs.exp().max() > 2 / 24
     expected = (log_probs.exp() * (rewards - weight * log_probs)).sum()
     exact = torch.autograd.grad(-expected, list(policy.parameters()), retain_graph=True)
-    given = {"baseline": baseline, "entropy_weight": weight}
-    pairs = zip(log_probs[:, None], rewards[:, None], strict=True)
-    losses = [reinforce_loss(*pair, **given) for pair in pairs]
+    regularised = rewards - weight * log_probs.detach()
+    pairs = zip(log_probs[:, None], regularised[:, None], strict=True)
+    losses = [reinforce_loss(*pair, baseline=baseline) for pair in pairs]
     mean = sum(p.item() * loss for p, loss in zip(log_probs.exp(), losses, strict=True))
     estimated = torch.autograd.grad(mean, list(policy.parameters()))
     for one, other in zip(estimated, exact, strict=True):

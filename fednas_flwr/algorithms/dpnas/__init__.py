@@ -4,15 +4,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings import AlgorithmSettings, Config, DPCells, NoPrivacy
+from fednas_flwr.settings import AlgorithmSettings, Config, DPCells, NoPrivacy, names, parser
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import retrains, searches
-from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.parser import Between, OneOf
 from fednas_flwr.settings.registry import NO_ALPHAS, Algorithm, Rule, register
 
 SAMPLERS = ("controller", "random")
-Candidates = Annotated[int, Between(1, opt.MOST_CANDIDATES)]
+Candidates = Annotated[int, parser.Between(1, opt.MOST_CANDIDATES)]
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class DPNASSettings(AlgorithmSettings):
             place.
     """
 
-    sampler: Annotated[str, OneOf(SAMPLERS)]
+    sampler: Annotated[str, parser.OneOf(SAMPLERS)]
     trained_candidates: Candidates
     rewarded_candidates: Candidates
     final_candidates: Candidates
@@ -81,7 +79,7 @@ register(
     Algorithm(
         DPNASSettings,
         f"{__name__}.strategy:DPNAS",
-        units=(RECORD, PERSON),
+        units=(names.RECORD, names.PERSON),
         asks_rewards=True,
         unused=_UNUSED,
     ),

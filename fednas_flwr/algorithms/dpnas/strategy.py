@@ -1,18 +1,17 @@
 """DPNAS: candidates with shared weights, trained with DP-SGD's steps and chosen by a controller."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
+from fednas_flwr.algorithms.base import Metrics, PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.dpnas import DPNASSettings
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import RewardCandidates, TrainCandidates
 from fednas_flwr.search.optimizer_step import path_states
 from fednas_flwr.search.samplers import Controller, Path, Sampler
-from fednas_flwr.spaces.dp_cells import DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.space import Supernet
+from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 
 class DPNAS(RoundStrategy[DPNASSettings]):
@@ -42,11 +41,9 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         """Make the sampler; paths are sampled without alphas."""
         for states in (self.states, self.layouts):
             del states["alphas"]  # paths are sampled without
-        assert isinstance(self.space, DPCellSpace)  # as the configuration has it
-        self.cells = self.space
-        self.keeper = self.sampler = make_sampler(self.config.seed, self.settings, self.cells)
+        self.keeper = self.sampler = make_sampler(self.config.seed, self.settings, self.space)
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Train candidates, then teach the controller; after the last round choose."""
         settings, final = self.settings, self.settings.final_candidates
         generator = make_generator(self.config.seed, "dpnas", server_round)
@@ -73,11 +70,10 @@ class DPNAS(RoundStrategy[DPNASSettings]):
             metrics |= {"validation_best": rewards[best]}
         return metrics
 
-    def _measure(self, paths: Sequence[Path]) -> tuple[list[float], dict[str, float]]:
+    def _measure(self, paths: Sequence[Path]) -> tuple[list[float], Metrics]:
         """Each candidate's accuracy over all clients' validation records, and metrics."""
         request = RewardCandidates(candidates=[list(path) for path in paths], sparse=True)
-        only = path_states(self.supernet, paths)
-        rewards, metrics = self.reward(request, only=only, paths=paths)
+        rewards, metrics = self.reward(request, only=path_states(self.supernet, paths), paths=paths)
         return rewards, {"validation_accuracy": sum(rewards) / len(rewards), **metrics}
 
     def derive(self) -> Genotype:
@@ -88,7 +84,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         """
         if "path" not in self.values:
             raise ValueError("the candidate is chosen after the last round")
-        return self.cells.genotype(self.values["path"])
+        return self.space.genotype(self.values["path"])
 
     @classmethod
     def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
@@ -102,7 +98,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
         return planned
 
 
-def make_sampler(seed: int, settings: DPNASSettings, space: DPCellSpace) -> Sampler:
+def make_sampler(seed: int, settings: DPNASSettings, space: SearchSpace) -> Sampler:
     """A sampler of candidates that are not degenerate, initialised from the run's seed."""
     choices = tuple(map(len, space.offered))
     with seeded(seed, "sampler"):

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Annotated
 
 from fednas_flwr.base.errors import ConfigError, check_choice, show
-from fednas_flwr.settings import AlgorithmSettings, BlockSpace, Config, Hardware, LocalEpochs
+from fednas_flwr.settings import AlgorithmSettings, BlockSpace, Config, Hardware, LocalEpochs, names
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.incompatible import searches
-from fednas_flwr.settings.names import PERSON, RECORD
 from fednas_flwr.settings.parser import Between, OneOf, within
 from fednas_flwr.settings.registry import Algorithm, Rule, register
 
@@ -151,7 +150,7 @@ _ASKED_APART = (
     "its clients, or groups of them, are asked different things, which have no sum; choose another "
     "algorithm"
 )
-_entry = partial(Algorithm, search=f"{__name__}.strategy:FDNAS", units=(RECORD, PERSON))
+_entry = partial(Algorithm, search=f"{__name__}.strategy:FDNAS", units=(names.RECORD, names.PERSON))
 register(
     "algorithm",
     "fdnas",

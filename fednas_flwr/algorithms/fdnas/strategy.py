@@ -1,11 +1,11 @@
 """FDNAS: federated ProxylessNAS by weighted averaging."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
+from fednas_flwr.algorithms.base import Metrics, PrivateRound, Replies, RoundStrategy
 from fednas_flwr.algorithms.fdnas import CFDNASSettings, FDNASSettings, all_hardware
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -34,7 +34,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
         """Make the hardware loss."""
         self._hardware = hardware_loss(self.settings.hardware, self.space)
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Search locally everywhere, average weights, alphas and buffers."""
         settings = self.settings
         local = LocalSearch(
@@ -43,12 +43,9 @@ class FDNAS(RoundStrategy[FDNASSettings]):
             settings.alphas,
             paths=SampledPaths(server_round <= settings.warm_up_rounds, self._hardware),
         )
-        request = Search(local=local)
-        return self.train("train.search", request)
+        return self.train("train.search", Search(local=local))
 
-    def average(
-        self, replies: Iterable[tuple[int, Reply]]
-    ) -> tuple[dict[str, Packed], dict[str, float]]:
+    def average(self, replies: Replies) -> tuple[dict[str, Packed], Metrics]:
         """Average as :meth:`RoundStrategy.average`, and keep each client's update."""
         return super().average(self._keep(replies) if self.keeps_updates else replies)
 
@@ -62,7 +59,7 @@ class FDNAS(RoundStrategy[FDNASSettings]):
             for client, moved in self.values.get("updates", {}).items()
         }
 
-    def _keep(self, replies: Iterable[tuple[int, Reply]]) -> Iterator[tuple[int, Reply]]:
+    def _keep(self, replies: Replies) -> Iterator[tuple[int, Reply]]:
         before = _flat(self.states["alphas"])
         earlier = self.updates()
         updates = self.values.setdefault("updates", {})

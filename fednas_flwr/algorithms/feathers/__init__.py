@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 
 from fednas_flwr.algorithms.fed_darts import RULES
-from fednas_flwr.settings import AlgorithmSettings, registry
+from fednas_flwr.settings import AlgorithmSettings, incompatible, names, registry
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.incompatible import searches
-from fednas_flwr.settings.names import UNITS
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class FEATHERSSettings(opt.ConfigurationChoice, AlgorithmSettings):
 _UNUSED = (
     registry.Rule(
         "algorithm.rule algorithm.local_epochs algorithm.batch_size algorithm.clip_norm",
-        lambda c: not searches(c),
+        lambda c: not incompatible.searches(c),
         "stages={c.stages}, which lack search",
     ),
 )
@@ -49,7 +47,7 @@ registry.register(
         FEATHERSSettings,
         search=f"{__name__}.strategy:FEATHERS",
         retraining=f"{__name__}.strategy:FEATHERS",
-        units=UNITS,
+        units=names.UNITS,
         asks_rewards=True,
         unused=_UNUSED,
         clashes=RULES,

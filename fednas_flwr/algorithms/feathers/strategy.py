@@ -2,19 +2,18 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
+from fednas_flwr.algorithms.base import Metrics, PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.feathers import FEATHERSSettings
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import Layout, unpack
-from fednas_flwr.search.bandit import Bandit, make_configurations
-from fednas_flwr.search.local_search import Alternating, rising
+from fednas_flwr.search import bandit, local_search
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND, Configuration
 
 BOUND_PER_SCALE = 4.0
@@ -44,23 +43,27 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
 
     def set_up(self) -> None:
         """Make the bandit."""
-        settings, retrain = self.settings, self.config.retrain
-        self.configurations = make_configurations(settings, self.config.seed)
-        self.bandit = Bandit.of(len(self.configurations), settings.bandit)
+        settings = self.settings
+        self.configurations = bandit.make_configurations(settings, self.config.seed)
+        self.bandit = bandit.Bandit.of(len(self.configurations), settings.bandit)
         self.values = {"bandit": self.bandit.to_json()}
         self._beta_weight = 0.0
-        self.clip_norm, self.batch_size = settings.clip_norm, settings.batch_size
+        self.clip_norm = settings.clip_norm
         if self.stage == "retrain":
-            self.clip_norm, self.batch_size = retrain.weights.clip_norm, retrain.batch_size
+            self.clip_norm = self.config.retrain.weights.clip_norm
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Explore if it is time, then train with the best configuration."""
         self.bandit = self.bandit.with_json(self.values["bandit"])
-        self._beta_weight = rising(self.settings.beta_decay, server_round, num_rounds)
+        self._beta_weight = local_search.rising(self.settings.beta_decay, server_round, num_rounds)
         if explores(server_round, self.settings.nas_rounds):
             self._explore(server_round)
         best = self.configurations[self.bandit.best()]
-        metrics = self.train(*self._training(best))
+        local = self._local(best)
+        if isinstance(local, rq.LocalTraining):
+            metrics = self.train("train.weights", rq.Train(local=local))
+        else:
+            metrics = self.train("train.search", rq.Search(local=local))
         self.values = {"bandit": self.bandit.to_json()}
         return metrics | {"lr": best.lr, "alpha_lr": best.alpha_lr}
 
@@ -71,8 +74,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         generator = make_generator(self.config.seed, "bandit", self.stage, server_round)
         before, bound = self.bandit, self._bound()
         arms = before.draw(before.num_trials(), generator)
-        tried = [self.configurations[arm] for arm in arms]
-        rewards, noise = self._rewards(tried, bound)
+        rewards, noise = self._rewards([self.configurations[arm] for arm in arms], bound)
         rewarded = dict(zip(arms, rewards, strict=True))
         self.bandit = before.updated(rewarded, noise=noise)
         self.cohort.emit(
@@ -125,15 +127,7 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
             weight += reply.num_examples
             num_clients += reply.sites
         sigma = self.noise_multiplier("rewards") or 0.0
-        noise = bound * sigma * math.sqrt(num_clients) / weight
-        return (total / weight).tolist(), noise
-
-    def _training(self, configuration: Configuration) -> tuple[str, rq.Settings]:
-        """Action and request of a round of training with a configuration."""
-        local = self._local(configuration)
-        if isinstance(local, rq.LocalTraining):
-            return "train.weights", rq.Train(local=local)
-        return "train.search", rq.Search(local=local)
+        return (total / weight).tolist(), bound * sigma * math.sqrt(num_clients) / weight
 
     def _local(self, configuration: Configuration) -> rq.LocalSearch | rq.LocalTraining:
         """Local search or training with a configuration."""
@@ -141,21 +135,19 @@ class FEATHERS(RoundStrategy[FEATHERSSettings]):
         if self.stage == "retrain":
             return self.local_training(sgd, configuration.dropout)
         amount = self.amount(self.settings.local_epochs, self.settings.batch_size)
-        alternating = Alternating(self.settings.rule, beta_decay=self._beta_weight)
+        alternating = local_search.Alternating(self.settings.rule, beta_decay=self._beta_weight)
         return rq.LocalSearch(amount, sgd, configuration.adam(), alternating=alternating)
 
     @classmethod
     def releases(cls, settings: FEATHERSSettings, private: PrivateRound) -> list[PlannedRelease]:
         """The releases of training, trials and rewards; kappa is largest at first."""
-        arms = len(settings.configurations) or settings.num_configurations
-        trials = 0
-        if explores(private.number, settings.nas_rounds):
-            trials = Bandit.of(arms, settings.bandit).num_trials()
         training, states = "train.search", ["weights", "alphas"]
         if private.stage == "retrain":
             training, states = "train.weights", ["weights"]
         planned = private.gradients(dict.fromkeys(states, training))
-        if trials:
+        if explores(private.number, settings.nas_rounds):
+            arms = len(settings.configurations) or settings.num_configurations
+            trials = bandit.Bandit.of(arms, settings.bandit).num_trials()
             steps = trials * private.local_steps
             planned += private.gradients(dict.fromkeys(states, "train.probe"), steps=steps)
             planned += [private.rewards("train.probe", trials)]

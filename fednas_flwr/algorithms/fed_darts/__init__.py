@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from functools import partial
 
-from fednas_flwr.settings import LocalEpochs, registry
+from fednas_flwr.settings import LocalEpochs, names, registry
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.names import UNITS
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,6 @@ RULES = {
 _entry = partial(
     registry.Algorithm, FedDARTSSettings, f"{__name__}.strategy:FedDARTS", clashes=RULES
 )
-registry.register("algorithm", "fed_darts", _entry(units=UNITS))
-registry.register("algorithm", "fedprox_darts", _entry(units=UNITS))
+registry.register("algorithm", "fed_darts", _entry(units=names.UNITS))
+registry.register("algorithm", "fedprox_darts", _entry(units=names.UNITS))
 registry.register("algorithm", "fednas", _entry())

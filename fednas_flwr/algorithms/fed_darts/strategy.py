@@ -4,9 +4,7 @@ Every round each client searches for some local epochs from the global weights a
 server averages both with weights N_k / N.
 """
 
-from collections.abc import Mapping
-
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
+from fednas_flwr.algorithms.base import Metrics, PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import LocalSearch, Search
@@ -19,7 +17,7 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
     With the rule ``mixed_level`` it is FedNAS (He et al., 2020, arXiv 2004.08546, Alg. 1).
     """
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Search locally everywhere, average weights, alphas and buffers."""
         settings = self.settings
         local = LocalSearch(
@@ -33,8 +31,7 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
                 beta_decay=rising(settings.beta_decay, server_round, num_rounds),
             ),
         )
-        request = Search(local=local)
-        return self.train("train.search", request)
+        return self.train("train.search", Search(local=local))
 
     @classmethod
     def releases(cls, settings: FedDARTSSettings, private: PrivateRound) -> list[PlannedRelease]:

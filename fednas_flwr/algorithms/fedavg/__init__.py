@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass
 
-from fednas_flwr.settings import GivenNetwork
+from fednas_flwr.settings import GivenNetwork, incompatible, names, registry
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.incompatible import retrains_by_gradients
-from fednas_flwr.settings.names import UNITS
-from fednas_flwr.settings.registry import Algorithm, Rule, register
 
 
 @dataclass(frozen=True)
@@ -20,16 +17,16 @@ class FedAvgSettings(GivenNetwork):
     proximal: opt.RateOrZero
 
 
-_ENTRY = Algorithm(
+_ENTRY = registry.Algorithm(
     FedAvgSettings,
-    units=UNITS,
+    units=names.UNITS,
     unused=(
-        Rule(
+        registry.Rule(
             "algorithm.proximal",
-            retrains_by_gradients,
+            incompatible.retrains_by_gradients,
             "retrain.exchange={c.retrain.exchange}, in which clients take no steps",
         ),
     ),
 )
-register("algorithm", "fedavg", _ENTRY)
-register("algorithm", "fedprox", _ENTRY)
+registry.register("algorithm", "fedavg", _ENTRY)
+registry.register("algorithm", "fedprox", _ENTRY)

@@ -16,9 +16,7 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy.fedopt import FedOpt
 
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy, local_steps, mean_metrics
-from fednas_flwr.algorithms.fedavg import FedAvgSettings
-from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.algorithms import base, fedavg, gradient_steps
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import TakeNetworkGradient, Train
@@ -145,7 +143,7 @@ class ServerOptimizer:
             setattr(self._steps, moments, {dtype: tensor.numpy() for dtype, tensor in named})
 
 
-class FedAvg(RoundStrategy[AlgorithmSettings]):
+class FedAvg(base.RoundStrategy[AlgorithmSettings]):
     """McMahan et al. (2017), arXiv 1602.05629, Alg. 1; C is ``sampling.per_round``.
 
     The settings of ``retrain`` say how; ``drop_path_prob`` rises linearly from 0 to the last round.
@@ -158,9 +156,9 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         stepping, settings = self.config.server_optimizer, self.config.algorithm
         self.optimizer = ServerOptimizer(stepping) if isinstance(stepping, ServerAdagrad) else None
         self.keeper = self.optimizer
-        self.proximal = settings.proximal if isinstance(settings, FedAvgSettings) else 0.0
+        self.proximal = settings.proximal if isinstance(settings, fedavg.FedAvgSettings) else 0.0
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Train locally everywhere, average the weights, and measure them if it is time."""
         weights, every = self.weights, self.config.retrain.evaluate_every
         local = self.local_training(
@@ -170,8 +168,7 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
             proximal=self.proximal,
             augmented=server_round <= (1 - self.config.retrain.unaugmented) * num_rounds,
         )
-        request = Train(local=local)
-        metrics = self.train("train.weights", request)
+        metrics = self.train("train.weights", Train(local=local))
         return metrics | self.validation_metrics(every, server_round, num_rounds)
 
     def move(self, average: dict[str, Packed]) -> None:
@@ -182,12 +179,14 @@ class FedAvg(RoundStrategy[AlgorithmSettings]):
         super().move(average)
 
     @classmethod
-    def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
+    def releases(
+        cls, settings: AlgorithmSettings, private: base.PrivateRound
+    ) -> list[PlannedRelease]:
         """The releases of every local step's gradient."""
         return private.gradients({"weights": "train.weights"}, splits=SPLITS)
 
 
-class FedSGD(GradientStrategy[AlgorithmSettings]):
+class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
     """McMahan et al. (2017), arXiv 1602.05629, section 2, with a round's clients in every step.
 
     Clients return sums of gradients over batches of theirs, and the server steps along ``sum_k G_k
@@ -206,7 +205,7 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
         self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
         self.optimizers = {"weights": make_sgd(self.states["weights"].values(), self.weights)}
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Take the steps of a round, one exchange each."""
         sgd, retrain = self.weights.at_round(server_round, num_rounds), self.config.retrain
         steps = self._steps()
@@ -224,17 +223,19 @@ class FedSGD(GradientStrategy[AlgorithmSettings]):
             action = "train.network_gradient"
             replies += self.take_step(action, request, ("weights",), clip_norm=sgd.clip_norm)
         every = retrain.evaluate_every
-        return mean_metrics(replies) | self.validation_metrics(every, server_round, num_rounds)
+        return base.mean_metrics(replies) | self.validation_metrics(every, server_round, num_rounds)
 
     def _steps(self) -> int:
         """Number of steps of a round."""
-        if (steps := local_steps(self.config, self.stage)) is not None:
+        if (steps := base.local_steps(self.config, self.stage)) is not None:
             return steps
         declared = (of.get("splits", {}) for of in self.cohort.properties.values())
         return self.config.retrain.local_steps(median_records(self.config.retrain, declared))
 
     @classmethod
-    def releases(cls, settings: AlgorithmSettings, private: PrivateRound) -> list[PlannedRelease]:
+    def releases(
+        cls, settings: AlgorithmSettings, private: base.PrivateRound
+    ) -> list[PlannedRelease]:
         """The releases of every step's gradient.
 
         With secure sums clients share its noise: a reply is a clipped sum at weights that all were

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from fednas_flwr.settings import GivenNetwork
+from fednas_flwr.settings import GivenNetwork, registry
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.registry import Algorithm, Rule, register
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,10 @@ class FedExSettings(opt.ConfigurationChoice, GivenNetwork):
     theta: opt.ThetaSettings
 
 
-register(
+registry.register(
     "algorithm",
     "fedex",
-    Algorithm(
+    registry.Algorithm(
         FedExSettings,
         retraining=f"{__name__}.strategy:FedEx",
         clashes={
@@ -33,7 +32,7 @@ register(
             "have no sum; choose another algorithm"
         },
         unused=(
-            Rule(
+            registry.Rule(
                 "retrain.weights algorithm.ranges.alpha_lr algorithm.ranges.alpha_weight_decay",
                 lambda c: True,
                 "algorithm=fedex, which chooses what weights are trained with, and has no alphas",

@@ -1,10 +1,9 @@
 """FedEx: FedAvg of one network whose clients draw their hyper-parameters from a distribution."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from fednas_flwr.algorithms.base import RoundStrategy
-from fednas_flwr.algorithms.fedex import FedExSettings
+from fednas_flwr.algorithms import base, fedex
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import Train
@@ -12,7 +11,7 @@ from fednas_flwr.search.bandit import Theta, Trial, make_configurations
 from fednas_flwr.settings.optimizers import Configuration
 
 
-class FedEx(RoundStrategy[FedExSettings]):
+class FedEx(base.RoundStrategy[fedex.FedExSettings]):
     """Khodak et al. (2021), arXiv 2106.04502, Alg. 2, over FedAvg.
 
     Deviations: the server draws for the clients, who need to know nothing of theta; a client's
@@ -30,7 +29,7 @@ class FedEx(RoundStrategy[FedExSettings]):
         self.theta = Theta.of(len(self.configurations), settings.theta)
         self.values = {"theta": self.theta.to_json()}
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Draw a configuration for every client, train, average the weights, move theta."""
         self.theta = self.theta.with_json(self.values["theta"])
         drawn = {
@@ -62,8 +61,7 @@ class FedEx(RoundStrategy[FedExSettings]):
     def _training(self, configuration: Configuration) -> Train:
         """Request to a client that has drawn a configuration."""
         weights = configuration.sgd(self.settings.clip_norm)
-        local = self.local_training(weights, configuration.dropout)
-        return Train(local=local, validates=True)
+        return Train(local=self.local_training(weights, configuration.dropout), validates=True)
 
     def _loss(self, reply: Reply) -> float:
         """A client's loss, held to the bound: one client's nonsense must not choose."""

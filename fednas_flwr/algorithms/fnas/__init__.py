@@ -4,11 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from fednas_flwr.settings import AlgorithmSettings
+from fednas_flwr.settings import AlgorithmSettings, names, parser, registry
 from fednas_flwr.settings import optimizers as opt
-from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.parser import Between, OneOf
-from fednas_flwr.settings.registry import Algorithm, register
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,8 @@ class FNASSettings(AlgorithmSettings):
             the first.
     """
 
-    order: Annotated[int, Between(1, 2)]
-    reduce: Annotated[str, OneOf(("mean", "sum"))]
+    order: Annotated[int, parser.Between(1, 2)]
+    reduce: Annotated[str, parser.OneOf(("mean", "sum"))]
     fused: bool
     local_steps: opt.Steps
     batch_size: opt.Count | None
@@ -51,7 +48,7 @@ class FNASSettings(AlgorithmSettings):
 
 
 _entry = partial(
-    Algorithm,
+    registry.Algorithm,
     FNASSettings,
     f"{__name__}.strategy:FNAS",
     clashes={
@@ -70,6 +67,6 @@ _entry = partial(
         "algorithm.reduce=mean",
     },
 )
-register("algorithm", "vanilla_nas", _entry())
-register("algorithm", "fnas", _entry())
-register("algorithm", "dp_fnas", _entry(units=(RECORD, PERSON)))
+registry.register("algorithm", "vanilla_nas", _entry())
+registry.register("algorithm", "fnas", _entry())
+registry.register("algorithm", "dp_fnas", _entry(units=(names.RECORD, names.PERSON)))

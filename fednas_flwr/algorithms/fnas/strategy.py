@@ -5,15 +5,13 @@ gives the gradients of W, the server steps; exchange 2 gives the gradients of A 
 server steps. DP-FNAS is the same schedule with clients that clip and noise what they return.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
-from fednas_flwr.algorithms.base import PrivateRound, evaluates, mean_metrics
-from fednas_flwr.algorithms.fnas import FNASSettings
-from fednas_flwr.algorithms.gradient_steps import GradientStrategy
+from fednas_flwr.algorithms import fnas, gradient_steps
+from fednas_flwr.algorithms.base import Metrics, PrivateRound, evaluates, mean_metrics
 from fednas_flwr.privacy.plan import PlannedRelease, metrics_release
 from fednas_flwr.protocol.requests import TakeGradients
 from fednas_flwr.protocol.states import pack
@@ -21,7 +19,7 @@ from fednas_flwr.search.local_search import beta_gradient, rising
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 
 
-class FNAS(GradientStrategy[FNASSettings]):
+class FNAS(gradient_steps.GradientStrategy[fnas.FNASSettings]):
     """Federated NAS by exchange of gradients.
 
     Clients return sums of per-sample gradients over their batches and the batch sizes B_k; the
@@ -43,7 +41,7 @@ class FNAS(GradientStrategy[FNASSettings]):
             "alphas": make_adam(self.states["alphas"].values(), self.settings.alphas),
         }
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """One iteration: gradients of W, step; gradients of A at the new W, step."""
         settings = self.settings
         sgd = settings.weights.at_round(server_round, num_rounds)
@@ -76,7 +74,7 @@ class FNAS(GradientStrategy[FNASSettings]):
         return metrics | self.validation_metrics(every, server_round, num_rounds)
 
     @classmethod
-    def releases(cls, settings: FNASSettings, private: PrivateRound) -> list[PlannedRelease]:
+    def releases(cls, settings: fnas.FNASSettings, private: PrivateRound) -> list[PlannedRelease]:
         """The releases of gradients of weights and alphas, and of metrics if they are measured.
 
         With secure sums clients share the noise of a single step: their replies are clipped sums at

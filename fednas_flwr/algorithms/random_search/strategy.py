@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from statistics import median
 
-from fednas_flwr.algorithms.base import RoundStrategy, mean_metrics
-from fednas_flwr.algorithms.random_search import RandomSearchSettings
+from fednas_flwr.algorithms import base, random_search
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.models.networks import candidate_settings, describe_derived, seeded_network
 from fednas_flwr.protocol.messages import Reply
@@ -16,7 +15,7 @@ from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 
 
-class RandomSearch(RoundStrategy[RandomSearchSettings]):
+class RandomSearch(base.RoundStrategy[random_search.RandomSearchSettings]):
     """Each round draws one network, trains it by FedAvg and ranks it on validation records.
 
     A candidate takes the place of the best so far where the median client, of three or more that
@@ -28,7 +27,7 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
     The draw of a round comes from (seed, round). The rate is annealed over the trial rounds.
     """
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Draw, train and rank one candidate; keep it if it is the best so far."""
         generator = make_generator(self.config.seed, "random_search", server_round)
         genotype = self.space.random_genotype(generator)
@@ -60,7 +59,7 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
 
     def _try(
         self, genotype: Genotype, configuration: Configuration | None
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    ) -> tuple[base.Metrics, base.Metrics]:
         """Training and validation metrics of one candidate, and its accuracy by client.
 
         Both are empty without trial rounds.
@@ -70,8 +69,8 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
         self.layouts, self.states = self._initial(seeded_network(self.config, description))
         sgd = configuration.annealed(settings.weights) if configuration else settings.weights
         drop_path_prob = configuration.dropout if configuration else 0.0
-        metrics: dict[str, float] = {}
-        accuracies: dict[str, float] = {}
+        metrics: base.Metrics = {}
+        accuracies: base.Metrics = {}
         for trial in range(1, settings.trial_rounds + 1):
             local = LocalTraining(
                 description,
@@ -87,7 +86,7 @@ class RandomSearch(RoundStrategy[RandomSearchSettings]):
             replies = self.ask("evaluate.model", request, states=self.model)
             votes = {str(client): _bounded(reply) for client, reply in replies}
             accuracies = {client: reply.metrics["accuracy"] for client, reply in votes.items()}
-            validation = mean_metrics(votes.values())
+            validation = base.mean_metrics(votes.values())
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
         self.layouts, self.states = {}, {}  # a candidate's are not kept
         return metrics, accuracies

@@ -6,10 +6,7 @@ from typing import Annotated
 
 from fednas_flwr.algorithms.zero_cost import PoolSettings, check_scores
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.settings import AlgorithmSettings, Config, LocalEpochs
-from fednas_flwr.settings.incompatible import retrains
-from fednas_flwr.settings.names import PERSON, RECORD
-from fednas_flwr.settings.parser import Between, OneOf, check_range
+from fednas_flwr.settings import AlgorithmSettings, Config, LocalEpochs, incompatible, names, parser
 from fednas_flwr.settings.registry import NETWORKS, NO_ALPHAS, Algorithm, Rule, register
 
 REWARDED = ("local", "averaged")  # models that are rewarded: each client's own, or their average
@@ -28,8 +25,8 @@ class SuccessiveHalvingSettings(LocalEpochs):
     """
 
     pool: PoolSettings
-    eta: Annotated[int, Between(2)]
-    rewarded: Annotated[str, OneOf(REWARDED)]
+    eta: Annotated[int, parser.Between(2)]
+    rewarded: Annotated[str, parser.OneOf(REWARDED)]
 
     @property
     def trains_models(self) -> bool:
@@ -50,7 +47,7 @@ class SuccessiveHalvingSettings(LocalEpochs):
         check_scores("algorithm.pool.by", scores, key, pool.shortlist)
         if (shortlist := pool.shortlist) is not None:
             expected = f"{keep}, the pool's size, to draws={pool.draws}"
-            check_range(shortlist.keep >= keep, f"{key}.keep", shortlist.keep, expected)
+            parser.check_range(shortlist.keep >= keep, f"{key}.keep", shortlist.keep, expected)
         if self.rewarded == "averaged":
             return
         rungs = num_rungs(keep, self.eta)
@@ -73,7 +70,7 @@ register(
     Algorithm(
         SuccessiveHalvingSettings,
         f"{__name__}.strategy:SuccessiveHalving",
-        units=(RECORD, PERSON),
+        units=(names.RECORD, names.PERSON),
         trains=NETWORKS,
         asks_rewards=True,
         clashes={
@@ -84,7 +81,7 @@ register(
         unused=(
             Rule(
                 "runtime.wire",
-                lambda c: not (c.algorithm.trains_models or retrains(c)),
+                lambda c: not (c.algorithm.trains_models or incompatible.retrains(c)),
                 "algorithm.rewarded=local and stages={c.stages}: no trained model is sent",
             ),
             NO_ALPHAS,

@@ -2,12 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
-from fednas_flwr.algorithms.successive_halving import SuccessiveHalvingSettings, num_rungs
+from fednas_flwr.algorithms import base, successive_halving
 from fednas_flwr.algorithms.zero_cost.strategy import ScoredDraws
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.datasets import Prepared
@@ -21,7 +19,7 @@ from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
 
 
-class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
+class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingSettings]):
     """Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943, Fig. 3), by FedAvg.
 
     The server chooses a pool without a record. In every round all clients train all networks that
@@ -46,11 +44,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     over the rounds, or over the local epochs of ``local``.
     """
 
-    def set_up(self) -> None:
-        """Make the search for the pool."""
-        self._drawn = ScoredDraws(self.config, self.prepared, self.space, self.settings.pool)
-
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Train the networks that are left; at the end of a rung keep the best."""
         if "pool" not in self.values:
             pool = self._choose()[: self._size()]
@@ -64,8 +58,8 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
             measured = RewardCandidates(training=local)
         else:
             weights = settings.weights.at_round(server_round, num_rounds)
-            request = Train(local=replace(local, weights=weights))
-            metrics |= self.train("train.weights", request)
+            local = replace(local, weights=weights)
+            metrics |= self.train("train.weights", Train(local=local))
             measured = RewardCandidates(network=described)
         left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
         if left < len(self.pool()):
@@ -88,8 +82,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def fit_states(self) -> None:
         """Give the states the form of the pool that the restored ``values`` hold."""
-        network = seeded_network(self.config, self._describe())
-        self.layouts, self.states = self._initial(network)
+        self.layouts, self.states = self._initial(seeded_network(self.config, self._describe()))
 
     def _describe(self) -> dict[str, Any]:
         """The description of the pool's networks, from which clients build it."""
@@ -97,17 +90,19 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     def _choose(self) -> list[Genotype]:
         """The ranking whose best networks are the pool."""
+        choice = self.settings.pool
         generator = make_generator(self.config.seed, "successive_halving")
-        ranking = self._drawn.ranked(draws=self.settings.pool.draws, generator=generator)
-        if self.settings.pool.front:
-            return self._drawn.spread(ranking, self._size())
+        drawn = ScoredDraws(self.config, self.prepared, self.space, choice)
+        ranking = drawn.ranked(draws=choice.draws, generator=generator)
+        if choice.front:
+            return drawn.spread(ranking, self._size())
         return [one.genotype for one in ranking]
 
     def _size(self) -> int:
         """Size of the pool."""
         return self.settings.pool.size(self.config.search_space.name)
 
-    def _halve(self, left: int, request: RewardCandidates) -> dict[str, float]:
+    def _halve(self, left: int, request: RewardCandidates) -> base.Metrics:
         """Measure all networks, keep the ``left`` best and return metrics; ties: the earlier."""
         pool = self.values["pool"]
         rewards, metrics = self.reward(request, by_median=True, genotypes=pool)
@@ -129,7 +124,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
 
     @classmethod
     def releases(
-        cls, settings: SuccessiveHalvingSettings, private: PrivateRound
+        cls, settings: successive_halving.SuccessiveHalvingSettings, private: base.PrivateRound
     ) -> list[PlannedRelease]:
         """The releases of every step, and of rewards where a rung ends."""
         planned = private.gradients({"weights": "train.weights"})
@@ -146,7 +141,7 @@ class SuccessiveHalving(RoundStrategy[SuccessiveHalvingSettings]):
     def check(cls, config: Config, prepared: Prepared, space: SearchSpace) -> None:
         """Refuse limits within which no pool is drawn."""
         generator = make_generator(config.seed, "successive_halving")
-        assert isinstance(config.algorithm, SuccessiveHalvingSettings)
+        assert isinstance(config.algorithm, successive_halving.SuccessiveHalvingSettings)
         ScoredDraws(config, prepared, space, config.algorithm.pool).check(generator)
 
 
@@ -157,5 +152,5 @@ def num_left(server_round: int, num_rounds: int, *, keep: int, eta: int) -> int:
         >>> [num_left(r, 8, keep=12, eta=2) for r in range(9)]
         [12, 12, 6, 6, 3, 3, 2, 2, 1]
     """
-    divisor: int = eta ** (num_rungs(keep, eta) * server_round // num_rounds)
+    divisor: int = eta ** (successive_halving.num_rungs(keep, eta) * server_round // num_rounds)
     return -(-keep // divisor)

@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fednas_flwr.base.errors import check_choice
-from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits
+from fednas_flwr.settings import AlgorithmSettings, Config, NetworkLimits, registry
 from fednas_flwr.settings import optimizers as opt
 from fednas_flwr.settings.names import UNITS
 from fednas_flwr.settings.parser import Between, Checked, Length, Names, check_range
-from fednas_flwr.settings.registry import Algorithm, register
 
 REHEARSED_DRAWS = 4
 SCORED, UNSCORED = 8, 16  # networks of a pool, by whether scores choose them
@@ -63,8 +62,7 @@ class ZeroCostSettings(AlgorithmSettings):
         """A search that scores a few networks."""
         if self.draws <= REHEARSED_DRAWS:
             return self, 1.0
-        few = replace(self, draws=REHEARSED_DRAWS, shortlist=None)
-        return few, self.draws / REHEARSED_DRAWS
+        return replace(self, draws=REHEARSED_DRAWS, shortlist=None), self.draws / REHEARSED_DRAWS
 
     def check(self, config: Config) -> None:
         """Refuse scores that do not exist."""
@@ -134,8 +132,8 @@ def check_scores(
         check_choice(setting, name, SCORES)
 
 
-register(
+registry.register(
     "algorithm",
     "zero_cost",
-    Algorithm(ZeroCostSettings, f"{__name__}.strategy:ZeroCost", units=UNITS, trains=None),
+    registry.Algorithm(ZeroCostSettings, f"{__name__}.strategy:ZeroCost", units=UNITS, trains=None),
 )

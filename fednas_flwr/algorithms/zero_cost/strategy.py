@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy
+from fednas_flwr.algorithms.base import Metrics, PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.zero_cost import PoolSettings, ZeroCostSettings
 from fednas_flwr.base.processes import LostError, beside, is_warm
 from fednas_flwr.base.randomness import make_generator
@@ -20,9 +20,8 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.networks import describe_network, described_space
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.search.data_free_scores import Scored, Scores, measure, search, shortlisted
-from fednas_flwr.settings import Config
+from fednas_flwr.settings import Config, registry
 from fednas_flwr.settings.names import FOUND
-from fednas_flwr.settings.registry import packed
 from fednas_flwr.spaces.costs import latency_of, ranges_of_cost
 from fednas_flwr.spaces.genotype import Genotype, from_json, to_json
 from fednas_flwr.spaces.space import SearchSpace
@@ -53,8 +52,7 @@ class ScoredDraws:
             **drawn: Further arguments of :func:`~fednas_flwr.search.data_free_scores.search`.
         """
         scores, shortlist = partial(_scores, self.config, self.space), self.choice.shortlist
-        chosen = self.choice.chosen_scores(self.space.name)
-        ranking = self._search(partial(scores, chosen), **drawn)
+        ranking = self._search(partial(scores, self.choice.chosen_scores(self.space.name)), **drawn)
         if shortlist is None:
             return ranking
         return shortlisted(ranking, partial(scores, shortlist.scores), keep=shortlist.keep)
@@ -100,7 +98,7 @@ def _scores(
     measured = partial(_measured, config.runtime.threads, score)
     parts = {first: genotypes[first : first + PART] for first in range(0, len(genotypes), PART)}
     found: dict[int, list[Any]] = {}
-    if is_warm() and len(parts) > 1 and (sent := packed(measured)):
+    if is_warm() and len(parts) > 1 and (sent := registry.packed(measured)):
         with suppress(LostError):
             found = {first: scores for (first, _), scores in beside(sent, parts.items())}
     return [s for first, part in parts.items() for s in found.get(first) or measured(first, part)]
@@ -124,7 +122,7 @@ class ZeroCost(RoundStrategy[ZeroCostSettings]):
         """Begin without a network."""
         self.values = {"found": []}
 
-    def run_round(self, server_round: int, num_rounds: int) -> Mapping[str, float]:
+    def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Score some more architectures and rank all of them."""
         settings = self.settings
         pool = ScoredDraws(self.config, self.prepared, self.space, settings).ranked(

@@ -259,8 +259,7 @@ def _site_device(folder: Path, settings: Settings) -> str:
     return f"no GPU, {os.cpu_count()} cores"
 
 
-Check = Callable[[Path, Settings], str]
-_COMMON: list[Check] = [_versions, _disk, _secrets]
+_COMMON: list[Callable[[Path, Settings], str]] = [_versions, _disk, _secrets]
 _SERVER = [*_COMMON, _server_certificate, _server_port]
 _SITE = [*_COMMON, _site_server, _site_clock, _site_key, _site_data, _site_records]
 _SITE += [_site_ledger, _site_device]

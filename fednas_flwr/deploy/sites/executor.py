@@ -70,17 +70,14 @@ def _answer(message: Message, context: Context) -> Message:
     from fednas_flwr.deploy.client_app import app  # which the executor itself does without
 
     action, begun = message.metadata.message_type, time.monotonic()
-    log(INFO, "%s: begun %.2f s after the start of its process", action, _age_s())
+    # since Linux has started this process
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    log(INFO, "%s: begun %.2f s after the start of its process", action, age_s)
     reply = app(message, context)
     seconds, cpu = time.monotonic() - begun, time.process_time()
     log(INFO, "%s: answered within %.2f s, after %.2f s of CPU in all", action, seconds, cpu)
     return reply
-
-
-def _age_s() -> float:
-    """Return the seconds since Linux has started this process."""
-    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

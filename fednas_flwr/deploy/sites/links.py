@@ -79,7 +79,7 @@ def ask_date(host: str, port: int, authority: Path) -> str:
         answer = httpx.get(f"https://{where}:{port}/health", verify=context, timeout=TIMEOUT_S)
     except httpx.HTTPError as error:
         raise Trouble(f"{host}:{port} does not answer ({error}): restart the server.") from error
-    date: str | None = answer.headers.get("Date")
+    date = answer.headers.get("Date")
     if answer.status_code != 200 or date is None:
         raise Trouble(f"what answers on {host}:{port} is no SuperLink: correct address or port.")
     return date

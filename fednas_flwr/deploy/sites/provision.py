@@ -313,10 +313,9 @@ def load_sites(path: Path) -> Deployment:
     origin = f"the list of sites {path}"
     tree = read_yaml(path, origin)
     try:
-        deployment: Deployment = parser.parse(Deployment, tree, key="")
+        return parser.parse(Deployment, tree, key="")
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from None
-    return deployment
 
 
 def _write_machine(kind: str, authority: Path, folder: Path, facts: Mapping[str, object]) -> None:

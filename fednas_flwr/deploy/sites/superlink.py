@@ -71,8 +71,7 @@ def is_loopback(address: str) -> bool:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return False
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_loopback
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 def _log_refusal(path: str, peer: str, status: int) -> None:

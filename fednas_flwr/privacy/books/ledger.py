@@ -49,9 +49,7 @@ import numpy as np
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.privacy.books import anchor
 from fednas_flwr.privacy.books.renyi_filter import RenyiFilter
-from fednas_flwr.privacy.mechanism import renyi
-from fednas_flwr.privacy.mechanism.accounting import epsilon_per_split
-from fednas_flwr.privacy.mechanism.renyi import Release
+from fednas_flwr.privacy.mechanism import accounting, renyi
 from fednas_flwr.privacy.plan import Splits
 from fednas_flwr.settings.names import RECORD, SPLITS
 from fednas_flwr.settings.parser import Checked
@@ -102,7 +100,7 @@ class Entry(Checked):
     round: int
     action: str
     splits: Splits
-    release: Release
+    release: renyi.Release
     committed_steps: int
     unit: str = RECORD
 
@@ -259,8 +257,7 @@ class Ledger(AbstractContextManager["Ledger"]):
     def is_approved(self, run: str) -> bool:
         """Return whether a person has approved what a run has committed to."""
         with self._exclusive():
-            query = "SELECT mac FROM approvals WHERE run = ?"
-            row = self._rows.execute(query, (run,)).fetchone()
+            row = self._rows.execute("SELECT mac FROM approvals WHERE run = ?", (run,)).fetchone()
             terms = self._commitment(run)
             return row is not None and anchor.equal(row[0], self._mark.hmac("approval", run, terms))
 
@@ -275,8 +272,8 @@ class Ledger(AbstractContextManager["Ledger"]):
             account: Whose budget pays.
             assignment: What :meth:`fingerprint` returns for the records that are held now.
         """
-        with self._exclusive() as (last, last_mac):
-            known = _account(self._state(last, last_mac), account)["assignments"]
+        with self._exclusive() as end:
+            known = _account(self._state(*end), account)["assignments"]
         return not known or known[0][1] == assignment
 
     def spent(self, account: str, unit: str, *, epsilon: float, delta: float) -> float:
@@ -288,8 +285,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         self, account: str, unit: str, *, epsilon: float, delta: float
     ) -> dict[str, RenyiFilter]:
         """Return every split's filter after all booked spending, counted for a unit."""
-        with self._exclusive() as (last, last_mac):
-            booked = _account(self._state(last, last_mac), account)
+        with self._exclusive() as end:
+            booked = _account(self._state(*end), account)
             return {
                 split: _booked_filter(booked, split, unit, epsilon=epsilon, delta=delta)
                 for split in SPLITS
@@ -297,8 +294,8 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def units_of_others(self, account: str) -> list[str]:
         """Return the units of privacy booked on all other accounts, sorted."""
-        with self._exclusive() as (last, last_mac):
-            others = [b for name, b in self._state(last, last_mac).items() if name != account]
+        with self._exclusive() as end:
+            others = [b for name, b in self._state(*end).items() if name != account]
         return sorted({renyi.kind_of(unit) for booked in others for unit in booked["totals"]})
 
     def entries(self, account: str | None = None) -> list[Row]:
@@ -413,7 +410,7 @@ class Ledger(AbstractContextManager["Ledger"]):
     def _last_row(self) -> tuple[int, str] | None:
         """Return number and HMAC of the last row."""
         query = "SELECT sequence, mac FROM entries ORDER BY sequence DESC LIMIT 1"
-        row: tuple[int, str] | None = self._rows.execute(query).fetchone()
+        row = self._rows.execute(query).fetchone()
         if row is not None and not isinstance(row[0], int):
             raise anchor.damaged(f"{self.path} has another form")
         return row
@@ -520,7 +517,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         before = self._rows.execute(query, (sequence - 1,)).fetchone() or (self._mark.genesis(),)
         if not anchor.equal(mac, self._hmac_of(sequence, before[0])):
             raise anchor.damaged(f"row {sequence} of {self.path} was edited")
-        return (terms[0], terms[1], terms[2], terms[3])
+        return tuple(terms)
 
 
 def _account(state: _State, name: str) -> dict[str, Any]:
@@ -543,7 +540,7 @@ def _booked_filter(
     booked: dict[str, Any], split: str, unit: str, *, epsilon: float, delta: float
 ) -> RenyiFilter:
     """Return the filter of one split, as an account's state has it, counted for a unit."""
-    orders: list[float] | None = booked["orders"]
+    orders = booked["orders"]
     totals = [0.0] * len(orders or ())
     for paid, by_split in booked["totals"].items():
         costs = by_split.get(split, [0.0] * 2 * len(totals))
@@ -558,7 +555,7 @@ def _booked_filter(
 def _row(values: list[Any]) -> Row:
     """Return the row with these values of its columns."""
     sequence, when, *asked, splits, noise, rate, steps, run_steps, committed, unit = values
-    release = Release(noise_multiplier=noise, sample_rate=rate, steps=steps)
+    release = renyi.Release(noise_multiplier=noise, sample_rate=rate, steps=steps)
     booked = [*asked, tuple(splits.split(",")), release, committed, unit]
     return Row(sequence, when, Entry(*booked), run_steps)
 
@@ -594,7 +591,7 @@ def epsilons_of(rows: Sequence[Row], *, delta: float) -> dict[tuple[str, str], d
     epsilons = {}
     for account, unit in dict.fromkeys((row.entry.account, row.entry.unit) for row in rows):
         booked = [row.entry for row in rows if row.entry.account == account]
-        found = epsilon_per_split(
+        found = accounting.epsilon_per_split(
             [(renyi.counted(e.release, e.unit, unit), e.splits) for e in booked], delta
         )
         epsilons[account, unit] = {split: found[split] for split in SPLITS if split in found}

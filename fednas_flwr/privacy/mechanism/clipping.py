@@ -53,10 +53,10 @@ from torch import Tensor, nn
 from fednas_flwr.base.layers import own_linear_layers
 from fednas_flwr.privacy.mechanism import micro_batches as mb
 from fednas_flwr.privacy.mechanism import record_gradients as rg
-from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.self_test import Watch, unwatched
 from fednas_flwr.settings.parser import Between, Checked, Where
 
+Named = Mapping[str, Tensor]  # tensors by name
 COLUMNS = 2048  # of gradients that are turned into float64 at a time
 SMALLEST_MAX_NORM = 1e-100  # squares of much smaller numbers vanish in float64
 
@@ -71,7 +71,7 @@ class Relaxation(NamedTuple):
             those by its alphas, [B, E, O]: record by record.
     """
 
-    op_weights: Mapping[str, Tensor]
+    op_weights: Named
     by_alphas: Callable[[str, Tensor], Tensor]
 
 
@@ -81,9 +81,9 @@ def clipped_gradient_sum(
     y: Tensor,
     *,
     loss: rg.Loss,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: rg.Parameters,
     **terms: Any,
-) -> ClippedSum:
+) -> mb.ClippedSum:
     """Return ``sum_i f_i min(1, R / ||g_i||) g_i`` over a batch, by parameter name.
 
     g_i is the gradient of one record's loss with respect to all of ``parameters``, and ||g_i|| its
@@ -136,10 +136,10 @@ def clipped_alpha_gradient_sum(
     y: Tensor,
     *,
     loss: rg.Loss,
-    alphas: Mapping[str, Tensor],
+    alphas: Named,
     relaxation: Relaxation | None = None,
     **terms: Any,
-) -> ClippedSum:
+) -> mb.ClippedSum:
     """Return ``sum_i f_i min(1, R / ||h_i||) h_i`` over a batch, by kind of cell.
 
     h_i is the first-order gradient of one record's loss with respect to the alphas of all kinds,
@@ -210,9 +210,7 @@ class Clipping(Checked):
     persons: Tensor | None = None
     watch: Watch = unwatched
 
-    def sum(
-        self, x: Tensor, y: Tensor, gradients: rg.RecordGradients, by: Mapping[str, Tensor]
-    ) -> ClippedSum:
+    def sum(self, x: Tensor, y: Tensor, gradients: rg.RecordGradients, by: Named) -> mb.ClippedSum:
         """Return the sum over records of their clipped gradients; zeros where there is none."""
         size, factors = self.micro_batch_size, self.class_factors
         if self.persons is not None and size is not None and len(x) > size:
@@ -229,14 +227,10 @@ class Clipping(Checked):
             else torch.zeros_like(tensor, dtype=torch.float64)
             for name, tensor in by.items()
         }
-        return ClippedSum(tensors, norm=self.max_norm)
+        return mb.ClippedSum(tensors, norm=self.max_norm)
 
     def _clipped_sum(
-        self,
-        gradients: Sequence[rg.Group],
-        parameters: Mapping[str, Tensor],
-        factors_B: Tensor | None,
-        count: int,
+        self, gradients: Sequence[rg.Group], parameters: Named, factors_B: Tensor | None, count: int
     ) -> dict[str, Tensor]:
         """Return the clipped sum of the gradients of B rows, in units, by name.
 
@@ -316,7 +310,7 @@ def _norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
-def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
+def _softmax(alphas: Named) -> Relaxation:
     """Return the relaxation of DARTS: all ops, weighted by ``softmax(alphas)``."""
     weights = {kind: a_EO.detach().double().softmax(dim=-1) for kind, a_EO in alphas.items()}
 
@@ -328,7 +322,7 @@ def _softmax(alphas: Mapping[str, Tensor]) -> Relaxation:
 
 
 @contextmanager
-def _only_trainable(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def _only_trainable(module: nn.Module, parameters: rg.Parameters) -> Iterator[None]:
     """Let exactly these parameters require gradients inside the block."""
     chosen = {id(parameter) for parameter in parameters.values()}
     every = list(module.parameters())

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fednas_flwr.base.layers import computed, group_norm, linear, own_linear_layers, stacking
 from fednas_flwr.privacy.self_test import Watch
 
+Parameters = Mapping[str, nn.Parameter]  # by name
 Loss = Callable[[Tensor, Tensor], Tensor]  # (output of the module, labels [B]) -> losses [B]
 
 
@@ -98,8 +99,7 @@ class RecordWeights:
         group = tuple(self._names[id(parameter)] for parameter in parameters)
         if group not in self.leaves:
             joined = torch.cat([parameter.detach() for parameter in parameters])
-            leaf = joined.expand(self.num_records, *joined.shape).requires_grad_()
-            self.leaves[group] = leaf
+            self.leaves[group] = joined.expand(self.num_records, *joined.shape).requires_grad_()
         return self.leaves[group]
 
     def linear(self, x_BI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,7 +111,7 @@ class RecordWeights:
 
 
 def record_gradients(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], loss: Loss, watch: Watch
+    module: nn.Module, parameters: Parameters, loss: Loss, watch: Watch
 ) -> RecordGradients:
     """Return a function from a batch to the gradients of its records.
 
@@ -170,7 +170,7 @@ class _Records:
     """What the gradients of a batch's records are taken of; see :func:`record_gradients`."""
 
     module: nn.Module
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Parameters
     loss: Loss
     watch: Watch
 
@@ -237,7 +237,7 @@ def _is_covered(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, nn.GroupNorm)
 
 
-def _layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+def _layers(module: nn.Module, parameters: Parameters) -> list[Any]:
     """Return the modules that hold the parameters themselves."""
     chosen = {id(parameter) for parameter in parameters.values()}
     return [
@@ -249,7 +249,7 @@ def _layers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[A
 
 @contextmanager
 def _computed_with(
-    stack: RecordWeights, module: nn.Module, parameters: Mapping[str, nn.Parameter]
+    stack: RecordWeights, module: nn.Module, parameters: Parameters
 ) -> Iterator[None]:
     """Let layers compute with their weights as ``stack`` returns them, inside the block."""
     pools = [
@@ -276,7 +276,7 @@ def _pool(layer: Any, _: RecordWeights, x: Tensor) -> Tensor:
     x_1PHW = x_SP.view(1, H, W, B * C).permute(0, 3, 1, 2)
     out_1Phw = type(layer).forward(layer, x_1PHW)
     h, w = out_1Phw.shape[2:]
-    out_PS: Tensor = _Transposed.apply(out_1Phw.permute(0, 2, 3, 1).reshape(h * w, B * C))
+    out_PS = _Transposed.apply(out_1Phw.permute(0, 2, 3, 1).reshape(h * w, B * C))
     return out_PS.view(B, C, h, w)
 
 

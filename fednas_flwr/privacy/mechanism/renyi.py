@@ -15,15 +15,14 @@ from typing import Annotated
 
 import numpy as np
 
-from fednas_flwr.settings import names
-from fednas_flwr.settings.parser import Between, Checked
+from fednas_flwr.settings import names, parser
 
 _ROUNDING = 1 + 1e-9
 _MAX_POINTS = 2**15
 
 
 @dataclass(frozen=True)
-class Release(Checked):
+class Release(parser.Checked):
     """A Poisson-subsampled Gaussian mechanism, repeated: what one row of a ledger books.
 
     Each step draws every record with probability ``sample_rate``, sums vectors of L2 norm at most
@@ -43,10 +42,10 @@ class Release(Checked):
     """
 
     noise_multiplier: Annotated[
-        float, Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
+        float, parser.Between(names.LEAST_NOISE_MULTIPLIER, names.LARGEST_NOISE_MULTIPLIER)
     ]
-    sample_rate: Annotated[float, Between(0, 1, above=True)]
-    steps: Annotated[int, Between(1)]
+    sample_rate: Annotated[float, parser.Between(0, 1, above=True)]
+    steps: Annotated[int, parser.Between(1)]
 
 
 def poisson_rate(batch_size: float | None, num_records: int) -> float:
@@ -108,9 +107,9 @@ def renyi_divergence(*, noise_multiplier: float, sample_rate: float, order: floa
 
 def cost(release: Release, order: float) -> float:
     """Return the divergence of all steps of a release at one order."""
-    sigma, rate = release.noise_multiplier, release.sample_rate
-    step = renyi_divergence(noise_multiplier=sigma, sample_rate=rate, order=order)
-    return release.steps * step
+    return release.steps * renyi_divergence(
+        noise_multiplier=release.noise_multiplier, sample_rate=release.sample_rate, order=order
+    )
 
 
 def _log_excess(u: np.ndarray, p: float, order: float) -> np.ndarray:

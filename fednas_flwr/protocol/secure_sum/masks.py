@@ -50,10 +50,6 @@ class Cells:
 
     values: np.ndarray
 
-    def __len__(self) -> int:
-        """Return the number of values."""
-        return len(self.values)
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -88,11 +84,6 @@ class Grid:
             raise ValueError(f"a grid needs a range of 1e-100 to 1e100, got {most!r} x {sites!r}.")
         cells = 2**30 // sites
         return cls(2.0 ** math.ceil(math.log2(most / cells)), 32, sites)
-
-    @classmethod
-    def wide(cls, *, sites: int) -> Grid:
-        """Return the grid modulo 2^64 of values whose range is not known."""
-        return cls(WIDE_CELL, 64, sites)
 
     @property
     def most_cells(self) -> int:

@@ -25,6 +25,7 @@ from fednas_flwr.protocol.keys import Context, Roster, SiteKeys, survivors_messa
 from fednas_flwr.protocol.secure_sum import masks
 
 _refused = partial(refused, "secure_sum")
+BySite = Mapping[int, bytes]
 NODE_KEYS = ("roster", "sum-key", "sums")  # of a node's configuration
 _SCHEMA = """
     CREATE TABLE IF NOT EXISTS answers (
@@ -42,8 +43,8 @@ class Opening:
         pairs: By site that has dropped out, the seed of the mask that it shares with this one.
     """
 
-    parts: Mapping[int, bytes]
-    pairs: Mapping[int, bytes]
+    parts: BySite
+    pairs: BySite
 
 
 class SumSite:
@@ -101,8 +102,8 @@ class SumSite:
             )
         if not Path(node["roster"]).exists():
             raise ConfigError(f"there is no roster {node['roster']}: see `fednas provision`.")
-        paths = [Path(node[key]) for key in NODE_KEYS]
-        return cls(index, SiteKeys.at(paths[1]), Roster.read(paths[0]), terms, paths[2])
+        roster, keys, sums = (Path(node[key]) for key in NODE_KEYS)
+        return cls(index, SiteKeys.at(keys), Roster.read(roster), terms, sums)
 
     def begin(self, *, participants: Sequence[int], **place: Any) -> Answer:
         """Record that a context is answered, before the action reads a record.
@@ -120,8 +121,7 @@ class SumSite:
         exchange = Context(roster=self.terms.roster, participants=asked, **place)
         context = exchange.digest
         seed = secrets.token_bytes(masks.SECRET_BYTES)
-        threshold = self.terms.colluding + 1
-        parts = masks.split(seed, [i + 1 for i in asked], threshold=threshold)
+        parts = masks.split(seed, [i + 1 for i in asked], threshold=self.terms.colluding + 1)
         values = (context.hex(), exchange.run, json.dumps(asked), parts[self.index + 1])
         with self._books() as books:
             query = "SELECT 1 FROM answers WHERE context = ?"
@@ -155,11 +155,7 @@ class SumSite:
         return self._keys.sign(survivors_message(context, listed))
 
     def open(
-        self,
-        context: bytes,
-        survivors: Sequence[int],
-        signatures: Mapping[int, bytes],
-        boxes: Mapping[int, bytes],
+        self, context: bytes, survivors: Sequence[int], signatures: BySite, boxes: BySite
     ) -> Opening:
         """Return the masks' parts with which the server unmasks the sum over the survivors.
 
@@ -203,11 +199,10 @@ class SumSite:
         other = receiver if sender == self.index else sender
         return masks.derive(self._secret(other), context, f"part of {sender} for {receiver}")
 
-    def _unsealed(self, context: bytes, sender: int, boxes: Mapping[int, bytes]) -> bytes:
+    def _unsealed(self, context: bytes, sender: int, boxes: BySite) -> bytes:
         """Return the part that another site has made for this one."""
         try:
-            key = self.part_key(context, sender, self.index)
-            return masks.unseal(key, boxes.get(sender, b""))
+            return masks.unseal(self.part_key(context, sender, self.index), boxes.get(sender, b""))
         except ValueError as error:
             raise ConfigError(
                 f"refused, the part of site {sender} is not usable: {error}."
@@ -227,7 +222,7 @@ class SumSite:
 
     def _row(self, books: sqlite3.Connection, context: bytes) -> sqlite3.Row:
         query = "SELECT * FROM answers WHERE context = ?"
-        row: sqlite3.Row | None = books.execute(query, (context.hex(),)).fetchone()
+        row = books.execute(query, (context.hex(),)).fetchone()
         if row is None:
             raise ConfigError("refused: this site has answered no such request.")
         return row
@@ -263,7 +258,7 @@ class Answer:
     context: bytes
     participants: tuple[int, ...]
     _seed: bytes
-    _parts: Mapping[int, bytes]
+    _parts: BySite
 
     def mask(self, vectors: Sequence[np.ndarray]) -> dict[int, bytes]:
         """Mask the site's integers, in place, and return the sealed part of every other site."""
