@@ -158,7 +158,8 @@ def test_more_results_than_can_be_seen_are_shown_by_quantiles():
         for index, value in enumerate(accuracies)
     ]
     scores = {"accuracy": 0.7}
-    run = SimpleNamespace(client_results=lambda: clients, scores=lambda _: scores, is_private=False)
+    of = {"is_private": False, "is_regression": False}
+    run = SimpleNamespace(client_results=lambda: clients, scores=lambda _: scores, **of)
     figure = plots.client_accuracy(run)
     (bars,) = figure["data"]
     assert bars["x"] == pytest.approx([*QUANTILES, 0.5, 0.7])
