@@ -534,11 +534,21 @@ PRIVATE_TABLE = ("experiment=search/recommended_private", *TABLE)
         ((*PRIVATE_TABLE, "retrain.batch_size=8"), (32, "none", None, 0.5, 1024)),
         ((*TABLE, "privacy=dp", "privacy.micro_batch_size=4"), (32, "none", 1.0, 0.5, 4)),
         (("experiment=search/recommended_private",), (8, "group", 0.125, 0.2, 64)),
-        (("experiment=feathers/fraud_private", *TABLE[:2]), (48, "group", None, 0.5, 48)),
+        (("experiment=feathers/fraud_private", *TABLE), (48, "group", None, 0.5, 48)),
+        ((*PRIVATE_TABLE, "retrain=darts"), (32, "none", 1.0, 0.5, 1024)),
+        (
+            (*TABLE, "privacy=dp", "privacy.unit=client", "privacy.retrain.max_grad_norm=2"),
+            (16, "group", 0.125, 0.2, 8),
+        ),
     ],
 )
-def test_private_training_of_a_table_is_of_all_its_records(overrides, expected):
-    config = parse_config(compose_tree(overrides), user=user_settings(overrides))
+def test_private_training_of_a_table_is_of_all_its_records(overrides, expected, tmp_path):
+    more = ("secure_sum=true",) if "privacy.unit=client" in overrides else ()
+    config = parse_config(compose_tree((*overrides, *more)), user=user_settings(overrides))
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    again = f"config={file}"
+    assert parse_config(compose_tree([again]), user=user_settings([again])) == config
     retrain, privacy = config.retrain, config.dp
     terms = (privacy.retrain.rate, privacy.retrain.noise_walk, privacy.micro_batch_size)
     assert (retrain.channels, retrain.norm, *terms) == expected

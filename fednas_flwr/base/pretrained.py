@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,23 +156,28 @@ class Frozen(Pretrained):
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             super().__init__(name, image_size=image_size)
         self.requires_grad_(False).eval()
-        self.stage_widths: list[int] = []
-        side, parts = self.image_size, 1 + 2 * len(self.stages()[-STAGES:])
+        side, widths = self.image_size, dict[nn.Module, int]()
 
-        def tell(stage: nn.Module, _: Any, out: Tensor) -> None:
-            self.stage_widths.append(out.shape[-1 if out.dim() == 3 else 1])
+        def tell(stage: nn.Module, _: Any, out: Any) -> None:
+            if isinstance(out, Tensor) and out.dim() in (3, 4):
+                widths[stage] = out.shape[-1 if has_channels_last(out) else 1]
 
-        hooks = [stage.register_forward_hook(tell) for stage in self.stages()]
-        length = torch.tensor(LENGTH / math.sqrt(parts), device="cpu")
+        with hooked(_stages(self.network), tell):
+            pooled = super().forward(torch.zeros(1, 3, side, side, device="cpu"))
+        self._stages, self.stage_widths = [*widths], [*widths.values()]
+        if not widths:
+            raise ConfigError(
+                f"{name} has no stages whose outputs are maps of channels: choose a network such "
+                "as tf_efficientnet_lite0."
+            )
+        last = self.stage_widths[-STAGES:]
+        self.output_shape = (pooled.shape[1] + 2 * sum(last),)
+        length = torch.tensor(LENGTH / math.sqrt(1 + 2 * len(last)), device="cpu")
         self.register_buffer("length", length)
-        features = self(torch.zeros(1, 3, side, side, device="cpu"))
-        self.output_shape = tuple(features.shape[1:])
-        for hook in hooks:
-            hook.remove()
 
     def stages(self) -> list[nn.Module]:
-        """Return the parts that compute one after the other: its sequences, or those of the one."""
-        return _stages(self.network)
+        """Return the parts that compute one after the other, each a map of channels."""
+        return self._stages
 
     def train(self, mode: bool = True) -> Frozen:
         """Stay in evaluation mode."""
@@ -187,30 +194,52 @@ class Frozen(Pretrained):
         parts: list[Tensor] = []
 
         def keep(stage: nn.Module, _: Any, out: Tensor) -> None:
-            has_channels_last = out.dim() == 3 or out.shape[2] != out.shape[3]
-            places = out.flatten(1, -2) if has_channels_last else out.flatten(2).transpose(1, 2)
-            variance, mean = torch.var_mean(places, 1, correction=0)
+            is_last = has_channels_last(out)
+            places = out.flatten(1, -2) if is_last else out.flatten(2).transpose(1, 2)
+            variance, mean = torch.var_mean(places.float(), 1, correction=0)
             parts.extend((mean, (variance + SMALLEST_VARIANCE).sqrt()))
 
-        hooks = [stage.register_forward_hook(keep) for stage in self.stages()[-STAGES:]]
-        try:
-            parts.append(super().forward(x))
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with hooked(self.stages()[-STAGES:], keep):
+            parts.append(super().forward(x).float())
         centred = (part - part.mean(1, keepdim=True) for part in parts)
         of_one_length = [functional.normalize(part, eps=SHORTEST) for part in centred]
         return torch.cat(of_one_length, 1) * self.get_buffer("length")
 
 
+_HOOKING = threading.RLock()  # networks are shared: hooks of one thread are not for another's data
+
+
+@contextmanager
+def hooked(stages: Sequence[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """Call a hook with what each stage gives, in this thread."""
+    with _HOOKING, ExitStack() as stack:
+        for stage in stages:
+            stack.callback(stage.register_forward_hook(hook).remove)
+        yield
+
+
+def has_channels_last(out: Tensor) -> bool:
+    """Whether what a stage gives of square images is ``[B, T, C]`` or ``[B, H, W, C]``."""
+    return out.dim() == 3 or out.shape[2] != out.shape[3]
+
+
 def _stages(network: nn.Module) -> list[nn.Module]:
-    """Return the parts of a network; without sequences, its children or those of the largest."""
-    parts = [part for part in network.children() if isinstance(part, nn.Sequential)]
-    if parts:
-        return [*(parts if len(parts) > 2 else max(parts, key=lambda part: len(part)))]
+    """Return the parts of a network in which most parameters are, one after the other.
+
+    They are its sequences, or the parts of the largest of them; without sequences its children.
+    """
     sizes = {part: sum(p.numel() for p in part.parameters()) for part in network.children()}
     learnt = [part for part, size in sizes.items() if size]
-    return learnt if len(learnt) > 2 else _stages(max(learnt, key=lambda part: sizes[part]))
+    lists: list[nn.Module]
+    lists = [part for part in learnt if isinstance(part, nn.Sequential | nn.ModuleList)]
+    if len(lists) > 2 and 2 * sum(sizes[part] for part in lists) > sum(sizes.values()):
+        return lists
+    if not learnt:
+        return []
+    largest = max(learnt, key=lambda part: sizes[part])
+    if isinstance(largest, nn.Sequential | nn.ModuleList) and len(largest) > 2:
+        return [*largest]
+    return learnt if len(learnt) > 2 else _stages(largest)
 
 
 def load_frozen(name: str, image_size: int | None, path: Path | None) -> Frozen:

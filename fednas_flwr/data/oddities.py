@@ -24,7 +24,7 @@ _UNKNOWN = re.compile(
     r"[?.*#]+|-+|\\N|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?", re.I
 )
 _OF_LISTS = " []'\""  # such as ['a', 'b']
-_PLACE = re.compile(r"[NSEW] ?\d+\.\d")
+_PLACE = re.compile(r"[NSEW] ?\d+\.\d\d")
 _WORD = re.compile(r"[^\W\d_]{2}")
 # Cyrillic and Greek letters that look like Latin ones, small or large
 _LOOK = str.maketrans("авекмнорстухіјѕαβεζηικμνορτυχ", "abekmhopctyxijsabezhikmnoptyx")
@@ -39,7 +39,8 @@ _ID_NAME = re.compile(
 _PERSON = re.compile(r"(patient|subject|participant|person)([ _-]?(id|nr|no))?|p?id", re.I)
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev"}
 _SPLIT_NAME = re.compile(
-    r"is.?(train|test|val)\w*|(train|test|val)\w*.(set|split|flag)|split|.{,3}fold|hold.?out", re.I
+    r"is.?(train|test|val)(ing|id|idation)?|(train|test|val)\w*.(set|split)|split|(cv|k)?.?fold|hold.?out",
+    re.I,
 )
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _FEWEST_PIXELS = 64

@@ -320,7 +320,8 @@ def _propose_codes(
     model = usual if usual in codes.values() else next(iter(codes.values()))
     for site, found in codes.items():
         if _are_recoded(found, model):
-            propose(site, "map", name, dict(zip(found, model, strict=True)))
+            pairs = zip(sorted(found, key=number_of), sorted(model, key=number_of), strict=True)
+            propose(site, "map", name, dict(pairs))
         elif not only_recoded:
             new = [code for code in found if len(distinct([*usual, code])) > len(usual)]
             free = [code for code in usual if len(distinct([*found, code])) > len(found)]

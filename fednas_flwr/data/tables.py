@@ -21,7 +21,7 @@ from torch import Tensor
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.data import notation, records, table_files
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.decoding import beside, sites_in
+from fednas_flwr.data.decoding import beside
 from fednas_flwr.data.records import CATEGORY, DATE, KINDS, NUMBER, Column, feature_names
 from fednas_flwr.settings.data_settings import ANY_FORM, CSV, LabelTable, TableForm
 from fednas_flwr.settings.names import DATE_ORDERS, REGRESSION, TABLE_SUFFIXES
@@ -238,13 +238,16 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
     """Return the files of the train and test parts; a root that is no folder is the train part."""
     if not root.is_dir():
         return root, None
-    files = {name.lower(): path for name, path in sites_in(root, TABLE_SUFFIXES).items()}
-    if "train" not in files:
+    names = {part: [f"{part}{suffix}" for suffix in TABLE_SUFFIXES] for part in ("train", "test")}
+    files = sorted(root.iterdir())
+    found = {part: [f for f in files if f.name.lower() in names[part]] for part in names}
+    if len(found["train"]) != 1 or len(found["test"]) > 1:
+        held = listed([file.name for file in files if table_files.suffix_of(file)]) or "no table"
         raise ConfigError(
-            f"dataset.root={root} holds {listed(file.name for file in files.values())}: expected a "
-            "train.csv, maybe with a test.csv; if there is one file per site, set partition=sites."
+            f"dataset.root={root} holds {held}: expected one train.csv, maybe with one test.csv; if "
+            "there is one file per site, set partition=sites."
         )
-    return files["train"], files.get("test")
+    return found["train"][0], found["test"][0] if found["test"] else None
 
 
 def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.Records:

@@ -7,7 +7,8 @@ softmax as operators.
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,8 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
     model = model.cpu().eval()
     inputs, example = model.inputs, _examples(model.inputs)
     taken = "features" if inputs.is_table else "images"
-    torch.backends.mha.set_fastpath_enabled(False)  # which ONNX does not know
     with replacing(path) as temporary:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_fast_path():
             warnings.simplefilter("ignore")  # the exporter announces its age and constant shapes
             torch.onnx.export(
                 model,
@@ -123,6 +123,17 @@ def _onnx_column(features: dict[str, np.ndarray], column: Column) -> np.ndarray:
     for value in column.categories:
         texts[features[f"{column.name}={value}"] == 1] = value
     return texts
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Compute attention op by op, which ONNX knows."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _examples(inputs: Inputs) -> Tensor:

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.data_settings import CSV, PARTITIONS
 from fednas_flwr.settings.incompatible import check_combinations
-from fednas_flwr.settings.names import CLIENT, LARGEST_MICRO_BATCH, NO_NORM
+from fednas_flwr.settings.names import CLIENT, GROUP, LARGEST_MICRO_BATCH, NO_NORM
 from fednas_flwr.settings.parser import choose_kind, field_types, known_names, parse
 from fednas_flwr.settings.registry import BUILT_IN, entries
 from fednas_flwr.settings.run_settings import AGGREGATES, PRIVACY, RUNTIMES, SERVER_OPTIMIZERS
@@ -20,12 +21,14 @@ YIELDING = {  # defaults of privacy=dp that give way where the user sets what th
     "privacy.retrain.rate": ("retrain.batch_size",),
     "privacy.retrain.noise_walk": ("retrain.weights.lr",),
 }
-OF_TABLES: dict[str, float | str] = {  # of privacy=dp by record, where the data are a table
-    "retrain.channels": 32,
-    "retrain.norm": NO_NORM,
-    "privacy.retrain.rate": 1.0,
-    "privacy.retrain.noise_walk": 0.5,
-    "privacy.micro_batch_size": LARGEST_MICRO_BATCH,
+# Values of conf/ in whose place privacy=dp by record has others where the data are a table: the
+# default, and what an experiment for images sets.
+OF_TABLES: dict[str, tuple[tuple[float | str, ...], float | str]] = {
+    "retrain.channels": ((16, 8), 32),
+    "retrain.norm": ((GROUP,), NO_NORM),
+    "privacy.retrain.rate": ((0.125,), 1.0),
+    "privacy.retrain.noise_walk": ((0.2,), 0.5),
+    "privacy.micro_batch_size": ((8, 64), LARGEST_MICRO_BATCH),
 }
 CHOICES: dict[str, dict[str, type]] = {  # by group, the class of each choice
     "partition": PARTITIONS,
@@ -66,11 +69,13 @@ def yielded(tree: Mapping[str, Any], user: UserSettings) -> Mapping[str, Any]:
     privacy, known = tree.get("privacy"), {*user.typed, *user.experiment}
     kinds = chosen_kinds(tree)
     if isinstance(privacy, Mapping) and privacy.get("name") == "dp":
-        if privacy.get("unit") == CLIENT and "privacy.retrain.max_grad_norm" not in known:
-            yields["privacy.retrain.max_grad_norm"] = UPDATE_NORM
+        if user.repeats:  # values of a run, which are not those of conf/
+            pass
+        elif privacy.get("unit") == CLIENT:
+            if "privacy.retrain.max_grad_norm" not in known:
+                yields["privacy.retrain.max_grad_norm"] = UPDATE_NORM
         elif kinds["dataset"] is CSV:
-            kept = user.typed if "search_space" in user.typed else known
-            yields |= {name: value for name, value in OF_TABLES.items() if name not in kept}
+            yields |= _of_tables(tree, user)
         for default, others in YIELDING.items():
             typed = default not in user.typed and any(other in user.typed for other in others)
             if typed or (default not in known and any(other in known for other in others)):
@@ -83,6 +88,20 @@ def yielded(tree: Mapping[str, Any], user: UserSettings) -> Mapping[str, Any]:
             if first not in field_types(kinds[group]):
                 tree[group].pop(first, None)
     return tree
+
+
+def _of_tables(tree: Mapping[str, Any], user: UserSettings) -> dict[str, float | str]:
+    """Return the values of ``OF_TABLES`` in whose place nobody has set something."""
+    found = {}
+    for name, ((default, *others), of_table) in OF_TABLES.items():
+        group, *keys = name.split(".")
+        value = reduce(lambda node, key: (node or {}).get(key), keys, tree.get(group))
+        is_set = name in user.typed
+        if name in user.experiment:  # of another search space, or of tables
+            is_set = is_set or value not in others or "search_space" not in user.typed
+        if value in (default, *others) and not is_set:
+            found[name] = of_table
+    return found
 
 
 def _yielded(

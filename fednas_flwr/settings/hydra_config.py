@@ -179,9 +179,8 @@ def user_settings(overrides: Sequence[str]) -> UserSettings:
         if not key.startswith(NOT_SETTINGS) and key not in groups:
             typed += _leaves(key, override.value())
     names = [text.partition("=")[2] for text in overrides if text.startswith("experiment=")]
-    return UserSettings(
-        typed, _experiment_settings(names[-1], _folders(overrides)) if names else []
-    )
+    chosen = _experiment_settings(names[-1], _folders(overrides)) if names else []
+    return UserSettings(typed, chosen, any(text.startswith("config=") for text in overrides))
 
 
 def _experiment_settings(name: str, folders: Sequence[Path]) -> list[str]:

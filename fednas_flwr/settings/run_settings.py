@@ -140,10 +140,11 @@ class Retrain(ps.Checked):
             the median client.
         batch_size: Records per step of a client; with privacy their expected number, unless
             ``privacy.retrain.rate`` sets the share of the records.
-        channels: Channels of the first cells; null takes the supernet's size.
+        channels: Channels of the first cells, of a table with privacy 32 by default; null takes the
+            supernet's size.
         num_cells: Cells of the network; null takes the supernet's number.
         norm: Normalisation of the network: ``batch``, ``group`` or ``none``. With privacy it is one
-            of the last two, and of a table none by default.
+            of the last two, and of a table none by default; deep networks of images need one.
         unaugmented: Share of the rounds, the last ones, in which images are not augmented, as they
             will not be in use (He et al. 2019, arXiv 1909.09148).
         auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 has none.
@@ -338,8 +339,8 @@ class DifferentialPrivacy(ps.Checked):
         fewest_records: Least share of the median client's records that one of three or more clients
             must declare of each split; one that declares fewer is left out. Noise is calibrated to
             the client that needs most.
-        micro_batch_size: Records that a simulated site computes at a time, 1 to 1024. A real site's
-            own policy says it.
+        micro_batch_size: Records that a simulated site computes at a time, 1 to 1024; of a table
+            1024 by default. A real site's own policy says it.
         sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
             run folder, which gives every run budgets of its own.
         test_seed: Seed of noise that everybody can repeat, for tests of simulations. No privacy.

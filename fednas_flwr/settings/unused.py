@@ -27,10 +27,12 @@ class UserSettings:
         typed: Those of the overrides.
         experiment: Those of the chosen experiment file and of its bases, with their choices of
             groups.
+        repeats: True if all others are those of a finished run.
     """
 
     typed: Collection[str] = ()
     experiment: Collection[str] = ()
+    repeats: bool = False
 
 
 def _fixed(c: Config) -> bool:

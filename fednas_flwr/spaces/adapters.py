@@ -13,6 +13,7 @@ Tensor suffixes: B batch, E stages, O ops, C channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fednas_flwr.base.pretrained import Frozen, load_frozen
+from fednas_flwr.base.pretrained import Frozen, has_channels_last, hooked, load_frozen
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.operations import Choice, OpWeights, SkipNetwork, drop_path
 from fednas_flwr.spaces.space import CELL, SearchSpace
@@ -104,15 +105,10 @@ class AdaptedNetwork(SkipNetwork):
         """
         mean, std = (x.new_tensor(values)[:, None, None] for values in self._moments)
         weights_EO = None if op_weights is None else op_weights[CELL]
-        hooks = [
-            stage.register_forward_hook(partial(self._adapted, weights_EO, index))
-            for index, stage in enumerate(self._frozen[0].stages())
-        ]
-        try:
+        with ExitStack() as stack:
+            for index, stage in enumerate(self._frozen[0].stages()):
+                stack.enter_context(hooked([stage], partial(self._adapted, weights_EO, index)))
             features = self._frozen[0](x * std + mean)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return self.joined(self.classifier(features), x)
 
     def _adapted(
@@ -156,7 +152,7 @@ class AdaptedNetwork(SkipNetwork):
 
 
 class Adapter(nn.Sequential):
-    """A map down to a few channels and back, [B, C, H, W] or [B, T, C] to the same shape."""
+    """A map down to a few channels and back, from [B, C, H, W], [B, H, W, C] or [B, T, C]."""
 
     def __init__(self, width: int, op: str) -> None:
         """Build an op of ``OPS`` but ``none``; the way back begins with zeros."""
@@ -168,6 +164,6 @@ class Adapter(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         """Return what is added."""
         down, between, up = self
-        last = x if x.dim() == 3 else x.permute(0, 2, 3, 1)
-        added = up(between(down(last)))
-        return added if x.dim() == 3 else added.permute(0, 3, 1, 2)
+        is_last = has_channels_last(x)
+        added: Tensor = up(between(down(x if is_last else x.permute(0, 2, 3, 1))))
+        return added if is_last else added.permute(0, 3, 1, 2)
