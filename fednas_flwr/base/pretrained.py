@@ -190,17 +190,17 @@ class Frozen(Pretrained):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return float32 ``[B, K]`` of images ``[B, C, H, W]`` scaled to 0..1."""
-        parts: list[Tensor] = []
+        """Return ``[B, K]``, float32 as its tensors, of images ``[B, C, H, W]`` scaled to 0..1."""
+        parts, dtype = list[Tensor](), self.get_buffer("length").dtype
 
         def keep(stage: nn.Module, _: Any, out: Tensor) -> None:
             is_last = has_channels_last(out)
             places = out.flatten(1, -2) if is_last else out.flatten(2).transpose(1, 2)
-            variance, mean = torch.var_mean(places.float(), 1, correction=0)
+            variance, mean = torch.var_mean(places.to(dtype), 1, correction=0)
             parts.extend((mean, (variance + SMALLEST_VARIANCE).sqrt()))
 
         with hooked(self.stages()[-STAGES:], keep):
-            parts.append(super().forward(x).float())
+            parts.append(super().forward(x).to(dtype))
         centred = (part - part.mean(1, keepdim=True) for part in parts)
         of_one_length = [functional.normalize(part, eps=SHORTEST) for part in centred]
         return torch.cat(of_one_length, 1) * self.get_buffer("length")

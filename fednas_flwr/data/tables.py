@@ -244,8 +244,8 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
     if len(found["train"]) != 1 or len(found["test"]) > 1:
         held = listed([file.name for file in files if table_files.suffix_of(file)]) or "no table"
         raise ConfigError(
-            f"dataset.root={root} holds {held}: expected one train.csv, maybe with one test.csv; if "
-            "there is one file per site, set partition=sites."
+            f"dataset.root={root} holds {held}: expected one train.csv, maybe with one test.csv; "
+            "if there is one file per site, set partition=sites."
         )
     return found["train"][0], found["test"][0] if found["test"] else None
 

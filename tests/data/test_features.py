@@ -1,6 +1,7 @@
 """Features of a backbone: frozen, of one record each, cached, and a part of the exported model."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -100,12 +101,24 @@ def features_of(backbone, images):
         ("regnety_002", 5, 368 + 2 * (24 + 56 + 152 + 368)),
         ("torchvision/vit_b_16", 12, 768 + 8 * 768),
         ("swin_tiny_patch4_window7_224", 4, 768 + 2 * (96 + 192 + 384 + 768)),
+        ("dla46_c", 7, 256 + 2 * (64 + 64 + 128 + 256)),
+        ("caformer_s18", 4, 512 + 2 * (64 + 128 + 320 + 512)),
+        ("xcit_nano_12_p16_224", 12, 128 + 8 * 128),
     ],
 )
 def test_networks_of_every_build_have_stages_and_moments_of_their_channels(name, stages, width):
     backbone = Frozen(name, None)
     assert len(backbone.stages()) == stages
     assert backbone.output_shape == (width,)
+
+
+def test_threads_share_a_backbone(weights):
+    backbone = load_backbone(Settings(**named(weights)))
+    images = torch.rand(6, 1, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+    alone = [backbone(image) for image in images]
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(5):
+            assert all(map(torch.equal, pool.map(backbone, images), alone))
 
 
 def test_what_a_check_without_memory_built_computes_later_and_older_tensors_are_refused(weights):

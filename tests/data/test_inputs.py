@@ -207,7 +207,7 @@ TABLES = {
     "one class": (labels([1] * N), "every record has the label 1"),
     "a row of units": (lines(lambda rows: [rows[0], "years,mg/dl,0/1", *rows[1:]]), "refused: .*1"),
     "a footer": (lines(lambda rows: [*rows, "made by LIMS"]), "refused: .*row 81 has 1 cells"),
-    "coordinates": (column([f"N{i % 40 / 2}" for i in range(N)]), IN_WORDS),
+    "coordinates": (column([f"N{i % 40 / 8:.3f}" for i in range(N)]), IN_WORDS),
     "leading zeros": (column([f"{i % 7:03}" for i in range(N)]), "007 or 1E10 in x: if they are"),
     "codes with an E": (column([f"{i % 7}E{i % 4}" for i in range(N)]), "007 or 1E10 in x"),
     "one category": (column(["a"] * N), "one value, or none, in all records.*: x"),

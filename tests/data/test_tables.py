@@ -168,7 +168,7 @@ def test_features_of_a_test_part_are_in_the_order_of_the_train_part(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "holds nothing of this kind: expected .csv, "),
+        ({}, "holds no table: expected one train.csv"),
         ({"test.csv": "a,y\n1,0\n"}, "holds test.csv"),
         ({"train.csv": "a,y\n1,0\n", "train.csv.gz": ""}, "holds train.csv, train.csv.gz"),
         ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "b,y\n1,0\n"}, "test.csv has no column a"),
