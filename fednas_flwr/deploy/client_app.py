@@ -165,7 +165,12 @@ def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str
     return data, {}
 
 
-_config = lru_cache(maxsize=16)(configuration.load_config)
+@lru_cache(maxsize=16)
+def _config(config_json: str) -> Config:
+    """Return a run's configuration; a function of its own, which Ray can pickle."""
+    return configuration.load_config(config_json)
+
+
 Site = tuple[tuple[str, str], ...]  # SITE_KEYS that a node sets, with their values
 
 

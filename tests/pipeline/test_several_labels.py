@@ -190,7 +190,7 @@ def test_real_sites_say_that_records_can_have_several_labels(run_inline, tmp_pat
         sites=files,
     )
     found = load(ran.folder).predict(tmp_path / "new.csv")
-    assert found.multi_label
+    assert found.inputs.multi_label
     evaluated = ran.the("evaluated")
     assert found.accuracy == pytest.approx(evaluated["central"]["accuracy"])
     assert evaluated["central"]["accuracy"] > 0.6
