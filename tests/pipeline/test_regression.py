@@ -235,7 +235,7 @@ def test_numbers_are_predicted_of_images(finished_run, tmp_path):
     run = finished_run(*of_images, *LINEAR)
     evaluated = run.the("evaluated")
     assert evaluated["central"]["r2"] > 0.8
-    with pytest.warns(UserWarning, match=r"labels\.csv is not read: give it in place of its folder"):
+    with pytest.warns(UserWarning, match=r"labels\.csv is not read: give it in place"):
         found = load(run.folder).predict(tmp_path)
     truth = table.set_index("file")["light"].loc[list(found.names)]
     assert r2_score(truth, found.labels) > 0.8
