@@ -278,6 +278,7 @@ $DP privacy.weights.max_grad_norm=1e30
 $DP rounds=1000000000 | ^rounds=.*expected at most 10000 in all
 $DP retrain.rounds=100000 | ^rounds=.*fewer rounds of more local steps
 aggregate=mode | aggregate=mode is unknown
+search_space.norm=none | choose one of batch, group.
 aggregate=median algorithm=fnas clients=2 | sums of gradients
 aggregate=median clients=2 | expected 3 or more
 aggregate=median retrain.exchange=gradients | set aggregate=mean or retrain.exch

@@ -230,10 +230,9 @@ def _stages(network: nn.Module) -> list[nn.Module]:
     """
     sizes = {part: sum(p.numel() for p in part.parameters()) for part in network.children()}
     learnt = [part for part, size in sizes.items() if size]
-    lists: list[nn.Module]
     lists = [part for part in learnt if isinstance(part, nn.Sequential | nn.ModuleList)]
     if len(lists) > 2 and 2 * sum(sizes[part] for part in lists) > sum(sizes.values()):
-        return lists
+        return [*lists]
     if not learnt:
         return []
     largest = max(learnt, key=lambda part: sizes[part])

@@ -253,7 +253,7 @@ def trusted_scores(space: str) -> tuple[str, ...]:
 
 
 def _of_small_images(space: SearchSpace) -> SearchSpace:
-    """The space for images of at most ``LARGEST_SIDE``; one's own that cannot, unchanged."""
+    """The space for images of at most ``LARGEST_SIDE``."""
     shape = space.input_shape
     sides = [min(size, LARGEST_SIDE) for size in shape[1:]]
     return replace(space, input_shape=(shape[0], *sides))

@@ -69,12 +69,10 @@ def yielded(tree: Mapping[str, Any], user: UserSettings) -> Mapping[str, Any]:
     privacy, known = tree.get("privacy"), {*user.typed, *user.experiment}
     kinds = chosen_kinds(tree)
     if isinstance(privacy, Mapping) and privacy.get("name") == "dp":
-        if user.repeats:  # values of a run, which are not those of conf/
-            pass
-        elif privacy.get("unit") == CLIENT:
-            if "privacy.retrain.max_grad_norm" not in known:
-                yields["privacy.retrain.max_grad_norm"] = UPDATE_NORM
-        elif kinds["dataset"] is CSV:
+        is_whole, norm = privacy.get("unit") == CLIENT, "privacy.retrain.max_grad_norm"
+        if is_whole and norm not in known and not user.repeats:  # a run's values are not conf/'s
+            yields[norm] = UPDATE_NORM
+        if kinds["dataset"] is CSV and not is_whole and not user.repeats:
             yields |= _of_tables(tree, user)
         for default, others in YIELDING.items():
             typed = default not in user.typed and any(other in user.typed for other in others)

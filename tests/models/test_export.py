@@ -110,6 +110,17 @@ def test_onnx_equals_torch_for_any_batch_size(name, tmp_path):
         assert labels.tolist() == [IMAGES.class_names[i] for i in probabilities.argmax(1)]
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_attention_that_is_fused_is_exported_and_goes_on_as_it_was(fast, tmp_path, monkeypatch):
+    """As in the frozen transformers of torchvision."""
+    monkeypatch.setattr("torch.backends.mha._is_fastpath_enabled", fast)
+    layer = nn.TransformerEncoderLayer(120, 2, 16, batch_first=True)
+    network = nn.Sequential(nn.Flatten(2), layer, nn.Flatten(), nn.Linear(360, 5))
+    _, difference = export_onnx(Model(network.requires_grad_(False), IMAGES), tmp_path)
+    assert difference < 1e-4
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+
+
 def test_onnx_of_a_table_has_an_input_for_every_column(tmp_path):
     torch.manual_seed(0)
     model = Model(nn.Linear(7, 2), TABLE)

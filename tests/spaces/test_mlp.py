@@ -100,6 +100,20 @@ def test_norms_are_affine_in_retraining_and_not_in_search():
         assert {m.affine for m in norms} == {affine}
 
 
+def test_without_a_norm_the_scale_of_a_record_is_seen():
+    """A layer norm after the first layer hides it."""
+    genotype = SPACE.random_genotype(make_generator(0, "g"))
+    record = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
+    moved = {}
+    for norm in ("group", "none"):
+        network = replace(SPACE, num_cells=1, norm=norm).network(genotype).eval()
+        norms = [m for m in network.modules() if isinstance(m, nn.GroupNorm | nn.BatchNorm1d)]
+        assert bool(norms) == (norm == "group")
+        logits = network(torch.cat([1000 * record, 2000 * record])).detach()
+        moved[norm] = float((logits[1] - logits[0]).norm() / logits[0].norm())
+    assert moved["group"] < 0.01 < 0.5 < moved["none"]
+
+
 def test_skip_connections_are_counted_as_such():
     """Of 12 edges one has an op with weights, as a cell without any is degenerate."""
     flat = {kind: torch.zeros(edges, len(OPS)) for kind, edges in SPACE.cell_kinds.items()}

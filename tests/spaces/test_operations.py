@@ -54,6 +54,10 @@ def test_affine_is_the_only_thing_that_adds_weights(norm, affine):
     assert parameters == (12 if affine else 0)
 
 
+def test_networks_can_have_no_norm():
+    assert isinstance(make_norm(6, norm="none", affine=True), nn.Identity)
+
+
 def test_groups_divide_the_channels_and_hold_at_least_two():
     for channels in range(1, 200):
         groups = num_groups(channels)
