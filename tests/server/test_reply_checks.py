@@ -352,6 +352,19 @@ PROPERTIES = {  # by name: right ones and wrong ones
             *({"0": ONES, "1": ONES}, "", None),
         ],
     ),
+    "gain": (
+        [[-1.0, 1.0, 1], [1.0, 1.0, 2]],
+        [
+            [],
+            [1.0, 1.0],
+            [0.0, 0.0, 0],
+            [3.0, 1.0, 2],
+            [1e29, 1e29, 1],
+            [11.0, 121.0, 1],
+            [0.0, -1.0, 2],
+            None,
+        ],
+    ),
     "splits": (
         [SPLIT],
         [*({**SPLIT, "test": value} for value in (-1, 1.0, True, 10**10)), {"train": 1}, []],
