@@ -680,12 +680,13 @@ class Personalised(TypedDict, total=False):
 
     # sum over validation records of how much the loss is lower, sum of squares, and their number
     gain: Annotated[
-        tuple[Coordinate, opt.NonNegative, Number],
+        list[Coordinate],
         ps.Where(
             lambda told: (
-                told[2] > 0
+                len(told) == 3
+                and told[2] >= 1
                 and abs(told[0]) <= LARGEST_GAIN * told[2]
-                and told[1] <= LARGEST_GAIN**2 * told[2]
+                and 0 <= told[1] <= LARGEST_GAIN**2 * told[2]
             ),
             f"sums over 1 record or more, each of which gains {LARGEST_GAIN:g} at most",
         ),
