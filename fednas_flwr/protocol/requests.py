@@ -36,7 +36,6 @@ MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
 LARGEST_TABLE = 2**20  # characters of a table of latencies: some 5,000 layers
 LARGEST_RECORD = 2**28  # values of its features
 MOST_SUMS = 10**6
-LARGEST_GAIN = 10.0  # by which a copy's loss of one record counts as lower or higher
 SCORES = ("f1", "auroc", "average_precision", "sensitivity", "specificity", *names.NUMBER_METRICS)
 
 
@@ -673,12 +672,7 @@ class CountScores(AtSite):
         return {"scores": (("train", "validation"), 1)}
 
 
-def _are_gains(told: list[float]) -> bool:
-    if len(told) != 3:
-        return False
-    total, squares, number = told
-    most = (1 + 1e-9) * number * LARGEST_GAIN**2
-    return number > 0 and squares <= most and total**2 <= (1 + 1e-9) * number * squares
+LARGEST_GAIN = 10.0  # by which a copy's loss of one record counts as lower or higher
 
 
 class Personalised(TypedDict, total=False):
@@ -687,7 +681,15 @@ class Personalised(TypedDict, total=False):
     # sum over validation records of how much the loss is lower, sum of squares, and their number
     gain: Annotated[
         list[Coordinate],
-        ps.Where(_are_gains, f"sums over records of gains of at most {LARGEST_GAIN:g}"),
+        ps.Where(
+            lambda told: (
+                len(told) == 3
+                and told[2] >= 1
+                and abs(told[0]) <= LARGEST_GAIN * told[2]
+                and 0 <= told[1] <= LARGEST_GAIN**2 * told[2]
+            ),
+            f"sums over 1 record or more, each of which gains {LARGEST_GAIN:g} at most",
+        ),
     ]
 
 
