@@ -107,7 +107,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     """
     side, channels = settings.image_size, settings.channels
     if settings.backbone is not None:
-        side = load_backbone(settings.backbone).image_size
+        side = load_backbone(settings.backbone, is_mirrored=settings.flip).image_size
     # where their form is given, whether images fit into memory hangs on no record
     images = _room(count if side and channels else 0, channels or 1, side or 1, side or 1)
     ids: list[str] = []

@@ -42,8 +42,8 @@ def transform_of(dataset: Dataset) -> Description:
         return SCATTERING, str(settings.scales), str(settings.angles)
     if settings is None:
         return ()
-    backbone = load_backbone(settings)
     mirrored = (MIRRORED,) if isinstance(dataset, ds.Images) and dataset.flip else ()
+    backbone = load_backbone(settings, is_mirrored=bool(mirrored))
     return BACKBONE, settings.name, str(backbone.image_size), *mirrored, backbone.digest
 
 

@@ -17,6 +17,7 @@ from fednas_flwr.pipeline.beginning import Run
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.states import Layout, Packed, load_states, network_states
 from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
 
 FOLDER = "copies"
@@ -108,11 +109,14 @@ def keep(
         layouts={name: Layout.of(tensors) for name, tensors in own.items() if tensors},
         among=among,
     )
-    for client, reply in run.cohort.ask(exchange):
-        load_states(network, reply.states)
-        folders[client] = run.folder / FOLDER / f"client_{client}"
-        folders[client].mkdir(parents=True, exist_ok=True)
-        save(folders[client])
+    try:
+        for client, reply in run.cohort.ask(exchange):
+            load_states(network, reply.states)
+            folders[client] = run.folder / FOLDER / f"client_{client}"
+            folders[client].mkdir(parents=True, exist_ok=True)
+            save(folders[client])
+    except QuorumError as error:  # the run has its model
+        run.log.emit("warning", message=f"few sites could fine-tune their copies: {error}")
     load_states(network, states)
     return folders
 

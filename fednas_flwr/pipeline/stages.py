@@ -440,7 +440,9 @@ def _ask_tests(
             whose = {"sites": reply.sites} if client == TOTAL else {"client": client}
             fields: dict[str, Any] = {**whose, "num_examples": reply.num_examples}
             fields |= reply.properties.get("scores", {})
-            fields |= {name: reply.properties[name] for name in reply.properties if name == "gain"}
+            gain, declared = reply.properties.get("gain"), cohort.properties.get(client, {})
+            if gain and gain[2] <= declared.get("splits", {}).get("validation", 0):
+                fields["gain"] = gain
             results.append(objective.reported(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")

@@ -212,9 +212,9 @@ def client_table(run: Run) -> Table | None:
     if not many and not run.is_private and shown[0] == SCORES[0]:
         columns.insert(2, ("95 % interval", interval))
     copies = {one["client"]: one for one in run.last("evaluated").get("copies") or []}
-    if copies and not many:
-        tested = partial(_score_of, kind=shown[0])
-        columns.append(("fine-tuned copy", lambda client: tested(copies.get(client["client"], {}))))
+    if kinds := [] if many else _measured(run, [*copies.values()]):
+        tested, head = partial(_score_of, kind=kinds[0]), f"{kinds[0].label} of fine-tuned copy"
+        columns.append((head, lambda client: tested(copies.get(client["client"], {}))))
         columns.append(("keeps it", lambda client: _yes(copies.get(client["client"], {}))))
     return "Each client's own test records", *rows_of(clients, columns)
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from fednas_flwr import load
 from fednas_flwr.api import run
+from fednas_flwr.base import pretrained
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.base.pretrained import LENGTH, Frozen, forget_frozen
 from fednas_flwr.data.features import KINDS, SCATTERING, load_backbone, transform_of, transformed
@@ -166,7 +167,9 @@ def test_encoded_images_are_read_at_the_backbones_size(tmp_path, weights):
     assert made.inputs.shape == (3, 32, 32)
     declared = transform_of(parse_dataset(weights))
     assert made.transform == declared
+    forget_frozen()
     mirrored = prepared("image_folder", **place, backbone=named(weights), flip=True)
+    assert pretrained._loaded.cache_info().currsize == 1  # two networks need twice the memory
     assert mirrored.transform == (*declared[:3], "mirrored", declared[3])
     assert not torch.equal(mirrored.train.features, made.train.features)
 

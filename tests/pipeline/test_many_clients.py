@@ -159,7 +159,9 @@ def test_more_results_than_can_be_seen_are_shown_by_quantiles():
     ]
     scores = {"accuracy": 0.7}
     of = {"is_private": False, "is_regression": False}
-    run = SimpleNamespace(client_results=lambda: clients, scores=lambda _: scores, **of)
+    copies = {"copies": [{"client": 0, "accuracy": 0.5, "keeps": True}]}
+    of |= {"scores": lambda _: scores, "last": lambda _: copies}
+    run = SimpleNamespace(client_results=lambda: clients, **of)
     figure = plots.client_accuracy(run)
     (bars,) = figure["data"]
     assert bars["x"] == pytest.approx([*QUANTILES, 0.5, 0.7])

@@ -1,5 +1,7 @@
 """Copies that sites keep for themselves: the shrinkage of gains, and whole runs."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr import load
+from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.data.loaders import assign_splits
 from fednas_flwr.pipeline import stages
 from fednas_flwr.pipeline.personal_copies import compared, shrunken
+from fednas_flwr.report import score_tables
+from fednas_flwr.report.templates import sentence
+from fednas_flwr.runs.numbers import Run
 
 GAIN = st.lists(st.floats(-1, 1).map(lambda gain: round(gain, 3)), min_size=1, max_size=20)
 
@@ -85,6 +91,38 @@ def test_a_copy_that_is_kept_has_the_accuracy_that_is_told(finished_run):
     page, card = (done.folder / name for name in ("report.html", "MODEL_CARD.md"))
     assert "keep a copy that they have fine-tuned" in card.read_text()
     assert "fine-tuned copy" in page.read_text()
+
+
+def test_a_site_that_fails_has_no_copy_and_the_run_its_model(run_inline, monkeypatch):
+    honest, failed = ANSWERS["train.weights"], []
+
+    def failing(client, request, asked):
+        if request.header.stage == "evaluate" and not failed:
+            failed.append(client.index)
+            raise ValueError("the disk is full")
+        return honest(client, request, asked)
+
+    monkeypatch.setitem(ANSWERS, "train.weights", failing)
+    done = run_inline(*PERSONAL, "retrain.evaluate_every=1", "runtime.quorum=1")
+    assert "the disk is full" in done.the("warning")["message"]
+    keeping = {one["client"] for one in done.the("evaluated")["copies"] if one["keeps"]}
+    assert {*done.the("personalised")["clients"]} == keeping - {*failed}
+    assert done.the("run_finished")["status"] == "completed"
+
+
+def test_copies_of_numbers_have_their_error_and_those_that_no_run_keeps_no_folder():
+    told = {"client": 0, "rmse": 4.0, "loss": 1.0, "num_examples": 9}
+    copies = [{**told, "rmse": 3.0, "gain": 0.1, "keeps": True}]
+    partition = {"event": "partition", "number": True}
+    evaluated = {"event": "evaluated", "clients": [{**told, "r2": 0.5}], "copies": copies}
+    run = Run(folder=Path(), config={}, events=[partition, evaluated])
+    _, head, ((*_, error, keeps),) = score_tables.client_table(run)
+    assert (*head[-2:], error, keeps) == ("RMSE of fine-tuned copy", "keeps it", "3", "yes")
+    said = sentence("copies", run)
+    assert said.startswith("1 of 1 clients would keep a copy that they have fine-tuned, since")
+    assert "RMSE on test records is 3" in said
+    assert "with the shared network 4" in said
+    assert "folder" not in said
 
 
 def test_without_held_out_records_no_copy_is_kept_and_that_is_said(finished_run):
