@@ -82,18 +82,13 @@ def test_noise_lies_on_a_grid_fine_enough_for_its_std(std):
     assert 0.9 * std < float(noise.std()) < 1.1 * std
 
 
-def test_masks_at_their_ends():
+def test_masks_at_their_ends_and_noise_of_any_shape():
     generator = SecureGenerator()
     assert generator.poisson_mask(1000, probability=1.0).all()
     assert not generator.poisson_mask(1000, probability=1e-18).any()
     assert generator.poisson_mask(0, probability=0.5).shape == (0,)
-
-
-def test_shapes():
-    generator = SecureGenerator()
-    assert generator.discrete_gaussian((), sigma=2**24).shape == ()
-    assert generator.discrete_gaussian((0, 3), sigma=2**24).shape == (0, 3)
-    assert generator.discrete_gaussian((3, 5, 7), sigma=2**24).shape == (3, 5, 7)
+    for shape in ((), (0, 3), (3, 5, 7)):
+        assert generator.discrete_gaussian(shape, sigma=2**24).shape == shape
 
 
 def test_only_a_test_seed_repeats():
@@ -297,18 +292,6 @@ def gaussian(variance, reach):
     return [weight / total for weight in weights]
 
 
-def convolved(left, right, reach):
-    """Return the probabilities of a sum, of -reach to reach, by adding up all pairs."""
-    found = []
-    for k in range(-reach, reach + 1):
-        pairs = (
-            left[j + reach] * right[k - j + reach]
-            for j in range(max(-reach, k - reach), min(reach, k + reach) + 1)
-        )
-        found.append(sum(pairs, Decimal(0)))
-    return found
-
-
 @pytest.mark.parametrize(("sigma", "sites"), [(1, 2), (1, 3), (1, 5), (2, 2), (2, 4)])
 def test_a_sum_of_shares_is_a_discrete_gaussian_up_to_the_bound(sigma, sites):
     with localcontext() as context:
@@ -317,7 +300,7 @@ def test_a_sum_of_shares_is_a_discrete_gaussian_up_to_the_bound(sigma, sites):
         one = gaussian(Decimal(sigma**2), reach)
         total = one
         for _ in range(sites - 1):
-            total = convolved(total, one, reach)
+            total = np.convolve(total, one, "same")  # of -reach to reach
         expected = gaussian(Decimal(sites * sigma**2), reach)
         worst = max(
             abs((total[k + reach] / expected[k + reach]).ln()) for k in range(-inside, inside + 1)
@@ -328,24 +311,12 @@ def test_a_sum_of_shares_is_a_discrete_gaussian_up_to_the_bound(sigma, sites):
         assert bound < 5 * float(worst)  # it is no wild overestimate
 
 
-def test_at_the_least_sigma_the_divergence_changes_nothing():
-    assert sum_divergence(10**12, sigma=6, sites=1000) < 1e-130
-    assert sum_divergence(10, sigma=1, sites=1) == 0.0
-
-
 @pytest.mark.parametrize("honest", [1, 2, 6, 7, 99])
 @pytest.mark.parametrize("sigma", [0.1, 5.0, 3e5, 1e6 + 0.5])
 def test_honest_shares_carry_the_whole_noise(sigma, honest):
     share = share_sigma(sigma, honest)
     assert honest * share**2 > sigma**2
     assert share <= max(6, sigma / math.sqrt(honest) + 2)
-
-
-def test_sampled_shares_have_the_variance_of_the_whole():
-    share = share_sigma(1000.0, 6)
-    generator = SecureGenerator(test_seed=b"shares")
-    total = sum(generator.discrete_gaussian((100_000,), sigma=share).numpy() for _ in range(6))
-    assert np.std(total) == pytest.approx(1000.0, rel=0.02)
 
 
 def test_shared_noise_is_drawn_as_far_as_its_grid_reaches():

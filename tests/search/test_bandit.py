@@ -1,6 +1,5 @@
 """The bandit and theta: rules as properties, oracles, and simulations."""
 
-import json
 import math
 from dataclasses import replace
 from functools import cache
@@ -15,8 +14,6 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.bandit import EQUAL, LEAST, Bandit, Theta, Trial
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SCHEDULES, BanditSettings, ThetaSettings
-
-from ..refusals import refuses
 
 SETTINGS = BanditSettings(beta=3.0, step_size=0.5, retention=0.9, temperature=0.25, scaled=True)
 rewards = st.floats(-10, 10)
@@ -95,11 +92,6 @@ def test_pi_is_a_distribution_and_follows_the_estimates(case):
     assert bool((pi >= 0).all())
     order = bandit.estimates_N.argsort()
     assert bool((pi[order].diff() >= 0).all())
-
-
-@given(cases)
-def test_entropy_is_from_zero_to_that_of_the_uniform_distribution(case):
-    bandit = tried(case[0], *case[1])
     assert 0 <= bandit.entropy() <= math.log(case[0]) + 1e-12
 
 
@@ -181,12 +173,6 @@ def test_a_diverged_trial_counts_as_the_worst(nothing):
     alone = tried(2, {0: 1.0}, {0: nothing})
     assert bool(alone.estimates_N.isfinite().all())
     assert float(alone.estimates_N[0]) < 0.5
-
-
-def test_state_survives_json():
-    bandit = tried(4, {0: 1.0, 2: -0.5})
-    again = Bandit.of(4, SETTINGS).with_json(bandit.to_json())
-    assert torch.equal(again.probabilities(), bandit.probabilities())
 
 
 def simulate(constants, *, phases=30, num_arms=60, seed=1):
@@ -323,19 +309,3 @@ def test_draws_follow_theta():
 def test_a_round_without_answers_changes_nothing():
     theta = theta_after(3, [[Trial(1, 0.3, 2)]])
     assert theta.updated([]) is theta
-
-
-@given(theta_cases)
-def test_the_state_of_theta_survives_json(case):
-    theta = theta_after(*case)
-    again = Theta.of(case[0], theta.settings).with_json(json.loads(json.dumps(theta.to_json())))
-    trials = [Trial(0, 0.25, 3.0)]
-    assert torch.equal(again.updated(trials).log_theta_N, theta.updated(trials).log_theta_N)
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [(("fast", 0.5), "schedule"), (("constant", -0.1), "baseline_discount=-0.1")],
-)
-def test_constants_of_theta_out_of_range_are_refused(values, sentence):
-    refuses(sentence, ThetaSettings, *values)

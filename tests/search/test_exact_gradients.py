@@ -67,29 +67,15 @@ def take(gradients, net):
 
 
 @pytest.mark.parametrize(
-    ("steps", "drawn"),
-    [
-        (1, ["train 1.0"]),
-        (2, ["train 1.0", "train 1.1"]),
-        (3, ["train 1.0", "train 1.1", "train 1.2"]),  # a whole pass, and no other is begun
-        (4, ["train 1.0", "train 1.1", "train 1.2", "train 2.0"]),
-        (7, [f"train {n}.{i}" for n in (1, 2) for i in range(3)] + ["train 3.0"]),
-    ],
+    ("limit", "steps"),  # after a whole pass no other is begun
+    [*(({"num_steps": n}, n) for n in (1, 2, 3, 4, 7)), *(({"epochs": n}, 3 * n) for n in (1, 3))],
 )
-def test_as_many_steps_as_asked_over_as_many_passes_as_needed(net, records, steps, drawn):
+def test_as_many_steps_as_asked_over_as_many_passes_as_needed(net, records, limit, steps):
     train, _, log = records(3)
-    gradients = ExactGradients(train, num_steps=steps)
+    gradients = ExactGradients(train, **limit)
     seen = [gradients.train_batch for _ in gradients.steps()]
-    assert log == drawn
-    assert len(seen) == steps
+    assert log == [f"train {1 + step // 3}.{step % 3}" for step in range(steps)]
     assert all(one is train.batches[i % 3] for i, one in enumerate(seen))
-
-
-@pytest.mark.parametrize("epochs", [1, 2, 3])
-def test_epochs_are_whole_passes(records, epochs):
-    train, _, log = records(2)
-    assert len(list(ExactGradients(train, epochs=epochs).steps())) == 2 * epochs
-    assert log == [f"train {n}.{i}" for n in range(1, epochs + 1) for i in range(2)]
 
 
 @pytest.mark.parametrize("limit", [{"epochs": 2}, {"num_steps": 10}])
@@ -368,46 +354,6 @@ def test_without_a_gradient_at_the_virtual_weights_there_is_no_correction(quadra
     stationary = {"w": torch.zeros(1).double(), "unused": quadratic.unused.detach()}
     gradients, _ = second_order(quadratic, stationary, 0.1, rows)
     assert gradients["cell"].item() == 0.0
-
-
-def test_second_order_of_a_network_equals_finite_differences(net, batch, untouched):
-    """On a smooth net: the step is differentiated numerically, alpha by alpha."""
-    train, validation, lr, eps = batch(8, 1), batch(6, 2), 0.2, 1e-5
-    weights = copies(net.weights())
-
-    def after_a_step():
-        loss = F.cross_entropy(net(train[0]), train[1])
-        gradients = torch.autograd.grad(loss, list(net.weights().values()))
-        return {n: weights[n] - lr * g for n, g in zip(weights, gradients, strict=True)}
-
-    def validation_loss():
-        moved = torch.func.functional_call(net, after_a_step(), (validation[0],))
-        return F.cross_entropy(moved, validation[1]).item()
-
-    check = untouched(net)
-    gradients, losses = BatchGradients().second_order_gradient(
-        net,
-        weights=net.weights(),
-        virtual_weights=after_a_step(),
-        train_batch=train,
-        validation_batch=validation,
-        inner_lr=lr,
-    )
-    check()
-    assert losses.mean().item() == pytest.approx(validation_loss())
-    first_order, _ = BatchGradients().alpha_gradient_sum(net, validation)
-    for kind, alpha in net.alphas().items():
-        numeric = torch.zeros_like(alpha)
-        for index in range(alpha.numel()):
-            values = []
-            for sign in (1, -1):
-                alpha.data.view(-1)[index] += sign * eps
-                values.append(validation_loss())
-                alpha.data.view(-1)[index] -= sign * eps
-            numeric.view(-1)[index] = (values[0] - values[1]) / (2 * eps)
-        torch.testing.assert_close(gradients[kind], numeric, rtol=1e-3, atol=1e-6)
-        off = (first_order[kind] / 6 - numeric).abs().max()
-        assert off > 20 * (gradients[kind] - numeric).abs().max()
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0, 2.5])

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -314,17 +314,9 @@ def test_a_step_leaves_parameters_without_a_gradient_as_they_are(parts):
 
 def test_the_learning_rate_falls_along_a_cosine():
     settings = SGD(0.1, 0.02, momentum=0.9, weight_decay=3e-4, clip_norm=5.0)
-    rates = [settings.at_round(number, 8).lr for number in range(1, 9)]
-    assert settings.at_round(9, 8).lr == pytest.approx(0.02)  # after the last round
-    # torch's own schedule, from which this is written.
-    optimizer = make_sgd([nn.Parameter(torch.zeros(1))], settings)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8, eta_min=0.02)
-    for rate in rates:
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
-        optimizer.step()
-        schedule.step()
-    changed = settings.at_round(3, 8)
-    assert (changed.momentum, changed.weight_decay, changed.clip_norm) == (0.9, 3e-4, 5.0)
+    made = [settings.at_round(number, 8) for number in (1, 5, 9)]  # the last: after all rounds
+    assert [one.lr for one in made] == pytest.approx([0.1, 0.06, 0.02])
+    assert {replace(one, lr=0.1) for one in made} == {settings}
 
 
 def test_adam_has_the_betas_of_darts():
@@ -335,17 +327,6 @@ def test_adam_has_the_betas_of_darts():
     parameter.grad = torch.tensor([0.3, -5.0])
     optimizer.step()
     torch.testing.assert_close(parameter.detach(), torch.tensor([0.99, -1.99]))  # by lr, not more
-
-
-@pytest.mark.parametrize(("clip_norm", "expected"), [(None, 5.0), (10.0, 5.0), (0.5, 0.5)])
-def test_clipping_bounds_the_norm_of_all_parameters_together(clip_norm, expected):
-    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))]
-    parameters[0].grad, parameters[1].grad = torch.tensor([3.0]), torch.tensor([0.0, -4.0])
-    plain = SGD(0.1, 0.1, momentum=0.0, weight_decay=0.0, clip_norm=None)
-    optimizer_step.clip_gradients(make_sgd(parameters, plain), clip_norm)
-    gradient = torch.cat([parameter.grad for parameter in parameters])
-    assert gradient.norm().item() == pytest.approx(expected, rel=1e-5)
-    assert gradient[0] / gradient[2] == pytest.approx(-0.75)
 
 
 def test_trainable_weights_leave_the_alphas_out(net):

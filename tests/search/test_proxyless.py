@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search import proxyless
 from fednas_flwr.search.exact_gradients import ExactGradients
-from fednas_flwr.search.optimizer_step import make_sgd
 from fednas_flwr.search.proxyless import SampledPaths, draw_paths, gate_gradient, search_paths
 from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.optimizers import SGD, Adam
@@ -44,15 +43,6 @@ class AlphasOnly(ExactGradients):
 
     def weights(self, network):
         return {}
-
-
-def search(supernet, *, steps=4, warm_up=False, hardware=None):
-    """Search for one pass; return where the gradients came from."""
-    gradients = ExactGradients(lambda: batches(steps), lambda: batches(steps + 2, start=100))
-    optimizers = optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
-    paths, generator = SampledPaths(warm_up, hardware), make_generator(0, "paths")
-    search_paths(supernet, gradients, optimizers, paths, generator=generator)
-    return gradients
 
 
 @pytest.mark.parametrize("warm_up", [False, True])
@@ -140,29 +130,15 @@ def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
     assert by_alphas.abs().max() > 1e-3
 
 
-def test_a_low_target_makes_cheap_ops_likely(supernet):
-    hardware = HardwareLoss.of(COSTS, Hardware(None, "ms", 5.0, "additive", 50.0, 1.0))
-    before = COSTS.expected(supernet.alphas()["blocks"].softmax(-1)).item()
-    search(supernet, steps=60, hardware=hardware)
-    after = COSTS.expected(supernet.alphas()["blocks"].softmax(-1)).item()
-    assert after < before - 1.0
-
-
-def test_a_pass_counts_both_splits_and_trains_both_states(supernet):
-    before = copy.deepcopy(supernet.state_dict())
-    gradients = search(supernet)
-    seen = gradients.train_tally, gradients.validation_tally
-    assert tuple(tally.num_examples for tally in seen) == (20, 20)
-    for name in ("alphas.blocks", "body.before.0.0.weight"):
-        assert not torch.equal(supernet.state_dict()[name], before[name])
-
-
 def test_warm_up_trains_uniform_paths_and_no_alphas(supernet):
     alphas = supernet.alphas()["blocks"]
     with torch.no_grad():
         alphas[:, 0] = 100.0  # else the only path
     before = copy.deepcopy(supernet.state_dict())
-    gradients = search(supernet, steps=20, warm_up=True)
+    gradients = ExactGradients(lambda: batches(20), lambda: batches(22, start=100))
+    optimizers = optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
+    generator = make_generator(0, "paths")
+    search_paths(supernet, gradients, optimizers, SampledPaths(True, None), generator=generator)
     seen = gradients.train_tally, gradients.validation_tally
     assert tuple(tally.num_examples for tally in seen) == (100, 0)
     after = supernet.state_dict()
@@ -170,9 +146,3 @@ def test_warm_up_trains_uniform_paths_and_no_alphas(supernet):
     for op in SPACE.ops[:3]:
         name = f"body.blocks.2.ops.{op}.project.weight"
         assert not torch.equal(after[name], before[name])
-
-
-def test_momentum_of_zero_has_no_nesterov(supernet):
-    plain = SGD(0.1, 0.0, momentum=0.0, weight_decay=0.0, clip_norm=None)
-    optimizer = make_sgd(supernet.weights().values(), plain, nesterov=True)
-    assert optimizer.defaults["nesterov"] is False

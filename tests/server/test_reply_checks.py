@@ -32,7 +32,7 @@ from fednas_flwr.settings.optimizers import SGD, Adam
 
 from ..asked import decoded
 from ..refusals import refuses
-from .conftest import SEARCH, client_reply, damaging, npy, set_json, set_metric, set_vector
+from .conftest import SEARCH, damaging, npy, set_json, set_metric, set_vector
 
 BAD = 1
 
@@ -205,17 +205,6 @@ def test_a_bad_reply_leaves_no_trace(name, federation):
     assert event == {"event": "client_failed", **place}
 
 
-def test_what_the_tests_above_damage_is_accepted_when_whole(federation):
-    whole = federation()
-    replies = dict(whole.ask())
-    assert list(replies) == [0, 1, 2]
-    assert whole.events == []
-    for client, reply in replies.items():
-        sent = client_reply(client)
-        assert reply.num_examples == sent.num_examples
-        assert torch.equal(reply.states["weights"]["float32"], sent.states["weights"]["float32"])
-
-
 def test_an_old_reply_is_not_taken_twice(federation):
     kept = []
 
@@ -228,14 +217,6 @@ def test_an_old_reply_is_not_taken_twice(federation):
     assert replaying.answering(1) == [0, 2]  # the same round, asked again
     assert replaying.answering(2) == [0, 2]
     assert ["another request" in event["reason"] for event in replaying.events] == [True, True]
-
-
-def test_whatever_is_accepted_has_a_finite_average(federation):
-    large = federation(damage={BAD: set_vector("weights", np.full(10, 9e5, np.float32))})
-    replies = list(large.ask())
-    assert [client for client, _ in replies] == [0, 1, 2]
-    means = averaged([(c, replace(r, num_examples=1e9)) for c, r in replies], WeightedAverage())
-    assert torch.isfinite(means["weights"]["float32"]).all()
 
 
 def test_a_client_far_from_most_in_what_it_declares_is_an_outlier():
@@ -409,27 +390,6 @@ def test_a_sum_of_gradients_is_scaled_with_its_weight():
     assert held.states["buffers"]["float32"].tolist() == [1.0]
 
 
-def test_a_reply_of_another_run_or_site_is_refused(federation):
-    """Client 1 answers with what an honest client of another run, and client 0, has sent."""
-    stolen = []
-    other = federation(damage={BAD: lambda content: stolen.append(content) or content})
-    list(other.ask())
-
-    def from_site_0(content):
-        stolen.append(content)
-        return content
-
-    damage = {0: from_site_0, BAD: lambda _: copy.deepcopy(stolen.pop())}
-    foreign = federation(damage=damage, quorum_share=0.3)
-    assert foreign.answering() == [0, 2]  # site 0's reply to this exchange
-    stolen[:] = stolen[:1]
-    foreign.grid._client_app = federation(
-        damage={BAD: lambda _: copy.deepcopy(stolen[0])}
-    ).grid._client_app
-    assert foreign.answering() == [0, 2]  # client 1's of the other run
-    assert ["another request" in event["reason"] for event in foreign.events] == [True, True]
-
-
 def test_three_strikes_and_a_client_is_asked_no_more(federation):
     asked = []
 
@@ -522,16 +482,12 @@ def test_a_noised_sum_of_twice_the_declared_records_all_of_one_gradient(batch, s
     assert norms.max() < bound < 4 * norms.mean()
 
 
-def test_more_records_steps_noise_or_values_allow_more():
-    least = reply_checks.largest_sum(plan(), RECORDS, num_values=100)
-    assert reply_checks.largest_sum(plan(batch=None), RECORDS, num_values=100) > least
-    assert reply_checks.largest_sum(plan(sigma=2.0), RECORDS, num_values=100) > least
-    assert reply_checks.largest_sum(plan(), RECORDS, num_values=101) > least
-    twice = reply_checks.largest_sum(plan(norm=1.0), RECORDS, num_values=100)
-    assert twice == pytest.approx(2 * least)
+def test_the_bound_of_a_sum_is_that_of_its_records_and_noise():
     noise = 1.5 * 0.5 * (math.sqrt(100) + math.sqrt(2 * reply_checks.TAIL))
-    batch = 64 + math.sqrt(2 * 64 * reply_checks.TAIL) + reply_checks.TAIL
-    assert least == pytest.approx(0.5 * batch + noise)
+    for batch, records in ((32.0, 64), (16.0, 32)):  # of twice as many as are declared
+        drawn = records + math.sqrt(2 * records * reply_checks.TAIL) + reply_checks.TAIL
+        bound = reply_checks.largest_sum(plan(batch=batch), RECORDS, num_values=100)
+        assert bound == pytest.approx(0.5 * drawn + noise)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -697,5 +653,4 @@ def test_a_distance_is_that_of_the_floats_and_not_finite_where_one_is_not():
     sent = {"float32": torch.tensor([0.0, 4.0]), "int64": torch.tensor([0])}
     assert reply_checks.distance(state, {}) == 3
     assert reply_checks.distance(state, sent) == 5
-    assert reply_checks.distance(state, {}) == 3
     assert not math.isfinite(reply_checks.distance({"float32": torch.tensor([math.nan])}, {}))
