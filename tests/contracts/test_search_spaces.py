@@ -62,14 +62,13 @@ def random_alphas(space):
 @pytest.mark.parametrize(("name", "shape", "norm"), INPUTS)
 def test_any_input_size_gives_logits_and_every_parameter_a_gradient(name, shape, norm):
     space = dataclasses.replace(SPACES[name], input_shape=shape, norm=norm)
-    assert make_network(space)(examples(shape)).shape == (3, CLASSES)
-    supernet = make_supernet(space)
-    logits = supernet(examples(shape))
-    assert logits.shape == (3, CLASSES)
-    logits.square().sum().backward()
-    for name, parameter in supernet.named_parameters():
-        assert parameter.grad is not None, name
-        assert torch.isfinite(parameter.grad).all(), name
+    for network in (make_network(space), make_supernet(space)):
+        logits = network(examples(shape))
+        assert logits.shape == (3, CLASSES)
+        logits.square().sum().backward()
+        for name, parameter in network.named_parameters():
+            assert parameter.grad is not None or not hasattr(network, "alphas"), name
+            assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
 
 
 def test_every_single_alpha_gets_a_gradient(space):
@@ -207,19 +206,6 @@ def test_a_supernet_leaves_its_input_and_op_weights_alone(space, norm):
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_derive_build_train(space):
-    genotype = space.derive(random_alphas(space))
-    space.check(genotype)
-    assert genotype.space == space.name
-    network = space.network(genotype)
-    logits = network(examples(space.input_shape))
-    assert logits.shape == (3, CLASSES)
-    logits.square().sum().backward()
-    gradients = [p.grad for p in network.parameters() if p.grad is not None]
-    assert gradients
-    assert all(torch.isfinite(gradient).all() for gradient in gradients)
-
-
 def test_derive_is_deterministic_and_ties_go_to_the_lowest_index(space):
     flat = {kind: torch.zeros(edges, len(space.ops)) for kind, edges in space.cell_kinds.items()}
     genotype = space.derive(flat)
@@ -259,6 +245,7 @@ def test_random_genotypes_are_valid_varied_and_set_by_the_generator(space):
 def test_genotype_survives_json(space):
     for seed in range(5):
         genotype = space.random_genotype(make_generator(seed, "json"))
+        genotype = genotype if seed else space.derive(random_alphas(space))
         again = from_json(to_json(genotype))
         assert again == genotype
         space.check(again)

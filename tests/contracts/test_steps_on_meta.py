@@ -18,7 +18,6 @@ from fednas_flwr.search.exact_gradients import BatchGradients
 from fednas_flwr.search.optimizer_step import Optimizer, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, SGD, Adam
 
-from ..refusals import refuses
 from ..rows import seldom
 from ..small_spaces import SPACES
 
@@ -122,9 +121,3 @@ def test_steps_of_a_candidate_that_shares_weights():
     x, y = records(space)
     step_weights(candidate.weights(), BatchGradients().weight_gradient(candidate, (x, y)))
     check_private(candidate, x, y, candidate.weights())
-
-
-def test_the_meta_device_refuses_what_would_wait():
-    refuses("meta", float, torch.empty(3, device="meta").sum(), error=RuntimeError)
-    with pytest.raises(RuntimeError, match="device"):
-        torch.empty(3, device="meta") @ torch.ones(3)

@@ -1,4 +1,3 @@
-import doctest
 import json
 from dataclasses import replace
 
@@ -9,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data import records
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import (
@@ -211,10 +209,6 @@ def test_the_digest_of_an_assignment_is_equal_where_the_assignment_is(
         same = digest(ids, fractions=moved, id_column=id_column) == own
         assert same == (moved == fractions)
     assert digest(ids, id_column="card") != digest(ids, id_column="patient") != digest(ids)
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(records).failed == 0
 
 
 def _parts(ids, key, fractions):

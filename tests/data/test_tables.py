@@ -157,14 +157,6 @@ def test_a_folder_has_an_official_test_part(tmp_path):
     assert alone.ids.tolist() == train.ids.tolist()
 
 
-def test_features_of_a_test_part_are_in_the_order_of_the_train_part(tmp_path):
-    (tmp_path / "train.csv").write_text("a,b,c,y\n1,10,u,no\n2,20,v,yes\n")
-    (tmp_path / "test.csv").write_text("c,b,y,a\nv,30,yes,3\n")
-    train, test = read("csv", tmp_path, label="y")
-    assert train.feature_names == test.feature_names == ("a", "b", "c=u", "c=v")
-    assert test.features.tolist() == [[3, 30, 0, 1]]
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -304,12 +296,15 @@ def test_labels_that_cannot_be_read_are_refused(settings, message, labelled):
         read("csv", labelled, **settings)
 
 
-def test_of_few_patterns_a_row_that_is_removed_changes_no_others_id(tmp_path):
-    rows = [f"{i % 3},{i % 2}" for i in range(60)]
+@pytest.mark.parametrize(
+    ("labels", "settings"), [(2, {"categorical": ["x"]}), (8, {"task": "regression"})]
+)
+def test_of_few_patterns_a_row_that_is_removed_changes_no_others_id(tmp_path, labels, settings):
+    rows = [f"{i % 3},{i % labels}" for i in range(60)]
     ids = []
     for kept in (rows, rows[:7] + rows[8:]):
         (tmp_path / "t.csv").write_text("\n".join(["x,y", *kept]))
-        train, _ = read("csv", tmp_path / "t.csv", categorical=["x"])
+        train, _ = read("csv", tmp_path / "t.csv", **settings)
         pairs = zip(train.features.tolist(), train.labels.tolist(), train.ids, strict=True)
         ids.append({(*map(str, pair),) for pair in pairs})
     assert len(ids[0]) == 60
@@ -322,15 +317,3 @@ def test_rows_are_numbered_as_in_the_file(tmp_path):
     (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
     with pytest.raises(ConfigError, match="holds inf in row 33: "):
         read("csv", tmp_path / "t.csv")
-
-
-def test_a_removed_row_takes_its_own_id_alone_where_patterns_are_few(tmp_path):
-    rows = [f"{i % 3},1,{i % 8 / 4}" for i in range(120)]
-    of_numbers = {"task": "regression", "label": "y"}
-    found = []
-    for kept in (rows, rows[1:]):
-        (tmp_path / "t.csv").write_text("\n".join(["x,z,y", *kept, ""]))
-        table, _ = read("csv", tmp_path / "t.csv", **of_numbers)
-        found.append({*zip(table.ids.tolist(), table.labels.tolist(), strict=True)})
-    assert len(found[0] - found[1]) == 1
-    assert found[1] < found[0]

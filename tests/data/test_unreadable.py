@@ -446,13 +446,6 @@ def test_a_site_may_have_no_record_that_can_be_read(tmp_path):
     assert prepared.input_shape == (1, 8, 8)
 
 
-def test_other_sites_keep_refusing(tmp_path):
-    path = write_csv(tmp_path / "table.csv", with_cell("ward", "east", place=1)[0])
-    dataset = dataset_of(tmp_path, TABLE).at(str(path))
-    with pytest.raises(ConfigError, match="holds east, which is not in dataset.categories.ward"):
-        prepare(replace(dataset, corrupt="refuse", server_test=False))
-
-
 def test_a_private_site_cannot_refuse_for_one_record(tmp_path):
     with pytest.raises(ConfigError, match="corrupt=refuse in .* would end every run"):
         dataset_of(tmp_path, TABLE | {"corrupt": "refuse"})

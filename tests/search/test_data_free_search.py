@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 
 import pytest
 
@@ -83,23 +82,6 @@ def test_a_search_goes_on_with_what_is_known(space):
     before = [one.genotype for one in sorted(known, key=lambda one: one.number)]
     assert in_order == before + scored
     assert len(scored) == 8
-    assert data_free_scores.ranked(found) == found
-
-
-def test_several_scores_rank_together_over_all_that_was_found():
-    found = run(
-        NB201,
-        functools.partial(data_free_scores.measure, NB201, scores=data_free_scores.AZ_NAS, seed=0),
-        draws=12,
-    )
-    places = {}
-    for name in data_free_scores.AZ_NAS:
-        for one in found:
-            rank = sum(other.scores[name] <= one.scores[name] for other in found)
-            key = to_json(one.genotype)
-            places[key] = places.get(key, 0.0) + math.log(rank / len(found))
-    sums = [places[to_json(one.genotype)] for one in found]
-    assert sums == sorted(sums, reverse=True)
     assert data_free_scores.ranked(found) == found
 
 

@@ -15,12 +15,15 @@ from fednas_flwr.search.local_search import (
     beta_gradient,
     rising,
 )
+from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import SGD, Adam
 
 WEIGHTS = SGD(0.3, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
 ALPHAS = Adam(0.05, weight_decay=1e-3)
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
+FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
+OBJECTIVE = Objective(FACTORS)
 
 
 def optimizers_of(network, weights, alphas, *, beta=0.5, nesterov=False):
@@ -33,10 +36,14 @@ def optimizers_of(network, weights, alphas, *, beta=0.5, nesterov=False):
 
 def search(net, train, validation, rule, beta_decay):
     """Search for one pass over ``train``; return where the gradients came from."""
-    gradients = ExactGradients(lambda: iter(train), lambda: iter(validation))
+    gradients = ExactGradients(lambda: iter(train), lambda: iter(validation), objective=OBJECTIVE)
     optimizers = optimizers_of(net, WEIGHTS, ALPHAS)
     alternate(net, gradients, optimizers, Alternating(rule, 0.5, beta_decay=beta_decay))
     return gradients
+
+
+def loss_of(net, batch):
+    return (FACTORS[batch[1]] * F.cross_entropy(net(batch[0]), batch[1], reduction="none")).mean()
 
 
 def explicit(net, train, validation, rule, beta_decay):
@@ -44,14 +51,13 @@ def explicit(net, train, validation, rule, beta_decay):
     weights, alphas = list(net.weights().values()), list(net.alphas().values())
     sgd = torch.optim.SGD(weights, lr=0.3, momentum=0.9, weight_decay=0.01)
     adam = torch.optim.Adam(alphas, lr=0.05, betas=(0.5, 0.999), weight_decay=1e-3)
-    losses = []
+    of_one_batch, losses = BatchGradients(objective=OBJECTIVE), []
     for train_batch, validation_batch in zip(train, validation, strict=False):
-        validation_loss = F.cross_entropy(net(validation_batch[0]), validation_batch[1])
         if rule == "first_order":
-            gradients = torch.autograd.grad(validation_loss, alphas)
+            gradients = torch.autograd.grad(loss_of(net, validation_batch), alphas)
         elif rule == "mixed_level":
             both = {"train_batch": train_batch, "validation_batch": validation_batch}
-            by_kind, _ = BatchGradients().mixed_level_gradient(net, **both, validation_weight=0.5)
+            by_kind, _ = of_one_batch.mixed_level_gradient(net, **both, validation_weight=0.5)
             gradients = by_kind.values()
         else:
             twin = copy.deepcopy(net)
@@ -60,9 +66,9 @@ def explicit(net, train, validation, rule, beta_decay):
                 if "momentum_buffer" in sgd.state[own]:
                     buffer = sgd.state[own]["momentum_buffer"].clone()
                     step.state[weight]["momentum_buffer"] = buffer
-            F.cross_entropy(twin(train_batch[0]), train_batch[1]).backward()
+            loss_of(twin, train_batch).backward()
             step.step()
-            by_kind, _ = BatchGradients().second_order_gradient(
+            by_kind, _ = of_one_batch.second_order_gradient(
                 net,
                 weights=net.weights(),
                 virtual_weights=twin.weights(),
@@ -75,7 +81,7 @@ def explicit(net, train, validation, rule, beta_decay):
         for alpha, gradient, decay in zip(alphas, gradients, decays, strict=True):
             alpha.grad = gradient + decay
         adam.step()
-        loss = F.cross_entropy(net(train_batch[0]), train_batch[1])
+        loss = loss_of(net, train_batch)
         losses.append(loss.item())
         for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
             weight.grad = gradient

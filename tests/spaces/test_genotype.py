@@ -41,9 +41,6 @@ def with_edge(**changes):
     return altered(cells={"normal": [edge]})
 
 
-NOT_WHOLE = "has the wrong type: expected a whole number"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -55,15 +52,9 @@ NOT_WHOLE = "has the wrong type: expected a whole number"
         (altered(version=2), "my.json: version must be 1, got 2"),
         (altered(version=True), "my.json: version must be 1, got true"),
         (altered(extra=1), "setting=my.json: genotype.extra is unknown"),
-        (altered(space=3), "my.json: genotype.space=3 has the wrong type: expected text"),
-        (altered(cells=[]), r"my.json: genotype.cells=\[\] has the wrong type: expected a mapping"),
-        (altered(cells={"normal": "x"}), "cells.normal=x has the wrong type: expected a list"),
-        (altered(cells={"normal": [7]}), r"cells.normal\[0\]=7 must be a group of settings"),
         (with_edge(op=None), r"my.json: genotype.cells.normal\[0\].op is missing\.$"),
-        (with_edge(op=["conv"]), r"normal\[0\].op=\[conv\] has the wrong type: expected text"),
         (with_edge(weight=1), r"genotype.cells.normal\[0\].weight is unknown"),
-        (with_edge(source=0.5), rf"normal\[0\].source=0.5 {NOT_WHOLE}"),
-        (with_edge(target=True), rf"normal\[0\].target=true {NOT_WHOLE}"),
+        (with_edge(target=True), "target=true has the wrong type: expected a whole number"),
         (with_edge(source=1), "0 <= source < target must hold, got 1 and 1"),
         (with_edge(source=-1), "0 <= source < target must hold, got -1 and 1"),
         (altered()[:-1] + ', "space": "toy"}', "the field 'space' appears twice"),
