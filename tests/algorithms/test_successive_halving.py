@@ -166,6 +166,15 @@ def test_a_member_is_trained_as_it_would_be_alone(momentum, compose_config, fede
                         assert torch.equal(found[dtype], vector)
 
 
+def check_kept(searched, event):
+    """Check that the best by an event's rewards are left after its round; return their places."""
+    left, _ = searched.after[event["round"] - 1]
+    rewards = event["rewards"]
+    kept = sorted(range(len(rewards)), key=lambda index: -rewards[index])[: len(left)]
+    assert left == [to_json(from_json(json.dumps(event["genotypes"][i]))) for i in kept]
+    return kept
+
+
 def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
     rewarded = searched.named("rewarded")
     assert [event["round"] for event in rewarded] == [2, 4]
@@ -179,10 +188,7 @@ def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
             own = [(evaluate(network, s, torch.device("cpu")).accuracy, len(s)) for s in splits]
             correct = sum(accuracy * count for accuracy, count in own)
             assert reward == pytest.approx(correct / sum(map(len, splits)))
-        best = sorted(range(len(event["rewards"])), key=lambda i: -event["rewards"][i])
-        left, after = searched.after[event["round"] - 1]
-        kept = best[: len(left)]
-        assert left == [to_json(from_json(json.dumps(event["genotypes"][i]))) for i in kept]
+        kept, (_, after) = check_kept(searched, event), searched.after[event["round"] - 1]
         before = {
             f"{state}.{name}": tensor
             for state, named in network_states(pool).items()
@@ -210,10 +216,7 @@ def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_c
         records = torch.tensor([len(client.data.train) for client in searched.clients])
         means = torch.stack(own, dim=1).double() @ records.double() / records.sum()
         assert event["rewards"] == pytest.approx(means.tolist(), rel=1e-5)
-        best = sorted(range(len(means)), key=lambda index: -event["rewards"][index])
-        left, _ = searched.after[event["round"] - 1]
-        kept = best[: len(left)]
-        assert left == [to_json(from_json(json.dumps(event["genotypes"][i]))) for i in kept]
+        check_kept(searched, event)
         assert settings.training.split == "train"
     assert to_json(searched.strategy.derive()) == searched.after[-1][0][0]
 

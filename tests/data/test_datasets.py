@@ -23,6 +23,7 @@ from fednas_flwr.data.records import select_records
 from fednas_flwr.settings.data_settings import Partition
 
 from ..data_sets import prepared, read
+from ..refusals import refuses
 
 
 @pytest.fixture
@@ -133,8 +134,7 @@ def test_sites_become_a_partition(cache, tmp_path):
     ],
 )
 def test_settings_that_do_not_fit(cache, npz, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        prepared(**({"cache": cache, "name": "npz", "root": npz} | settings))
+    refuses(message, prepared, **{"cache": cache, "name": "npz", "root": npz} | settings)
 
 
 def test_too_few_records_for_a_server_test(cache, tmp_path):
@@ -218,8 +218,7 @@ FINITE = r"expected finite \[low, high\], low below high"
     ],
 )
 def test_ranges_that_are_none_are_refused(ranges, message):
-    with pytest.raises(ConfigError, match=message):
-        of_columns(statistics={"weight": [70, 10]}, ranges=ranges)
+    refuses(message, of_columns, statistics={"weight": [70, 10]}, ranges=ranges)
 
 
 def test_a_table_is_standardised_by_its_declared_ranges(table_csv, tmp_path):
@@ -396,17 +395,14 @@ def test_a_folder_of_images_per_site(tmp_path):
 
 
 def test_sites_that_do_not_exist_or_fit(tmp_path):
-    with pytest.raises(ConfigError, match="holds nothing of this kind"):
-        load_sites(tmp_path, name="csv", read=read_csv)
+    refuses("holds nothing of this kind", load_sites, tmp_path, name="csv", read=read_csv)
     with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=digits"):
         load_sites(tmp_path, name="digits", read=read_csv)
     (tmp_path / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
     (tmp_path / "bern.csv").write_text("a,y\n1,0\n2,0\n")
-    with pytest.raises(ConfigError, match="dataset.class_names"):
-        load_sites(tmp_path, name="csv", read=read_csv)
+    refuses("dataset.class_names", load_sites, tmp_path, name="csv", read=read_csv)
     (tmp_path / "bern.csv").write_text("a,b,y\n1,0,1\n2,0,0\n")
-    with pytest.raises(ConfigError, match="same feature columns .*differ in b"):
-        load_sites(tmp_path, name="csv", read=read_csv)
+    refuses("same feature columns .*differ in b", load_sites, tmp_path, name="csv", read=read_csv)
     (tmp_path / "bern.csv").rename(tmp_path / "oslo.csv.gz")
     with pytest.raises(ConfigError, match="oslo.csv, oslo.csv.gz: expected .csv, "):
         load_sites(tmp_path, name="csv", read=read_csv)
@@ -418,15 +414,11 @@ def find(name, root, *, sites=False):
 
 
 def test_a_missing_root_is_one_sentence(tmp_path):
-    with pytest.raises(ConfigError, match=r"dataset=npz needs .* dataset.root="):
-        find("npz", None)
-    with pytest.raises(ConfigError, match="is not a file"):
-        find("npz", tmp_path)
-    with pytest.raises(ConfigError, match="is not a file or folder"):
-        find("csv", tmp_path / "x")
+    refuses(r"dataset=npz needs .* dataset.root=", find, "npz", None)
+    refuses("is not a file", find, "npz", tmp_path)
+    refuses("is not a file or folder", find, "csv", tmp_path / "x")
     assert find("csv", tmp_path) == tmp_path
-    with pytest.raises(ConfigError, match="is not a folder"):
-        find("npz", tmp_path / "x", sites=True)
+    refuses("is not a folder", find, "npz", tmp_path / "x", sites=True)
     with pytest.raises(
         ConfigError, match=r"FashionMNIST/raw.*dataset.root=.*dataset.download=true"
     ):

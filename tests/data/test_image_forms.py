@@ -12,6 +12,7 @@ from fednas_flwr.data.raw import read_raw
 from fednas_flwr.data.records import Inputs
 
 from ..data_sets import prepared, read
+from ..refusals import refuses
 
 PIXELS = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
 
@@ -95,8 +96,7 @@ def test_values_beyond_a_types_range_are_asked_about(tmp_path):
     root = write(tmp_path, hounsfield, ".tif")
     bright = Image.fromarray(np.full((8, 8), 1016, dtype=np.int32))
     bright.save(next(root.rglob("*.tif")).with_name("bright.tif"))  # read, but for the others
-    with pytest.raises(ConfigError, match=r"set dataset.intensity=\[-1024,1016\]"):
-        read("image_folder", root, image_size=8)
+    refuses(r"set dataset.intensity=\[-1024,1016\]", read, "image_folder", root, image_size=8)
     records, _ = read("image_folder", root, image_size=8, intensity=[-1024, 1016])
     assert records.features.max() == 255
 
@@ -106,8 +106,7 @@ def test_signed_numbers_of_8_bits_are_not_taken_for_shades(tmp_path):
         Image.fromarray(pixels).save(path, tiffinfo={339: 2})
 
     root = write(tmp_path, signed, ".tif")
-    with pytest.raises(ConfigError, match="holds signed numbers of 8 bits"):
-        read("image_folder", root, image_size=8)
+    refuses("holds signed numbers of 8 bits", read, "image_folder", root, image_size=8)
 
 
 def test_one_picture_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.records import record_ids
 
 from ..data_sets import read
+from ..refusals import refuses
 
 
 def save_image(path, *, value=100, size=(6, 4), mode="L"):
@@ -53,8 +54,7 @@ def test_torchvision_without_unpacked_files(tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     (raw / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b""))
-    with pytest.raises(ConfigError, match=r"dataset.root=.* unpacked.* dataset.download=true"):
-        read("mnist", tmp_path)
+    refuses(r"dataset.root=.* unpacked.* dataset.download=true", read, "mnist", tmp_path)
 
 
 def test_folder_of_classes(tmp_path):
@@ -133,12 +133,10 @@ def test_class_names_given_by_the_user_fix_the_order(tmp_path):
 
 
 def test_images_that_cannot_be_used(tmp_path):
-    with pytest.raises(ConfigError, match="has no images: expected <class>/<image>"):
-        read("image_folder", tmp_path)
+    refuses("has no images: expected <class>/<image>", read, "image_folder", tmp_path)
     save_image(tmp_path / "a" / "1.png")
     save_image(tmp_path / "a" / "2.png", size=(5, 5))
-    with pytest.raises(ConfigError, match=r"2 different sizes \(6x4: 1, 5x5: 1\): set dataset.im"):
-        read("image_folder", tmp_path)
+    refuses(r"2 different sizes \(6x4: 1, 5x5: 1\): set dataset.im", read, "image_folder", tmp_path)
 
 
 def test_no_image_decides_which_folders_are_read_at_private_sites(tmp_path):
@@ -159,8 +157,7 @@ def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "3.png").write_bytes(whole[:-30])  # cut within its pixels
     save_image(tmp_path / "b" / "5.png", value=5)
-    with pytest.raises(ConfigError, match=r"2 of 5 files .*a/2.png .*b/3.png .*corrupt=skip"):
-        read("image_folder", tmp_path)
+    refuses(r"2 of 5 files .*a/2.png .*b/3.png .*corrupt=skip", read, "image_folder", tmp_path)
     kept, _ = read("image_folder", tmp_path, corrupt="skip")
     assert kept.features[:, 0, 0, 0].tolist() == [1, 4, 5]
     assert kept.labels.tolist() == [0, 0, 1]
@@ -175,8 +172,7 @@ def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path):
         read("image_folder", tmp_path)
     (tmp_path / "none" / "c").mkdir(parents=True)
     (tmp_path / "none" / "c" / "1.png").write_bytes(b"")
-    with pytest.raises(ConfigError, match="1 of 1 files cannot be read"):
-        read("image_folder", tmp_path / "none", corrupt="skip")
+    refuses("1 of 1 files cannot be read", read, "image_folder", tmp_path / "none", corrupt="skip")
 
 
 def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path):
@@ -245,8 +241,7 @@ def test_dicom_is_shown_by_its_own_window(tmp_path):
     assert found.features[0, 0].tolist() == [[255, 191], [127, 0]]
     assert found.notes[0].startswith("1 DICOM images have no window")
     (tmp_path / "a" / "3.dcm").write_bytes(b"no image")
-    with pytest.raises(ConfigError, match=r"1 of 3 files .*3\.dcm"):
-        read("image_folder", tmp_path)
+    refuses(r"1 of 3 files .*3\.dcm", read, "image_folder", tmp_path)
     # in colour, also of 12 bits in 16, and by a palette, whose indices are no shades
     scan.BitsAllocated, scan.BitsStored, scan.HighBit = 8, 8, 7
     red, green, blue = np.array([[0, 255], [9, 7]], np.uint8), np.full((2, 2), 80, np.uint8), 4

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data import loaders
 from fednas_flwr.data.datasets import Prepared
@@ -15,6 +14,7 @@ from fednas_flwr.data.loaders import Split, augment, epoch_batches, largest_feat
 from fednas_flwr.data.records import Column, record_ids
 
 from ..data_sets import records_of
+from ..refusals import refuses
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -81,8 +81,7 @@ def test_concat_splits(images):
 
 def test_a_client_without_training_records(images):
     rows = client_data(images, np.arange(50)).test.rows.numpy()
-    with pytest.raises(ConfigError, match=f"no train record, of {len(rows)} in all"):
-        client_data(images, rows)
+    refuses(f"no train record, of {len(rows)} in all", client_data, images, rows)
     data = client_data(images, rows, fractions={"train": 0, "validation": 0, "test": 1})
     assert (len(data.train), len(data.test)) == (0, len(rows))
 

@@ -25,6 +25,8 @@ from fednas_flwr.data.records import (
 )
 from fednas_flwr.settings.names import SPLITS
 
+from ..refusals import refuses
+
 
 def rows(*, classes=("a", "b"), width=2, names=None, count=3):
     features = torch.arange(count * width, dtype=torch.float32).view(count, width)
@@ -80,8 +82,7 @@ def test_join_sites_adds_the_site():
     ],
 )
 def test_join_sites_refuses_what_does_not_fit(other, message):
-    with pytest.raises(ConfigError, match=message):
-        join_sites({"oslo": rows(), "paris": other})
+    refuses(message, join_sites, {"oslo": rows(), "paris": other})
 
 
 def test_encode_labels_names_the_unknown():
@@ -106,8 +107,7 @@ def test_the_inputs_of_a_model_that_was_written_before_a_key_existed_are_read():
         del values[name]
     assert Inputs.from_json(json.dumps(values)) == inputs
     del values["mean"]
-    with pytest.raises(ConfigError, match=r"inputs\.mean is missing"):
-        Inputs.from_json(json.dumps(values))
+    refuses(r"inputs\.mean is missing", Inputs.from_json, json.dumps(values))
 
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
@@ -186,8 +186,7 @@ def test_unusable_fractions_are_refused(fractions):
 
 @pytest.mark.parametrize("key", [b"", b"k" * 65])
 def test_unusable_keys_are_refused(key):
-    with pytest.raises(ValueError, match="1 to 64 bytes"):
-        hash_positions(MANY[:3], key=key)
+    refuses("1 to 64 bytes", hash_positions, MANY[:3], error=ValueError, key=key)
 
 
 @given(ids=some_ids, other=some_ids, key=keys, fractions=shares(), data=st.data())

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fednas_flwr import load
 from fednas_flwr.api import run
-from fednas_flwr.base.errors import ConfigError, NoEffectError
+from fednas_flwr.base.errors import NoEffectError
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.loaders import server_split
 from fednas_flwr.data.prepared import make_data
@@ -21,6 +21,7 @@ from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 
 from ..data_sets import prepared
+from ..refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -79,8 +80,7 @@ def test_onnx_computes_the_same(tmp_path):
 
 @pytest.mark.parametrize("shape", [(1, 4, 28), (6,)])
 def test_images_that_are_too_small_are_refused(shape):
-    with pytest.raises(ConfigError, match="needs images of sides above 4"):
-        Scattering(shape, scales=2, angles=8)
+    refuses("needs images of sides above 4", Scattering, shape, scales=2, angles=8)
 
 
 SIZES = {"scales": 1, "angles": 2}

@@ -408,8 +408,7 @@ def test_three_strikes_and_a_client_is_asked_no_more(federation):
     asked_all = bad.cohort.ask(
         Exchange("train.search", stage="evaluate", settings=SEARCH, also_left=True)
     )
-    with pytest.raises(QuorumError, match="client 1: 3 of its replies were refused"):
-        list(asked_all)  # of the honest ones no layout is asked for, so all are refused
+    refuses("client 1: 3 of its replies were refused", list, asked_all, error=QuorumError)
     assert len(asked) == 3
 
 
