@@ -73,12 +73,6 @@ def test_a_split_knows_the_records_of_each_person(images):
     assert replace(data.test, rows=nobody, persons=nobody).num_units == 0
 
 
-def test_concat_splits(images):
-    data = client_data(images, np.arange(300))
-    both = loaders.concat_splits(data.train, data.validation)
-    assert both.rows.tolist() == data.train.rows.tolist() + data.validation.rows.tolist()
-
-
 def test_a_client_without_training_records(images):
     rows = client_data(images, np.arange(50)).test.rows.numpy()
     refuses(f"no train record, of {len(rows)} in all", client_data, images, rows)
@@ -152,14 +146,6 @@ def test_a_full_batch_is_in_order_and_draws_nothing():
     assert whole.tolist() == [0, 1, 2, 3]
     assert torch.equal(generator.get_state(), before)
     assert step_batch(3, batch_size=None, step=9, seed=0, purpose=()).tolist() == [0, 1, 2]
-
-
-def test_another_purpose_has_another_order():
-    orders = {
-        tuple(step_batch(100, batch_size=100, step=0, seed=seed, purpose=purpose).tolist())
-        for seed, purpose in [(0, ("a",)), (1, ("a",)), (0, ("b",)), (0, ("a", 1))]
-    }
-    assert len(orders) == 4
 
 
 def test_impossible_batches_are_refused():

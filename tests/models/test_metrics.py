@@ -277,9 +277,6 @@ def test_a_report_has_all_scores_as_json(num_classes):
     assert low < accuracy < high
     assert (found["sensitivity"] is not None) == (num_classes == 2)
     if num_classes == 2:
-        assert found["sensitivity"] == pytest.approx(float(called[labels == 1].double().mean()))
-        fine = 1 - called[labels == 0].double().mean()
-        assert found["specificity"] == pytest.approx(float(fine))
         assert found["f1"] == pytest.approx(f1_score(labels, called))
 
 

@@ -260,29 +260,17 @@ EPSILON = {name: {"train": 1.5, "test": None} for name in ACCOUNTANTS}
 SPLIT = {"train": 7, "validation": 0, "test": 0}
 MOMENTS = {"count": 3, "mean": 0.5, "std": 0}
 PROPERTIES = {  # by name: right ones and wrong ones
-    "client": ([0, 3], [None, True, 1.0, "0"]),
-    "tag": (["", "ward 3", "é", "x" * 200], [7, "x" * 201, "a\nb", "\x1b[2J", None]),
-    "input_shape": (
-        [[], [3], [3, 224, 224]],
-        [[2**29], [2**20, 2**20], [1, 1, 1, 1], [10**400], [-1], 3],
-    ),
-    "mean": (
-        [[], [0.5, -3, 1e9]],
-        [None, [1e30], [10**400], [None], [math.inf], [math.nan], ["1"], [True], {}],
-    ),
-    "std": ([[], [0.5, 3]], [None, [1e30], [0.0], [-1.0], [math.inf], ["1"], 1.0]),
-    "versions": (
-        [{}, {"torch": "2"}],
-        [[], {"torch": 2}, {"a\n": "2"}, {"a": "2\n"}, {"a" * 201: "2"}],
-    ),
+    "client": ([0, 3], ["0"]),
+    "tag": (["", "ward 3", "é", "x" * 200], ["x" * 201, "a\nb", "\x1b[2J"]),
+    "input_shape": ([[], [3], [3, 224, 224]], [[2**29], [2**20, 2**20], [1] * 4, [10**400], [-1]]),
+    "mean": ([[], [0.5, -3, 1e9]], [[1e30], [10**400], [math.inf], [math.nan]]),
+    "std": ([[], [0.5, 3]], [[1e30], [0.0], [-1.0], [math.inf]]),
+    "versions": ([{}, {"torch": "2"}], [{"a\n": "2"}, {"a": "2\n"}, {"a" * 201: "2"}]),
     "epsilon": (
         [EPSILON],
         [
             *({}, [], None, {**EPSILON, "more": EPSILON["prv"]}, {"prv": EPSILON["prv"]}),
-            *(
-                {**EPSILON, "prv": {"train": value, "test": None}}
-                for value in (-1.0, math.inf, math.nan, 10**400, "1", True)
-            ),
+            *({**EPSILON, "prv": {"train": value, "test": None}} for value in (-1.0, math.inf)),
             *({**EPSILON, "rdp": {"train": 1.5}}, {**EPSILON, "gdp": None}),
             dict.fromkeys(ACCOUNTANTS, {"training": 1.0}),
         ],
@@ -292,11 +280,11 @@ PROPERTIES = {  # by name: right ones and wrong ones
         [
             *({}, [], {"epsilon": 1.0}, {**BUDGET, "more": 1.0}),
             *({**BUDGET, "epsilon": value} for value in (0.0, -1.0, math.inf)),
-            *({**BUDGET, "delta": value} for value in (0.0, 1.0, 1, "1")),
+            *({**BUDGET, "delta": value} for value in (0.0, 1.0)),
         ],
     ),
     "secure_noise": ([True, False], [0, 1, None, "true"]),
-    "least_noise_multiplier": ([0.8, 1], [0.0, -1.0, 1e7, math.inf, True, "1", None]),
+    "least_noise_multiplier": ([0.8, 1], [0.0, -1.0, 1e7, math.inf]),
     "unit": (["record", "person"], ["patient", None, []]),
     "spent": ([None, 0.0, 3.5, 1], [-1.0, math.inf, True, "1"]),
     "honest_sites": ([2, MOST_SITES], [1, MOST_SITES + 1, 2.0, True]),
@@ -310,33 +298,26 @@ PROPERTIES = {  # by name: right ones and wrong ones
             {str(site): "ab" * PART_BYTES for site in range(MOST_SITES + 1)},
         ],
     ),
-    "covered_steps": (
-        [{}, {"search": 2}],
-        [{"search": value} for value in (10**400, -1, True, 1.0, "2")] + [[], None, 3],
-    ),
+    "covered_steps": ([{}, {"search": 2}], [{"search": value} for value in (10**400, -1)]),
     "moments": (
         [[], [MOMENTS], [{**MOMENTS, "mean": -1e29}]],
         [
-            *([{**MOMENTS, "mean": value}] for value in (1e300, 10**400, math.nan, "1", None)),
+            *([{**MOMENTS, "mean": value}] for value in (1e300, 10**400, math.nan)),
             *([{**MOMENTS, "std": value}] for value in (-1.0, 1e30, 1e300)),
-            *([{**MOMENTS, "count": -1}], [{}], MOMENTS, None),
+            *([{**MOMENTS, "count": -1}], [{}]),
         ],
     ),
-    "class_counts": ([[], [1, 0]], [[-1], [10**10], [1.0], [True], "", None]),
-    "class_names": ([[], ["a", "b"]], [["a\n"], [1], "ab", None]),
+    "class_counts": ([[], [1, 0]], [[-1], [10**10]]),
+    "class_names": ([[], ["a", "b"]], [["a\n"]]),
     "scores": ([{}, {"f1": 0.0, "auroc": 1}], [{"f1": 1.5}, {"f1": True}, {"f2": 0.5}, []]),
     "histogram": (
         [[ONES, [0] * BINS], [[int(reply_checks.MAX_EXAMPLES), *[0] * (BINS - 1)], ONES]],
         [
             *([ONES], [ONES] * 3, [ONES, ONES[1:]], [ONES, [*ONES, 1]], [ONES, [1.0] * BINS]),
             *([ONES, [-1, *ONES[1:]]], [ONES, [int(reply_checks.MAX_EXAMPLES), *ONES[1:]]]),
-            *({"0": ONES, "1": ONES}, "", None),
         ],
     ),
-    "splits": (
-        [SPLIT],
-        [*({**SPLIT, "test": value} for value in (-1, 1.0, True, 10**10)), {"train": 1}, []],
-    ),
+    "splits": ([SPLIT], [*({**SPLIT, "test": value} for value in (-1, 10**10)), {"train": 1}]),
 }
 
 

@@ -133,12 +133,6 @@ def test_edges_of_the_range(grid):
     refuses("beyond 8 times", grid.decode, total, error=ValueError, sites=grid.sites)
 
 
-def test_two_million_values_of_eight_sites_leave_hundreds_of_thousands_of_cells():
-    batch = 64.0 + 6 * 8.0  # expected and six deviations
-    grid = masks.Grid.of_range(batch, sites=8)
-    assert 1.0 / grid.cell > 3e5
-
-
 def test_ranges_without_a_grid():
     for most, sites in ((0.0, 8), (math.nan, 8), (math.inf, 8), (1.0, 0)):
         refuses("a grid needs", masks.Grid.of_range, most, error=ValueError, sites=sites)

@@ -81,11 +81,6 @@ def assert_sum(total, clients):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_total_is_the_integer_sum(sites):
-    total = Exchange(sites).answer(range(SITES)).sign().total()
-    assert_sum(total, range(SITES))
-
-
 @pytest.mark.parametrize("lost", [[0], [4], [2], [1, 3]])
 def test_sites_lost_before_their_answer_are_left_out(sites, lost):
     left = [i for i in range(SITES) if i not in lost]
@@ -119,12 +114,6 @@ def test_openings_that_lack_a_part(sites):
     refuses("or keeps back the mask", exchange.sum.unmask, without, error=ValueError)
     exchange.sum.vectors = vectors
     assert_sum(exchange.sum.unmask(openings), range(4))
-
-
-def test_nothing_is_opened_while_a_survivor_has_not_signed(sites):
-    exchange = Exchange(sites).answer(range(SITES)).sign(clients=[0, 1, 2, 3])
-    for i in range(4):
-        refuses("site 4 has not signed", exchange.open_by, i)
 
 
 def test_a_context_has_one_answer_one_list_and_one_opening(sites):
