@@ -27,13 +27,8 @@ def make_persons(counts, seed=0):
 
 
 def gradient_sum(network, x, y, persons, *, of="weights", size=SIZE):
-    common = {
-        "loss": CLASSIFICATION.plain_losses,
-        "max_norm": NORM,
-        "micro_batch_size": size,
-        "class_factors": FACTORS,
-    }
-    common |= {"persons": persons}
+    common = {"loss": CLASSIFICATION.plain_losses, "max_norm": NORM, "micro_batch_size": size}
+    common |= {"persons": persons, "class_factors": FACTORS}
     if of == "alphas":
         return clipped_alpha_gradient_sum(network, x, y, alphas=network.alphas(), **common)
     return clipped_gradient_sum(network, x, y, parameters=network.weights(), **common)
