@@ -12,6 +12,7 @@ from fednas_flwr.data.records import record_ids
 
 from ..data_sets import read
 from ..refusals import refuses
+from .conftest import save_dicom
 
 
 def save_image(path, *, value=100, size=(6, 4), mode="L"):
@@ -213,54 +214,36 @@ def test_one_image_in_colour_makes_all_of_them_so(tmp_path):
 
 
 def test_dicom_is_shown_by_its_own_window(tmp_path):
-    pydicom = pytest.importorskip("pydicom")
-    from pydicom.dataset import FileDataset, FileMetaDataset
-    from pydicom.uid import ExplicitVRLittleEndian, generate_uid
-
-    pixels = np.array([[0, 1000], [2000, 4000]], dtype=np.uint16)
-    meta = FileMetaDataset()
-    meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    meta.MediaStorageSOPInstanceUID = generate_uid()
-    scan = FileDataset(None, {}, file_meta=meta, preamble=b"\0" * 128)
-    scan.Rows, scan.Columns = pixels.shape
-    scan.SamplesPerPixel, scan.PixelRepresentation = 1, 0
-    scan.BitsAllocated, scan.BitsStored, scan.HighBit = 16, 16, 15
-    scan.RescaleSlope, scan.RescaleIntercept = 1, 0
-    scan.WindowCenter, scan.WindowWidth = 2000, 2000  # 1000 to 3000
-    scan.PixelData = pixels.tobytes()
-    (tmp_path / "a").mkdir()
-    for name, kind in (("1", "MONOCHROME2"), ("2", "MONOCHROME1")):
-        scan.PhotometricInterpretation = kind
-        pydicom.dcmwrite(tmp_path / "a" / f"{name}.dcm", scan)
+    root, pixels = tmp_path / "a", np.array([[0, 1000], [2000, 4000]], dtype=np.uint16)
+    root.mkdir()
+    window = {"WindowCenter": 2000, "WindowWidth": 2000, "RescaleSlope": 1, "RescaleIntercept": 0}
+    for name, kind in (("1", "MONOCHROME2"), ("2", "MONOCHROME1")):  # 1000 to 3000
+        save_dicom(root / f"{name}.dcm", pixels, PhotometricInterpretation=kind, **window)
     found, _ = read("image_folder", tmp_path)
     assert found.features[0, 0].tolist() == [[0, 0], [128, 255]]
     assert found.features[1, 0].tolist() == [[255, 255], [127, 0]]
-    scan.WindowCenter, scan.WindowWidth = None, None  # as anonymisation leaves them
-    pydicom.dcmwrite(tmp_path / "a" / "1.dcm", scan)
+    # as anonymisation leaves them
+    save_dicom(root / "1.dcm", pixels, PhotometricInterpretation="MONOCHROME1", WindowCenter=None)
     found, _ = read("image_folder", tmp_path)
     assert found.features[0, 0].tolist() == [[255, 191], [127, 0]]
     assert found.notes[0].startswith("1 DICOM images have no window")
-    (tmp_path / "a" / "3.dcm").write_bytes(b"no image")
+    (root / "3.dcm").write_bytes(b"no image")
     refuses(r"1 of 3 files .*3\.dcm", read, "image_folder", tmp_path)
-    # in colour, also of 12 bits in 16, and by a palette, whose indices are no shades
-    scan.BitsAllocated, scan.BitsStored, scan.HighBit = 8, 8, 7
-    red, green, blue = np.array([[0, 255], [9, 7]], np.uint8), np.full((2, 2), 80, np.uint8), 4
-    for name, colour in zip(("Red", "Green", "Blue"), (red, green, red), strict=True):
-        setattr(scan, f"{name}PaletteColorLookupTableDescriptor", [blue, 0, 8])
-        setattr(scan, f"{name}PaletteColorLookupTableData", colour.tobytes())
-    scan.PhotometricInterpretation = "PALETTE COLOR"
-    scan.PixelData = bytes([0, 1, 2, 3])
-    pydicom.dcmwrite(tmp_path / "a" / "1.dcm", scan)
-    scan.PhotometricInterpretation = "RGB"
-    scan.SamplesPerPixel, scan.PlanarConfiguration = 3, 0
-    scan.PixelData = np.stack([red, green, red], 2).tobytes()
-    pydicom.dcmwrite(tmp_path / "a" / "2.IMA", scan)
-    scan.BitsAllocated, scan.BitsStored, scan.HighBit = 16, 12, 11
-    scan.PixelData = (np.stack([red, green, red], 2).astype(np.uint16) * 16).tobytes()
-    pydicom.dcmwrite(tmp_path / "a" / "4.dcm", scan)
-    Image.fromarray(np.stack([red, green, red], 2)).save(tmp_path / "a" / "3.png")
     for name in ("2.dcm", "3.dcm"):
-        (tmp_path / "a" / name).unlink()
+        (root / name).unlink()
+    # in colour, also of 12 bits in 16, and by a palette, whose indices are no shades
+    red, green = np.array([[0, 255], [9, 7]], np.uint8), np.full((2, 2), 80, np.uint8)
+    colours, bytes_ = np.stack([red, green, red], 2), {"BitsAllocated": 8, "BitsStored": 8}
+    palette = {"PhotometricInterpretation": "PALETTE COLOR", "HighBit": 7}
+    for name, colour in zip(("Red", "Green", "Blue"), (red, green, red), strict=True):
+        palette[f"{name}PaletteColorLookupTableDescriptor"] = [4, 0, 8]
+        palette[f"{name}PaletteColorLookupTableData"] = colour.tobytes()
+    save_dicom(root / "1.dcm", np.arange(4, dtype=np.uint8).reshape(2, 2), **bytes_ | palette)
+    rgb = {"PhotometricInterpretation": "RGB", "SamplesPerPixel": 3, "PlanarConfiguration": 0}
+    save_dicom(root / "2.IMA", colours, **rgb | bytes_ | {"HighBit": 7})
+    wide = {"BitsStored": 12, "HighBit": 11}
+    save_dicom(root / "4.dcm", colours.astype(np.uint16) * 16, **rgb | wide)
+    Image.fromarray(colours).save(root / "3.png")
     found, _ = read("image_folder", tmp_path)
     assert found.features.tolist() == [[red.tolist(), green.tolist(), red.tolist()]] * 4
     assert len({*found.ids.tolist()}) == 1

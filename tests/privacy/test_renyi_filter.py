@@ -106,12 +106,6 @@ def test_the_state_is_plain_and_goes_on_where_it_was():
     assert again.spent() == site.spent() > 0
 
 
-def test_nothing_spent_is_zero_and_asking_spends_nothing():
-    site = RenyiFilter(epsilon=1.0, delta=1e-5)
-    assert site.affords(Release(2.0, 0.02, 1))
-    assert site.spent() == 0.0
-
-
 def test_a_mechanism_is_analysed_once():
     renyi_divergence.cache_clear()
     site = RenyiFilter(epsilon=2.0, delta=1e-5)

@@ -1,7 +1,6 @@
 """The search by scores alone: what it draws, how it breeds, what its limits let through."""
 
 import functools
-import itertools
 
 import pytest
 
@@ -56,17 +55,6 @@ def test_random_draws_are_those_of_the_space_each_once_and_ranked(space):
     expected.sort(key=lambda genotype: -numbered(genotype)["number"])  # stable
     assert [one.genotype for one in found] == expected
     assert [one.scores for one in found] == [numbered(genotype) for genotype in expected]
-
-
-def test_the_generator_alone_decides(space):
-    first, second, other = (run(space, numbered, seed=seed, draws=30) for seed in (0, 0, 1))
-    assert first == second
-    assert first != other
-    genotypes = [one.genotype for one in first]
-    assert all(a != b for a, b in itertools.combinations(genotypes, 2))
-    for genotype in genotypes:
-        space.check(genotype)
-        assert not space.is_degenerate(genotype)
 
 
 def test_a_search_goes_on_with_what_is_known(space):

@@ -261,21 +261,16 @@ def test_moments_are_named_and_shaped_as_those_of_the_network(name):
     found = optimizers.moments()
     assert {key: value.shape for key, value in found.items()} == expected
     assert {value.dtype for value in found.values()} == {torch.float32}
+    without = stream.optimizers({})
+    stream.take(1, without)
+    assert without.moments() == {}
+    assert without.weights.torch_optimizer.state  # there would be some
 
 
 def test_a_network_without_alphas_has_moments_of_its_parameters():
     network = nn.Linear(2, 3)
     found = {key: value.shape for key, value in no_moments(network).items()}
     assert found == {"weights.momentum_buffer.weight": (3, 2), "weights.momentum_buffer.bias": (3,)}
-
-
-@pytest.mark.parametrize("name", STREAMS)
-def test_without_sent_moments_none_are_returned(name):
-    stream = STREAMS[name]()
-    optimizers = stream.optimizers({})
-    stream.take(1, optimizers)
-    assert optimizers.moments() == {}
-    assert optimizers.weights.torch_optimizer.state  # there would be some
 
 
 @pytest.mark.parametrize("name", ["candidates", "warm-up"])
