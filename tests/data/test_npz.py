@@ -87,15 +87,11 @@ ENCODED = {"train_bytes": np.zeros(9, np.uint8), "y_train": LABELS}
     [
         ({"features": LABELS, "labels": LABELS}, {}, "holds features, y_train: a part needs"),
         (
-            GOOD | {"x_test": GOOD["x_train"]},
+            GOOD | {"x_test": LABELS},
             {},
-            "holds x_test, x_train, y_train: a part needs x_test and y_test",
+            "x_test, x_train, y_train: .* needs x_test and y_test",
         ),
-        (
-            GOOD | {"y_val": LABELS},
-            {},
-            "holds x_train, y_train, y_val: .* val_bytes, val_off and y_val",
-        ),
+        (GOOD | {"y_val": LABELS}, {}, "x_train, y_train, y_val: .* val_bytes, val_off and y_val"),
         (GOOD | ENCODED, {}, "holds train_bytes, x_train, y_train: a part needs"),
         (ENCODED, {}, "holds train_bytes, y_train: a part needs"),
         (GOOD, {"image_size": 4}, "dataset.image_size=4 has no effect on .* plain arrays"),

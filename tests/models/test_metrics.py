@@ -25,6 +25,7 @@ from ..search.test_objective import expected_scores
 
 CPU = torch.device("cpu")
 DECIDED = ("sensitivity", "specificity")
+SEEDS = st.integers(0, 2**31 - 1)
 
 
 def make_split(rows, *, seed=0):
@@ -282,12 +283,7 @@ def score_of_parts(parts, metric, objective):
 
 
 @settings(max_examples=30)
-@given(
-    st.sampled_from(CLASS_METRICS),
-    st.sampled_from([2, 3]),
-    st.integers(1, 3),
-    st.integers(0, 2**31 - 1),
-)
+@given(st.sampled_from(CLASS_METRICS), st.sampled_from([2, 3]), st.integers(1, 3), SEEDS)
 def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, classes, clients, seed):
     drawn = torch.Generator().manual_seed(seed)
     parts = []
@@ -312,7 +308,7 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, class
 
 
 @settings(max_examples=30)
-@given(st.sampled_from(NUMBER_METRICS), st.integers(1, 3), st.integers(0, 2**31 - 1))
+@given(st.sampled_from(NUMBER_METRICS), st.integers(1, 3), SEEDS)
 def test_added_sums_of_numbers_give_the_score_of_all_records(metric, clients, seed):
     drawn = torch.Generator().manual_seed(seed)
     sizes = [int(torch.randint(2, 40, (), generator=drawn)) for _ in range(clients)]
