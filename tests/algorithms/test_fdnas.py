@@ -19,11 +19,6 @@ SMALL = [
 ROUNDS = 3
 
 
-@pytest.fixture(scope="module")
-def dense(search):
-    return search(*SMALL, rounds=ROUNDS)
-
-
 def local_epochs(supernet, client, generator, algorithm, *, warm_up):
     """Two passes of ProxylessNAS, written out with torch's own backward."""
     weights, alphas = list(supernet.weights().values()), supernet.alphas()["blocks"]
@@ -74,7 +69,8 @@ def test_a_round_is_local_epochs_and_a_weighted_average(warm_up, search):
         torch.testing.assert_close(actual.double(), mean, rtol=1e-5, atol=1e-6)
 
 
-def test_alphas_move_after_the_warm_up_only(dense):
+def test_alphas_move_after_the_warm_up_only(search):
+    dense = search(*SMALL, rounds=ROUNDS)
     assert not dense.failed
     first, second, third = (event["metrics"] for event in dense.named("round"))
     assert "validation_loss" not in first

@@ -361,12 +361,8 @@ def test_a_pool_that_no_score_ranks_is_the_first_drawn(compose_config, federate)
     federation.strategy.start(federation.grid, num_rounds=1)
     generator = make_generator(config.seed, "successive_halving")
     drawn = [federation.strategy.space.random_genotype(generator) for _ in range(3)]
-    assert first_pool(federation) == drawn
-
-
-def first_pool(federation):
-    event = federation.named("rewarded")[0]
-    return [from_json(json.dumps(genotype)) for genotype in event["genotypes"]]
+    genotypes = federation.named("rewarded")[0]["genotypes"]
+    assert [from_json(json.dumps(genotype)) for genotype in genotypes] == drawn
 
 
 @pytest.fixture(scope="module")

@@ -200,10 +200,6 @@ def test_a_root_that_cannot_be_looked_at_is_one_sentence(cache):
         prepared("npz", cache=cache, root=Path("/" + 300 * "a"))
 
 
-def of_columns(**given):
-    return data_settings("csv", {"cache": "none", **given}).column_statistics
-
-
 FINITE = r"expected finite \[low, high\], low below high"
 
 
@@ -218,7 +214,8 @@ FINITE = r"expected finite \[low, high\], low below high"
     ],
 )
 def test_ranges_that_are_none_are_refused(ranges, message):
-    refuses(message, of_columns, statistics={"weight": [70, 10]}, ranges=ranges)
+    given = {"cache": "none", "statistics": {"weight": [70, 10]}, "ranges": ranges}
+    refuses(message, lambda: data_settings("csv", given).column_statistics)
 
 
 def test_a_table_is_standardised_by_its_declared_ranges(table_csv, tmp_path):

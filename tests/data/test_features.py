@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
@@ -18,6 +19,7 @@ from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.base.pretrained import LENGTH, Frozen, forget_frozen
 from fednas_flwr.data.features import KINDS, SCATTERING, load_backbone, transform_of, transformed
 from fednas_flwr.data.prepared import make_data, make_server_data
+from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.data.summary import reading_notes, summary
@@ -160,16 +162,9 @@ def test_encoded_images_are_read_at_the_backbones_size(tmp_path, weights):
     place = {"cache": tmp_path / "cache", "root": tmp_path / "data", "server_test": False}
     made = prepared("image_folder", **place, backbone=named(weights))
     assert made.inputs.shape == (3, 32, 32)
-    declared = made.inputs, transform_of(parse_dataset(weights))
-    assert declared[0].transform == declared[1]
-
-
-def parse_dataset(weights):
-    from fednas_flwr.data.readers import data_settings
-
     dataset = data_settings("image_folder", {"cache": "none", "backbone": named(weights)})
     assert dataset.declared["image_size"]
-    return dataset
+    assert made.inputs.transform == transform_of(dataset)
 
 
 def test_sites_with_other_weights_do_not_join(weights, tmp_path):
@@ -252,8 +247,6 @@ def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
     path = result.folder / "model.safetensors"
     state = load_file(path)
     name = "transform.network.conv_stem.weight"
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     save_file({**state, name: state[name] + 1}, path, metadata=metadata)
