@@ -117,14 +117,6 @@ def test_state_dict_is_alphas_and_body_in_a_stable_order(space):
     assert all(parameters[name] is weight for name, weight in supernet.weights().items())
 
 
-def test_state_dict_carries_everything(space):
-    source, target = make_supernet(space), space.supernet()
-    x = examples(space.input_shape)
-    source(x)
-    target.load_state_dict(source.state_dict())
-    assert torch.equal(source.eval()(x), target.eval()(x))
-
-
 def test_initialisation_depends_on_the_seed_alone(space):
     first, second = make_supernet(space).state_dict(), make_supernet(space).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -138,9 +130,10 @@ def test_initialisation_depends_on_the_seed_alone(space):
 
 
 def test_functional_call_replaces_weights_and_alphas(space):
-    supernet = make_supernet(space).eval()
+    supernet, other = make_supernet(space), space.supernet().eval()
     x = examples(space.input_shape)
-    state = dict(supernet.state_dict())
+    supernet(x)  # moves the statistics of batch norm
+    state = dict(supernet.eval().state_dict())
     for kind, alphas in random_alphas(space).items():
         state[f"alphas.{kind}"] = alphas.requires_grad_()
     called = functional_call(supernet, state, (x,))
@@ -150,8 +143,8 @@ def test_functional_call_replaces_weights_and_alphas(space):
     alphas = [state[f"alphas.{kind}"] for kind in space.cell_kinds]
     gradients = torch.autograd.grad(called.sum(), alphas)
     assert all((gradient != 0).any() for gradient in gradients)
-    supernet.load_state_dict(state)
-    assert torch.equal(called, supernet(x))
+    other.load_state_dict(state)
+    assert torch.equal(called, other(x))
 
 
 def test_gradient_of_the_per_example_leaf_equals_a_loop_over_examples(space):

@@ -1,4 +1,3 @@
-import gzip
 from pathlib import Path
 
 import numpy as np
@@ -49,13 +48,6 @@ def test_torchvision_set_from_files_on_disk(tmp_path):
     assert test.features.shape == (3, 1, 28, 28)
     assert test.labels.tolist() == [0, 1, 2]
     assert train.class_names[9] == "Ankle boot"
-
-
-def test_torchvision_without_unpacked_files(tmp_path):
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    (raw / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b""))
-    refuses(r"dataset.root=.* unpacked.* dataset.download=true", read, "mnist", tmp_path)
 
 
 def test_folder_of_classes(tmp_path):

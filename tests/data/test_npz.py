@@ -86,11 +86,7 @@ ENCODED = {"train_bytes": np.zeros(9, np.uint8), "y_train": LABELS}
     ("arrays", "settings", "message"),
     [
         ({"features": LABELS, "labels": LABELS}, {}, "holds features, y_train: a part needs"),
-        (
-            GOOD | {"x_test": LABELS},
-            {},
-            "x_test, x_train, y_train: .* needs x_test and y_test",
-        ),
+        (GOOD | {"x_test": LABELS}, {}, "x_test, x_train, y_train: .* needs x_test and y_test"),
         (GOOD | {"y_val": LABELS}, {}, "x_train, y_train, y_val: .* val_bytes, val_off and y_val"),
         (GOOD | ENCODED, {}, "holds train_bytes, x_train, y_train: a part needs"),
         (ENCODED, {}, "holds train_bytes, y_train: a part needs"),

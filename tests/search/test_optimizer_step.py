@@ -290,38 +290,11 @@ def test_moments_of_alphas_that_stay_are_returned_as_they_were_sent(name):
     assert any(value.any() for key, value in found.items() if key.startswith("weights."))
 
 
-def test_a_step_leaves_parameters_without_a_gradient_as_they_are(parts):
-    """Neither momentum nor decay moves them; the others take the gradient as it was given."""
-    weights = parts.weights()
-    settings = SGD(0.1, 0.0, momentum=0.9, weight_decay=0.5, clip_norm=None)
-    optimizer = Optimizer(weights, make_sgd(weights.values(), settings))
-    optimizer.step({name: torch.ones(3, 2) for name in weights})
-    before = {name: weight.detach().clone() for name, weight in weights.items()}
-    gradient = torch.full((3, 2), 2.0, dtype=torch.float64)
-    optimizer.step({"parts.a": None, "parts.b": gradient, "elsewhere": torch.ones(1)})
-    assert torch.equal(weights["parts.a"], before["parts.a"])
-    assert torch.equal(weights["parts.c"], before["parts.c"])
-    moved = before["parts.b"] - weights["parts.b"].detach()
-    velocity = optimizer.torch_optimizer.state[weights["parts.b"]]["momentum_buffer"]
-    torch.testing.assert_close(moved, 0.1 * velocity)
-    assert all(weight.grad is None for weight in weights.values())
-
-
 def test_the_learning_rate_falls_along_a_cosine():
     settings = SGD(0.1, 0.02, momentum=0.9, weight_decay=3e-4, clip_norm=5.0)
     made = [settings.at_round(number, 8) for number in (1, 5, 9)]  # the last: after all rounds
     assert [one.lr for one in made] == pytest.approx([0.1, 0.06, 0.02])
     assert {replace(one, lr=0.1) for one in made} == {settings}
-
-
-def test_adam_has_the_betas_of_darts():
-    parameter = nn.Parameter(torch.tensor([1.0, -2.0]))
-    optimizer = make_adam([parameter], Adam(lr=0.01, weight_decay=1e-3))
-    assert optimizer.defaults["betas"] == (0.5, 0.999)
-    assert optimizer.defaults["weight_decay"] == 1e-3
-    parameter.grad = torch.tensor([0.3, -5.0])
-    optimizer.step()
-    torch.testing.assert_close(parameter.detach(), torch.tensor([0.99, -1.99]))  # by lr, not more
 
 
 def test_trainable_weights_leave_the_alphas_out(net):

@@ -265,6 +265,8 @@ PROPERTIES = {  # by name: right ones and wrong ones
     "input_shape": ([[], [3], [3, 224, 224]], [[2**29], [2**20, 2**20], [1] * 4, [10**400], [-1]]),
     "mean": ([[], [0.5, -3, 1e9]], [[1e30], [10**400], [math.inf], [math.nan]]),
     "std": ([[], [0.5, 3]], [[1e30], [0.0], [-1.0], [math.inf]]),
+    "schema": ([[]], [[{"kind": "number"}]]),
+    "hardware": (["cpu"], ["x" * 10**4]),
     "versions": ([{}, {"torch": "2"}], [{"a\n": "2"}, {"a": "2\n"}, {"a" * 201: "2"}]),
     "epsilon": (
         [EPSILON],

@@ -11,7 +11,6 @@ from fednas_flwr.spaces.genotype import (
     Genotype,
     from_json,
     load_genotype,
-    save_genotype,
     skip_share,
     to_json,
 )
@@ -81,23 +80,6 @@ def test_any_value_in_any_field_is_a_genotype_or_a_config_error(field, value):
     except ConfigError:
         return
     assert from_json(to_json(genotype)) == genotype
-
-
-def test_file_round_trip_leaves_nothing_else(tmp_path):
-    path = tmp_path / "genotype.json"
-    save_genotype(path, Genotype("old", {}))
-    save_genotype(path, GENOTYPE)
-    assert load_genotype(path) == GENOTYPE
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_failed_write_keeps_the_old_file(tmp_path):
-    path = tmp_path / "genotype.json"
-    save_genotype(path, GENOTYPE)
-    with pytest.raises(TypeError):
-        save_genotype(path, Genotype("toy", {"normal": (Edge({1}, 0, 1),)}))
-    assert load_genotype(path) == GENOTYPE
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_unreadable_files_are_named(tmp_path):
