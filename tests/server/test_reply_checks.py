@@ -95,10 +95,7 @@ def refuse(_):
 
 DAMAGES = {
     # header
-    "run": (edit_json(header__run="other"), "another request"),
-    "stage": (edit_json(header__stage="retrain"), "another request"),
     "round": (edit_json(header__round=2), "another request"),
-    "phase": (edit_json(header__phase=2), "another request"),
     "client": (edit_json(header__client=0), "another request"),
     "nonce": (edit_json(header__nonce="0" * 16), "another request"),
     "header with a field more": (edit_json(header__extra=1), "malformed"),
@@ -114,7 +111,6 @@ DAMAGES = {
     "accuracy NaN": (set_metric("train_accuracy", float("nan")), "train_accuracy=nan is not fin"),
     "training loss NaN": (set_metric("train_loss", float("nan")), "train_loss=nan is not finite"),
     "training loss inf": (set_metric("train_loss", float("inf")), "lower the learning rate"),
-    "accuracy inf": (set_metric("accuracy", float("inf")), "accuracy=inf is not finite"),
     "loss negative": (set_metric("train_loss", -0.1), "train_loss=-0.1 is not from 0 to 1e+30"),
     "accuracy negative": (set_metric("train_accuracy", -0.01), "-0.01 is not from 0 to 1"),
     "accuracy above 1": (set_metric("train_accuracy", 1.01), "1.01 is not from 0 to 1"),
@@ -124,9 +120,7 @@ DAMAGES = {
     # num-examples
     "no metrics": (without("metrics"), "malformed"),
     "num-examples NaN": (set_metric("num-examples", float("nan")), "num-examples"),
-    "num-examples inf": (set_metric("num-examples", float("inf")), "num-examples"),
     "num-examples 0": (set_metric("num-examples", 0.0), "num-examples"),
-    "num-examples negative": (set_metric("num-examples", -5.0), "num-examples"),
     "num-examples tiny": (set_metric("num-examples", 1e-300), "num-examples"),
     "num-examples above what it has": (set_metric("num-examples", 101.0), "num-examples"),
     "num-examples a list": (set_metric("num-examples", [1.0]), "malformed"),
@@ -142,7 +136,6 @@ DAMAGES = {
     "other names or shapes": (edit_json(digests__weights="0" * 16), "other names, shapes"),
     "no digest": (edit_json(digests={}), "other names, shapes"),
     "one element more": (set_vector("weights", np.zeros(11, np.float32)), "sizes"),
-    "one element less": (set_vector("alphas", np.zeros(3, np.float32)), "sizes"),
     "no vector": (set_record("state.weights"), "sizes"),
     "a vector more": (set_vector("weights", np.zeros(10), "float64"), "sizes"),
     "doubles named float32": (set_vector("weights", np.zeros(10)), "malformed"),
@@ -150,7 +143,6 @@ DAMAGES = {
     "big-endian": (set_vector("weights", np.zeros(10, ">f4")), "malformed"),
     # bytes
     "torn vector": (set_data(lambda data: data[:-4]), "malformed"),
-    "torn within an element": (set_data(lambda data: data[:-3]), "malformed"),
     "longer vector": (set_data(lambda data: data + b"\0\0\0\0"), "malformed"),
     "no bytes": (set_data(lambda data: b""), "malformed"),
     "no npy": (set_data(lambda data: b"\x80\x04K\x01." * 40), "malformed"),
@@ -171,12 +163,10 @@ DAMAGES = {
     # numbers
     "NaN in the first weight": (poison("weights", 0, np.nan), "weights is not finite"),
     "inf in the last weight": (poison("weights", -1, np.inf), "weights is not finite"),
-    "-inf": (poison("weights", 4, -np.inf), "weights is not finite"),
     "inf - inf": (poison("weights", slice(0, 2), [np.inf, -np.inf]), "weights is not finite"),
     "finite, but an average would overflow": (poison("weights", 3, 3e38), "weights is not finite"),
     "weights of 1e16": (poison("weights", slice(None), 1e16), "weights has a norm of 3.16e+16"),
     "an alpha that no Adam reaches": (poison("alphas", 1, 100.0), "alphas has a norm of 100"),
-    "NaN in an alpha": (poison("alphas", 2, np.nan), "alphas is not finite"),
     # errors
     "raises": (refuse, "RuntimeError: out of memory"),
     "error with a reason": (lambda _: Error(2, "policy: budget spent"), "policy: budget spent"),
