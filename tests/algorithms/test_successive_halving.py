@@ -132,10 +132,13 @@ def member(packed, layout_of, index):
 
 
 @pytest.mark.parametrize("momentum", ["reset", "averaged"])
-def test_a_member_is_trained_as_it_would_be_alone(momentum, compose_config, federate):
+def test_a_member_is_trained_as_it_would_be_alone(momentum, searched, compose_config, federate):
     """Bit by bit: the same batches, its own clipping, its own moments."""
-    config = compose_config(*SEARCH, *UNEQUAL, f"training.momentum={momentum}")
-    federation = searched_by(federate(config))
+    federation = searched
+    if momentum == "averaged":
+        config = compose_config(*SEARCH, *UNEQUAL, "training.momentum=averaged")
+        federation = searched_by(federate(config))
+    assert federation.strategy._momentum() == momentum
     trained = [entry for entry in federation.asked if entry[0] == "train.weights"]
     for number in (1, 2, 3):  # of the third two are left
         _, settings, sent, replies = trained[number - 1]
@@ -204,8 +207,13 @@ LOCAL = [*SEARCH, "algorithm.rewarded=local", "algorithm.local_epochs=2", "round
 THREE = ["clients=3"]
 
 
-def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_config, federate):
-    searched = searched_by(federate(compose_config(*LOCAL, *UNEQUAL)), rounds=2)
+@pytest.fixture(scope="module")
+def searched_locally(compose_config, federate):
+    return searched_by(federate(compose_config(*LOCAL, *UNEQUAL)), rounds=2)
+
+
+def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(searched_locally):
+    searched = searched_locally
     rewarded = searched.named("rewarded")
     asked = [entry for entry in searched.asked if entry[1] is not None and sent_genotypes(entry[1])]
     assert [action for action, *_ in asked] == ["evaluate.candidates"] * 2
@@ -221,9 +229,9 @@ def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_c
     assert to_json(searched.strategy.derive()) == searched.after[-1][0][0]
 
 
-def test_rewards_of_local_training_are_those_of_a_plain_loop(compose_config, federate):
+def test_rewards_of_local_training_are_those_of_a_plain_loop(searched_locally):
     """Each member from the weights that were sent, on the same batches, annealed by epochs."""
-    searched = searched_by(federate(compose_config(*LOCAL, *UNEQUAL)), rounds=2)
+    searched = searched_locally
     _, settings, sent, _ = next(e for e in searched.asked if e[0] == "evaluate.candidates")
     training, client = settings.training, searched.clients[0]
     header = Header("run", "search", 1, 1, client.index, "nonce")

@@ -24,6 +24,7 @@ from fednas_flwr.settings.parser import Between, Distinct, Length, OneOf, constr
 from fednas_flwr.settings.run_settings import Hardware
 
 from ..asked import smallest
+from ..json_trees import json_trees
 from ..refusals import refuses
 from ..test_ranges import wrong_values
 
@@ -194,32 +195,23 @@ def keys_of(path, kind):
 
 @pytest.mark.parametrize("action", ALL)
 @settings(max_examples=20)
-@given(data=st.data())
-def test_a_key_that_is_missing_is_refused_by_name(action, data):
+@given(data=st.data(), added=names)
+def test_a_key_that_is_missing_or_too_many_is_refused_by_name(action, data, added):
     values = plain_of(data.draw(ALL[action]))
     for path, kind, group in groups(REQUESTS[action], values):
-        for name, place in keys_of(path, kind):
+        known = dict(keys_of(path, kind))
+        for name, place in known.items():
             kept = group.pop(name)
             with pytest.raises(MissingSettingError, match=r" is missing") as told:
                 rq.decode(action, values)
             assert (told.value.key, str(told.value).partition(" ")[0]) == (place, place)
             group[name] = kept  # at the end: the order of keys means nothing
-    assert asdict(rq.decode(action, values)) is not None
-
-
-@pytest.mark.parametrize("action", ALL)
-@settings(max_examples=20)
-@given(data=st.data(), added=names)
-def test_a_key_too_many_is_refused_by_name(action, data, added):
-    values = plain_of(data.draw(ALL[action]))
-    for path, kind, group in groups(REQUESTS[action], values):
-        known = {name for name, _ in keys_of(path, kind)}
-        for name in {added, "releases", "raw_metrics", *(f"{known}_" for known in known)} - known:
+        for name in {added, "releases", "raw_metrics", *(f"{own}_" for own in known)} - set(known):
             group[name] = None
-            place = f"{path}.{name}".lstrip(".") if path else name
-            refusal = refuses("", rq.decode, action, values)
-            assert refusal.startswith(f"setting={place} is unknown")
+            place = f"{path}.{name}" if path else name
+            assert refuses("", rq.decode, action, values).startswith(f"setting={place} is unknown")
             del group[name]
+    assert asdict(rq.decode(action, values)) is not None
 
 
 # --- ranges
@@ -335,14 +327,7 @@ def test_a_message_that_is_no_request_is_refused_in_a_sentence(message):
     refusal.encode()  # it can be sent
 
 
-trees = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(st.characters(), max_size=5), inner, max_size=3)
-    ),
-    max_leaves=10,
-)
+trees = json_trees(st.text(st.characters(), max_size=9))
 
 
 @given(data=st.data(), action=st.sampled_from(sorted(REQUESTS)))

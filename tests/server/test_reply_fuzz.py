@@ -23,6 +23,7 @@ from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import Limits, accept_reply
 
 from ..asked import FORMS
+from ..json_trees import json_trees
 from ..refusals import refuses
 from .conftest import SEARCH, damaging, npy, set_json, set_metric, set_vector
 
@@ -43,11 +44,7 @@ GOOD = Reply(
 )
 ASKED = Exchange("train.search", stage="search", settings=SEARCH, states=SENT, layouts=LAYOUTS)
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=6,
-)
+JSON = json_trees(st.text(max_size=20))
 PATHS = [
     (),
     ("header",),

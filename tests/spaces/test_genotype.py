@@ -15,6 +15,7 @@ from fednas_flwr.spaces.genotype import (
     to_json,
 )
 
+from ..json_trees import json_trees
 from ..refusals import refuses
 
 GENOTYPE = Genotype("toy", {"normal": (Edge("conv", 0, 1), Edge("skip_connect", 0, 2))})
@@ -63,14 +64,8 @@ def test_wrong_text_is_refused_by_field_and_value(text, message):
     refuses(message, from_json, text, origin="my.json")
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["op", "source", "target", "normal"]), inner, max_size=3)
-    ),
-    max_leaves=8,
-)
+edge_keys = st.sampled_from(["op", "source", "target", "normal"])
+json_values = json_trees(st.text(max_size=5), keys=edge_keys)
 
 
 @given(field=st.sampled_from(["format", "version", "space", "cells"]), value=json_values)
