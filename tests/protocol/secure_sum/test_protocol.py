@@ -290,13 +290,13 @@ def test_rosters_come_back_from_their_file(sites, tmp_path):
         refuses("cannot be used", Roster.read, broken)
 
 
-def test_contexts_differ_with_every_field():
-    base = {**ASKED, "participants": (0, 1), "roster": "f"}
-    digests = {Context(**base).digest}
-    for name, value in base.items():
-        changed = value + 1 if isinstance(value, int) else {} if name == "agreed" else value * 2
-        digests.add(Context(**base | {name: changed}).digest)
-    assert len(digests) == len(base) + 1
+def test_contexts_differ_with_every_field(sites):
+    changes = [{}, {"run": "s"}, {"attempt": "b"}, {"round": 2}, {"phase": 2}, {"stage": "retrain"}]
+    changes += [{"agreed": {}}, {"participants": [0, 1, 2]}]
+    contexts = {Exchange(sites, **change).answer([2]).context for change in changes}
+    one = Context(**ASKED, participants=(0, 1), roster="f")
+    contexts |= {replace(one, roster=roster).digest for roster in "fg"}
+    assert len(contexts) == len(changes) + 2
 
 
 def test_a_full_disk_sends_nothing(sites, tmp_path):
