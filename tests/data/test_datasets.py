@@ -416,7 +416,4 @@ def test_a_missing_root_is_one_sentence(tmp_path):
     refuses("is not a file or folder", find, "csv", tmp_path / "x")
     assert find("csv", tmp_path) == tmp_path
     refuses("is not a folder", find, "npz", tmp_path / "x", sites=True)
-    with pytest.raises(
-        ConfigError, match=r"FashionMNIST/raw.*dataset.root=.*dataset.download=true"
-    ):
-        find("fashion_mnist", tmp_path)
+    refuses(r"FashionMNIST/raw.*dataset.root=.*download=true", find, "fashion_mnist", tmp_path)
