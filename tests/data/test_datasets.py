@@ -187,9 +187,7 @@ def test_a_broken_file_is_one_sentence(cache, tmp_path, kind):
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     root = path if name in ("npz", "csv") else tmp_path / "root"
-    with pytest.raises(ConfigError) as raised:
-        prepared(name, cache=cache, root=root)
-    sentence = str(raised.value)
+    sentence = refuses("", prepared, name, cache=cache, root=root)
     assert str(tmp_path / "root") in sentence
     assert "\n" not in sentence
     assert not cache.exists()
