@@ -167,15 +167,6 @@ def test_equal_rewards_are_told_as_zero(rewards):
     assert not any(tensor.isnan().any() for tensor in controller.tensors().values())
 
 
-def test_moments_are_kept_only_where_rewards_are_scaled():
-    for name, kept in (("controller", False), ("scaled controller", True)):
-        sampler = make_sampler(name, SMALL)
-        assert "seen" not in sampler.tensors()
-        sampler.learn(sampler.sample(2, make_generator(0, "draws")), [0.1, 0.4])
-        assert ("seen" in sampler.tensors()) == kept
-        assert not any(tensor.isnan().any() for tensor in sampler.tensors().values())
-
-
 @pytest.mark.parametrize("name", ["controller", "random"])
 def test_what_is_rejected_is_never_proposed(name):
     """Of 81 paths the 16 without the op 0 are left; before, nearly every draw was another."""

@@ -299,10 +299,6 @@ def test_connecting_can_be_tried_again(federation):
     assert short.cohort.bytes_sent == describes
 
 
-def test_nobody_can_be_asked_before_connecting(federation):
-    refuses("", list, federation(connected=False).ask(), error=AssertionError)
-
-
 def test_bytes_are_counted_per_client_and_direction(federation):
     counted = federation(3)
     states = client_reply(0).states
