@@ -12,8 +12,8 @@ from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.states import unpack
 from fednas_flwr.search.candidate import Candidate
-from fednas_flwr.search.optimizer_step import path_states
 
+from ..asked import spied
 from ..rows import seldom
 from .plain import average, copied, make_sgd, step
 
@@ -33,24 +33,20 @@ def searched(compose_config, federate):
     """A whole search; what was asked, and weights and sampler after each round (0: before)."""
     federation = federate(compose_config(*DPNAS))
     strategy = federation.strategy
-    ask, run_round = strategy.ask, strategy.run_round
+    asked, run_round = spied(federation), strategy.run_round
 
     def state():
         tensors = (strategy.named_arrays().to_torch_state_dict(), strategy.sampler.tensors())
         return [{name: tensor.clone() for name, tensor in named.items()} for named in tensors]
-
-    def told(action, settings, **arguments):
-        federation.asked.append((action, settings.candidates))
-        return ask(action, settings, **arguments)
 
     def remembered(server_round, num_rounds):
         metrics = run_round(server_round, num_rounds)
         federation.rounds.append(state())
         return metrics
 
-    federation.asked, federation.rounds = [], [state()]
-    strategy.ask, strategy.run_round = told, remembered
+    federation.rounds, strategy.run_round = [state()], remembered
     strategy.start(federation.grid, num_rounds=3)
+    federation.asked = [(exchange.action, exchange.settings.candidates) for exchange, _ in asked]
     assert not federation.failed
     return federation
 
@@ -126,31 +122,24 @@ def test_the_controller_learns_after_the_warm_up_only(searched):
 
 
 @pytest.mark.parametrize("aggregate", ["mean", seldom("median")])
-def test_a_liar_claims_all_right_at_most_and_no_median_hears_it(
-    aggregate, compose_config, federate
-):
+def test_a_liar_claims_all_right_at_most_and_no_median_hears_it(aggregate, search):
     short = ["rounds=1", "algorithm.warm_up_rounds=0", f"aggregate={aggregate}"]
     short += ["clients=3", "partition.fractions=[0.4,0.3,0.3]"]
-    federation = federate(compose_config(*DPNAS, *short))
-    strategy, honest = federation.strategy, []
-    ask = strategy.ask
 
-    def told(action, settings, **arguments):
-        rewards = []
-        for client, reply in ask(action, settings, **arguments):
-            if action == "evaluate.candidates":
-                ((dtype, vector),) = reply.states["rewards"].items()
-                rewards.append(vector)
-                if client == 0:
-                    lie = {"rewards": {dtype: torch.full_like(vector, 1e3)}}
-                    reply = replace(reply, states=lie, num_examples=100)
-            yield client, replace(reply, num_examples=100)
-        honest.append(rewards)
+    def lying(exchange, client, reply):
+        reply = replace(reply, num_examples=100)
+        if (exchange.action, client) != ("evaluate.candidates", 0):
+            return reply
+        lie = {dtype: torch.full_like(v, 1e3) for dtype, v in reply.states["rewards"].items()}
+        return replace(reply, states={"rewards": lie})
 
-    strategy.ask = told
-    strategy.start(federation.grid, num_rounds=1)
+    federation = search(*DPNAS, *short, change=lying)
     rewarded = [event["rewards"] for event in federation.named("rewarded")]
-    measured = [rewards for rewards in honest if rewards]
+    measured = [
+        [reply.states["rewards"]["float32"] for reply in replies.values()]
+        for exchange, replies in federation.asked
+        if exchange.action == "evaluate.candidates"
+    ]
     assert len(rewarded) == len(measured) == 2
     for found, (_, *others) in zip(rewarded, measured, strict=True):
         held = torch.stack([torch.ones_like(others[0]), *others])
@@ -185,12 +174,10 @@ def test_messages_carry_paths_and_give_what_whole_states_do(momentum, compose_co
 
     def searched(*, whole):
         federation = federate(config)
-        strategy, federation.used = federation.strategy, []
+        strategy = federation.strategy
         ask, train = strategy.ask, strategy.train
 
         def told(action, settings, **given):
-            used = path_states(strategy.supernet, settings.candidates)
-            federation.used.append((action, used))
             if whole:
                 settings = replace(settings, sparse=False)
                 states = strategy.states if action == "train.candidate" else strategy.model
@@ -231,12 +218,3 @@ def test_messages_carry_paths_and_give_what_whole_states_do(momentum, compose_co
     for narrow, wide in zip(*rounds, strict=True):
         for key in ("bytes_sent", "bytes_received"):
             assert narrow[key] < 0.9 * wide[key]
-    sizes = {n: w.numel() for n, w in sparse.strategy.supernet.weights().items()}
-    copies = 2 if momentum == "averaged" else 1
-    of_paths = sum(
-        4 * sizes[name] * (2 * copies if action == "train.candidate" else 1)
-        for action, used in sparse.used
-        for name in used["weights"]
-    )
-    taken = sum(e["bytes_sent"] + e["bytes_received"] for e in rounds[0])
-    assert 2 * of_paths <= taken <= 2 * of_paths + 10_000  # of two clients; arrays have headers

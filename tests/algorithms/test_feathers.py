@@ -40,24 +40,18 @@ def of_action(federation, action):
     return [exchange for exchange, _ in federation.asked if exchange.action == action]
 
 
-def test_explorations_alternate_with_search(searched):
+def test_explorations_alternate_with_search_from_the_same_state_and_are_told(searched):
     assert [event["round"] for event in explored(searched)] == [1, 3]
     assert len(of_action(searched, "train.search")) == ROUNDS
     tried = [len(exchange.settings.trials) for exchange in of_action(searched, "train.probe")]
     assert tried == [event["kappa"] for event in explored(searched)]
     assert max(tried) > 1
-
-
-def test_rounds_tell_what_was_chosen_and_tried(searched):
     metrics = [event["metrics"] for event in searched.named("round")]
     told = {event["round"]: event for event in explored(searched)}
     assert [m["lr"] for m in metrics] == [told[r]["configuration"]["lr"] for r in (1, 1, 3)]
     for event in told.values():
         assert event["bytes_received"] < 1000 < event["bytes_sent"]  # no weights come back
         assert event["seconds"] > 0
-
-
-def test_trials_and_search_start_from_the_same_state(searched):
     trials, *_ = of_action(searched, "train.probe")
     search, *_ = of_action(searched, "train.search")
     for state, packed in trials.states.items():

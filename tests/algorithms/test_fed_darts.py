@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
 from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.protocol.states import MOMENTS
 
 from ..rows import seldom
 from .plain import average, copied, make_sgd, rate_of_round, step
@@ -23,12 +24,17 @@ SETTINGS = [  # batch norm over few records blows up rounding errors
 ]
 
 
-def alternate(supernet, client, server_round, config, lr):
+def optimizers_of(supernet, config):
+    betas = {"betas": (0.5, 0.999), "weight_decay": 1e-3}
+    adam = torch.optim.Adam(supernet.alphas().values(), lr=0.006, **betas)
+    return make_sgd(supernet.weights().values(), config.algorithm.weights), adam
+
+
+def alternate(supernet, client, server_round, config, sgd, adam):
     """DARTS' alternating steps as one would write them in a notebook; in place."""
     beta_decay = config.algorithm.beta_decay * server_round / ROUNDS
-    weights, alphas = list(supernet.weights().values()), list(supernet.alphas().values())
-    sgd = make_sgd(weights, config.algorithm.weights, lr)
-    adam = torch.optim.Adam(alphas, lr=0.006, betas=(0.5, 0.999), weight_decay=1e-3)
+    alphas = list(supernet.alphas().values())
+    sgd.param_groups[0]["lr"] = rate_of_round(config.algorithm.weights, server_round, ROUNDS)
     generator = make_generator(config.seed, "search", server_round, client.index, "search")
 
     def passes(split, number):
@@ -64,24 +70,28 @@ def alternate(supernet, client, server_round, config, lr):
         ["fed_darts", "algorithm.beta_decay=5"],
         pytest.param(["fednas"], marks=pytest.mark.slow),
         ["fednas", "algorithm.validation_weight=3"],
+        ["fed_darts", "training.momentum=averaged", "clients=1"],
     ],
 )
 def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_config, federate):
     name, *given = algorithm
-    config = compose_config(f"algorithm={name}", *UNEQUAL, *SETTINGS, *given)
+    clients = [] if "clients=1" in given else UNEQUAL
+    config = compose_config(f"algorithm={name}", *clients, *SETTINGS, *given)
     federation = federate(config)
     with seeded(config.seed, "supernet"):
         supernet = supernet_space(config, federation.data[0]).supernet()
     state = copied(supernet.state_dict())
     counts = [len(client.data.train) for client in federation.clients]
-    assert counts[0] > 2 * counts[1]
-    losses = []
+    assert counts[0] > 2 * sum(counts[1:])
+    losses, travel = [], MOMENTS in federation.strategy.states
+    sgd, adam = optimizers_of(supernet, config)
     for server_round in range(1, ROUNDS + 1):
-        lr = rate_of_round(config.algorithm.weights, server_round, ROUNDS)
         states, local_losses = [], []
         for client in federation.clients:
             supernet.load_state_dict(state)
-            local_losses.append(alternate(supernet, client, server_round, config, lr))
+            if not travel:
+                sgd, adam = optimizers_of(supernet, config)
+            local_losses.append(alternate(supernet, client, server_round, config, sgd, adam))
             states.append(copied(supernet.state_dict()))
         state = average(states, counts)
         losses.append(np.average(local_losses, weights=counts))
@@ -91,6 +101,31 @@ def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_conf
     for name, expected in state.items():
         actual = arrays[name if name.startswith("alphas.") else f"weights.{name}"]
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=5e-6)
-    assert len(arrays) == len(state)
+    assert len([name for name in arrays if not name.startswith(MOMENTS)]) == len(state)
+    for name, weight in supernet.weights().items() if travel else ():
+        kept = sgd.state[weight]["momentum_buffer"]
+        found = arrays[f"{MOMENTS}.weights.momentum_buffer.{name}"]
+        torch.testing.assert_close(found, kept, rtol=0, atol=1e-5)
+    for kind, alpha in supernet.alphas().items() if travel else ():
+        assert float(arrays[f"{MOMENTS}.alphas.step.{kind}"]) == float(adam.state[alpha]["step"])
     rounds = federation.named("round")
     assert [e["metrics"]["train_loss"] for e in rounds] == pytest.approx(losses, rel=1e-4)
+
+
+FDNAS = [
+    *("algorithm=fdnas", "search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"),
+    *("algorithm.batch_size=16", "algorithm.local_epochs=1", "algorithm.warm_up_rounds=0"),
+]
+
+
+@pytest.mark.parametrize("algorithm", [["algorithm=fed_darts", *SETTINGS], FDNAS])
+def test_moments_are_averaged_as_the_weights_are(algorithm, search):
+    federation = search(*algorithm, *UNEQUAL, "training.momentum=averaged", rounds=2)
+    (first, replies), (second, _) = federation.asked
+    assert not first.states[MOMENTS]["float32"].any()
+    counts = [len(client.data.train) for client in federation.clients]
+    for state in ("weights", "alphas", MOMENTS):
+        own = [reply.states[state]["float32"].double().numpy() for reply in replies.values()]
+        mean = np.average(own, axis=0, weights=counts)
+        np.testing.assert_allclose(second.states[state]["float32"], mean, rtol=1e-5, atol=1e-7)
+        assert not np.array_equal(*own)

@@ -1,4 +1,4 @@
-"""FedAvg against a local loop per client and numpy's weighted average."""
+"""FedAvg and FedProx against a local loop per client and numpy's weighted average."""
 
 from dataclasses import replace
 
@@ -19,15 +19,16 @@ from .plain import average, copied, make_sgd, rate_of_round, step
 ROUNDS = 3
 
 
-PLAIN = "algorithm.network=plain_cnn"
+PLAIN = "algorithm=fedavg algorithm.network=plain_cnn"
+PROXIMAL = "algorithm=fedprox algorithm.network=plain_cnn algorithm.proximal=2"
 AUGMENTED = f"{PLAIN} retrain.unaugmented=0.4 dataset.flip=true dataset.crop_padding=1"
 
 
-@pytest.fixture(scope="module", params=[PLAIN, AUGMENTED])
+@pytest.fixture(scope="module", params=[PLAIN, AUGMENTED, PROXIMAL])
 def trained(search, request):
     sizes = "clients=3 partition=quantity partition.fractions=[0.6,0.25,0.15]"
     steps = "retrain.batch_size=16 retrain.local_epochs=2"
-    federation = search("algorithm=fedavg", request.param, sizes, steps, rounds=ROUNDS)
+    federation = search(request.param, sizes, steps, rounds=ROUNDS)
     federation.strategy.load_into(federation.network)
     return federation
 
@@ -60,7 +61,9 @@ def test_retraining_is_as_long_as_the_clients_records_ask_for(
 
 
 def test_rounds_equal_local_loops_and_a_weighted_average(trained):
+    """FedProx has (mu / 2) |w - w_0|^2 beside the loss."""
     config, sgd = trained.config, trained.config.retrain.weights
+    mu = config.algorithm.proximal if config.algorithm.name == "fedprox" else 0.0
     with seeded(config.seed, "network"):
         network = make_network(trained.description).train()
     state = copied(network.state_dict())
@@ -83,8 +86,10 @@ def test_rounds_equal_local_loops_and_a_weighted_average(trained):
                     if augmented:
                         x = augment(x, generator=generator, crop_padding=1, flip=True, cutout=0)
                     loss = F.cross_entropy(network(x), y)
-                    step(optimizer, loss, sgd.clip_norm)
                     total += loss.item() * len(y)
+                    for name, weight in network.named_parameters():
+                        loss = loss + mu / 2 * (weight - state[name].float()).square().sum()
+                    step(optimizer, loss, sgd.clip_norm)
             local_losses.append(total / len(split))
             states.append(copied(network.state_dict()))
         state = average(states, counts)

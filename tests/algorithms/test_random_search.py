@@ -66,7 +66,7 @@ def test_without_trials_the_first_candidate_is_taken(search):
     assert federation.cohort.bytes_sent == 0
 
 
-@pytest.mark.parametrize("claims", [(7.0, 7.0, 7.0), (-1e300, 1.0, -1e300), (1e300, 1e300, 0.5)])
+@pytest.mark.parametrize("claims", [(-1e300, 1.0, -1e300), (1e300, 7.0, 0.5)])
 def test_a_liar_has_one_vote(claims, search):
     """Client 1, with 3 of 10 records, claims what it likes of each candidate."""
     claimed = iter(claims)

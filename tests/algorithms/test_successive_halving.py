@@ -132,10 +132,13 @@ def member(packed, layout_of, index):
 
 
 @pytest.mark.parametrize("momentum", ["reset", "averaged"])
-def test_a_member_is_trained_as_it_would_be_alone(momentum, compose_config, federate):
+def test_a_member_is_trained_as_it_would_be_alone(momentum, searched, compose_config, federate):
     """Bit by bit: the same batches, its own clipping, its own moments."""
-    config = compose_config(*SEARCH, *UNEQUAL, f"training.momentum={momentum}")
-    federation = searched_by(federate(config))
+    federation = searched
+    if momentum == "averaged":
+        config = compose_config(*SEARCH, *UNEQUAL, "training.momentum=averaged")
+        federation = searched_by(federate(config))
+    assert federation.strategy._momentum() == momentum
     trained = [entry for entry in federation.asked if entry[0] == "train.weights"]
     for number in (1, 2, 3):  # of the third two are left
         _, settings, sent, replies = trained[number - 1]
@@ -166,6 +169,15 @@ def test_a_member_is_trained_as_it_would_be_alone(momentum, compose_config, fede
                         assert torch.equal(found[dtype], vector)
 
 
+def check_kept(searched, event):
+    """Check that the best by an event's rewards are left after its round; return their places."""
+    left, _ = searched.after[event["round"] - 1]
+    rewards = event["rewards"]
+    kept = sorted(range(len(rewards)), key=lambda index: -rewards[index])[: len(left)]
+    assert left == [to_json(from_json(json.dumps(event["genotypes"][i]))) for i in kept]
+    return kept
+
+
 def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
     rewarded = searched.named("rewarded")
     assert [event["round"] for event in rewarded] == [2, 4]
@@ -179,10 +191,7 @@ def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
             own = [(evaluate(network, s, torch.device("cpu")).accuracy, len(s)) for s in splits]
             correct = sum(accuracy * count for accuracy, count in own)
             assert reward == pytest.approx(correct / sum(map(len, splits)))
-        best = sorted(range(len(event["rewards"])), key=lambda i: -event["rewards"][i])
-        left, after = searched.after[event["round"] - 1]
-        kept = best[: len(left)]
-        assert left == [to_json(from_json(json.dumps(event["genotypes"][i]))) for i in kept]
+        kept, (_, after) = check_kept(searched, event), searched.after[event["round"] - 1]
         before = {
             f"{state}.{name}": tensor
             for state, named in network_states(pool).items()
@@ -198,8 +207,13 @@ LOCAL = [*SEARCH, "algorithm.rewarded=local", "algorithm.local_epochs=2", "round
 THREE = ["clients=3"]
 
 
-def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_config, federate):
-    searched = searched_by(federate(compose_config(*LOCAL, *UNEQUAL)), rounds=2)
+@pytest.fixture(scope="module")
+def searched_locally(compose_config, federate):
+    return searched_by(federate(compose_config(*LOCAL, *UNEQUAL)), rounds=2)
+
+
+def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(searched_locally):
+    searched = searched_locally
     rewarded = searched.named("rewarded")
     asked = [entry for entry in searched.asked if entry[1] is not None and sent_genotypes(entry[1])]
     assert [action for action, *_ in asked] == ["evaluate.candidates"] * 2
@@ -210,17 +224,14 @@ def test_by_local_training_a_rung_is_one_exchange_and_the_fastest_stay(compose_c
         records = torch.tensor([len(client.data.train) for client in searched.clients])
         means = torch.stack(own, dim=1).double() @ records.double() / records.sum()
         assert event["rewards"] == pytest.approx(means.tolist(), rel=1e-5)
-        best = sorted(range(len(means)), key=lambda index: -event["rewards"][index])
-        left, _ = searched.after[event["round"] - 1]
-        kept = best[: len(left)]
-        assert left == [to_json(from_json(json.dumps(event["genotypes"][i]))) for i in kept]
+        check_kept(searched, event)
         assert settings.training.split == "train"
     assert to_json(searched.strategy.derive()) == searched.after[-1][0][0]
 
 
-def test_rewards_of_local_training_are_those_of_a_plain_loop(compose_config, federate):
+def test_rewards_of_local_training_are_those_of_a_plain_loop(searched_locally):
     """Each member from the weights that were sent, on the same batches, annealed by epochs."""
-    searched = searched_by(federate(compose_config(*LOCAL, *UNEQUAL)), rounds=2)
+    searched = searched_locally
     _, settings, sent, _ = next(e for e in searched.asked if e[0] == "evaluate.candidates")
     training, client = settings.training, searched.clients[0]
     header = Header("run", "search", 1, 1, client.index, "nonce")
@@ -358,12 +369,8 @@ def test_a_pool_that_no_score_ranks_is_the_first_drawn(compose_config, federate)
     federation.strategy.start(federation.grid, num_rounds=1)
     generator = make_generator(config.seed, "successive_halving")
     drawn = [federation.strategy.space.random_genotype(generator) for _ in range(3)]
-    assert first_pool(federation) == drawn
-
-
-def first_pool(federation):
-    event = federation.named("rewarded")[0]
-    return [from_json(json.dumps(genotype)) for genotype in event["genotypes"]]
+    genotypes = federation.named("rewarded")[0]["genotypes"]
+    assert [from_json(json.dumps(genotype)) for genotype in genotypes] == drawn
 
 
 @pytest.fixture(scope="module")

@@ -112,12 +112,8 @@ def test_limits_hold(searched, search):
     assert max(found) <= most < max(free)
 
 
-DIGITS = [
-    "dataset=digits",
-    "dataset.limit_train=60",
-    "search_space.num_cells=1",
-    "retrain.channels=8",
-]
+DIGITS = ["dataset=digits", "dataset.limit_train=60"]
+DIGITS += ["search_space.num_cells=1", "retrain.channels=8"]
 POOL = ["algorithm.pool.draws=6", "algorithm.pool.keep=2", "algorithm.pool.by=[parameters]"]
 
 

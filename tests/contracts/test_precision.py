@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.exact_gradients import ExactGradients, ExactSums
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Optimizer, make_sgd
@@ -113,12 +111,6 @@ def test_gradients_of_drawn_paths():
     network = PathNetwork(supernet, path_E1)
     check_near({p: exact(space, p).weights(network) for p in PRECISIONS})
     check_near({p: {"": exact(space, p).gates(supernet, paths_EK, None)} for p in PRECISIONS})
-
-
-def test_gradients_of_a_candidate():
-    space = SPACES["dp_cells"]
-    candidate: nn.Module = Candidate(make(space), [1] * space.cell_kinds["cell"])
-    check_near({p: exact(space, p).weights(candidate) for p in PRECISIONS})
 
 
 def test_sums_of_gradients(space):

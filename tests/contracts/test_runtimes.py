@@ -49,16 +49,10 @@ def two_raylets():
 @pytest.mark.ray
 def test_ray_on_two_machines_equals_inline(tiny_overrides, two_raylets, tmp_path):
     overrides = [
-        *tiny_overrides,
-        "clients=2",
-        "partition=quantity",
-        "partition.fractions=[0.65,0.35]",
-        "rounds=2",
-        "retrain.rounds=2",
-        "retrain.drop_path_prob=0.2",
+        *(*tiny_overrides, "clients=2", "partition=quantity", "partition.fractions=[0.65,0.35]"),
         "training.momentum=averaged",  # the moments travel as the weights do
-        "dataset.crop_padding=1",  # randomness on the client
-        "dataset.flip=true",
+        # randomness on the client
+        *("retrain.drop_path_prob=0.2", "dataset.crop_padding=1", "dataset.flip=true"),
     ]
     folders = run_both(overrides, tmp_path, f"runtime.ray_address='{two_raylets}'")
     assert_equal_results(*folders)

@@ -62,14 +62,13 @@ def random_alphas(space):
 @pytest.mark.parametrize(("name", "shape", "norm"), INPUTS)
 def test_any_input_size_gives_logits_and_every_parameter_a_gradient(name, shape, norm):
     space = dataclasses.replace(SPACES[name], input_shape=shape, norm=norm)
-    assert make_network(space)(examples(shape)).shape == (3, CLASSES)
-    supernet = make_supernet(space)
-    logits = supernet(examples(shape))
-    assert logits.shape == (3, CLASSES)
-    logits.square().sum().backward()
-    for name, parameter in supernet.named_parameters():
-        assert parameter.grad is not None, name
-        assert torch.isfinite(parameter.grad).all(), name
+    for network in (make_network(space), make_supernet(space)):
+        logits = network(examples(shape))
+        assert logits.shape == (3, CLASSES)
+        logits.square().sum().backward()
+        for name, parameter in network.named_parameters():
+            assert parameter.grad is not None or not hasattr(network, "alphas"), name
+            assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
 
 
 def test_every_single_alpha_gets_a_gradient(space):
@@ -118,14 +117,6 @@ def test_state_dict_is_alphas_and_body_in_a_stable_order(space):
     assert all(parameters[name] is weight for name, weight in supernet.weights().items())
 
 
-def test_state_dict_carries_everything(space):
-    source, target = make_supernet(space), space.supernet()
-    x = examples(space.input_shape)
-    source(x)
-    target.load_state_dict(source.state_dict())
-    assert torch.equal(source.eval()(x), target.eval()(x))
-
-
 def test_initialisation_depends_on_the_seed_alone(space):
     first, second = make_supernet(space).state_dict(), make_supernet(space).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -138,26 +129,22 @@ def test_initialisation_depends_on_the_seed_alone(space):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_own_alphas_and_given_op_weights_agree(space):
-    supernet = make_supernet(space)
-    x = examples(space.input_shape)
-    given = {kind: alphas.softmax(-1) for kind, alphas in supernet.alphas().items()}
-    assert torch.equal(supernet(x), supernet(x, given))
-
-
 def test_functional_call_replaces_weights_and_alphas(space):
-    supernet = make_supernet(space).eval()
+    supernet, other = make_supernet(space), space.supernet().eval()
     x = examples(space.input_shape)
-    state = dict(supernet.state_dict())
+    supernet(x)  # moves the statistics of batch norm
+    state = dict(supernet.eval().state_dict())
     for kind, alphas in random_alphas(space).items():
         state[f"alphas.{kind}"] = alphas.requires_grad_()
     called = functional_call(supernet, state, (x,))
+    given = {kind: state[f"alphas.{kind}"].softmax(-1) for kind in space.cell_kinds}
+    assert torch.equal(called, supernet(x, given))
     assert not torch.allclose(called, supernet(x))
     alphas = [state[f"alphas.{kind}"] for kind in space.cell_kinds]
     gradients = torch.autograd.grad(called.sum(), alphas)
     assert all((gradient != 0).any() for gradient in gradients)
-    supernet.load_state_dict(state)
-    assert torch.equal(called, supernet(x))
+    other.load_state_dict(state)
+    assert torch.equal(called, other(x))
 
 
 def test_gradient_of_the_per_example_leaf_equals_a_loop_over_examples(space):
@@ -207,19 +194,6 @@ def test_a_supernet_leaves_its_input_and_op_weights_alone(space, norm):
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_derive_build_train(space):
-    genotype = space.derive(random_alphas(space))
-    space.check(genotype)
-    assert genotype.space == space.name
-    network = space.network(genotype)
-    logits = network(examples(space.input_shape))
-    assert logits.shape == (3, CLASSES)
-    logits.square().sum().backward()
-    gradients = [p.grad for p in network.parameters() if p.grad is not None]
-    assert gradients
-    assert all(torch.isfinite(gradient).all() for gradient in gradients)
-
-
 def test_derive_is_deterministic_and_ties_go_to_the_lowest_index(space):
     flat = {kind: torch.zeros(edges, len(space.ops)) for kind, edges in space.cell_kinds.items()}
     genotype = space.derive(flat)
@@ -259,6 +233,7 @@ def test_random_genotypes_are_valid_varied_and_set_by_the_generator(space):
 def test_genotype_survives_json(space):
     for seed in range(5):
         genotype = space.random_genotype(make_generator(seed, "json"))
+        genotype = genotype if seed else space.derive(random_alphas(space))
         again = from_json(to_json(genotype))
         assert again == genotype
         space.check(again)

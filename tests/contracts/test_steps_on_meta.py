@@ -9,25 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from fednas_flwr.models.networks import FIXED_NETWORKS
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.exact_gradients import BatchGradients
+from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.search.optimizer_step import Optimizer, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, SGD, Adam
 
-from ..refusals import refuses
 from ..rows import seldom
 from ..small_spaces import SPACES
 
 WEIGHTS = SGD(lr=0.1, min_lr=0.1, momentum=0.9, weight_decay=1e-4, clip_norm=5.0)
 ALPHAS = Adam(lr=0.1, weight_decay=1e-3)
-
-
-def losses(output, labels):
-    return functional.cross_entropy(output, labels, reduction="none")
 
 
 def records(space):
@@ -81,7 +76,7 @@ def test_private_steps_of_a_supernet(space):
     supernet = on_meta(space.supernet)
     x, y = records(space)
     check_private(supernet, x, y, supernet.weights())
-    alphas, terms = supernet.alphas(), {"loss": losses, "max_norm": 1.0}
+    alphas, terms = supernet.alphas(), {"loss": CLASSIFICATION.plain_losses, "max_norm": 1.0}
     step_alphas(supernet, clipped_alpha_gradient_sum(supernet, x, y, alphas=alphas, **terms))
 
 
@@ -104,7 +99,8 @@ def test_plain_and_private_steps_of_a_given_network(name):
 
 
 def check_private(network, x, y, weights):
-    given = clipped_gradient_sum(network, x, y, loss=losses, parameters=weights, max_norm=1.0)
+    terms = {"loss": CLASSIFICATION.plain_losses, "max_norm": 1.0}
+    given = clipped_gradient_sum(network, x, y, parameters=weights, **terms)
     step_weights(weights, given)
 
 
@@ -122,9 +118,3 @@ def test_steps_of_a_candidate_that_shares_weights():
     x, y = records(space)
     step_weights(candidate.weights(), BatchGradients().weight_gradient(candidate, (x, y)))
     check_private(candidate, x, y, candidate.weights())
-
-
-def test_the_meta_device_refuses_what_would_wait():
-    refuses("meta", float, torch.empty(3, device="meta").sum(), error=RuntimeError)
-    with pytest.raises(RuntimeError, match="device"):
-        torch.empty(3, device="meta") @ torch.ones(3)

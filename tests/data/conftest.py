@@ -44,3 +44,18 @@ def table_of(tmp_path):
         return read("csv", tmp_path / "t.csv", **settings)[0]
 
     return made
+
+
+def save_dicom(path, pixels, **tags):
+    """Save an image of 16 bits as DICOM, unless tags say otherwise."""
+    pydicom = pytest.importorskip("pydicom")
+    meta = pydicom.dataset.FileMetaDataset()
+    meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    meta.MediaStorageSOPInstanceUID = pydicom.uid.generate_uid()
+    scan = pydicom.dataset.FileDataset(None, {}, file_meta=meta, preamble=b"\0" * 128)
+    usual = {"Rows": pixels.shape[0], "Columns": pixels.shape[1], "SamplesPerPixel": 1}
+    usual |= {"PhotometricInterpretation": "MONOCHROME2", "PixelRepresentation": 0}
+    usual |= {"BitsAllocated": 16, "BitsStored": 16, "HighBit": 15, "PixelData": pixels.tobytes()}
+    for name, value in (usual | tags).items():
+        setattr(scan, name, value)
+    pydicom.dcmwrite(path, scan)

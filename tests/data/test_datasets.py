@@ -16,13 +16,14 @@ import torch
 from PIL import Image
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data.datasets import find_source, fingerprint, load_or_build, load_sites
+from fednas_flwr.data.datasets import find_source, load_or_build, load_sites
 from fednas_flwr.data.prepared import partition
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import select_records
 from fednas_flwr.settings.data_settings import Partition
 
 from ..data_sets import prepared, read
+from ..refusals import refuses
 
 
 @pytest.fixture
@@ -62,15 +63,6 @@ def test_an_official_test_part_is_used_or_left(cache, npz):
     assert (len(data.train), len(data.server_test)) == (200, 50)
     data = prepared("npz", cache=cache, root=npz, server_test=False)
     assert (len(data.train), data.server_test) == (200, None)
-
-
-def test_the_test_part_of_a_table_is_the_servers(cache, tmp_path):
-    (tmp_path / "train.csv").write_text("a,y\n1,0\n2,1\n3,0\n")
-    (tmp_path / "test.csv").write_text("a,y\n4,1\n5,0\n")
-    data = prepared("csv", cache=cache, root=tmp_path)
-    assert data.train.features.tolist() == [[1.0], [2.0], [3.0]]
-    assert data.server_test.features.tolist() == [[4.0], [5.0]]
-    assert prepared("csv", cache=cache, root=tmp_path, server_test=False).server_test is None
 
 
 def test_limits_take_the_same_records_always(cache, npz):
@@ -142,13 +134,7 @@ def test_sites_become_a_partition(cache, tmp_path):
     ],
 )
 def test_settings_that_do_not_fit(cache, npz, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        prepared(**({"cache": cache, "name": "npz", "root": npz} | settings))
-
-
-def test_digits_have_no_sites(cache):
-    with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=digits"):
-        prepared("digits", cache=cache, sites=True)
+    refuses(message, prepared, **{"cache": cache, "name": "npz", "root": npz} | settings)
 
 
 def test_too_few_records_for_a_server_test(cache, tmp_path):
@@ -201,9 +187,7 @@ def test_a_broken_file_is_one_sentence(cache, tmp_path, kind):
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     root = path if name in ("npz", "csv") else tmp_path / "root"
-    with pytest.raises(ConfigError) as raised:
-        prepared(name, cache=cache, root=root)
-    sentence = str(raised.value)
+    sentence = refuses("", prepared, name, cache=cache, root=root)
     assert str(tmp_path / "root") in sentence
     assert "\n" not in sentence
     assert not cache.exists()
@@ -212,20 +196,6 @@ def test_a_broken_file_is_one_sentence(cache, tmp_path, kind):
 def test_a_root_that_cannot_be_looked_at_is_one_sentence(cache):
     with pytest.raises(ConfigError, match=r"^dataset.root=/a+ cannot be read: "):
         prepared("npz", cache=cache, root=Path("/" + 300 * "a"))
-
-
-def of_columns(**given):
-    return data_settings("csv", {"cache": "none", **given}).column_statistics
-
-
-def test_ranges_are_statistics_of_equally_likely_numbers():
-    rng = np.random.default_rng(0)
-    found = of_columns(statistics={"weight": [70, 10]}, ranges={"age": [20, 80], "dose": [-1, 3]})
-    for column, (low, high) in {"age": (20, 80), "dose": (-1, 3)}.items():
-        numbers = rng.uniform(low, high, 200_000)
-        assert found[column][0] == pytest.approx(numbers.mean(), abs=0.01 * (high - low))
-        assert found[column][1] == pytest.approx(numbers.std(), rel=0.01)
-    assert found["weight"] == [70, 10]
 
 
 FINITE = r"expected finite \[low, high\], low below high"
@@ -242,8 +212,8 @@ FINITE = r"expected finite \[low, high\], low below high"
     ],
 )
 def test_ranges_that_are_none_are_refused(ranges, message):
-    with pytest.raises(ConfigError, match=message):
-        of_columns(statistics={"weight": [70, 10]}, ranges=ranges)
+    given = {"cache": "none", "statistics": {"weight": [70, 10]}, "ranges": ranges}
+    refuses(message, lambda: data_settings("csv", given).column_statistics)
 
 
 def test_a_table_is_standardised_by_its_declared_ranges(table_csv, tmp_path):
@@ -399,15 +369,6 @@ def read_folder(path):
     return read("image_folder", path)
 
 
-def test_sites_are_sorted_by_name(tmp_path):
-    (tmp_path / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
-    (tmp_path / "bern.csv").write_text("a,y\n3,0\n4,1\n5,1\n")
-    (tmp_path / "readme.txt").write_text("no site")
-    records, _ = load_sites(tmp_path, name="csv", read=read_csv)
-    assert records.columns["site"].tolist() == ["bern"] * 3 + ["oslo"] * 2
-    assert records.features[:, 0].tolist() == [3, 4, 5, 1, 2]
-
-
 def test_a_folder_of_images_per_site(tmp_path):
     for i, site in enumerate(("b", "a")):
         for kind in ("cat", "dog"):
@@ -429,17 +390,14 @@ def test_a_folder_of_images_per_site(tmp_path):
 
 
 def test_sites_that_do_not_exist_or_fit(tmp_path):
-    with pytest.raises(ConfigError, match="holds nothing of this kind"):
-        load_sites(tmp_path, name="csv", read=read_csv)
+    refuses("holds nothing of this kind", load_sites, tmp_path, name="csv", read=read_csv)
     with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=digits"):
         load_sites(tmp_path, name="digits", read=read_csv)
     (tmp_path / "oslo.csv").write_text("a,y\n1,0\n2,1\n")
     (tmp_path / "bern.csv").write_text("a,y\n1,0\n2,0\n")
-    with pytest.raises(ConfigError, match="dataset.class_names"):
-        load_sites(tmp_path, name="csv", read=read_csv)
+    refuses("dataset.class_names", load_sites, tmp_path, name="csv", read=read_csv)
     (tmp_path / "bern.csv").write_text("a,b,y\n1,0,1\n2,0,0\n")
-    with pytest.raises(ConfigError, match="same feature columns .*differ in b"):
-        load_sites(tmp_path, name="csv", read=read_csv)
+    refuses("same feature columns .*differ in b", load_sites, tmp_path, name="csv", read=read_csv)
     (tmp_path / "bern.csv").rename(tmp_path / "oslo.csv.gz")
     with pytest.raises(ConfigError, match="oslo.csv, oslo.csv.gz: expected .csv, "):
         load_sites(tmp_path, name="csv", read=read_csv)
@@ -451,25 +409,9 @@ def find(name, root, *, sites=False):
 
 
 def test_a_missing_root_is_one_sentence(tmp_path):
-    with pytest.raises(ConfigError, match=r"dataset=npz needs .* dataset.root="):
-        find("npz", None)
-    with pytest.raises(ConfigError, match="is not a file"):
-        find("npz", tmp_path)
-    with pytest.raises(ConfigError, match="is not a file or folder"):
-        find("csv", tmp_path / "x")
+    refuses(r"dataset=npz needs .* dataset.root=", find, "npz", None)
+    refuses("is not a file", find, "npz", tmp_path)
+    refuses("is not a file or folder", find, "csv", tmp_path / "x")
     assert find("csv", tmp_path) == tmp_path
-    with pytest.raises(ConfigError, match="is not a folder"):
-        find("npz", tmp_path / "x", sites=True)
-    with pytest.raises(
-        ConfigError, match=r"FashionMNIST/raw.*dataset.root=.*dataset.download=true"
-    ):
-        find("fashion_mnist", tmp_path)
-
-
-def test_the_fingerprint_changes_with_the_files(tmp_path):
-    np.save(tmp_path / "a.npy", np.zeros(3))
-    first = fingerprint("image_folder", tmp_path)
-    assert fingerprint("image_folder", tmp_path) == first
-    np.save(tmp_path / "a.npy", np.zeros(4))
-    assert fingerprint("image_folder", tmp_path) != first
-    assert fingerprint("npz", tmp_path / "a.npy")[0][1] == (tmp_path / "a.npy").stat().st_size
+    refuses("is not a folder", find, "npz", tmp_path / "x", sites=True)
+    refuses(r"FashionMNIST/raw.*dataset.root=.*download=true", find, "fashion_mnist", tmp_path)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
@@ -19,6 +20,7 @@ from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.base.pretrained import LENGTH, Frozen, forget_frozen
 from fednas_flwr.data.features import KINDS, SCATTERING, load_backbone, transform_of, transformed
 from fednas_flwr.data.prepared import make_data, make_server_data
+from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import Records
 from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.data.summary import reading_notes, summary
@@ -31,6 +33,7 @@ from fednas_flwr.settings.data_settings import Backbone as Settings
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 
 from ..data_sets import prepared
+from ..refusals import refuses
 
 TINY = "test_efficientnet"
 HEADS = (
@@ -132,8 +135,7 @@ def test_what_a_check_without_memory_built_computes_later_and_older_tensors_are_
         backbone = load_backbone(Settings(**named(weights)))
     assert backbone(torch.rand(1, 3, 9, 9)).isfinite().all()
     older = {name: t for name, t in backbone.state_dict().items() if name != "length"}
-    with pytest.raises(ConfigError, match="of another version: train the model anew"):
-        backbone.load_state_dict(older)
+    refuses("of another version: train the model anew", backbone.load_state_dict, older)
 
 
 def test_prepared_features_are_those_of_the_raw_images_and_of_the_weights(tmp_path, weights):
@@ -165,21 +167,15 @@ def test_encoded_images_are_read_at_the_backbones_size(tmp_path, weights):
     place = {"cache": tmp_path / "cache", "root": tmp_path / "data", "server_test": False}
     made = prepared("image_folder", **place, backbone=named(weights))
     assert made.inputs.shape == (3, 32, 32)
-    declared = transform_of(parse_dataset(weights))
+    dataset = data_settings("image_folder", {"cache": "none", "backbone": named(weights)})
+    assert dataset.declared["image_size"]
+    declared = transform_of(dataset)
     assert made.transform == declared
     forget_frozen()
     mirrored = prepared("image_folder", **place, backbone=named(weights), flip=True)
     assert pretrained._loaded.cache_info().currsize == 1  # two networks need twice the memory
     assert mirrored.transform == (*declared[:3], "mirrored", declared[3])
     assert not torch.equal(mirrored.train.features, made.train.features)
-
-
-def parse_dataset(weights):
-    from fednas_flwr.data.readers import data_settings
-
-    dataset = data_settings("image_folder", {"cache": "none", "backbone": named(weights)})
-    assert dataset.declared["image_size"]
-    return dataset
 
 
 def test_sites_with_other_weights_do_not_join(weights, tmp_path):
@@ -263,13 +259,10 @@ def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
     path = result.folder / "model.safetensors"
     state = load_file(path)
     name = "transform.network.conv_stem.weight"
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     save_file({**state, name: state[name] + 1}, path, metadata=metadata)
-    with pytest.raises(ConfigError, match="holds another backbone"):
-        load(result.folder)
+    refuses("holds another backbone", load, result.folder)
 
 
 @pytest.mark.run

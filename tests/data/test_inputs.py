@@ -25,6 +25,7 @@ from fednas_flwr.data.raw import read_raw
 from fednas_flwr.data.summary import reading_notes
 
 from ..data_sets import prepared
+from .conftest import save_dicom
 
 N = 80
 RNG = np.random.default_rng(5)
@@ -423,22 +424,10 @@ def scans(**tags):
     """DICOM images of 16 bits."""
 
     def write(folder):
-        pydicom = pytest.importorskip("pydicom")
-        from pydicom.dataset import FileDataset, FileMetaDataset
-        from pydicom.uid import ExplicitVRLittleEndian, generate_uid
-
         def save(pixels, path):
-            meta = FileMetaDataset()
-            meta.TransferSyntaxUID = ExplicitVRLittleEndian
-            meta.MediaStorageSOPInstanceUID = generate_uid()
-            scan = FileDataset(None, {}, file_meta=meta, preamble=b"\0" * 128)
-            scan.Rows, scan.Columns, scan.SamplesPerPixel = 8 // (len(tags) + 1), 8, 1
-            scan.BitsAllocated, scan.BitsStored, scan.HighBit = 16, 16, 15
-            scan.PixelRepresentation, scan.PhotometricInterpretation = 0, "MONOCHROME2"
-            for name, value in tags.items():
-                setattr(scan, name, value)
-            scan.PixelData = (pixels.astype(np.uint16) * 16).tobytes()
-            pydicom.dcmwrite(path.with_suffix(".dcm"), scan)
+            rows = {"Rows": 8 // (len(tags) + 1)}
+            wide = pixels.astype(np.uint16) * 16
+            save_dicom(path.with_suffix(".dcm"), wide, **rows | tags)
 
         return fill(folder, ("{}",), save)
 

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data import loaders
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.loaders import Split, augment, epoch_batches, largest_feature, step_batch
-from fednas_flwr.data.records import Column, record_ids, select_records
+from fednas_flwr.data.records import Column, record_ids
 
 from ..data_sets import records_of
+from ..refusals import refuses
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -73,22 +73,9 @@ def test_a_split_knows_the_records_of_each_person(images):
     assert replace(data.test, rows=nobody, persons=nobody).num_units == 0
 
 
-def test_the_servers_records(images):
-    split = loaders.server_split(select_records(images, np.arange(20)), MEAN, STD)
-    assert len(split) == 20
-    assert torch.equal(split.batch(torch.arange(20), "cpu")[1], images.labels[:20])
-
-
-def test_concat_splits(images):
-    data = client_data(images, np.arange(300))
-    both = loaders.concat_splits(data.train, data.validation)
-    assert both.rows.tolist() == data.train.rows.tolist() + data.validation.rows.tolist()
-
-
 def test_a_client_without_training_records(images):
     rows = client_data(images, np.arange(50)).test.rows.numpy()
-    with pytest.raises(ConfigError, match=f"no train record, of {len(rows)} in all"):
-        client_data(images, rows)
+    refuses(f"no train record, of {len(rows)} in all", client_data, images, rows)
     data = client_data(images, rows, fractions={"train": 0, "validation": 0, "test": 1})
     assert (len(data.train), len(data.test)) == (0, len(rows))
 
@@ -130,13 +117,6 @@ def test_a_batch_leaves_the_records_as_they_are(table):
     torch.testing.assert_close(table.features, before, equal_nan=True, rtol=0, atol=0)
 
 
-def test_given_statistics_of_a_table(table):
-    data = client_data(table, np.arange(400), mean=(50, 3, 0, 0, 0), std=(10, 2, 1, 1, 1))
-    x, _ = data.test.batch(torch.tensor([0]), "cpu")
-    row = table.features[data.test.rows[0]]
-    assert x[0, 0].item() == pytest.approx((row[0].item() - 50) / 10)
-
-
 @given(size=st.integers(1, 60), batch=st.integers(1, 70), seed=st.integers(0, 5))
 def test_an_epoch_covers_all_examples_once(size, batch, seed):
     batches = list(epoch_batches(size, batch_size=batch, generator=make_generator(seed)))
@@ -166,14 +146,6 @@ def test_a_full_batch_is_in_order_and_draws_nothing():
     assert whole.tolist() == [0, 1, 2, 3]
     assert torch.equal(generator.get_state(), before)
     assert step_batch(3, batch_size=None, step=9, seed=0, purpose=()).tolist() == [0, 1, 2]
-
-
-def test_another_purpose_has_another_order():
-    orders = {
-        tuple(step_batch(100, batch_size=100, step=0, seed=seed, purpose=purpose).tolist())
-        for seed, purpose in [(0, ("a",)), (1, ("a",)), (0, ("b",)), (0, ("a", 1))]
-    }
-    assert len(orders) == 4
 
 
 def test_impossible_batches_are_refused():
@@ -220,18 +192,6 @@ def test_augment_equals_one_image_after_the_other(shape, crop_padding, flip, cut
     fast = augment(x, generator=make_generator(seed), **sizes)
     assert torch.equal(fast, slow_augment(x, generator=make_generator(seed), **sizes))
     assert torch.equal(x, before)
-
-
-def test_augment_uses_every_offset_and_both_sides():
-    x = torch.arange(1.0, 26).view(1, 1, 5, 5).expand(4000, 1, 5, 5)
-    cropped = augment(x, generator=make_generator(0), crop_padding=1, flip=False, cutout=0)
-    assert len(cropped.unique(dim=0)) == 9
-    flipped = augment(x, generator=make_generator(0), crop_padding=0, flip=True, cutout=0)
-    assert (flipped[:, 0, 0, 0] == 5).float().mean().item() == pytest.approx(0.5, abs=0.03)
-    cut = augment(x, generator=make_generator(0), crop_padding=0, flip=False, cutout=2)
-    zeros = (cut == 0).sum((1, 2, 3))
-    # a square of 2, clipped where its centre lies in the first row or column
-    assert set(zeros.tolist()) == {1, 2, 4}
 
 
 def test_augment_skips_what_is_off():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.records import CATEGORY, Column
 
@@ -79,8 +78,6 @@ def test_odd_labels_are_told():
     assert "40 classes that are numbers" in note
     one_hot = torch.nn.functional.one_hot(torch.from_numpy(LABELS)).numpy()
     pixels = RNG.integers(0, 256, (N, 1, 4, 4)).astype(np.uint8)
-    (note,) = oddities(images(pixels, one_hot))
-    assert note.startswith("every record has exactly one of 2 labels")
     one_hot[0] = 1
     assert oddities(images(pixels, one_hot)) == []
 
@@ -91,5 +88,3 @@ def test_odd_images_are_told():
     for shift in (0, 100):  # dark, and of one shade, as 16 bits of a camera that use few of them
         (note,) = oddities(images(pixels // 16 + np.uint8(shift)))
         assert note.startswith(f"the pixels are from {shift} to {shift + 15} of 255")
-    with pytest.raises(ConfigError, match="all 200 images are one picture"):
-        oddities(images(np.zeros_like(pixels)))

@@ -1,4 +1,3 @@
-import doctest
 import json
 from dataclasses import replace
 
@@ -9,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data import records
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import (
@@ -26,6 +24,8 @@ from fednas_flwr.data.records import (
     select_records,
 )
 from fednas_flwr.settings.names import SPLITS
+
+from ..refusals import refuses
 
 
 def rows(*, classes=("a", "b"), width=2, names=None, count=3):
@@ -82,8 +82,7 @@ def test_join_sites_adds_the_site():
     ],
 )
 def test_join_sites_refuses_what_does_not_fit(other, message):
-    with pytest.raises(ConfigError, match=message):
-        join_sites({"oslo": rows(), "paris": other})
+    refuses(message, join_sites, {"oslo": rows(), "paris": other})
 
 
 def test_encode_labels_names_the_unknown():
@@ -108,8 +107,7 @@ def test_the_inputs_of_a_model_that_was_written_before_a_key_existed_are_read():
         del values[name]
     assert Inputs.from_json(json.dumps(values)) == inputs
     del values["mean"]
-    with pytest.raises(ConfigError, match=r"inputs\.mean is missing"):
-        Inputs.from_json(json.dumps(values))
+    refuses(r"inputs\.mean is missing", Inputs.from_json, json.dumps(values))
 
 
 FRACTIONS = {"train": 0.5, "validation": 0.3, "test": 0.2}
@@ -188,8 +186,7 @@ def test_unusable_fractions_are_refused(fractions):
 
 @pytest.mark.parametrize("key", [b"", b"k" * 65])
 def test_unusable_keys_are_refused(key):
-    with pytest.raises(ValueError, match="1 to 64 bytes"):
-        hash_positions(MANY[:3], key=key)
+    refuses("1 to 64 bytes", hash_positions, MANY[:3], error=ValueError, key=key)
 
 
 @given(ids=some_ids, other=some_ids, key=keys, fractions=shares(), data=st.data())
@@ -211,10 +208,6 @@ def test_the_digest_of_an_assignment_is_equal_where_the_assignment_is(
         same = digest(ids, fractions=moved, id_column=id_column) == own
         assert same == (moved == fractions)
     assert digest(ids, id_column="card") != digest(ids, id_column="patient") != digest(ids)
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(records).failed == 0
 
 
 def _parts(ids, key, fractions):

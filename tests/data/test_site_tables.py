@@ -3,12 +3,13 @@
 import pandas as pd
 import pytest
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import site_tables
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import CATEGORY, Column
 from fednas_flwr.data.site_tables import proposals, read_site_tables, side_by_side
 from fednas_flwr.data.table_files import SITES_FILE
+
+from ..refusals import refuses
 
 A = "age,sex,chol,y\n50,TRUE,200,0\n60,FALSE,250.5,1\n40,TRUE,190,1\n"
 
@@ -51,10 +52,8 @@ def test_a_column_that_a_site_lacks_is_missing_there_and_told(tmp_path):
     assert "b: no column chol, which counts as missing there" in joined.notes
     assert joined.class_names == ("0", "1")  # though b has one class only
     write(tmp_path, b="age,sex,chol\n50,TRUE,1\n")
-    with pytest.raises(ConfigError, match="last column of site a is y, and that of site b chol"):
-        join(tmp_path)
-    with pytest.raises(ConfigError, match="no column y"):
-        join(tmp_path, label="y")
+    refuses("last column of site a is y, and that of site b chol", join, tmp_path)
+    refuses("no column y", join, tmp_path, label="y")
 
 
 def test_sites_are_adapted_by_their_file(tmp_path):
@@ -75,8 +74,7 @@ def test_sites_are_adapted_by_their_file(tmp_path):
         ("- b\n", "all=.* must be a group of settings"),
     ):
         (tmp_path / SITES_FILE).write_text(text)
-        with pytest.raises(ConfigError, match=words):
-            join(tmp_path)
+        refuses(words, join, tmp_path)
 
 
 def test_what_sites_agree_on_is_kept_with_their_records(tmp_path):
@@ -119,9 +117,7 @@ def test_what_would_join_sites_is_proposed(tmp_path):
 
 def test_sites_that_say_yes_in_other_words_are_asked_to_join(tmp_path):
     write(tmp_path, a=A, b="age,sex,chol,y\n50,TRUE,200,no\n60,FALSE,250.5,Yes\n")
-    with pytest.raises(ConfigError, match="join them by") as refused:
-        join(tmp_path)
-    line = str(refused.value).split(" with ")[1].rstrip(".")
+    line = refuses("join them by", join, tmp_path).split(" with ")[1].rstrip(".")
     (tmp_path / SITES_FILE).write_text(line)
     assert join(tmp_path).labels.tolist() == [0, 1, 1, 0, 1]
 
@@ -203,8 +199,7 @@ def test_what_would_join_two_sites_is_proposed(tmp_path, first, second, expected
     assert found == ({"b": expected} if expected else {})
     (tmp_path / SITES_FILE).write_text("\n".join(site_tables.as_yaml(found)))
     if "?" in str(found):  # which somebody is to think about
-        with pytest.raises(ConfigError, match="b.scale.x=. has the wrong type: expected a number"):
-            join(tmp_path)
+        refuses("b.scale.x=. has the wrong type: expected a number", join, tmp_path)
     else:
         assert proposals(read_site_tables(csv, tmp_path)) == {}
 

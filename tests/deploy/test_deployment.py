@@ -43,6 +43,7 @@ from fednas_flwr.settings.configuration import load_config
 
 from ..processes import told
 from ..refusals import refuses
+from ..rows import seldom
 
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=site")
 REAL_SITES = (*DEPLOYMENT, "partition=sites", "dataset.server_test=false")
@@ -366,14 +367,10 @@ def test_a_server_test_set_that_does_not_fit_the_sites_is_refused(compose_config
     refuses("the server's test set", make_server_data, replace(config, dataset=public), other)
 
 
-@pytest.mark.parametrize(
-    "own", [None, [2, 2], [1, 4]], ids=["sites lack it", "other scales", "other angles"]
-)
+@pytest.mark.parametrize("own", [seldom({}), {"scattering": {"scales": 1, "angles": 4}}])
 def test_features_that_sites_do_not_share_are_refused(tmp_path, files, quick_run, own):
     """The sites' dataset.yaml decides what they do; the run's setting would do nothing."""
-    dataset: dict[str, object] = {"name": "npz", "class_names": ["0", "1", "2"]}
-    if own is not None:
-        dataset["scattering"] = dict(zip(("scales", "angles"), own, strict=True))
+    dataset = {"name": "npz", "class_names": ["0", "1", "2"]} | own
     (tmp_path / "dataset.yaml").write_text(yaml.safe_dump(dataset))
     more = {"dataset": str(tmp_path / "dataset.yaml"), "cache": str(tmp_path / "cache")}
     nodes = [{"data-path": str(file), **more} for file in files]

@@ -64,9 +64,8 @@ def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
     for wrong in ("nothing", "default"):
         own = (f"runtime.superlink={wrong}", f"run_dir={tmp_path / 'run'}")
         config = compose_config("runtime=deployment", *own)
-        with pytest.raises(ConfigError) as told:
-            api.run(config)
-        assert str(told.value) == (
+        told = refuses("", api.run, config)
+        assert told == (
             f"runtime.superlink={wrong} is unknown: choose one of {known}, or add "
             f"[superlink.{wrong}] with its address to {tmp_path / 'config.toml'}."
         )

@@ -25,6 +25,7 @@ from ..search.test_objective import expected_scores
 
 CPU = torch.device("cpu")
 DECIDED = ("sensitivity", "specificity")
+SEEDS = st.integers(0, 2**31 - 1)
 
 
 def make_split(rows, *, seed=0):
@@ -95,19 +96,6 @@ def arrays(split):
     return x.flatten(1).numpy(), y.numpy()
 
 
-def test_the_linear_baseline_is_that_of_sklearn_on_the_pooled_records():
-    clients = [make_split(list(range(0, 150))), make_split(list(range(150, 400)))]
-    test = make_split(list(range(400, 600)))
-
-    x, y = (np.concatenate(part) for part in zip(*map(arrays, clients), strict=True))
-    x_test, y_test = arrays(test)
-    model = LogisticRegression(max_iter=1000).fit(x, y)
-    scores = metrics.pooled_baselines(clients, test, 3, CLASSIFICATION)["linear"]
-    assert scores["accuracy"] == pytest.approx(model.score(x_test, y_test))
-    assert scores["f1"] == pytest.approx(f1_score(y_test, model.predict(x_test), average="macro"))
-    assert scores["accuracy"] > 0.6
-
-
 @pytest.mark.parametrize("classes", [(0, 1, 2), (1, 2), (1,)])
 def test_scores_are_those_of_the_networks_logits(network, classes):
     """Against counts of records and of pairs; a class alone has no area."""
@@ -136,16 +124,16 @@ def test_measured_losses_are_without_class_factors(network):
     assert found.loss == pytest.approx(losses.mean().item(), rel=1e-6)
 
 
-def test_the_linear_baseline_scores_classes_it_has_never_seen_as_ties():
-    """Class 1 is in no training record: every record of it has the same score for it."""
+def test_the_linear_baseline_is_scikit_learns_and_scores_unseen_classes_as_ties():
+    """Class 1 is in no record of two clients: every record of it has the same score for it."""
     made = make_split(list(range(300)))
-    seen = made.rows[made.labels[made.rows] != 1]
-    train = Split(made.features, made.labels, seen, made.mean, made.std)
+    train = replace(made, rows=made.rows[made.labels[made.rows] != 1])
+    clients = [replace(made, rows=rows) for rows in train.rows.split(120)]
     test = make_split(list(range(300, 600)))
     model = LogisticRegression(max_iter=1000).fit(*arrays(train))
     x_test, y_test = arrays(test)
     p = model.predict_proba(x_test)
-    scores = metrics.pooled_baselines([train], test, 3, CLASSIFICATION)["linear"]
+    scores = metrics.pooled_baselines(clients, test, 3, CLASSIFICATION)["linear"]
     area = {c: roc_auc_score(y_test == c, p[:, column]) for column, c in enumerate((0, 2))}
     assert min(area.values()) > 0.6
     assert scores["auroc"] == pytest.approx((area[0] + 0.5 + area[2]) / 3, rel=1e-12)
@@ -277,9 +265,6 @@ def test_a_report_has_all_scores_as_json(num_classes):
     assert low < accuracy < high
     assert (found["sensitivity"] is not None) == (num_classes == 2)
     if num_classes == 2:
-        assert found["sensitivity"] == pytest.approx(float(called[labels == 1].double().mean()))
-        fine = 1 - called[labels == 0].double().mean()
-        assert found["specificity"] == pytest.approx(float(fine))
         assert found["f1"] == pytest.approx(f1_score(labels, called))
 
 
@@ -298,12 +283,7 @@ def score_of_parts(parts, metric, objective):
 
 
 @settings(max_examples=30)
-@given(
-    st.sampled_from(CLASS_METRICS),
-    st.sampled_from([2, 3]),
-    st.integers(1, 3),
-    st.integers(0, 2**31 - 1),
-)
+@given(st.sampled_from(CLASS_METRICS), st.sampled_from([2, 3]), st.integers(1, 3), SEEDS)
 def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, classes, clients, seed):
     drawn = torch.Generator().manual_seed(seed)
     parts = []
@@ -328,7 +308,7 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, class
 
 
 @settings(max_examples=30)
-@given(st.sampled_from(NUMBER_METRICS), st.integers(1, 3), st.integers(0, 2**31 - 1))
+@given(st.sampled_from(NUMBER_METRICS), st.integers(1, 3), SEEDS)
 def test_added_sums_of_numbers_give_the_score_of_all_records(metric, clients, seed):
     drawn = torch.Generator().manual_seed(seed)
     sizes = [int(torch.randint(2, 40, (), generator=drawn)) for _ in range(clients)]

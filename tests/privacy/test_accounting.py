@@ -148,16 +148,12 @@ def test_gdp_at_its_ends():
 
 
 @pytest.mark.parametrize("accountant", [prv_epsilon, rdp_epsilon, gdp_epsilon, filter_epsilon])
-def test_epsilon_grows_with_steps_and_rate_and_shrinks_with_noise_and_delta(accountant):
+def test_contracts_of_every_accountant(accountant):
     def epsilon(sigma=1.0, rate=0.02, steps=200, *others, delta=DELTA):
         return accountant([Release(sigma, rate, steps), *others], delta)
 
     assert 0 < epsilon() < min(epsilon(steps=240), epsilon(rate=0.024), epsilon(delta=DELTA / 3))
     assert epsilon(sigma=1.1) < epsilon() < epsilon(1.0, 0.02, 200, Release(5.0, 1.0, 1))
-
-
-@pytest.mark.parametrize("accountant", [prv_epsilon, rdp_epsilon, gdp_epsilon, filter_epsilon])
-def test_contracts_of_every_accountant(accountant):
     assert accountant([], DELTA) == 0.0
     two, three, five = (Release(1.0, 0.05, n) for n in (2, 3, 5))
     assert accountant([two, three], DELTA) == pytest.approx(accountant([five], DELTA), rel=1e-9)

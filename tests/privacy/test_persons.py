@@ -10,15 +10,12 @@ from torch.nn.functional import cross_entropy
 
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.micro_batches import by_person, person_means
+from fednas_flwr.search.objective import CLASSIFICATION
 from fednas_flwr.spaces.mlp import MLPSpace
 
 NORM, SIZE = 0.5, 16
 FACTORS = torch.tensor([1.0, 0.3, 0.7])
 SPACE = MLPSpace(input_shape=(5,), num_classes=3, channels=8, num_cells=2, norm="group")
-
-
-def losses(output, y):
-    return cross_entropy(output, y, reduction="none")
 
 
 def make_persons(counts, seed=0):
@@ -30,8 +27,8 @@ def make_persons(counts, seed=0):
 
 
 def gradient_sum(network, x, y, persons, *, of="weights", size=SIZE):
-    common = {"loss": losses, "max_norm": NORM, "micro_batch_size": size, "class_factors": FACTORS}
-    common |= {"persons": persons}
+    common = {"loss": CLASSIFICATION.plain_losses, "max_norm": NORM, "micro_batch_size": size}
+    common |= {"persons": persons, "class_factors": FACTORS}
     if of == "alphas":
         return clipped_alpha_gradient_sum(network, x, y, alphas=network.alphas(), **common)
     return clipped_gradient_sum(network, x, y, parameters=network.weights(), **common)
@@ -52,7 +49,7 @@ def test_a_persons_records_are_averaged_and_clipped_together(of):
     expected = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for person in range(3):
         rows = (persons == person).nonzero().flatten()
-        loss = losses(network(x[rows].double()), y[rows]).mean()
+        loss = cross_entropy(network(x[rows].double()), y[rows])
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         known = [
             torch.zeros_like(p) if g is None else g

@@ -4,9 +4,12 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import rdp
+from hypothesis import given
+from hypothesis import strategies as st
 from opacus.accountants.analysis.rdp import compute_rdp
 
 from fednas_flwr.privacy.mechanism import renyi
+from fednas_flwr.settings.names import CLIENT, PERSON, RECORD
 
 from ..refusals import refuses
 
@@ -84,17 +87,6 @@ def test_edges_of_rate_and_noise():
     assert 64 / 2e-6 <= tiny == pytest.approx(64 / 2e-6, rel=1e-8)
 
 
-def test_it_grows_with_order_and_rate_and_shrinks_with_noise():
-    for sigma in (0.4, 1.0, 5.0):
-        costs = [divergence(sigma, 0.02, a) for a in (1.05, 1.5, 2.0, 3.7, 9.0, 40.0, 300.0)]
-        assert costs == sorted(costs)
-    by_rate = [divergence(1.0, rate, 5.5) for rate in (1e-6, 1e-3, 0.1, 0.5, 0.9, 1.0)]
-    assert by_rate == sorted(by_rate)
-    by_noise = [divergence(sigma, 0.1, 5.5) for sigma in (0.05, 0.3, 1.0, 4.0, 1e3, 1e6)]
-    assert by_noise == sorted(by_noise, reverse=True)
-    assert by_noise[-1] > 0
-
-
 def test_conversion_is_the_maximum_of_the_hockey_stick():
     # max over losses L of (1 - e^(eps - L)) e^(-(a - 1) L), at a divergence of 0, is delta.
     for order, delta in ((1.5, 1e-5), (4.0, 1e-6), (60.0, 1e-3)):
@@ -131,3 +123,86 @@ def test_merging_adds_up_the_steps_of_equal_mechanisms():
 )
 def test_the_rate_is_the_expected_batch_over_the_declared_records(batch_size, num_records, rate):
     assert renyi.poisson_rate(batch_size, num_records) == rate
+
+
+# --- Releases that protect one unit of privacy, counted for another one
+
+
+BY_A, BY_B = renyi.booked_unit(PERSON, "a column"), renyi.booked_unit(PERSON, "b")
+
+
+def booked_cost(release, order):
+    """Return what the ledger books of all steps; infinite of what promises nothing."""
+    if release is None:
+        return math.inf
+    terms = {"noise_multiplier": release.noise_multiplier, "sample_rate": release.sample_rate}
+    return release.steps * renyi.renyi_divergence(**terms, order=order)
+
+
+def replaced(sigma, rate, order, shift):
+    """Return the divergence, by summation, where one drawn contribution 1 becomes ``1 - shift``."""
+    z = np.arange(-20 * sigma - 30, 20 * sigma + 30, sigma / 100)
+
+    def noised(mean):
+        """Return the log density of the noise around 0 or, where it is drawn, around the mean."""
+        around = [-0.5 * ((z - m) / sigma) ** 2 for m in (0, mean)]
+        drawn = around[1] + math.log(rate)
+        return np.logaddexp(around[0] + math.log1p(-rate), drawn) if rate < 1 else drawn
+
+    log_mass = order * noised(1) + (1 - order) * noised(1 - shift)
+    total = float(np.exp(log_mass).sum()) / 100 / math.sqrt(2 * math.pi)
+    return math.log(total) / (order - 1)
+
+
+COUNTED = [
+    *((unit, unit, True) for unit in (RECORD, BY_A, BY_B, CLIENT)),
+    *((RECORD, unit, False) for unit in (BY_A, BY_B, CLIENT)),
+    *((BY_A, RECORD, True), (BY_A, BY_B, False), (BY_B, BY_A, False), (BY_A, CLIENT, False)),
+    *((CLIENT, unit, True) for unit in (RECORD, BY_A, BY_B)),
+]
+
+
+@pytest.mark.parametrize(("booked", "unit", "protected"), COUNTED)
+def test_a_finer_unit_costs_infinitely_much_a_coarser_no_less(booked, unit, protected):
+    release = renyi.Release(noise_multiplier=2.0, sample_rate=0.1, steps=3)
+    assert renyi.protects(booked, unit) == protected
+    assert (renyi.counted(release, booked, unit) is not None) == protected
+    if booked == unit:
+        assert renyi.counted(release, booked, unit) == release
+    elif protected:
+        assert booked_cost(renyi.counted(release, booked, unit), 4.0) > booked_cost(release, 4.0)
+
+
+def test_the_kind_of_a_booked_unit_is_told_whatever_the_columns_name():
+    assert [renyi.kind_of(unit) for unit in (RECORD, BY_A, CLIENT)] == [RECORD, PERSON, CLIENT]
+    assert renyi.kind_of(renyi.booked_unit(PERSON, "")) == PERSON
+    assert renyi.booked_unit(RECORD, "ignored") == RECORD
+    assert renyi.booked_unit(CLIENT, "ignored") == CLIENT
+
+
+@given(
+    sigma=st.floats(0.8, 8),
+    rate=st.sampled_from([1e-3, 0.05, 0.3, 0.9, 1.0]),
+    order=st.floats(1.2, 12),
+    shift=st.floats(0, 2),
+)
+def test_a_record_of_a_person_is_never_counted_below_its_change(sigma, rate, order, shift):
+    """One record more moves a drawn person's clipped mean by anything up to twice the norm."""
+    for coarser in (BY_A, CLIENT):
+        step = renyi.Release(noise_multiplier=sigma, sample_rate=rate, steps=1)
+        booked = booked_cost(renyi.counted(step, coarser, RECORD), order)
+        assert replaced(sigma, rate, order, shift) <= booked * (1 + 1e-6) + 1e-9
+
+
+def test_what_was_booked_for_a_person_is_too_little_for_one_of_their_records():
+    for rate in (0.05, 1.0):
+        step = renyi.Release(noise_multiplier=2.0, sample_rate=rate, steps=1)
+        assert replaced(2.0, rate, 4.0, 2.0) > 1.5 * booked_cost(step, 4.0)
+    step = renyi.Release(noise_multiplier=2.0, sample_rate=1.0, steps=1)
+    exact = booked_cost(renyi.counted(step, CLIENT, RECORD), 4.0)
+    assert replaced(2.0, 1.0, 4.0, 2.0) == pytest.approx(exact, rel=1e-6)
+
+
+def test_noise_that_cannot_be_halved_costs_infinitely_much():
+    assert renyi.counted(renyi.Release(0.0015, 1.0, 1), CLIENT, RECORD) is None
+    assert renyi.counted(renyi.Release(0.0015, 1.0, 1), CLIENT, CLIENT) is not None

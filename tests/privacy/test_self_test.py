@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F
 
 from fednas_flwr.base.layers import own_linear_layers
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -36,10 +35,6 @@ MAX_NORM = 1.0
 CPU = torch.device("cpu")
 WITH_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, WITH_GPU])]
-
-
-def cross_entropy(output, y):
-    return F.cross_entropy(output, y, reduction="none")
 
 
 def weight_sum(network, x, y, **changed):
@@ -75,7 +70,7 @@ def test_weights_that_cancel_do_not_let_a_record_change_what_others_contribute(a
     network, x, y = cancelling_network()
 
     def clipped(x, y, size=None, watch=unwatched):
-        sums = weight_sum(network, x, y, loss=cross_entropy, micro_batch_size=size, watch=watch)
+        sums = weight_sum(network, x, y, micro_batch_size=size, watch=watch)
         return torch.cat([total.flatten() for total in sums.values()])
 
     def watched(x, y, watch):
@@ -289,7 +284,7 @@ def test_rows_that_fill_a_micro_batch_contribute_nothing_even_if_they_are_not_fi
 
     def clipped(x, y, size):
         sizes = {"max_norm": 0.1, "micro_batch_size": size}
-        return weight_sum(network, x, y, loss=cross_entropy, **sizes)
+        return weight_sum(network, x, y, **sizes)
 
     one_by_one = clipped(x, y, 1)
     assert all(bool(total.any()) for total in one_by_one.values())

@@ -5,14 +5,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import stats
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fednas_flwr.base.randomness import seeded
 from fednas_flwr.protocol.states import (
+    CHUNK,
     Layout,
     Part,
+    TrimmedMean,
     WeightedAverage,
     load_states,
+    median_rewards,
     network_states,
     pack,
     unpack,
@@ -80,15 +85,11 @@ def test_unpack_refuses_other_sizes():
 
 @pytest.fixture
 def supernets():
+    """Two supernets with other weights and statistics."""
     space = NASBench201Space(input_shape=(3, 8, 8), num_classes=3, channels=2, num_cells=1)
-    nets = []
-    for seed in range(3):
-        with seeded(seed, "supernet"):
-            nets.append(space.supernet())
-        nets[-1](torch.randn(4 + seed, 3, 8, 8, generator=torch.Generator().manual_seed(seed)))
-        for _ in range(seed):  # batch norm's counters: 1, 2, 3
-            nets[-1](torch.zeros(2, 3, 8, 8))
-    return nets
+    both = space.supernet(), space.supernet()
+    both[1](torch.randn(4, 3, 8, 8))
+    return both
 
 
 def test_states_of_a_supernet_are_all_its_tensors_once(supernets):
@@ -109,31 +110,6 @@ def average(replies):
     return mean.result()
 
 
-def test_average_of_weights_alphas_and_buffers_equals_numpy(supernets):
-    counts = [3, 50, 7]
-    states = [
-        {name: pack(tensors) for name, tensors in network_states(net).items()} for net in supernets
-    ]
-    mean = average(zip(states, counts, strict=True))
-    assert set(mean) == {"weights", "alphas", "buffers"}
-    assert set(mean["buffers"]) == {"float32", "int64"}
-    for name, packed in mean.items():
-        for dtype, vector in packed.items():
-            columns = np.stack([s[name][dtype].numpy().astype(np.float64) for s in states])
-            expected = np.average(columns, axis=0, weights=counts)
-            assert str(vector.dtype) == f"torch.{dtype}"
-            if dtype == "int64":
-                assert vector.tolist() == np.rint(expected).tolist()
-                assert set(vector.tolist()) == {2}  # (3 * 1 + 50 * 2 + 7 * 3) / 60 = 2.07
-            else:
-                np.testing.assert_allclose(vector.numpy(), expected, rtol=1e-5, atol=1e-6)
-    # Nothing of the replies was changed, and no client's tensors were handed back.
-    for net, state in zip(supernets, states, strict=True):
-        own = pack(network_states(net)["alphas"])["float32"]
-        assert torch.equal(state["alphas"]["float32"], own)
-        assert not torch.allclose(mean["alphas"]["float32"], state["alphas"]["float32"], atol=1e-7)
-
-
 @given(
     st.lists(st.floats(1, 1e6), min_size=1, max_size=6),
     st.sampled_from([torch.float32, torch.float64, torch.int64, torch.int32]),
@@ -143,10 +119,14 @@ def test_average_keeps_the_dtype_and_lies_where_numpy_puts_it(counts, dtype, see
     generator = torch.Generator().manual_seed(seed)
     vectors = [(torch.randn(5, generator=generator) * 50).to(dtype) for _ in counts]
     key = str(dtype).removeprefix("torch.")
-    replies = (({"weights": {key: v}}, n) for v, n in zip(vectors, counts, strict=True))
-    mean = average(replies)["weights"][key]
+    sent = [vector.clone() for vector in vectors]
+    pairs = zip(vectors, counts, strict=True)
+    found = average(({"weights": {key: v}, "buffers": {key: -v}}, n) for v, n in pairs)
+    mean = found["weights"][key]
     expected = np.average(np.stack([v.double().numpy() for v in vectors]), axis=0, weights=counts)
     assert mean.dtype == dtype
+    assert torch.equal(found["buffers"][key], -mean)
+    assert all(map(torch.equal, vectors, sent))
     tolerance = 0.5 + 1e-6 if not dtype.is_floating_point else 1e-3
     np.testing.assert_allclose(mean.double().numpy(), expected, rtol=0, atol=tolerance)
 
@@ -172,7 +152,7 @@ def test_the_streaming_average_holds_one_sum_and_no_reply():
 
 
 def test_load_states_copies_into_the_own_tensors(supernets):
-    source, target = supernets[0], supernets[1]
+    target, source = supernets
     packed = {name: pack(tensors) for name, tensors in network_states(source).items()}
     pointers = [p.data_ptr() for p in target.parameters()]
     load_states(target, packed)
@@ -196,3 +176,95 @@ def test_a_part_holds_some_tensors_and_fills_in_to_the_whole():
     assert all(torch.equal(filled["weights"][d], vector) for d, vector in pack(new).items())
     assert all(torch.equal(before["weights"][d], vector) for d, vector in pack(sent).items())
     assert Part(layouts, {"weights": []}).of(whole)["weights"] == {}
+
+
+# --- Trimmed means and medians against numpy and scipy, their memory, and what an attack does
+
+
+VALUES = st.floats(-1e6, 1e6, width=32)
+
+
+def result_of(values_NP, trim):
+    average = TrimmedMean(trim)
+    for number, row in enumerate(values_NP):
+        vector = torch.from_numpy(row.copy())
+        average.add({"weights": {str(row.dtype): vector}}, weight=1.0 + number)
+    (packed,) = average.result().values()
+    (vector,) = packed.values()
+    return vector
+
+
+@given(
+    hnp.arrays(np.float32, st.tuples(st.integers(1, 9), st.integers(1, 5)), elements=VALUES),
+    st.integers(1, 4),
+)
+def test_agrees_with_numpy_and_scipy(values_NP, trim):
+    wide = values_NP.astype(np.float64)
+    np.testing.assert_allclose(result_of(values_NP, None), np.median(wide, axis=0), 1e-6, 1e-6)
+    if len(values_NP) <= 2 * trim:
+        refuses("too few", result_of, values_NP, trim, error=ValueError)
+        return
+    expected = stats.trim_mean(wide, (trim + 0.01) / len(wide), axis=0)  # it rounds down
+    np.testing.assert_allclose(result_of(values_NP, trim), expected, 1e-5, 1e-5 * 1e6)
+
+
+@given(
+    hnp.arrays(np.float32, (5, 3), elements=VALUES),
+    hnp.arrays(np.float32, (2, 3), elements=st.floats(-(2.0**60), 2.0**60, width=32)),
+    st.permutations(range(7)),
+)
+def test_two_hostile_of_seven_stay_between_honest_values(honest_NP, hostile_NP, order):
+    values_NP = np.concatenate([honest_NP, hostile_NP])[order]
+    for trim in (2, None):
+        result = result_of(values_NP, trim).numpy()
+        slack = 1e-6 * np.abs(honest_NP).max()  # of a mean's rounding
+        assert (honest_NP.min(axis=0) - slack <= result).all()
+        assert (result <= honest_NP.max(axis=0) + slack).all()
+
+
+@given(
+    hnp.arrays(np.float64, (3, 4), elements=st.floats(0, 1)),
+    hnp.arrays(np.float64, (2, 4), elements=st.floats(0, 1)),
+    st.permutations(range(5)),
+)
+def test_rewards_lie_between_those_of_honest_clients(honest_NP, hostile_NP, order):
+    """Of each candidate, against the client's own mean; where all agree, they decide."""
+    rewards_NC = torch.from_numpy(np.concatenate([honest_NP, hostile_NP])[order])
+    found_C = median_rewards(rewards_NC).numpy()
+    levels = honest_NP.mean(axis=1, keepdims=True)
+    gains = found_C - np.median(rewards_NC.numpy().mean(axis=1))
+    assert ((honest_NP - levels).min(axis=0) - 1e-12 <= gains).all()
+    assert (gains <= (honest_NP - levels).max(axis=0) + 1e-12).all()
+    alike = median_rewards(torch.from_numpy(np.tile(honest_NP[0], (3, 1))))
+    np.testing.assert_allclose(alike, honest_NP[0], atol=1e-12)
+
+
+def test_counters_keep_their_dtype_and_large_values():
+    values_NP = np.array([[2**40 + 1], [7], [2**40 + 3], [2**40 + 5]], dtype=np.int64)
+    result = result_of(values_NP, None)
+    assert result.dtype == torch.int64
+    assert result.item() == 2**40 + 2
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that anything has returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_long_vectors_are_sorted_in_pieces():
+    length, clients = 4 * CHUNK + 3, 3
+    average = TrimmedMean(1)
+    for number in range(clients):
+        average.add({"weights": {"float32": torch.full((length,), float(number))}}, weight=1.0)
+    with Largest() as largest:
+        (packed,) = average.result().values()
+    assert (packed["float32"] == 1).all()
+    assert largest.elements <= max(length, clients * CHUNK)

@@ -1,6 +1,5 @@
 """The bandit and theta: rules as properties, oracles, and simulations."""
 
-import json
 import math
 from dataclasses import replace
 from functools import cache
@@ -15,8 +14,6 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search.bandit import EQUAL, LEAST, Bandit, Theta, Trial
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SCHEDULES, BanditSettings, ThetaSettings
-
-from ..refusals import refuses
 
 SETTINGS = BanditSettings(beta=3.0, step_size=0.5, retention=0.9, temperature=0.25, scaled=True)
 rewards = st.floats(-10, 10)
@@ -95,11 +92,6 @@ def test_pi_is_a_distribution_and_follows_the_estimates(case):
     assert bool((pi >= 0).all())
     order = bandit.estimates_N.argsort()
     assert bool((pi[order].diff() >= 0).all())
-
-
-@given(cases)
-def test_entropy_is_from_zero_to_that_of_the_uniform_distribution(case):
-    bandit = tried(case[0], *case[1])
     assert 0 <= bandit.entropy() <= math.log(case[0]) + 1e-12
 
 
@@ -183,43 +175,6 @@ def test_a_diverged_trial_counts_as_the_worst(nothing):
     assert float(alone.estimates_N[0]) < 0.5
 
 
-def test_state_survives_json():
-    bandit = tried(4, {0: 1.0, 2: -0.5})
-    again = Bandit.of(4, SETTINGS).with_json(bandit.to_json())
-    assert torch.equal(again.probabilities(), bandit.probabilities())
-
-
-def simulate(constants, *, phases=30, num_arms=60, seed=1):
-    """Return entropies and the share of late phases whose best arm is among the best tenth.
-
-    Rewards are as of a search: small decreases of a loss, shrinking with time, noisy.
-    """
-    generator = make_generator(seed, "simulation")
-    quality = torch.rand(num_arms, generator=generator, dtype=torch.float64)
-    good = set(quality.topk(num_arms // 10).indices.tolist())
-    bandit, entropies, hits = Bandit.of(num_arms, constants), [], 0
-    for phase in range(phases):
-        size = 0.05 * 0.95**phase
-        chosen = bandit.draw(bandit.num_trials(), generator)
-        noise = torch.randn(len(chosen), generator=generator, dtype=torch.float64).tolist()
-        pairs = zip(chosen, noise, strict=True)
-        bandit = bandit.updated({a: size * (float(quality[a]) + 0.05 * n) for a, n in pairs})
-        entropies.append(bandit.entropy())
-        hits += phase >= phases - 10 and bandit.best() in good
-    return entropies, hits / 10
-
-
-def test_exploration_falls_and_finds_good_arms():
-    runs = [simulate(SETTINGS, seed=seed) for seed in range(8)]
-    assert max(entropies[-1] for entropies, _ in runs) < 0.8 * math.log(60)
-    assert sum(share for _, share in runs) / len(runs) > 0.9
-
-
-def test_exploration_never_falls_as_the_paper_writes_it():
-    entropies, _ = simulate(paper_faithful(alpha=0.5, beta=3.0))
-    assert entropies[-1] > 0.99 * math.log(60)
-
-
 schedules = st.sampled_from(SCHEDULES)
 discounts = st.floats(0, 1)
 
@@ -288,31 +243,11 @@ def test_theta_stays_a_distribution(case, schedule, discount):
     assert float(pi[theta.best()]) == float(pi.max())
 
 
-@given(st.floats(0, 2), st.floats(0.01, 2), schedules)
-def test_the_better_of_two_gains_on_the_other_and_on_the_untried(loss, gap, schedule):
-    theta = theta_after(3, [[Trial(0, loss, 1), Trial(1, loss + gap, 1)]], schedule)
-    better, worse, untried = theta.probabilities()
-    assert better > untried > worse
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equal_losses_move_nothing(schedule):
     """Rounding must not become a step: an aggressive one has one length whatever the losses."""
     theta = theta_after(3, [[Trial(0, 0.1, 1), Trial(1, 0.1, 7), Trial(2, 0.1, 3)]] * 3, schedule)
     torch.testing.assert_close(theta.probabilities(), torch.full((3,), 1 / 3).double())
-
-
-def test_the_best_configuration_wins_in_the_end():
-    generator = make_generator(1, "fedex")
-    means = [0.9, 0.5, 0.7, 0.8]
-    for schedule in ("aggressive", "adaptive"):
-        theta = Theta.of(4, ThetaSettings(schedule, 0.9))
-        for _ in range(150):
-            arms = [theta.draw(generator) for _ in range(10)]
-            noise = 0.02 * torch.randn(10, generator=generator, dtype=torch.float64)
-            pairs = zip(arms, noise.tolist(), strict=True)
-            theta = theta.updated([Trial(a, means[a] + n, 1) for a, n in pairs])
-        assert theta.best() == 1, schedule
 
 
 def test_draws_follow_theta():
@@ -323,19 +258,3 @@ def test_draws_follow_theta():
 def test_a_round_without_answers_changes_nothing():
     theta = theta_after(3, [[Trial(1, 0.3, 2)]])
     assert theta.updated([]) is theta
-
-
-@given(theta_cases)
-def test_the_state_of_theta_survives_json(case):
-    theta = theta_after(*case)
-    again = Theta.of(case[0], theta.settings).with_json(json.loads(json.dumps(theta.to_json())))
-    trials = [Trial(0, 0.25, 3.0)]
-    assert torch.equal(again.updated(trials).log_theta_N, theta.updated(trials).log_theta_N)
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [(("fast", 0.5), "schedule"), (("constant", -0.1), "baseline_discount=-0.1")],
-)
-def test_constants_of_theta_out_of_range_are_refused(values, sentence):
-    refuses(sentence, ThetaSettings, *values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from dataclasses import replace
 from functools import partial
@@ -15,15 +16,16 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.report.lookup import read_cell
 from fednas_flwr.search import data_free_scores
 from fednas_flwr.search.data_free_scores import SCORES, combine, learning, measure
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.darts import DARTSSpace
-from fednas_flwr.spaces.nasbench201 import OPS, NASBench201Space
+from fednas_flwr.spaces.genotype import to_json
+from fednas_flwr.spaces.mbconv import MBConvSpace, Skeleton
 
+from ..refusals import refuses
+from ..small_spaces import IMAGES, WITH_ZERO
 from ..small_spaces import SPACES as SMALL
-from ..small_spaces import WITH_ZERO
 
 SPACES = {
     name: space if name == "mlp" else replace(space, input_shape=(3, 9, 9))
@@ -31,11 +33,6 @@ SPACES = {
 }
 NB201 = SPACES["nasbench201"]
 SPACES["nasbench201_group"] = replace(NB201, norm="group")
-COUNTED = ("synflow", "parameters", "multiply_adds")
-
-
-def cell(text):
-    return NB201.genotype(OPS.index(op) for op in read_cell(text))
 
 
 class Toy(nn.Module):
@@ -84,29 +81,23 @@ def test_synflow_of_a_chain_is_its_number_of_layers_times_the_product_of_absolut
 
 def test_synflow_is_the_sum_of_every_parameter_times_its_finite_difference():
     """The flow is linear in each parameter, so that central differences are exact."""
-    plain = toy().double()
+    plain, total = toy().double().requires_grad_(False), 0.0
+    layers = [plain.stem, plain.first[1], plain.second, plain.classifier]  # norms are left out
+    weights = [parameter.abs_() for layer in layers for parameter in layer.parameters()]
 
-    def flow(network):
-        x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
-        x = network.stem(x)
-        x = x + network.first[1](x)
-        return float(network.classifier(network.second(x).mean(dim=(2, 3))).sum())
+    def flow():
+        x = plain.stem(torch.ones(1, 2, 5, 5, dtype=torch.float64))
+        x = plain.second(x + plain.first[1](x))
+        return float(plain.classifier(x.mean(dim=(2, 3))).sum())
 
-    total = 0.0
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.abs_()
-        for name, parameter in plain.named_parameters():
-            for index in np.ndindex(*parameter.shape):
-                if "norm" in name or name.startswith("first.2"):
-                    continue  # norms are left out
-                value = float(parameter[index])
-                sides = []
-                for step in (0.5, -0.5):
-                    parameter[index] = value + step
-                    sides.append(flow(plain))
-                parameter[index] = value
-                total += value * (sides[0] - sides[1])
+    for weight in weights:
+        for index in np.ndindex(*weight.shape):
+            value, sides = float(weight[index]), []
+            for step in (0.5, -0.5):
+                weight[index] = value + step
+                sides.append(flow())
+            weight[index] = value
+            total += value * (sides[0] - sides[1])
     assert math.isclose(data_free_scores.synflow(toy(), (2, 5, 5)), math.log(total), rel_tol=1e-10)
 
 
@@ -205,19 +196,6 @@ def test_learning_is_the_loss_of_sgd_on_inputs_that_are_a_pattern_plus_noise():
     assert found == pytest.approx(-sum(losses[-2:]) / 2, rel=1e-4)
 
 
-@pytest.mark.run
-def test_deep_networks_with_a_way_around_every_cell_learn_more():
-    """As they do after 12 epochs of a published table: percentiles 99 and 51."""
-    deep = NASBench201Space(input_shape=(3, 8, 8), num_classes=10, channels=4, num_cells=3)
-    form = "|{0}~0|+|{0}~0|{0}~1|+|{1}~0|{0}~1|{0}~2|"
-    found = {}
-    for op in ("skip_connect", "nor_conv_3x3"):
-        with seeded(1, "network"):
-            network = deep.network(cell(form.format("nor_conv_3x3", op)))
-        found[op] = learning(network, deep.input_shape, make_generator(1, "learning"), steps=30)
-    assert found["skip_connect"] > found["nor_conv_3x3"] + 0.03
-
-
 def test_combine_adds_logarithms_of_ranks():
     single, others = [3.0, 3.0, -math.inf, 1.0], [-1.0, math.nan, 5.0, 2.0]
     values = [{"a": a, "b": b} for a, b in zip(single, others, strict=True)]
@@ -260,17 +238,138 @@ def test_the_chain_is_computed_in_its_order_and_ends_in_front_of_the_classifier(
     assert logits.shape == (2, 5)
 
 
-def test_scores_tell_cells_apart():
-    """More convolutions are more of everything that counts weights or what they do."""
-    form = "|{0}~0|+|{1}~0|{0}~1|+|{1}~0|{0}~1|{0}~2|"
-    ops = [("nor_conv_3x3",) * 2, ("nor_conv_1x1", "none"), ("nor_conv_1x1", "skip_connect")]
-    cells = [cell(form.format(*pair)) for pair in ops]
-    wide, thin, skips = (measure(NB201, one, COUNTED, seed=0) for one in cells)
-    assert [name for name in COUNTED if wide[name] <= thin[name]] == []
-    assert skips["synflow"] > thin["synflow"]
-    assert skips["parameters"] == thin["parameters"]
-
-
 def test_unknown_scores_are_refused():
     with pytest.raises(ConfigError, match=r"score=synflo is unknown.*nearest: synflow"):
         measure(NB201, genotype_of(NB201), ["synflo"], seed=0)
+
+
+# --- The search by scores alone: what it draws, how it breeds, what its limits let through
+
+
+WORTH = {"none": 0, "avg_pool_3x3": 1, "skip_connect": 2, "nor_conv_1x1": 3, "nor_conv_3x3": 5}
+
+
+def worth(genotype):
+    """Return a score that is a sum over edges, each with a weight of its own."""
+    edges = genotype.cells["cell"]
+    return {"worth": float(sum((k + 1) * WORTH[e.op] for k, e in enumerate(edges)))}
+
+
+def numbered(genotype):
+    """Return a score for any space."""
+    return {"number": float(sum(map(ord, to_json(genotype))) % 997)}
+
+
+def run(space, score, *, seed=0, draws=60, **arguments):
+    return data_free_scores.search(
+        space,
+        functools.partial(map, score),
+        draws=draws,
+        generator=make_generator(seed, "search"),
+        **arguments,
+    )
+
+
+def test_random_draws_are_those_of_the_space_each_once_and_ranked(space):
+    found = run(space, numbered, draws=20)
+    generator, expected = make_generator(0, "search"), []
+    while len(expected) < 20:
+        genotype = space.random_genotype(generator)
+        if genotype not in expected:
+            expected.append(genotype)
+    expected.sort(key=lambda genotype: -numbered(genotype)["number"])  # stable
+    assert [one.genotype for one in found] == expected
+    assert [one.scores for one in found] == [numbered(genotype) for genotype in expected]
+
+
+def test_a_search_goes_on_with_what_is_known(space):
+    """What is known comes back and is not scored again."""
+    known, scored = run(space, numbered, draws=12), []
+
+    def remember(genotype):
+        scored.append(genotype)
+        return numbered(genotype)
+
+    found = run(space, remember, draws=8, seed=1, known=known)
+    in_order = [one.genotype for one in sorted(found, key=lambda one: one.number)]
+    before = [one.genotype for one in sorted(known, key=lambda one: one.number)]
+    assert in_order == before + scored
+    assert len(scored) == 8
+    assert data_free_scores.ranked(found) == found
+
+
+def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
+    found, scored = run(NB201, worth, draws=10), []
+
+    def further(genotype):
+        scored.append(genotype)
+        return {"number": numbered(genotype)["number"], "twice": 2 * numbered(genotype)["number"]}
+
+    first = data_free_scores.shortlisted(found, functools.partial(map, further), keep=4)
+    assert scored == [one.genotype for one in found[:4]]
+    expected = sorted(found[:4], key=lambda one: -numbered(one.genotype)["number"])
+    assert [one.genotype for one in first[:4]] == [one.genotype for one in expected]
+    assert [one.further for one in first[:4]] == [further(one.genotype) for one in first[:4]]
+    assert first[4:] == found[4:]
+    scored.clear()
+    known = {to_json(one.genotype): one for one in first}
+    again = [known[to_json(one.genotype)] for one in found]
+    second = data_free_scores.shortlisted(again, functools.partial(map, further), keep=5)
+    assert scored == [found[4].genotype]
+    numbers = [numbered(one.genotype)["number"] for one in second[:5]]
+    assert numbers == sorted(numbers, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["nasbench201", "mlp"])
+def test_no_found_network_exceeds_a_limit(name):
+    space = SPACES[name]
+    free = run(space, numbered, draws=10)
+    networks = [space.network(one.genotype) for one in free]
+    parameters = sorted(map(count_parameters, networks))[6]
+    multiply_adds = sorted(count_multiply_adds(n, space.input_shape) for n in networks)[6]
+    limits = {"parameters": parameters, "multiply_adds": multiply_adds}
+    for one in run(space, numbered, draws=8, limits=limits):
+        assert data_free_scores.exceeded(limits, space, one.genotype) == {}
+
+
+def test_limits_are_inclusive_and_named(space):
+    genotype = space.random_genotype(make_generator(0, "genotype"))
+    network = space.network(genotype)
+    parameters = count_parameters(network)
+    multiply_adds = count_multiply_adds(network, space.input_shape)
+    costs = {"parameters": parameters, "multiply_adds": multiply_adds, "latency_ms": 2.5}
+    assert data_free_scores.exceeded(costs, space, genotype, lambda genotype: 2.5) == {}
+    tight = {name: cost - 0.1 for name, cost in costs.items()}
+    assert data_free_scores.exceeded(tight, space, genotype, lambda genotype: 2.5) == costs
+    sizes = functools.partial(data_free_scores.exceeded, {"parameters": -1}, space)
+    assert 0 < data_free_scores.smallest(space, sizes, "parameters") <= parameters
+
+
+def test_latency_decides_by_the_given_function():
+    def latency(genotype):
+        return float(sum(edge.op == "nor_conv_3x3" for edge in genotype.cells["cell"]))
+
+    found = run(NB201, worth, draws=40, limits={"latency_ms": 1.0}, latency_ms=latency)
+    assert len(found) == 40
+    assert max(latency(one.genotype) for one in found) == 1.0
+
+
+def test_limits_that_nothing_meets_are_refused_with_the_smallest_possible():
+    one = ["none"] * 2 + ["nor_conv_1x1"] + ["none"] * 3
+    smallest = NB201.network(NB201.genotype(map(NB201.ops.index, one)))
+    least = rf"\(the smallest possible has {count_parameters(smallest):,}\)"
+    message = rf"search_space=nasbench201 .* of 1\d\d drawn, 1\d\d exceed parameters=10 {least}:"
+    refuses(message, run, NB201, worth, limits={"parameters": 10})
+
+
+def test_a_small_space_is_searched_whole():
+    space = MBConvSpace(
+        **IMAGES,
+        skeleton=Skeleton(8, 1, 8, ((8, 2),), (1,), 8),
+        candidates=("mbconv2_3x3", "mbconv3_3x3", "zero"),
+    )
+    found = run(space, numbered, draws=50)
+    assert len(found) == 2 * 3  # the block of stride 2 offers no zero
+    sizes = {to_json(g): {"size": count_parameters(space.network(g))} for g, *_ in found}
+    least = data_free_scores.smallest(space, lambda genotype: sizes[to_json(genotype)], "size")
+    assert least == min(one["size"] for one in sizes.values())

@@ -5,19 +5,13 @@ import torch
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.search.exact_gradients import (
-    BatchGradients,
-    ExactGradients,
-    ExactSums,
-    periodic_gradients,
-)
+from fednas_flwr.search.exact_gradients import BatchGradients, ExactGradients, ExactSums
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.search.optimizer_step import Optimizer, make_sgd
+from fednas_flwr.search.optimizer_step import Optimizer
 from fednas_flwr.search.proxyless import alpha_gradient, draw_paths, gate_gradient
-from fednas_flwr.settings.optimizers import SGD
 
 from ..small_spaces import PATH_SPACE
-from .conftest import copies, tensors_of
+from .conftest import tensors_of
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
@@ -67,29 +61,15 @@ def take(gradients, net):
 
 
 @pytest.mark.parametrize(
-    ("steps", "drawn"),
-    [
-        (1, ["train 1.0"]),
-        (2, ["train 1.0", "train 1.1"]),
-        (3, ["train 1.0", "train 1.1", "train 1.2"]),  # a whole pass, and no other is begun
-        (4, ["train 1.0", "train 1.1", "train 1.2", "train 2.0"]),
-        (7, [f"train {n}.{i}" for n in (1, 2) for i in range(3)] + ["train 3.0"]),
-    ],
+    ("limit", "steps"),  # after a whole pass no other is begun
+    [*(({"num_steps": n}, n) for n in (1, 2, 3, 4, 7)), *(({"epochs": n}, 3 * n) for n in (1, 3))],
 )
-def test_as_many_steps_as_asked_over_as_many_passes_as_needed(net, records, steps, drawn):
+def test_as_many_steps_as_asked_over_as_many_passes_as_needed(net, records, limit, steps):
     train, _, log = records(3)
-    gradients = ExactGradients(train, num_steps=steps)
+    gradients = ExactGradients(train, **limit)
     seen = [gradients.train_batch for _ in gradients.steps()]
-    assert log == drawn
-    assert len(seen) == steps
+    assert log == [f"train {1 + step // 3}.{step % 3}" for step in range(steps)]
     assert all(one is train.batches[i % 3] for i, one in enumerate(seen))
-
-
-@pytest.mark.parametrize("epochs", [1, 2, 3])
-def test_epochs_are_whole_passes(records, epochs):
-    train, _, log = records(2)
-    assert len(list(ExactGradients(train, epochs=epochs).steps())) == 2 * epochs
-    assert log == [f"train {n}.{i}" for n in range(1, epochs + 1) for i in range(2)]
 
 
 @pytest.mark.parametrize("limit", [{"epochs": 2}, {"num_steps": 10}])
@@ -164,44 +144,6 @@ def test_weights_have_the_gradient_of_the_objectives_mean_over_both_heads(net, r
     assert gradients.train_tally.loss == pytest.approx(by_head[0].mean().item())
 
 
-@pytest.mark.parametrize("rule", ["first_order", "second_order", "mixed_level"])
-def test_alphas_have_the_rules_gradient_of_the_steps_batches(rule, net, records, untouched):
-    train, validation, _ = records(2, 1)
-    gradients = ExactGradients(train, validation, objective=Objective(FACTORS))
-    sgd, objective = optimizer(net), Objective(FACTORS)
-    check, seen = untouched(net), []
-    for one, _ in zip(train.batches, gradients.steps(), strict=True):
-        found = gradients.alphas(net, sgd, rule=rule, validation_weight=0.5)
-        other = validation.batches[0]
-        if rule == "first_order":
-            sums, losses = BatchGradients(objective=objective).alpha_gradient_sum(net, other)
-            expected = {kind: g / 4 for kind, g in sums.items()}
-        elif rule == "mixed_level":
-            expected, losses = BatchGradients(objective=objective).mixed_level_gradient(
-                net, train_batch=one, validation_batch=other, validation_weight=0.5
-            )
-        else:
-            mean = objective.losses(net(one[0]), one[1]).mean()
-            weights = net.weights()
-            slopes = torch.autograd.grad(mean, list(weights.values()))
-            steps = zip(weights.items(), slopes, strict=True)
-            moved = {name: weight.detach() - 0.1 * slope for (name, weight), slope in steps}
-            expected, losses = BatchGradients(objective=objective).second_order_gradient(
-                net,
-                weights=weights,
-                virtual_weights=moved,
-                train_batch=one,
-                validation_batch=other,
-                inner_lr=0.1,
-            )
-        for kind, gradient in expected.items():
-            torch.testing.assert_close(found[kind], gradient, **EXACT)
-        seen.append(losses)
-    check()
-    assert gradients.validation_tally.num_examples == 8
-    assert gradients.validation_tally.loss == pytest.approx(torch.cat(seen).mean().item())
-
-
 @pytest.mark.parametrize("number", [2, 4])
 def test_gates_are_of_the_validation_batch(number):
     with seeded(1, "supernet"):
@@ -274,40 +216,6 @@ def test_sums_of_second_order_look_ahead_from_the_weights_before_the_last_step(n
 # --- of one batch: closed forms, finite differences, and other codes
 
 
-def descend(net, batches, *, lr):
-    """The weights' gradients over one local step per batch."""
-    rest = iter(batches)
-
-    def gradient_sums():
-        data = next(rest)
-        return {"weights": (BatchGradients().weight_gradient_sum(net, data), len(data[1]))}
-
-    given = {"steps": len(batches), "local_lrs": {"weights": lr}}
-    found = periodic_gradients(gradient_sums, {"weights": net.weights()}, **given)
-    return found[0]["weights"], found[1]
-
-
-def test_three_steps_equal_a_loop_of_sgd(net, batch):
-    batches, lr = [batch(6, 0), batch(4, 1), batch(2, 2)], 0.5
-    start = copies(net.weights())
-    gradients, size = descend(net, batches, lr=lr)
-    assert size == 4  # the mean
-    before_last = copies(net.weights())
-    net.load_state_dict(start, strict=False)
-    optimizer = torch.optim.SGD(net.weights().values(), lr=lr)
-    for index, (x, y) in enumerate(batches):
-        if index == 2:  # two of the three steps have been taken, as documented
-            for name, weight in net.weights().items():
-                torch.testing.assert_close(before_last[name], weight.detach(), **EXACT)
-        optimizer.zero_grad()
-        F.cross_entropy(net(x), y).backward()
-        optimizer.step()
-    for name, weight in net.weights().items():
-        moved = (start[name] - weight.detach()) / lr
-        torch.testing.assert_close(gradients[name] / size, moved, **EXACT)
-        assert moved.abs().max() > 1e-3
-
-
 # Rows (q, t, c) of L = q (w - a t)^2 / 2 + c a w.
 TRAIN = torch.tensor([[2.0, 1.0, 0.5], [4.0, -1.0, 1.5]], dtype=torch.float64)
 
@@ -370,46 +278,6 @@ def test_without_a_gradient_at_the_virtual_weights_there_is_no_correction(quadra
     assert gradients["cell"].item() == 0.0
 
 
-def test_second_order_of_a_network_equals_finite_differences(net, batch, untouched):
-    """On a smooth net: the step is differentiated numerically, alpha by alpha."""
-    train, validation, lr, eps = batch(8, 1), batch(6, 2), 0.2, 1e-5
-    weights = copies(net.weights())
-
-    def after_a_step():
-        loss = F.cross_entropy(net(train[0]), train[1])
-        gradients = torch.autograd.grad(loss, list(net.weights().values()))
-        return {n: weights[n] - lr * g for n, g in zip(weights, gradients, strict=True)}
-
-    def validation_loss():
-        moved = torch.func.functional_call(net, after_a_step(), (validation[0],))
-        return F.cross_entropy(moved, validation[1]).item()
-
-    check = untouched(net)
-    gradients, losses = BatchGradients().second_order_gradient(
-        net,
-        weights=net.weights(),
-        virtual_weights=after_a_step(),
-        train_batch=train,
-        validation_batch=validation,
-        inner_lr=lr,
-    )
-    check()
-    assert losses.mean().item() == pytest.approx(validation_loss())
-    first_order, _ = BatchGradients().alpha_gradient_sum(net, validation)
-    for kind, alpha in net.alphas().items():
-        numeric = torch.zeros_like(alpha)
-        for index in range(alpha.numel()):
-            values = []
-            for sign in (1, -1):
-                alpha.data.view(-1)[index] += sign * eps
-                values.append(validation_loss())
-                alpha.data.view(-1)[index] -= sign * eps
-            numeric.view(-1)[index] = (values[0] - values[1]) / (2 * eps)
-        torch.testing.assert_close(gradients[kind], numeric, rtol=1e-3, atol=1e-6)
-        off = (first_order[kind] / 6 - numeric).abs().max()
-        assert off > 20 * (gradients[kind] - numeric).abs().max()
-
-
 @pytest.mark.parametrize("weight", [0.0, 1.0, 2.5])
 def test_mixed_level_adds_the_gradients_of_both_means(weight, net, batch, untouched):
     train, validation = batch(7, 4), batch(3, 5)
@@ -425,28 +293,6 @@ def test_mixed_level_adds_the_gradients_of_both_means(weight, net, batch, untouc
     for kind, gradient in gradients.items():
         expected = from_train[kind] / 7 + weight * from_validation[kind] / 3
         torch.testing.assert_close(gradient, expected, **EXACT)
-
-
-@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.1)])
-def test_the_virtual_step_is_the_step_that_sgd_takes(momentum, weight_decay, net, batch, untouched):
-    settings = SGD(0.3, 0.3, momentum=momentum, weight_decay=weight_decay, clip_norm=None)
-    optimizer = make_sgd(net.weights().values(), settings)
-
-    def real_step(data):
-        optimizer.zero_grad()
-        F.cross_entropy(net(data[0]), data[1]).backward()
-        optimizer.step()
-
-    for seed in range(3):  # the first step has no momentum yet
-        data = batch(6, seed)
-        optimizer.zero_grad()
-        check = untouched(net)
-        moved = BatchGradients().virtual_step(net, data, optimizer=optimizer)
-        check()
-        assert not any(weight.requires_grad for weight in moved.values())
-        real_step(data)
-        for name, weight in net.weights().items():
-            torch.testing.assert_close(moved[name], weight.detach(), **EXACT)
 
 
 def test_parameters_that_a_loss_does_not_use_get_zeros(quadratic):

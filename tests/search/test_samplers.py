@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,7 @@ from fednas_flwr.settings.optimizers import ControllerSettings
 SETTINGS = ControllerSettings(
     lr=0.01, temperature=1.0, entropy_weight=0.02, baseline_decay=0.9, scaled=False
 )
-SMALL, LARGE = (3,) * 4, (4,) * 8  # 81 and 65,536 paths
+SMALL = (3,) * 4  # 81 paths
 
 
 def every_path(choices):
@@ -32,39 +31,6 @@ def make_sampler(name, choices, seed=0):
             "scaled controller": lambda: Controller(choices, replace(SETTINGS, scaled=True)),
             "random": lambda: Sampler(choices),
         }[name]()
-
-
-def known_table(choices, seed):
-    """Return the reward of a path, 1 for the best: edges and pairs of neighbours count."""
-    generator = make_generator(seed, "table")
-    ranks = [torch.randperm(ops, generator=generator).tolist() for ops in choices]
-
-    def reward(path):
-        good = [ranks[edge][op] / (choices[edge] - 1) for edge, op in enumerate(path)]
-        both = [a * b for a, b in itertools.pairwise(good)]
-        return (sum(good) + sum(both)) / (len(good) + len(both))
-
-    best = [rank.index(ops - 1) for rank, ops in zip(ranks, choices, strict=True)]
-    assert reward(best) == 1
-    return reward, best
-
-
-def search(name, choices, seed, *, rounds, count):
-    """Return the sampler after rounds on the table, and the rewards of all that it sampled."""
-    (reward, _), sampler = known_table(choices, seed), make_sampler(name, choices, seed)
-    generator, seen = make_generator(seed, "draws"), []
-    for _ in range(rounds):
-        paths = sampler.sample(count, generator)
-        rewards = [reward(path) for path in paths]
-        sampler.learn(paths, rewards)
-        seen += rewards
-    return sampler, seen
-
-
-def t_of(differences):
-    """Return Student's t of the mean difference."""
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return statistics.mean(differences) / error
 
 
 @pytest.mark.parametrize("baseline", [0.0, 0.7])
@@ -105,17 +71,16 @@ def test_paths_are_drawn_as_often_as_the_policy_says():
     assert float(((counts - expected) ** 2 / expected).sum()) < 49.7
 
 
-def test_the_controller_finds_the_best_of_a_known_table():
-    """In each of 5 seeds, of 81; t with 4 degrees of freedom above 8.61 has p < .001."""
-    differences = []
-    for seed in range(5):
-        controller, seen = search("controller", SMALL, seed, rounds=60, count=20)
-        likeliest = every_path(SMALL)[controller.policy(every_path(SMALL)).argmax()].tolist()
-        assert likeliest == known_table(SMALL, seed)[1]
-        _, drawn = search("random", SMALL, seed, rounds=5, count=20)
-        differences.append(statistics.mean(seen[-100:]) - statistics.mean(drawn))
-    assert t_of(differences) > 8.61
-    assert min(differences) > 0.3
+def test_the_controller_finds_the_path_of_most_reward():
+    """Of 81, which are rewarded by the share of their edges that agree with it."""
+    for seed in range(3):
+        generator, controller = make_generator(seed, "draws"), make_sampler("controller", SMALL)
+        best = torch.randint(3, (4,), generator=generator)
+        for _ in range(60):
+            paths = controller.sample(20, generator)
+            controller.learn(paths, (torch.tensor(paths) == best).double().mean(1).tolist())
+        likeliest = every_path(SMALL)[controller.policy(every_path(SMALL)).argmax()]
+        assert torch.equal(likeliest, best)
 
 
 def test_random_paths_are_uniform():
@@ -187,22 +152,6 @@ def test_scaled_rewards_are_deviations_from_those_so_far():
         torch.testing.assert_close(parameter, plain.policy.state_dict()[name], rtol=0, atol=1e-4)
 
 
-def test_unit_and_zero_of_rewards_do_not_matter_to_the_scaled_controller():
-    """Differences of a fiftieth, which the paper's controller hardly hears beside the entropy."""
-
-    def learnt(name, unit):
-        sampler, (reward, _) = make_sampler(name, SMALL), known_table(SMALL, 0)
-        for number in range(30):
-            paths = Sampler(SMALL).sample(10, make_generator(number, "draws"))
-            sampler.learn(paths, [0.7 + unit * reward(path) for path in paths])
-        return sampler.policy(every_path(SMALL)).detach()
-
-    large, small = (learnt("scaled controller", unit) for unit in (1.0, 0.02))
-    torch.testing.assert_close(large, small, rtol=0, atol=0.01)
-    large, small = (learnt("controller", unit) for unit in (1.0, 0.02))
-    assert (large - small).abs().max() > 0.5
-
-
 @pytest.mark.parametrize("rewards", [[0.7] * 6, [0.1 + 0.2] * 7, [0.0]])
 def test_equal_rewards_are_told_as_zero(rewards):
     """To the last bit: a deviation of rounding errors would be a unit."""
@@ -216,15 +165,6 @@ def test_equal_rewards_are_told_as_zero(rewards):
     for _ in range(3):
         assert all(map(math.isfinite, controller.learn(paths, rewards).values()))
     assert not any(tensor.isnan().any() for tensor in controller.tensors().values())
-
-
-def test_moments_are_kept_only_where_rewards_are_scaled():
-    for name, kept in (("controller", False), ("scaled controller", True)):
-        sampler = make_sampler(name, SMALL)
-        assert "seen" not in sampler.tensors()
-        sampler.learn(sampler.sample(2, make_generator(0, "draws")), [0.1, 0.4])
-        assert ("seen" in sampler.tensors()) == kept
-        assert not any(tensor.isnan().any() for tensor in sampler.tensors().values())
 
 
 @pytest.mark.parametrize("name", ["controller", "random"])

@@ -28,12 +28,6 @@ def loopback():
     return module
 
 
-@pytest.fixture(scope="session")
-def free_ports(loopback):
-    """``free_ports(number)``: ports of loopback on which nothing listens."""
-    return loopback.free_ports
-
-
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory, loopback):
     """``machines(private=True)``: a server and three sites that run what docker/compose.yaml says.

@@ -4,7 +4,6 @@ import json
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import yaml
 
@@ -14,7 +13,7 @@ from fednas_flwr.deploy.sites.provision import Deployment, Server
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 
-from ..data_sets import colour_digits, digit_files
+from ..data_sets import digit_files
 from ..finished_runs import Told
 from ..patients import patients
 
@@ -27,25 +26,6 @@ NETWORK = (
     *("retrain.rounds=4", "retrain.weights.lr=0.05", "trackers=[]"),
 )
 NAMES = [f"digit{digit}" for digit in range(10)]
-
-
-def npz(folder):
-    """Digits in colours, and the numbers by which they are normalised."""
-    x, y = colour_digits()
-    files = {owner: folder / f"{owner}.npz" for owner in OWNERS}
-    for place, file in enumerate(files.values()):
-        np.savez(file, x_train=x[place::4], y_train=y[place::4])
-    own = {"class_names": NAMES, "mean": [0.3, 0.2, 0.1], "std": [0.3, 0.3, 0.4]}
-    return SimpleNamespace(files=files, dataset={"name": "npz", **own}, overrides=NETWORK)
-
-
-def private_features(folder):
-    """The same, of whose features private sites train a linear model."""
-    made = npz(folder)
-    own = {"name": "npz", "class_names": NAMES, "scattering": {"scales": 2, "angles": 8}}
-    terms = ("privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "retrain.rounds=8")
-    overrides = [text for text in NETWORK if not text.startswith("retrain")]
-    return SimpleNamespace(files=made.files, dataset=own, overrides=(*overrides, *terms))
 
 
 def image_folder(folder):
@@ -96,7 +76,7 @@ def override(value):
     return json.dumps(value)
 
 
-MADE = (npz, private_features, image_folder, csv, private_csv)
+MADE = (image_folder, csv, private_csv)
 KINDS = {made.__name__: made for made in MADE}
 
 

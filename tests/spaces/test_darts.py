@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -49,21 +48,6 @@ def test_published_genotype_has_the_published_number_of_parameters():
     head = 36 * 4 * 4 * 128 + 2 * 128 + 128 * 768 * 4 + 2 * 768 + 768 * 10 + 10
     assert count(with_head.parameters()) == 3_349_342 + head
     assert skip_share(PUBLISHED) == 5 / 16
-
-
-@pytest.mark.parametrize(
-    ("num_cells", "sizes"),
-    [(3, [28, 14, 7]), (4, [28, 14, 7, 7]), (8, [28, 28, 14, 14, 14, 7, 7, 7])],
-)
-def test_reduction_cells_stand_at_thirds(num_cells, sizes):
-    common = {"input_shape": (1, 28, 28), "num_classes": 10, "channels": 2}
-    space = DARTSSpace(**common, num_cells=num_cells)
-    supernet = space.supernet()
-    found = []
-    for cell in supernet.body.cells:
-        cell.register_forward_hook(lambda module, inputs, out: found.append(out.shape[-1]))
-    supernet(torch.randn(2, 1, 28, 28))
-    assert found == sizes
 
 
 def test_derive_keeps_the_two_strongest_edges_with_their_best_op():
@@ -165,14 +149,3 @@ def test_drop_path_spares_identities_but_not_reducing_skips():
         network(x)
     assert torch.equal(outputs[0], outputs[3])
     assert not torch.equal(outputs[1], outputs[4])
-
-
-def test_norms_are_affine_in_retraining_and_not_in_search():
-    def affine_norms(network, kind):
-        return [m for m in network.modules() if isinstance(m, kind) and m.weight is not None]
-
-    assert not affine_norms(SMALL.supernet(), nn.BatchNorm2d)
-    network = SMALL.network(PUBLISHED)
-    pools = 5  # in each of the two reduction cells; their norms stay without
-    norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert len(affine_norms(network, nn.BatchNorm2d)) == len(norms) - 2 * pools

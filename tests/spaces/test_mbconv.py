@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn import functional as F
 from torchvision.models import mobilenet_v2
 
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -26,14 +25,6 @@ WITH_ZERO = [column for column, name in enumerate(SMALL.ops) if name == "zero"]
 
 def all_of(space, op):
     return space.genotype([space.ops.index(op)] * len(space.plan.blocks))
-
-
-def test_mobilenet_v2_falls_out_of_the_blocks():
-    """Sandler et al. (2018), Table 4: 3.4 M parameters, 300 M multiply-adds at 224x224."""
-    space = space_of("mobilenet_v2", 224, classes=1000)
-    network = space.network(all_of(space, "mbconv6_3x3"))
-    assert count_parameters(network) == 3_504_872
-    assert count_multiply_adds(network, (3, 224, 224)) == pytest.approx(300e6, rel=0.01)
 
 
 @pytest.mark.parametrize("width", [0.5, 1.0, 1.4])
@@ -63,20 +54,10 @@ def test_a_mixed_network_has_the_size_that_fdnas_reports():
     assert count_multiply_adds(transferred, large.input_shape) == pytest.approx(388e6, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("skeleton", "size", "blocks", "last"),
-    [
-        ("fdnas", 32, 19, (320, 8, 8)),
-        ("fdnas_imagenet", 224, 19, (320, 7, 7)),
-        ("proxyless", 224, 21, (320, 7, 7)),
-        ("small", 28, 6, (40, 7, 7)),
-        ("small", 8, 6, (40, 2, 2)),
-    ],
-)
-def test_skeletons_have_the_published_depth(skeleton, size, blocks, last):
-    space = space_of(skeleton, size)
-    assert space.cell_kinds == {"blocks": blocks}
-    assert space.plan.blocks[-1][0].output_shape == last
+def test_the_skeleton_of_proxylessnas_has_the_published_depth():
+    space = space_of("proxyless", 224)
+    assert space.cell_kinds == {"blocks": 21}
+    assert space.plan.blocks[-1][0].output_shape == (320, 7, 7)
 
 
 def test_an_mbconv_counted_by_hand():
@@ -91,24 +72,6 @@ def test_an_mbconv_counted_by_hand():
     assert count_multiply_adds(module, layer.input_shape) == expand + depthwise + project
     norms = 2 * (48 + 48 + 24)
     assert count_parameters(module) == 16 * 48 + 48 * 25 + 48 * 24 + norms
-
-
-@pytest.mark.parametrize("skeleton", ["fdnas", "small"])
-def test_layers_of_the_plan_add_up_to_the_network(skeleton):
-    space = space_of(skeleton, 32, candidates="proxyless")
-    genotype = space.random_genotype(make_generator(1, "genotype"))
-    path = space.path(genotype)
-    chosen = [row[op] for row, op in zip(space.plan.blocks, path, strict=True)]
-    layers = [*space.plan.before, *chosen, *space.plan.after]
-    modules = [make_layer(layer, norm="batch") for layer in layers]
-    network = space.network(genotype)
-    assert sum(map(count_parameters, modules)) == count_parameters(network)
-    costs = map(count_multiply_adds, modules, [layer.input_shape for layer in layers])
-    assert sum(costs) == count_multiply_adds(network, space.input_shape)
-    x = torch.randn(2, 3, 32, 32)
-    for layer, module in zip(layers, modules, strict=True):
-        x = module(x)
-        assert x.shape[1:] == layer.output_shape
 
 
 def test_zero_is_offered_where_the_block_can_be_the_identity():
@@ -140,22 +103,3 @@ def test_only_the_active_path_is_trained_and_only_sampled_ops_run():
     assert {key for key, has_graph in ran if not has_graph} == others
     trained = (key for key, op in ops.items() if any(p.grad is not None for p in op.parameters()))
     assert {*trained} == active
-
-
-def test_gates_of_every_example_give_its_own_gradient():
-    space = dataclasses.replace(SMALL, norm="group")
-    with seeded(0, "supernet"):
-        supernet = space.supernet().double()
-    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
-    paths = [[0, 3], [6, 1], [2, 4], [1, 6], [5, 0], [3, 2]]
-
-    def gradient(x, gates):
-        logits = supernet.body(x, {"blocks": gates}, paths)
-        loss = F.cross_entropy(logits, torch.arange(len(x)), reduction="sum")
-        return torch.autograd.grad(loss, [gates])[0]
-
-    shared = torch.tensor([[1.0, 0.0]] * 6, dtype=torch.float64)
-    own = gradient(x, shared.expand(3, -1, -1).clone().requires_grad_())
-    torch.testing.assert_close(own.sum(0), gradient(x, shared.clone().requires_grad_()))
-    assert (own.flatten(1).norm(dim=1) > 0).all()
-    assert own[:, 0].abs().min() > 0

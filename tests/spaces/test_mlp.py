@@ -6,7 +6,6 @@ from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.spaces.genotype import skip_share
 from fednas_flwr.spaces.mlp import EDGES, OPS, MLPSpace, make_operation
 
 SPACE = MLPSpace(input_shape=(6,), num_classes=3, channels=8, num_cells=3, norm="group")
@@ -112,9 +111,3 @@ def test_without_a_norm_the_scale_of_a_record_is_seen():
         logits = network(torch.cat([1000 * record, 2000 * record])).detach()
         moved[norm] = float((logits[1] - logits[0]).norm() / logits[0].norm())
     assert moved["group"] < 0.01 < 0.5 < moved["none"]
-
-
-def test_skip_connections_are_counted_as_such():
-    """Of 12 edges one has an op with weights, as a cell without any is degenerate."""
-    flat = {kind: torch.zeros(edges, len(OPS)) for kind, edges in SPACE.cell_kinds.items()}
-    assert skip_share(SPACE.derive(flat)) == 11 / 12

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from fednas_flwr.report.lookup import read_cell
-from fednas_flwr.spaces.nasbench201 import OPS, NASBench201Space, ResidualBlock
+from fednas_flwr.spaces.nasbench201 import OPS, NASBench201Space
 
 from ..reference_engine import by_ops
 
@@ -63,9 +63,3 @@ def test_stages_double_the_channels_and_halve_the_size():
             cell.register_forward_hook(lambda m, i, out: shapes.append(tuple(out.shape[1:])))
     supernet(torch.randn(2, 3, 28, 28))
     assert shapes == [(2, 28, 28)] * 2 + [(4, 14, 14)] * 2 + [(8, 7, 7)] * 2
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 8])
-def test_residual_block_halves_any_size(size):
-    block = ResidualBlock(4, norm="group", affine=False)
-    assert block(torch.randn(1, 4, size, size)).shape == (1, 8, -(-size // 2), -(-size // 2))

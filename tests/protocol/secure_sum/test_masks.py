@@ -15,6 +15,8 @@ from fednas_flwr.protocol.secure_sum import masks
 
 from ...refusals import refuses
 
+SECRETS = st.binary(min_size=32, max_size=32)
+
 
 def is_prime(n):
     """Miller and Rabin, with the first twelve primes as bases."""
@@ -35,11 +37,7 @@ def test_the_modulus_is_the_least_prime_above_two_to_the_256():
     assert not any(is_prime(2**256 + i) for i in range(297))
 
 
-@given(
-    st.binary(min_size=32, max_size=32),
-    st.sets(st.integers(1, 1000), min_size=1, max_size=8),
-    st.data(),
-)
+@given(SECRETS, st.sets(st.integers(1, 1000), min_size=1, max_size=8), st.data())
 def test_enough_parts_rebuild_a_secret(secret, points, data):
     threshold = data.draw(st.integers(1, len(points)))
     parts = masks.split(secret, sorted(points), threshold=threshold)
@@ -63,9 +61,7 @@ def test_wrong_parts_never_give_the_secret():
     refuses("of no secret", masks.rebuild, {}, error=ValueError)
 
 
-@given(
-    st.lists(st.integers(0, 70_000), min_size=1, max_size=3), st.binary(min_size=32, max_size=32)
-)
+@given(st.lists(st.integers(0, 70_000), min_size=1, max_size=3), SECRETS)
 def test_masks_are_one_stream_of_chacha20_over_all_vectors(lengths, seed):
     dtypes = [np.int64, np.int32, np.int32]
     vectors = [np.zeros(n, dtype=d) for n, d in zip(lengths, dtypes, strict=False)]
@@ -131,12 +127,6 @@ def test_edges_of_the_range(grid):
         refuses("not finite or beyond", grid.encode, [0.0, bad], error=ValueError)
     total[0] += 1
     refuses("beyond 8 times", grid.decode, total, error=ValueError, sites=grid.sites)
-
-
-def test_two_million_values_of_eight_sites_leave_hundreds_of_thousands_of_cells():
-    batch = 64.0 + 6 * 8.0  # expected and six deviations
-    grid = masks.Grid.of_range(batch, sites=8)
-    assert 1.0 / grid.cell > 3e5
 
 
 def test_ranges_without_a_grid():
