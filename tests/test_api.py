@@ -42,6 +42,7 @@ from fednas_flwr.settings.run_settings import AggregateSettings
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 from . import processes
+from .test_cli import without as others
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = ("privacy=dp", "search_space.norm=group", "retrain.norm=group")
@@ -117,11 +118,6 @@ def stages_of(folder):
 def algorithm_in(folder):
     """Return the settings of the algorithm in a run's configuration."""
     return yaml.safe_load((folder / "config.yaml").read_text())["algorithm"]
-
-
-def others(overrides, *keys):
-    """Return the overrides of other settings."""
-    return [text for text in overrides if not text.startswith(keys)]
 
 
 def check_whole(result):
@@ -323,19 +319,12 @@ def test_a_baseline_of_ones_own_is_no_search(tiny):
     assert stages_of(result.folder) == ["derive", "retrain", "export", "evaluate"]
 
 
-@pytest.mark.run
-def test_a_search_space_of_ones_own(tiny):
+def test_a_space_of_another_name_than_its_registration_is_refused(tiny, tmp_path):
     sizes = {"channels": 3, "num_cells": 1, "norm": "batch"}
-    register_search_space("small201", Small201, defaults=sizes)
-    kept = others(tiny, "search_space.")
-    result = run(compose(*kept, "search_space=small201"))
-    check_whole(result)
-    assert result.genotype.space == "small201"
-    assert equal_networks(result.model, load(result.folder))
     register_search_space("misnamed", Small201, defaults=sizes)
     with pytest.raises(ConfigError, match="search_space=misnamed makes a space .* small201"):
-        run(compose(*kept, "search_space=misnamed", f"run_dir={result.folder / 'misnamed'}"))
-    assert not (result.folder / "misnamed").exists()
+        run(compose(*others(tiny, "search_space."), "search_space=misnamed"))
+    assert not (tmp_path / "run").exists()
 
 
 @dataclass(frozen=True)
@@ -363,6 +352,8 @@ def test_a_search_space_with_settings_of_its_own_gives_its_networks_size(tiny):
     null = ["retrain.channels=null", "retrain.num_cells=null"]
     result = run(compose(*kept, "search_space=wide", *null))
     check_whole(result)
+    assert result.genotype.space == "wide"
+    assert equal_networks(result.model, load(result.folder))
     sizes = {len(p) for p in result.model.parameters() if p.dim() == 4}
     assert sizes == {4, 8, 16}
 
@@ -444,11 +435,12 @@ def test_importing_composing_and_mistakes_need_no_torch():
         "from fednas_flwr import compose, run, register_algorithm, Algorithm\n"
         "from fednas_flwr.settings import AlgorithmSettings\n"
         "compose('algorithm=feathers', 'rounds=2')\n"
-        "print(sorted({'torch', 'flwr', 'sklearn', 'ray'} & set(sys.modules)))\n"
+        "print(sorted({'torch', 'numpy', 'flwr', 'sklearn', 'ray'} & set(sys.modules)))\n"
     )
     assert processes.told("-c", code) == "[]\n"
     code = "import sys, fednas_flwr; print('hydra' in sys.modules)"
     assert processes.told("-c", code) == "False\n"
+    assert dir(fednas_flwr) == sorted(fednas_flwr.__all__)
     for name in fednas_flwr.__all__:
         assert getattr(fednas_flwr, name)
     with pytest.raises(AttributeError, match="has no attribute 'walk'"):
@@ -467,22 +459,15 @@ import numpy as np
 from fednas_flwr import (
     Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
 )
-from fednas_flwr.settings import AlgorithmSettings, SearchSpaceSettings
-from fednas_flwr.settings.optimizers import SGD, Adam
+from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
+from fednas_flwr.settings import SearchSpaceSettings
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
 
 
 @dataclass(frozen=True)
-class OwnSettings(AlgorithmSettings):
-    rule: str
-    local_epochs: int
-    batch_size: int
-    validation_weight: float
-    proximal: float
-    weights: SGD
-    alphas: Adam
-    beta_decay: float
+class OwnSettings(FedDARTSSettings):
+    rest: int | None
 
 
 @dataclass(frozen=True)
@@ -506,11 +491,8 @@ if __name__ == "__main__":
     register_data_set("own_data", {"x_train": images.astype(np.uint8), "y_train": labels})
     sizes = {"channels": 4, "norm": "batch", "depth": None}
     register_search_space("own_space", make_space, settings=OwnSizes, defaults=sizes)
-    register_algorithm(
-        "own",
-        Algorithm(OwnSettings, FedDARTS),
-        defaults={"defaults": ["fed_darts"]},
-    )
+    defaults = {"defaults": ["fed_darts"], "rest": None}
+    register_algorithm("own", Algorithm(OwnSettings, FedDARTS), defaults=defaults)
     own = ["algorithm=own", "search_space=own_space", "dataset=own_data"]
     result = run(compose(*own, *sys.argv[1:]))
     print(result.genotype.space)

@@ -22,12 +22,8 @@ from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 from .refusals import refuses, refuses_run
 from .rows import rows
 
-COST = "{table: null, unit: ms, target: 3.0, loss: additive, scale: 1.0, exponent: 1.0}"
-GPU = f"algorithm.group_hardware={{gpu: {COST}}}"
 # Files that need nothing but the installation, beside those of the made data set.
 BUILDS = {
-    "algorithm={}": "fed_darts fedex fednas fnas random_search",
-    "algorithm={} clients=1": "vanilla_nas",
     "algorithm=fedavg algorithm.network={}": "efficientnet_b0 plain_cnn linear",
     "search_space=darts retrain={}": "darts",
     "search_space={} retrain.num_cells=3": "darts_small",
@@ -35,9 +31,7 @@ BUILDS = {
     "search_space={} retrain=mbconv": "mbconv mbconv_small",
     "search_space={} retrain=dp_cells": "dp_cells dp_cells_small",
     "retrain={} retrain.auxiliary_weight=0": "darts quickstart small",
-    "partition={}": "iid dirichlet quantity label_groups",
     "runtime={}": "inline ray",
-    "privacy={}": "none",
 }
 
 
@@ -136,24 +130,6 @@ def test_tables_are_not_augmented_and_need_a_column(compose_config, tmp_path):
     for setting in ("flip=true", "cutout=1", "crop_padding=1"):
         with pytest.raises(NoEffectError, match="has no effect with a table: remove it"):
             check_buildable(compose_config(*given, f"dataset.{setting}"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ([], r"algorithm.client_tags=\[\]: every simulated client needs a tag"),
-        (["algorithm.client_tags=[a,'',b]"], "every simulated client needs a tag"),
-        (["algorithm.client_tags=[a,b,../c]"], "cannot name a folder"),
-        (["algorithm.group_by=alphas", "algorithm.num_groups=4"], "num_groups=4 with clients=3"),
-        (["algorithm.client_tags=[a,b,b]", GPU], "hardware=gpu is"),
-    ],
-)
-def test_groups_are_checked_before_the_search(compose_config, overrides, sentence):
-    blocks = ["algorithm=cfdnas", "algorithm.group_by=tag", "algorithm.num_groups=null"]
-    blocks += ["search_space=mbconv_small", "retrain=mbconv"]
-    refuses_run(sentence, compose_config, *blocks, *overrides)
-    with pytest.raises(ConfigError, match="its groups begin with a search"):
-        compose_config(*blocks, "stages=[retrain]", "genotype=a.json")
 
 
 @pytest.mark.parametrize("network", ["mobilenet_v2", "plain_cnn"])

@@ -4,8 +4,6 @@ from pathlib import Path
 from fednas_flwr.privacy.mechanism import accounting
 from fednas_flwr.settings.names import ACCOUNTANTS, NORMS, SPLITS
 
-from .processes import told
-
 PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
 
 
@@ -20,10 +18,3 @@ def test_no_other_module_lists_the_names_again():
     ]
     modules = [path for path in PACKAGE.rglob("*.py") if path.name != "names.py"]
     assert [path for path in modules for names in lists if names.search(path.read_text())] == []
-
-
-def test_settings_are_checked_without_loading_torch_or_numpy():
-    program = (
-        "import sys, fednas_flwr.settings\nprint(sorted({'numpy', 'torch'} & set(sys.modules)))"
-    )
-    assert told("-c", program) == "[]\n"

@@ -86,6 +86,8 @@ def test_every_space_offers_it(name, norm):
     added = [*space.own_ops]
     assert list(space.ops[-len(added) :]) == added
     supernet, x = space.supernet(), torch.randn(4, *space.input_shape)
+    mixed = [module for module in supernet.modules() if isinstance(module, MixedOp)]
+    assert all(tuple(edge.names) == space.ops for edge in mixed)
     supernet(x).sum().backward()
     for alphas in supernet.alphas().values():
         assert bool((alphas.grad[:, -len(added)] != 0).all())
@@ -287,19 +289,6 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
         assert result.scores["central"]["accuracy"] >= 0
     with pytest.raises(ConfigError, match="expected Records, or torch data sets"):
         run(compose("dataset=wrong", "clients=2", f"dataset.cache={tmp_path}"))
-
-
-def test_strategies_of_flower_are_told_what_to_derive_from():
-    from flwr.serverapp.strategy import FedAvg
-
-    for strategy in (FedAvg, FedAvg()):
-        refuses(r"FedDARTS, or .* Flower's strategies train one", run, compose(), strategy=strategy)
-
-
-def test_mixed_ops_keep_their_names():
-    space = space_of("darts")
-    edges = [m for m in space.supernet().modules() if isinstance(m, MixedOp)]
-    assert all(tuple(edge.names) == space.ops for edge in edges)
 
 
 def test_what_cannot_be_sent_stays_in_this_process():

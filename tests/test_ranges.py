@@ -213,16 +213,6 @@ def test_what_fields_hold_is_checked(changed, sentence):
     assert str(parsed.value) == f"a.b.{direct.value}"
 
 
-def test_constraints_are_told_by_field():
-    assert constraints(Every) == {
-        "some": (Between(1),),
-        "listed": (OneOf(("left", "right")), Length(Between(1, 2))),
-        "named": (Between(0, 1),),
-        "text": (Length(Between(0, 4)),),
-        "nested": (),
-    }
-
-
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

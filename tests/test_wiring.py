@@ -27,11 +27,11 @@ from fednas_flwr.models.networks import describe_network, load, make_network, su
 from fednas_flwr.privacy.policy import template
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import Amount, LocalTraining, Personalise
-from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings.run_settings import SecureSumSettings
 
 from .asked import PLAIN, smallest
+from .client.conftest import flat, packed
 from .refusals import refuses
 
 NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
@@ -49,14 +49,6 @@ CELLS = (
 def ask(client, action, settings, states=None):
     """Return the client's reply in the first search round."""
     return answer(client, Request(action, Header("run", "search", 1, 1, 0, ""), settings, states))
-
-
-def packed(network):
-    return {name: pack(state) for name, state in network_states(network).items() if state}
-
-
-def flat(tensors):
-    return torch.cat([tensor.detach().flatten().clone() for tensor in tensors])
 
 
 def whole(split):

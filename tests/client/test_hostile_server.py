@@ -6,12 +6,10 @@ are in ``test_private_actions`` ("hostile requests"), malformed ones in ``test_f
 """
 
 import itertools
-from dataclasses import replace
 
 import pytest
 
 from fednas_flwr.base.errors import BudgetExceededError
-from fednas_flwr.data.statistics import Statistics
 
 from ..refusals import refuses
 from .conftest import ASKED, CANDIDATES, schedule
@@ -72,9 +70,3 @@ def test_another_clients_data_set_is_never_told_of(make_site, no_record):
         told = refuses(f"rule data_sets: data set={asked}", site.ask, action, data_set=name)
         assert "ward" not in told.replace(asked, "")
     assert site.rows() == []
-
-
-def test_a_private_site_takes_no_statistics_of_a_server(make_site, no_record):
-    site = make_site()
-    request = replace(site.request("evaluate.model"), statistics=Statistics((0.0,), (1e-9,)))
-    refuses(r"standardises by its own dataset\.statis", site.answer, request)

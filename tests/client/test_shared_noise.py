@@ -94,35 +94,3 @@ def test_shared_noise_needs_terms_room_and_single_steps(make_gate):
     with pytest.raises(ConfigError, match="rule secure_sum: steps of shared noise=2"):
         guard.admit(HEADER, ACTION, "weights", splits=("train",), steps=2)
     refuses("rule secure_sum: shared noise", make_gate, sums=False)
-
-
-def two_steps(record, rng, *, sites, share):
-    """Return the total of replies of two steps of one weight, of sites that share noise.
-
-    A record of site 0 has the clipped gradient 1 or, absent, 0 in the first step. In the second
-    step the 100 other records of each site have gradients of norm 1 whose sign is that of the
-    site's own weight: a model that a server can choose.
-    """
-    total = 0.0
-    for site in range(sites):
-        first = (1.0 if record and site == 0 else 0.0) + share * rng.standard_normal()
-        steered = 100.0 if site == 0 and first > 0.5 else -100.0
-        total += first + steered + share * rng.standard_normal()
-    return total
-
-
-def test_two_local_steps_with_shared_noise_leak_a_record_that_two_exchanges_hide():
-    """Why replies of several local steps keep each site's whole noise.
-
-    A site's second step sees its first one under the site's own share alone. Of 100 sites with
-    sigma 1, that is noise of .1: the total tells whether the record was there, almost surely.
-    Two releases with noise of sigma 1 let nobody be right more often than by an advantage of .53.
-    """
-    rng, sites, trials = np.random.default_rng(0), 100, 400
-    told = [[two_steps(there, rng, sites=sites, share=0.1) for _ in range(trials)] for there in
-            (False, True)]  # fmt: skip
-    middle = -100.0 * sites + 100.0
-    advantage = np.mean(np.array(told[1]) > middle) - np.mean(np.array(told[0]) > middle)
-    bound = math.erf(math.sqrt(2) / (2 * math.sqrt(2)))  # TV distance of N(0, 1) and N(sqrt 2, 1)
-    assert bound < 0.53
-    assert advantage > 0.95

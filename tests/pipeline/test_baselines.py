@@ -121,7 +121,8 @@ def test_baselines_are_trained_as_the_found_network(compose_config, tmp_path):
 def test_private_baselines_have_a_ledger_of_their_own(compose_config, tmp_path):
     folder = tmp_path / "run"
     sites = tmp_path / "sites"  # whose budgets the run spends, and no baseline
-    own = ("evaluation.baselines=1", f"privacy.sites={sites}", f"run_dir={folder}")
+    measured = "privacy.metrics_noise_multiplier=5"
+    own = ("evaluation.baselines=1", measured, f"privacy.sites={sites}", f"run_dir={folder}")
     run(compose_config(PRIVATE, *own))
     own = read_run(folder)
     assert not (folder / "sites").exists()
@@ -134,17 +135,10 @@ def test_private_baselines_have_a_ledger_of_their_own(compose_config, tmp_path):
         assert 0 < epsilon <= 50
     assert "a ledger of its own" in (folder / "report.html").read_text()
     assert {b.numbers()["linear_accuracy"] for b in [own, *own.baselines()]} == {None}
-
-
-@pytest.mark.run
-def test_a_completed_run_that_is_resumed_releases_nothing_more(compose_config, tmp_path):
-    folder = tmp_path / "run"
-    own = ("rounds=1", "privacy.metrics_noise_multiplier=5", f"run_dir={folder}")
-    run(compose_config(PRIVATE, *own))
-    before = booked(folder / "sites")
+    before = booked(sites)
     assert before[-1].action == "evaluate.model:metrics"
-    run(folder)
-    assert booked(folder / "sites") == before
+    run(folder)  # complete: it releases nothing more
+    assert booked(sites) == before
 
 
 @pytest.mark.parametrize(

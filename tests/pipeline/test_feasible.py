@@ -196,11 +196,6 @@ def test_sites_that_have_spent_a_budget_refuse_the_next_run(compose_config, tmp_
     assert "covers (client 0: " in refused(compose_config(*own, "runtime.quorum=0.51"))
 
 
-def test_private_runs_that_fit_pass(compose_config):
-    for more in ((), ("privacy.test_seed=1",)):
-        api.check(compose_config(PRIVATE, *more))
-
-
 @pytest.mark.parametrize("algorithm", ["zero_cost", seldom("successive_halving")])
 def test_limits_that_no_network_keeps_are_refused(compose_config, algorithm):
     group = "algorithm.limits" if algorithm == "zero_cost" else "algorithm.pool.limits"

@@ -142,17 +142,6 @@ def test_a_client_that_declares_a_billion_records_is_left_out(lying, run_inline)
     assert_sound(run)
 
 
-def test_a_client_that_declares_many_records_has_half_of_an_average(lying, run_inline):
-    """As far as it may: its weight is what all others have together."""
-    lying("query.describe", lambda reply: replace(reply, num_examples=2000))
-    lying("train.weights", lambda reply: replace(reply, num_examples=2000))
-    run = run_inline(*EXACT, "stages=[retrain]")
-    assert failures(run) == []
-    (warning,) = (e["message"] for e in run.named("warning"))
-    assert f"client {BAD} may weigh 2000 of" in warning
-    assert "runtime.largest_share" in warning
-
-
 @pytest.mark.parametrize(
     "properties",
     [

@@ -10,11 +10,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from safetensors.torch import load_file
 from scipy.stats import chisquare
 
-from fednas_flwr.cli import main
 from fednas_flwr.client.making import make_sum_site
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.messages import decode_reply, decode_request
-from fednas_flwr.runs.events import latest_rounds, read_events
 
 from ..booked import booked, decoded_totals
 from ..refusals import refuses
@@ -170,39 +168,6 @@ def lost_at(action, clients, *, number=None):
     return lambda v, c, n: v == action and c in clients and number in (None, n)
 
 
-def lost_from(action, client):
-    """Return a loss of a client for good, from the first time that it is asked an action."""
-    gone = set()
-
-    def lost(asked, c, _):
-        if asked == action and c == client:
-            gone.add(c)
-        return c in gone
-
-    return lost
-
-
-@pytest.mark.run
-@pytest.mark.parametrize("action", ["train.search", "train.weights", "query.open_masks"])
-def test_a_client_lost_before_its_answer_or_after_its_signature(action, run):
-    ran = run(*SHORT, *SUMS, "algorithm=fed_darts", lost=lost_from(action, 1))
-    assert {e["client"] for e in ran.failed} == {1}
-    assert ran.the("evaluated")["total"]["sites"] == 3
-
-
-@pytest.mark.run
-def test_the_total_of_survivors_is_theirs_alone(run):
-    lost = lost_at("train.search", {2})
-    runs = [
-        run(*SHORT, "algorithm=fed_darts", "stages=[search]", *own, lost=lost)
-        for own in (("clients=4", "runtime.largest_share=1"), SUMS)
-    ]
-    name = "checkpoints/search-000001.safetensors"
-    plain, summed = (load_file(ran.folder / name) for ran in runs)
-    for name, tensor in plain.items():
-        torch.testing.assert_close(tensor, summed[name], rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.run
 @pytest.mark.parametrize(
     ("lost", "said"),
@@ -284,28 +249,6 @@ def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, run):
     # the second round gets the first one's reply once more
     assert (said or "reply to another request") in reason
     assert len(ran.named("round")) == (0 if fails else rounds)
-
-
-@pytest.mark.run
-def test_the_others_open_what_one_site_keeps_back(run):
-    grid = damaged(telling(parts={}), "query.open_masks")
-    ran = run(*SHORT, *SUMS, "algorithm=fed_darts", "stages=[search]", "rounds=1", grid=grid)
-    assert len(ran.named("round")) == 1
-
-
-@pytest.mark.run
-def test_a_run_that_was_killed_goes_on_with_new_masks(run):
-    own, records = (*SHORT, *SUMS, "algorithm=fed_darts", "rounds=2", "stages=[search]"), []
-    lost = lost_at("query.sign_survivors", {3}, number=2)
-    ran = run(*own, lost=lost, records=records, fails=True)
-    assert "not signed" in str(ran.error)
-    before = records[-1 - [v for v, _, _ in reversed(records)].index("train.search")][2]
-    assert main(["run", f"resume={ran.folder}"]) == 0
-    rounds = latest_rounds(read_events(ran.folder / "events.jsonl"), "search")
-    assert [e["round"] for e in rounds] == [1, 2]
-    assert before.properties["context"] not in {
-        r.properties["context"] for v, _, r in records[:-8] if v == "train.search"
-    }
 
 
 REFUSED = [

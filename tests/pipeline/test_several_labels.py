@@ -7,7 +7,6 @@ import numpy as np
 import onnxruntime
 import pandas as pd
 import pytest
-import torch
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 from fednas_flwr import load
@@ -220,10 +219,3 @@ def test_several_labels_are_audited(tmp_path, capsys):
     data = (f"dataset.root={tmp_path / 'raw.npz'}", "dataset.class_names=[even,large,prime]")
     assert main(["audit", *own, *data]) == 0
     assert "The audit does not refute" in capsys.readouterr().out
-
-
-def test_torch_gets_probabilities_that_need_not_sum_to_1(finished):
-    model = load(finished.folder)
-    x = finished.test.features[:9]
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), model.logits(x).sigmoid())

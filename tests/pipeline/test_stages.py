@@ -11,6 +11,7 @@ from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.data.prepared import save_partition
 from fednas_flwr.data.records import assign_splits
 from fednas_flwr.pipeline import stages
+from fednas_flwr.runs.events import EventLog
 from fednas_flwr.settings.registry import TABLES
 
 
@@ -30,6 +31,19 @@ def test_a_training_loss_that_is_not_finite_ends_the_run(run_inline, monkeypatch
     assert "train_loss=nan is not finite: lower the learning rate" in str(done.error)
     assert done.named("run_finished")[-1]["status"] == "failed"
     assert not (done.folder / "genotype.json").exists()
+
+
+def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
+    overrides = ("clients=3", "runtime.quorum=0.6", "rounds=1", "retrain.rounds=1")
+    first = run_inline(*overrides)
+    evaluated = first.the("evaluated")
+    assert 1 in [result["client"] for result in evaluated["clients"]]
+    with EventLog(first.folder / "events.jsonl") as log:
+        place = {"stage": "retrain", "round": 1, "action": "train.weights"}
+        log.emit("client_left", **place, client=1, reason="nonsense", expelled=True)
+    again = run_inline(resume=first.folder)
+    evaluated = again.named("evaluated")[-1]
+    assert 1 not in [result["client"] for result in evaluated["clients"]]
 
 
 def test_clients_without_test_records_are_not_asked_to_test(finished_run, compose_config, tmp_path):

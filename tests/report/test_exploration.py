@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from fednas_flwr.report import plots, score_tables
+from fednas_flwr.report import score_tables
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
-from fednas_flwr.runs.numbers import Run, read_run
+from fednas_flwr.runs.numbers import read_run
 
 CONFIGURATION = {"lr": 0.0123, "weight_decay": 1e-4, "momentum": 0.9, "dropout": 0.1}
 
@@ -71,10 +70,6 @@ def test_costs_divide_each_stage_that_explores(folder):
         ["Retraining, exploring", "3.0 s", "75.0 %", "300 B", "0 B"],
         ["Retraining, training", "1.0 s", "25.0 %", "1 kB", "500 B"],
     ]
-
-
-def test_a_run_that_explores_nothing_has_none_of_it():
-    assert not any(plots.stage_figures(Run(Path(), {}, []), "search").values())
 
 
 def test_the_page_shows_it_for_both_stages(folder):

@@ -85,13 +85,6 @@ def test_percentiles_are_those_of_mean_ranks_by_the_named_columns(tmp_path):
         assert math.isclose(table.percentiles[cell], expected, rel_tol=1e-12)
 
 
-def test_best_cell_has_100_and_ties_share_a_percentile(tmp_path):
-    cells = some_cells(4)
-    rows = [{"cell": FORM.format(*c), "test": a} for c, a in zip(cells, (1, 2, 2, 3), strict=True)]
-    percentiles = read_table(write(tmp_path / "t.csv", rows)).percentiles
-    assert [percentiles[cell] for cell in cells] == [25.0, 62.5, 62.5, 100.0]
-
-
 def test_columns_are_named_unless_there_is_one(tmp_path):
     rows = [{"arch": FORM.format(*cell), "note": "x", "acc": k} for k, cell in enumerate(CELLS[:4])]
     one = read_table(write(tmp_path / "one.csv", rows))

@@ -3,7 +3,6 @@ import re
 import pytest
 import torch
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.models.metrics import detailed
 from fednas_flwr.report.html_report import render_report
 from fednas_flwr.report.templates import sentence
@@ -91,11 +90,6 @@ def test_traffic_is_told_per_client_and_round(tmp_path):
     assert shares() == ["30 B", "50 B", "35 B"]
 
 
-def test_a_folder_without_events_is_no_run(tmp_path):
-    with pytest.raises(ConfigError, match="holds no events.jsonl"):
-        read_run(tmp_path)
-
-
 def test_the_newest_schedule_counts_and_what_was_spent_since(make_run):
     folder = make_run("run", private=True)
     assert read_run(folder).numbers()["epsilon"] == pytest.approx(5.1001)
@@ -105,16 +99,6 @@ def test_the_newest_schedule_counts_and_what_was_spent_since(make_run):
     resumed = read_run(folder)
     assert resumed.numbers()["epsilon"] == 3.1001
     assert resumed.privacy_spent() == {}
-
-
-def test_a_run_without_privacy_has_no_epsilon(make_run):
-    run = read_run(make_run("run"))
-    assert (run.is_private, run.numbers()["epsilon"], run.departures()) == (False, None, [])
-
-
-def test_a_run_that_was_to_be_private_is_so_before_its_clients_accept(make_run):
-    run = read_run(make_run("run", private=True, until="start"))
-    assert (run.is_private, run.privacy, run.numbers()["epsilon"]) == (True, None, None)
 
 
 def test_a_client_that_left_counts_once_and_not_if_a_resume_undid_it(tmp_path):
