@@ -71,7 +71,6 @@ def lacking(text, *parts):
 MISTAKES = """
 roundz=3 | setting=roundz is unknown: choose one of aggregate, | (nearest: rounds)
 alphas.lr=1 | alphas is no setting: write algorithm.alphas or
-weights.lrr=1 | write algorithm.weights or | or retrain.weights.
 lr=1 | write algorithm.weights.lr or algorithm.alphas.lr or retrain.weights.lr.
 algorithm.weights.lrr=1 | choose one of algorithm.weights.clip_norm, algorithm.weights.lr,
     | (nearest: algorithm.weights.lr)
@@ -80,24 +79,16 @@ seed.first=1 | seed={first: 1} has the wrong type: expected a whole number
 algorithm=fed_dart | algorithm=fed_dart | fed_darts, fedavg, | (nearest: fed_darts)
 dataset=mnst | dataset=mnst | (nearest: mnist)
 retrain=null | retrain=null is unknown: choose one of darts,
-retrain=3 | retrain=3 is unknown: choose one of darts,
 rounds=$NINES | rounds=99 | holds a number that is too long
 dataset=_base | dataset=_base is unknown | csv, digits
 experiment=_small_fashion_mnist | experiment=_small_fashion_mnist is unknown | fnas/
 experiment=small_fashion_mnist | experiment=small_fashion_mnist is | /fashion_mnist).
 experiment=fnas/fashion | experiment=fnas/fashion is | (nearest: fnas/fashion_mnist)
 algorithm.name=fnas | algorithm.name=fnas | write algorithm=<name>
-rounds=many | rounds=many | a whole number
-dataset.server_test=1 | dataset.server_test=1 | true or false
 stages=search | stages=search | a list such as [text, ...]
-algorithm.weights=3 | algorithm.weights=3 | a group of settings
-retrain.weights.lr=.inf | retrain.weights.lr=.inf | a number
 runtime.device=cuda:1 | runtime.device=cuda:1 is out of range: expected cuda,
     | CUDA_VISIBLE_DEVICES.
 runtime=deployment runtime.superlink=nowhere | runtime.superlink=nowhere is unknown: ch
-runtime.device=gpu | runtime.device=gpu | auto, cpu, cuda | (nearest: cuda)
-stages=[serch] | stages=serch | (nearest: search)
-dataset.fractions={train:1,validation:0,test:0} | dataset.fractions.validation=0
 +seed=2 | An item is already at 'seed'
 +sead=2 | setting=sead is unknown | (nearest: seed)
 ~seed | seed is missing

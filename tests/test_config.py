@@ -415,7 +415,6 @@ algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3 | tries 
 algorithm=fnas stages=[search] training.momentum=averaged | clients send no models
 $LOCAL stages=[search] training.momentum=averaged | clients send no models
 $LOCAL stages=[search] runtime.wire=int8 | no trained model is sent
-stages=[search] retrain.weights.momentum=0 | momentum=0.0 has no effect
 $LOCAL retrain.exchange=gradients training.momentum=averaged | the server steps with the momentum
 algorithm=zero_cost stages=[search] runtime.wire=int8 | in which no client trains
 algorithm=zero_cost stages=[search] training.precision=bfloat16 | in which no client trains
@@ -426,9 +425,7 @@ algorithm=feathers algorithm.configurations=[$ARM] algorithm.num_configurations=
 algorithm=fedex algorithm.configurations=[$ARM] algorithm.ranges={lr:{low:.1}} |
 algorithm=fedex retrain.weights.clip_norm=1 | retrain.weights.clip_norm=1.0 has no
 stages=[search] retrain.rounds=3 | retrain.rounds=3 has no effect with stages=[search
-stages=[search] retrain.weights={lr:.5} | retrain.weights.lr=0.5 has no effect
 stages=[search] evaluation.personalised=true | which lack evaluate: remove it
-stages=[search,retrain] evaluation.personalised=true | which lack evaluate
 stages=[retrain] genotype=a.json algorithm.rule=first_order | which lack search
 stages=[retrain] genotype=a.json search_space=darts | by which the network has sizes
 evaluation.personalised=true dataset.fractions={test:0,validation:.5} | no client has test records
@@ -468,7 +465,6 @@ $DP privacy.retrain.noise_walk=.1 retrain.weights.lr=.1 | set privacy.retrain.no
 algorithm=feathers $DP privacy.retrain.noise_walk=.1 | which chooses it from
 algorithm=zero_cost $DP privacy.rate=.1 | asks clients nothing
 $DP privacy.rewards_share=.3 | which ask for no rewards
-$DP privacy.rewards={noise_multiplier:2} | which ask for no rewards
 $DP dataset.linear_baseline=true | set privacy=none
 algorithm=dp_fnas $DP algorithm.evaluate_every=3 | privacy.metrics_noise_multiplier
 algorithm=dp_fnas $DP privacy.local_steps=3 | which has steps of its own
@@ -528,17 +524,9 @@ def test_a_setting_without_effect_is_refused_by_name(overrides, sentence):
 
 OF_OTHERS = """
 partition.alpha=.1 | partition=dirichlet, partition=quantity, and partition=iid
-partition.groups=[[1,2]] | partition=label_groups, and partition=iid
-partition.column=ward | partition=column, and partition=iid
 partition=column partition.seed=3 | partition=quantity, and partition=column
-partition=saved partition.file=a partition.seed=3 | and partition=saved
 $SITES partition.file=a.json | partition=saved, and partition=sites
-runtime.client_cpus=2 | runtime=ray, and runtime=inline
-runtime.ray_address=1.2.3.4:5 | runtime=ray, and runtime=inline
-runtime.superlink=here | runtime=deployment, and runtime=inline
 runtime=ray runtime.superlink=here | runtime=deployment, and runtime=ray
-runtime.connect_s=3 | runtime=deployment, and runtime=inline
-aggregate.trim=2 | aggregate=trimmed_mean, and aggregate=mean
 aggregate=median aggregate.trim=2 | aggregate=trimmed_mean, and aggregate=median
 algorithm.client_tags=[a,b] | algorithm=cfdnas, and algorithm=fed_darts
 """

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -15,7 +13,6 @@ from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, user_s
 
 from .processes import told
 
-FEDNAS = [sys.executable, "-m", "fednas_flwr"]
 ENOUGH_S = 900.0
 
 
@@ -82,24 +79,6 @@ def test_the_best_trial_of_optuna_is_the_first_line(brief, tmp_path):
     assert document["groups"][0]["settings"] == {"algorithm.weights.lr": str(best)}
     html = (folder / "compare.html").read_text(encoding="utf-8")
     assert f"<h1>{document['best'][0]}</h1>" in html
-
-
-@pytest.mark.slow
-def test_two_metrics_give_a_front_and_a_failing_trial_does_not_stop_the_others(brief, tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    folder = tmp_path / "sweep"
-    command = [
-        *(*FEDNAS, "run", "-m", *brief, f"hydra.sweep.dir={folder}"),
-        *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"),
-        *("hydra.sweeper.sampler.seed=3", "sweep.metric=[central_accuracy,num_parameters]"),
-        "algorithm.weights.lr=choice(.1,.2,1e30)",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=ENOUGH_S)
-    failed = list(folder.rglob("error.txt"))
-    assert done.returncode == (cli.RUN_FAILED if failed else 0), done.stderr
-    assert f"{3 - len(failed)} of 3 jobs completed" in done.stdout, done.stderr
-    found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
-    assert all(len(trial["values"]) == 2 for trial in found["solutions"])
 
 
 def test_experiments_in_a_folder_of_ones_own(tmp_path, capsys):

@@ -146,14 +146,6 @@ def test_report_and_card_are_of_numbers(finished):
     assert not any("accuracy" in name for e in rounds for name in e["metrics"])
 
 
-def test_numbers_of_one_bin_stay_together(finished):
-    """Parts of the declared range, or deciles, divide records as classes do."""
-    prepared, parts = make_data(finished.config)
-    if finished.kind == "huber":  # label_groups: of FDNAS' three
-        ends = [(float(y.min()), float(y.max())) for y in (prepared.train.labels[p] for p in parts)]
-        assert all(a[1] <= b[0] for a, b in zip(ends[:-1], ends[1:], strict=True))
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -314,23 +306,6 @@ def test_whole_numbers_that_may_be_classes_are_asked_about(number, compose_confi
         config = compose_config(*given, *LINEAR, f"dataset.task={task}")
         assert make_data(config)[0].train.is_regression == is_number
         assert torch.is_floating_point(make_data(config)[0].train.labels) == is_number
-
-
-@pytest.mark.parametrize("task", [(), ("dataset.task=regression",)], ids=["found", "said"])
-def test_numbers_with_decimal_commas_are_read_as_those_with_points(task, compose_config, tmp_path):
-    table, read = stays(), []
-    for name, sign in (("point", "."), ("comma", ",")):
-        folder = tmp_path / name
-        folder.mkdir()
-        for part, rows in (("train", table[:900]), ("test", table[900:])):
-            rows.to_csv(folder / f"{part}.csv", index=False, sep=";", decimal=sign)
-        given = ("dataset=csv", f"dataset.root={folder}", *task)
-        read.append(make_data(compose_config(*given, *LINEAR))[0])
-    assert read[0].train.is_regression
-    for part in ("train", "server_test"):
-        points, commas = (getattr(of, part) for of in read)
-        torch.testing.assert_close(points.labels, commas.labels, rtol=0, atol=0)
-        torch.testing.assert_close(points.features, commas.features, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
