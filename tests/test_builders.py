@@ -145,6 +145,9 @@ def test_unknown_names_are_told_with_those_there_are(compose_config):
         networks.make_network({"name": "resnet", "input_shape": [3, 8, 8], "num_classes": 2})
     with pytest.raises(ConfigError, match=r"search_space\.name=dart.*nearest: darts"):
         networks.make_space("dart", input_shape=(3, 8, 8), num_classes=2, norm="batch")
+    for key in ("skeleton", "candidates"):
+        words = rf"search_space\.{key}=fdna is unknown.*nearest: fdnas"
+        refuses_run(words, composed, "search_space=mbconv", f"search_space.{key}=fdna")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -226,12 +229,6 @@ def test_mbconv_networks_have_the_size_of_the_search_space(compose_config, tmp_p
     }.items():
         given = ["stages=[retrain]", f"genotype={path}", *overrides.split()]
         refuses_run(message, composed, *given)
-
-
-@pytest.mark.parametrize("key", ["skeleton", "candidates"])
-def test_unknown_names_of_the_mbconv_space_are_told(key):
-    words = rf"search_space\.{key}=fdna is unknown.*nearest: fdnas"
-    refuses_run(words, composed, "search_space=mbconv", f"search_space.{key}=fdna")
 
 
 def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):

@@ -462,11 +462,12 @@ def test_ledger_show_has_a_row_per_kind_and_an_epsilon_per_split(ledger, capsys)
     assert "at delta 0.001" in capsys.readouterr().out
     assert cli.main(["ledger", "verify", *ledger]) == 0
     assert capsys.readouterr().out == "3 rows, all intact.\n"
-
-
-def test_ledger_show_of_an_empty_ledger(capsys):
-    Ledger(Path("site/ledger"), Path("key")).close()
-    assert cli.main(["ledger", "show", "site/ledger", "--key", "key"]) == 0
+    for delta, shown in (("1", "1.0"), ("nan", "nan")):
+        assert cli.main(["ledger", "show", *ledger, "--delta", delta]) == cli.USER_ERROR
+        words = f"--delta={shown} is out of range: expected above 0, below 1."
+        assert sentence_of(capsys).endswith(words)
+    Ledger(Path("empty/ledger"), Path("other")).close()
+    assert cli.main(["ledger", "show", "empty/ledger", "--key", "other"]) == 0
     assert capsys.readouterr().out == "no rows.\n"
 
 
@@ -492,13 +493,6 @@ def test_looking_for_a_missing_ledger_creates_nothing(ledger, capsys, action, gi
     assert cli.main(["ledger", action, *given.split()]) == cli.USER_ERROR
     assert set(Path().rglob("*")) == before
     assert sentence_of(capsys) == f"{part}; give the file of a site."
-
-
-@pytest.mark.parametrize(("delta", "shown"), [("1", "1.0"), ("nan", "nan")])
-def test_ledger_show_refuses_wrong_deltas(ledger, capsys, delta, shown):
-    assert cli.main(["ledger", "show", *ledger, "--delta", delta]) == cli.USER_ERROR
-    words = f"--delta={shown} is out of range: expected above 0, below 1."
-    assert sentence_of(capsys).endswith(words)
 
 
 def exported(folder, *overrides):

@@ -375,15 +375,3 @@ def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, c
     assert message in sentence
     assert str(path) in sentence
     assert sentence.count("\n") == 1
-
-
-@pytest.mark.run
-@pytest.mark.parametrize("score", [lambda p, y: np.nan, lambda p, y: p[:, 99].mean()])
-def test_a_score_that_fails_ends_the_run_in_one_sentence(score, mine, tmp_path, capsys):
-    register_metric("wrong", score)
-    cache, folder = f"dataset.cache={tmp_path / 'cache'}", tmp_path / "run"
-    assert main(["run", "--with", str(mine), *WITH, cache, f"run_dir={folder}"]) != 0
-    assert "the metric wrong of your own" in capsys.readouterr().err
-    assert (folder / "model.onnx").exists()
-    refuses("metric=wrong exists", register_metric, "wrong", score)
-    refuses("metric=AUROC exists", register_metric, "AUROC", score)

@@ -119,36 +119,26 @@ def test_the_server_knows_of_simulated_clients_what_they_would_say(many):
         assert properties[index]["class_counts"] == torch.bincount(labels, minlength=10).tolist()
 
 
-def test_of_several_labels_the_server_knows_how_many_have_each(compose_config, tmp_path):
+def test_the_server_knows_labels_and_moments_as_clients_tell_them(compose_config, tmp_path):
     rng = np.random.default_rng(0)
-    labels = rng.integers(0, 2, (40, 3))
-    images = rng.integers(0, 255, (40, 3, 8, 8)).astype(np.uint8)
+    labels, images = rng.integers(0, 2, (40, 3)), rng.integers(0, 255, (40, 3, 8, 8), np.uint8)
     np.savez(tmp_path / "several.npz", x_train=images, y_train=labels)
-    config = compose_config(
-        *("algorithm=fedavg", "algorithm.network=linear", "clients=4", "sampling.per_round=2"),
-        *(f"dataset.root={tmp_path / 'several.npz'}", "dataset.server_test=false"),
-    )
-    prepared, parts = make_data(config)
-    assert prepared.train.multi_label
-    properties = simulated_properties(config, (prepared, parts))
-    assert [properties[c]["class_counts"] for c in range(4)] == [
-        prepared.train.labels[torch.from_numpy(part)].sum(0).tolist() for part in parts
-    ]
-
-
-def test_the_moments_of_a_table_are_those_that_its_clients_tell(compose_config, tmp_path):
-    rng = np.random.default_rng(0)
     rows = [f"{a:.3f},{b:.3f},{int(a > b)}" for a, b in rng.normal(size=(90, 2))]
     (tmp_path / "table.csv").write_text("\n".join(["a,b,label", *rows]))
-    config = compose_config(
-        *("algorithm=fed_darts", "dataset=csv", f"dataset.root={tmp_path / 'table.csv'}"),
-        *("search_space=mlp_small", "clients=6", "sampling.per_round=2"),
-    )
-    data = make_data(config)
-    properties = simulated_properties(config, data)
-    for index in range(6):
-        client = make_client(config, index, data=data, networks={})
-        assert properties[index]["moments"] == client.moments
+    for own in (
+        (f"dataset.root={tmp_path / 'several.npz'}", "dataset.server_test=false"),
+        ("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}", "search_space=mlp_small"),
+    ):
+        config = compose_config(*own, "clients=4", "sampling.per_round=2")
+        prepared, parts = data = make_data(config)
+        properties = simulated_properties(config, data)
+        for index, part in enumerate(parts):
+            client = make_client(config, index, data=data, networks={})
+            assert properties[index]["moments"] == client.moments
+            if prepared.train.multi_label:
+                counts = prepared.train.labels[torch.from_numpy(part)].sum(0).tolist()
+                assert properties[index]["class_counts"] == counts
+    assert client.moments
 
 
 def test_more_results_than_can_be_seen_are_shown_by_quantiles():

@@ -98,14 +98,10 @@ def test_clients_find_the_statistics_of_a_table_together(finished_run, run_inlin
     assert again.named("exported")[-1]["inputs"]["mean"] == [55.5]
 
 
-def test_a_run_where_there_is_no_git_has_no_commit(run_inline, monkeypatch, tmp_path):
+def test_clients_that_cannot_test_the_network_do_not_end_the_run(run_inline, monkeypatch, tmp_path):
+    """Nor does it that there is no git, which would tell the commit."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = run_inline("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain]")
-    assert done.events[0]["event"] == "run_started"
-    assert done.events[0]["commit"] is None
 
-
-def test_clients_that_cannot_test_the_network_do_not_end_the_run(run_inline, monkeypatch):
     def failing(client, request, asked):
         raise ValueError("the disk is full")
 
@@ -114,4 +110,5 @@ def test_clients_that_cannot_test_the_network_do_not_end_the_run(run_inline, mon
     done = run_inline(*own, "stages=[retrain,evaluate,export]")
     assert done.named("evaluated")[-1]["clients"] == []
     assert "the disk is full" in done.named("warning")[-1]["message"]
+    assert (done.events[0]["event"], done.events[0]["commit"]) == ("run_started", None)
     assert done.named("run_finished")[-1]["status"] == "completed"
