@@ -2,11 +2,8 @@
 
 import json
 import re
-from dataclasses import fields, is_dataclass, replace
-from functools import reduce
-from operator import getitem
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 from hydra.core.config_store import ConfigStore
@@ -611,27 +608,6 @@ def test_an_empty_mapping_empties(own_experiment):
 
 
 # --- mappings that are null
-
-
-def null_mappings(config, prefix=""):
-    """Yield the dotted name of every mapping that is null, and the names of its settings."""
-    hints = get_type_hints(type(config))
-    for field in fields(config):
-        value, name = getattr(config, field.name), f"{prefix}{field.name}"
-        kinds = [kind for kind in get_args(hints[field.name]) if is_dataclass(kind)]
-        if is_dataclass(value):
-            yield from null_mappings(value, f"{name}.")
-        elif value is None and kinds:
-            yield name, [inner.name for inner in fields(kinds[0])]
-
-
-@pytest.mark.parametrize("choice", [c for c in all_choices() if c.startswith("algorithm=")])
-def test_every_setting_of_a_mapping_that_is_null_can_be_set(choice):
-    """As the settings page documents them."""
-    chosen = [choice, *NEEDS.get(choice, [])]
-    for name, leaves in null_mappings(parse_config(compose_tree(chosen))):
-        tree = compose_tree([*chosen, *(f"{name}.{leaf}=7" for leaf in leaves)])
-        assert reduce(getitem, name.split("."), tree) == dict.fromkeys(leaves, 7)
 
 
 def test_a_mapping_that_was_null_is_checked_as_a_whole(tmp_path):

@@ -224,25 +224,6 @@ def test_what_fields_hold_is_checked(changed, sentence):
     assert str(parsed.value) == f"a.b.{direct.value}"
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        (f"algorithm.hardware={COST.replace('null', 'x').replace('ms', 'multiply_adds')}", "unit"),
-        (f"algorithm.hardware={COST.replace('3.0', '0.0')}", "target"),
-        ("algorithm.alphas={lr: 0.1, weight_decay: 0.1}", "alphas.weight_decay"),
-    ],
-)
-@pytest.mark.parametrize("algorithm", ["fdnas", "cfdnas"])
-def test_settings_at_any_depth_are_named_once(algorithm, override, sentence):
-    where, _, value = override.partition("=")
-    group = where.replace("algorithm", "algorithm.search" if algorithm == "cfdnas" else "algorithm")
-    key = sentence if "alphas" in sentence else f"hardware.{sentence}"
-    whole = f"{group.rpartition('.')[0]}.{key}="
-    with pytest.raises(ConfigError) as told:
-        parse_config(compose_tree([f"algorithm={algorithm}", *MBCONV, f"{group}={value}"]))
-    assert str(told.value).startswith(whole)
-
-
 def test_what_holds_between_fields_is_checked_after_each():
     refuses(r"^min_lr=0.2 is out of range: expected 0 to lr=0.1\.", replace, PLAIN, min_lr=0.2)
     refuses("^low=0.0 .* above 0 where log is true", Range, 0.0, 1.0, log=True)

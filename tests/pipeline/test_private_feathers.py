@@ -9,7 +9,6 @@ import pytest
 from fednas_flwr.algorithms.feathers.strategy import BOUND_PER_SCALE
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import prv_epsilon, rdp_epsilon
-from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND
 
 from ..booked import booked
@@ -29,10 +28,10 @@ FEATHERS = [
 
 @pytest.fixture(scope="module")
 def run(run_inline):
-    """``run(*overrides, resume=None)``: a whole run inline, and all clients' entries."""
+    """``run(*overrides)``: a whole run inline, and all clients' entries."""
 
-    def ran(*overrides, resume=None):
-        done = run_inline(*overrides, resume=resume)
+    def ran(*overrides):
+        done = run_inline(*overrides)
         done.booked = [booked(done.folder / "sites", k) for k in range(done.config.clients)]
         return done
 
@@ -208,29 +207,3 @@ def test_all_steps_of_the_schedule_are_booked(run, algorithm):
         for event in rewarded:
             expected_noise = sigma * math.sqrt(2 * len(event["paths"])) / declared
             assert event["noise"] == pytest.approx(expected_noise)
-
-
-@pytest.mark.run
-def test_a_resumed_private_dpnas_goes_on_with_its_controller_and_books_the_round_again(run):
-    """The last round, whose checkpoint is gone: it teaches and chooses a second time."""
-    first = run(*DPNAS, "stages=[search]")
-    checkpoints = CheckpointFolder(first.folder / "checkpoints", warn=pytest.fail)
-    for path in checkpoints.path.glob("search-000003.*"):
-        path.unlink()
-    before = checkpoints.latest("search").tensors["server.policy.lstm.weight_ih"]
-    again = run(resume=first.folder)
-    assert not again.failed
-    assert [e["round"] for e in again.named("round")] == [1, 2, 3, 3]
-    for rows in again.booked:
-        assert Counter(row.action for row in rows) == {
-            "train.candidate:weights": (3 + 1) * 3 * 2,
-            "evaluate.candidates:rewards": (2 + 1) + (1 + 1),
-        }
-        for split in ("train", "validation"):
-            releases = [row.release for row in rows if split in row.splits]
-            assert filter_epsilon(releases, 1e-5) <= 30
-    promise = again.named("privacy")[-1]
-    assert [item["steps"] for item in promise["schedule"]] == [6, 2]
-    after = checkpoints.latest("search").tensors["server.policy.lstm.weight_ih"]
-    moved = (after - before).abs().max()
-    assert 0 < moved <= 1.01 * again.config.algorithm.controller.lr  # one step of Adam

@@ -28,7 +28,6 @@ from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline import beginning
 from fednas_flwr.pipeline.beginning import commit, make_cohort
 from fednas_flwr.pipeline.stages import run_stages
-from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
@@ -46,7 +45,7 @@ from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
 from ..booked import booked
-from ..client.conftest import clipped_sum, flat, step_along
+from ..client.conftest import POLICY, clipped_sum, flat, step_along
 from ..conftest import sound
 from ..finished_runs import Told, named
 from ..refusals import refuses
@@ -105,23 +104,8 @@ def reopened():
 
 def write_policy(sites, client, **changes):
     """Write a simulated site's policy before its first run."""
-    section = {
-        "epsilon": 1000.0,
-        "delta": 1e-5,
-        "least_noise_multiplier": 0.1,
-        "largest_grad_norm": 1.0,
-        "largest_steps": 1000,
-        "actions": list(PRIVATE_ACTIONS),
-        "unit": "record",
-        "records": 40,
-        "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
-        "threads": 1,
-        "micro_batch_size": 8,
-        "secure_noise": True,
-        "test_seed": False,
-        "approve": "automatic",
-        **changes,
-    }
+    section = POLICY | {"epsilon": 1000.0, "largest_grad_norm": 1.0, "records": 40}
+    section |= {"fractions": {"train": 0.5, "validation": 0.4, "test": 0.1}} | changes
     path = sites / f"client-{client}" / "policy.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump({"data_sets": {"records": section}}))

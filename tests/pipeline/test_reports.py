@@ -74,19 +74,6 @@ def test_a_given_genotype_was_not_searched_for(finished_run):
     assert "The network that was found" not in report
 
 
-def test_a_given_network_has_no_search_to_tell_of(finished_run):
-    run = finished_run(
-        *("algorithm=fedavg", "algorithm.network=plain_cnn", "clients=2"),
-        *("retrain.rounds=1", "stages=[retrain,evaluate]"),
-    )
-    assert run.error is None
-    shown = dict(setting_rows(read_run(run.folder)))
-    assert (shown["algorithm.name"], shown["algorithm.network"]) == ("fedavg", "plain_cnn")
-    assert not {"search_space.name", "rounds"} & set(shown)
-    assert "<dt>device</dt><dd>cpu</dd>" in (run.folder / "report.html").read_text()
-    assert "search_space" not in card(run)
-
-
 def test_hyper_parameters_that_were_chosen_are_not_those_of_the_settings(finished_run):
     run = finished_run(
         *("algorithm=feathers", "algorithm.num_configurations=3", "algorithm.nas_rounds=2"),

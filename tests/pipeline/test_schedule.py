@@ -106,6 +106,16 @@ def test_as_many_steps_as_the_rounds_still_to_do_take(compose_config, overrides,
     assert stages == [s for s in ("search", "retrain", "evaluate") if s in stages]
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_noise_is_shared_in_single_steps_alone(compose_config, steps):
+    own = ("secure_sum=true", "clients=4", f"algorithm.local_steps={steps}", "stages=[search]")
+    schedule = make_schedule(compose_config(*DP_FNAS, GIVEN, *own), RECORDS * 2, done={})
+    assert {(p.kind, p.shared) for p in schedule} == {
+        ("weights", steps == 1),
+        ("alphas", steps == 1),
+    }
+
+
 @pytest.mark.parametrize(
     ("overrides", "batch"),
     [

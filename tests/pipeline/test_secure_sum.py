@@ -189,32 +189,20 @@ def test_sums_that_fail_say_so_and_leave_no_trace(lost, said, run):
 
 
 def damaged(change, action):
-    """Return a grid class in which ``change(content, kept)`` alters client 1's replies."""
-    kept = []
+    """Return a grid class in which ``change(content)`` alters client 1's replies."""
 
     class Damaging(LossyGrid):
         def answer(self, message):
             reply = super().answer(message)
             asked, client = message.metadata.message_type, message.metadata.dst_node_id - 2
             if asked == action and client == 1 and reply.has_content():
-                kept.append(reply.content)
-                return Message(change(reply.content, kept), reply_to=message)
+                return Message(change(reply.content), reply_to=message)
             return reply
 
     return Damaging
 
 
-def other_masks(content, kept):
-    """Masked vectors of a peer whose masks are not those agreed on."""
-    rng = np.random.default_rng(0)
-    vectors = {
-        dtype: Array(rng.integers(-(2**62), 2**62, array.numpy().size).astype(dtype))
-        for dtype, array in content["state.masked"].items()
-    }
-    return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
-
-
-def shorter(content, kept):
+def shorter(content):
     vectors = {d: Array(a.numpy()[:-1]) for d, a in content["state.masked"].items()}
     return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
 
@@ -222,7 +210,7 @@ def shorter(content, kept):
 def telling(**properties):
     """Return a change of a reply that says other properties."""
 
-    def change(content, kept):
+    def change(content):
         values = json.loads(content["header"]["json"])
         values["properties"] |= properties
         return RecordDict({**content, "header": ConfigRecord({"json": json.dumps(values)})})
@@ -234,21 +222,15 @@ def telling(**properties):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (other_masks, "the total of 4 sites is beyond 4 times their range"),
         (shorter, "masked vectors of"),
         (telling(context="ab" * 32), "answered another request than the clients before it"),
-        (lambda content, kept: kept[0], None),
     ],
-    ids=["other masks", "shorter", "another request", "replayed"],
 )
-def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, run):
-    rounds, fails = 1 if said else 2, change is other_masks
-    own = ("algorithm=fed_darts", "stages=[search]", f"rounds={rounds}")
-    ran = run(*SHORT, *SUMS, *own, grid=damaged(change, "train.search"), fails=fails)
-    reason = str(ran.error) if fails else ran.failed[0]["reason"]
-    # the second round gets the first one's reply once more
-    assert (said or "reply to another request") in reason
-    assert len(ran.named("round")) == (0 if fails else rounds)
+def test_damaged_replies_are_left_out(change, said, run):
+    own = ("algorithm=fed_darts", "stages=[search]")
+    ran = run(*SHORT, *SUMS, *own, grid=damaged(change, "train.search"))
+    assert said in ran.failed[0]["reason"]
+    assert len(ran.named("round")) == 1
 
 
 REFUSED = [
@@ -278,23 +260,6 @@ def test_what_has_no_sum_is_refused_at_composition(settings, said, compose_confi
     if any(name.startswith("secure_sum.") for name in given):
         least = ("clients=4", "secure_sum=true")
     refuses(said, compose_config, *least, *settings.split())
-
-
-@pytest.mark.run
-@pytest.mark.parametrize("steps", [1, 2])
-def test_noise_is_shared_in_single_steps_alone(steps, run):
-    own, records = (f"algorithm.local_steps={steps}", "rounds=1", "stages=[search]"), []
-    ran = run(*DP, *SUMS, *own, records=records)
-    schedule = ran.the("privacy")["schedule"]
-    shared = {planned["action"] for planned in schedule if planned["shared"]}
-    gradients = {"train.weight_gradient", "train.alpha_gradient"}
-    assert shared == (gradients if steps == 1 else set())
-    actions = {row.action for row in booked(ran.folder / "sites")}
-    assert ("train.weight_gradient:weights (noise of 2 sites)" in actions) == (steps == 1)
-    for action, _, reply in records:
-        if action in gradients:
-            dtypes = set(reply.states["masked"])
-            assert dtypes == ({"int64", "int32"} if steps == 1 else {"int64"})
 
 
 LINEAR = [

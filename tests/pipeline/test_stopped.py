@@ -87,6 +87,10 @@ def test_a_run_that_is_stopped_or_killed_goes_on(fednas, overrides, whole, tmp_p
         return log.exists() and event in [told["event"] for told in read_events(log)]
 
     stop_when(fednas, told, *overrides, f"run_dir={tmp_path / 'run'}", by=by)
+    if by == signal.SIGINT and event == "round":
+        assert STOPPED == 130
+        ended = {"event": "run_finished", "status": "failed", "reason": "stopped by Ctrl-C"}
+        assert ended.items() <= read_events(log)[-1].items()
     assert_goes_on(fednas, tmp_path / "run", whole[0])
 
 
