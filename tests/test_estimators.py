@@ -150,6 +150,7 @@ def fit(tmp_path, X, y, *settings, groups=None, **keys):
     return FedClassifier(preset="fast", settings=own, **keys).fit(X, y, groups=groups)
 
 
+@pytest.mark.run
 def test_arrays_and_groups(tmp_path, capsys):
     table = patients()
     X, groups = table[["age", "pressure"]].to_numpy(), table["hospital"]
@@ -162,6 +163,7 @@ def test_arrays_and_groups(tmp_path, capsys):
     assert model.importance(table[["age", "pressure"]].to_numpy(), table["sex"]).shape == (2, 2)
 
 
+@pytest.mark.run
 def test_images(tmp_path):
     digits = load_digits()
     images, labels = digits.images.astype("uint8") * 15, digits.target

@@ -352,27 +352,12 @@ def test_gradients_are_clipped_sums_at_the_same_point(steps, make_site, networks
         close(reply.states[state]["float32"], move * 40)
 
 
-def test_retraining_is_dp_sgd_with_momentum_over_train_and_validation(make_site, networks, totals):
-    site = make_site(**EVERY_RECORD)
-    reply = site.ask("train.weights", steps=3, clip_norm=None)
-    assert scales(totals) == [(SIGMA, NORM)] * 3
-    assert [row.splits for row in site.rows()] == [("train", "validation")] * 3
-    network = make_network(networks.description)
-    load_states(network, networks.states["derived"])
-    network.double().train()
-    parameters = list(network.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
-    for _ in range(3):
-        total = clipped(network, site.client.split("train+validation"), parameters)
-        wards.step_along(optimizer, parameters, total, BOTH)
-    close(reply.states["weights"]["float32"], flat(parameters))
-    assert reply.num_examples == BOTH
-
-
-@pytest.mark.parametrize("switched_on", ["auxiliary head", "drop path", "cutout"])
-def test_private_retraining_does_what_else_it_is_asked(switched_on, make_site, networks, totals):
+@pytest.mark.parametrize("switched_on", ["nothing", "auxiliary head", "drop path", "cutout"])
+def test_retraining_is_dp_sgd_with_momentum_over_train_and_validation(
+    switched_on, make_site, networks, totals
+):
     """Where it is drawn it is all paths that are dropped, and all pixels that are cut out."""
-    site = make_site(**EVERY_RECORD)
+    site, steps = make_site(**EVERY_RECORD), 3 if switched_on == "nothing" else 1
     asked = {"drop_path_prob": 1 - 1e-12 if switched_on == "drop path" else 0.0}
     network, states = make_network(networks.description), networks.states["derived"]
     if switched_on == "auxiliary head":
@@ -388,8 +373,11 @@ def test_private_retraining_does_what_else_it_is_asked(switched_on, make_site, n
         states = packed(network)
     elif switched_on == "cutout":
         site.client.augmentation["cutout"] = 100
-    request = site.request("train.weights", clip_norm=None, **asked)
+    request = site.request("train.weights", steps=steps, clip_norm=None, **asked)
     reply = site.answer(replace(request, states=states))
+    assert scales(totals) == [(SIGMA, NORM)] * steps
+    assert [row.splits for row in site.rows()] == [("train", "validation")] * steps
+    assert reply.num_examples == BOTH
     load_states(network, states)
     network.double().train()
     network.drop_path_prob = asked["drop_path_prob"]
@@ -401,9 +389,10 @@ def test_private_retraining_does_what_else_it_is_asked(switched_on, make_site, n
         return sum(weight * loss for weight, loss in zip((1.0, 0.7), losses, strict=False))
 
     split = site.client.split("train+validation")
-    total = clipped(lambda x: network(visible * x), split, parameters, loss_of=both_losses)
-    sgd = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01)
-    wards.step_along(sgd, parameters, total, BOTH)
+    sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+    for _ in range(steps):
+        total = clipped(lambda x: network(visible * x), split, parameters, loss_of=both_losses)
+        wards.step_along(sgd, parameters, total, BOTH)
     close(reply.states["weights"]["float32"], flat(parameters))
 
 

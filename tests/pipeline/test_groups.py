@@ -131,18 +131,6 @@ def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(r
     assert "the disk is full" in (broken.folder / "groups" / "a" / "report.html").read_text()
 
 
-def test_a_group_whose_clients_cannot_reach_its_target_ends_alone(run):
-    """Which is known when they have measured."""
-    unreachable = (COST % 1.0).replace("multiply_adds", "ms").replace("7e4", "1e6")
-    found = run(
-        *(f"algorithm.group_hardware={{a: {unreachable}}}", "algorithm.inherit=false"),
-        *("stages=[search]", "algorithm.group_rounds=1"),
-    )
-    finished = {event["group"]: event for event in found.named("group_finished")}
-    assert "target=1e+06 ms cannot be reached" in finished["a"]["reason"]
-    assert finished["b"]["status"] == "completed"
-
-
 def test_a_resumed_run_gives_the_same_networks(whole, run, tmp_path):
     folder = copy_without(whole, tmp_path / "run")
     shutil.rmtree(folder / "groups" / "b")

@@ -257,31 +257,6 @@ def test_no_number_of_a_client_spoils_a_whole_run(number, honest, table, run_inl
     assert max(rounds) <= FARTHEST
 
 
-@pytest.mark.parametrize("kind", ["mean", "std"])
-def test_moments_that_are_far_are_named_and_make_nobodys_features_equal(
-    kind, honest, table, run_inline, site_files, monkeypatch
-):
-    answers, (_, usual) = dict(entrance.ANSWERS), honest["table"]
-
-    def answer(client, request, asked):
-        reply = answers["query.describe"](client, request, asked)
-        if client.index != BAD:
-            return reply
-        far = [{**of, kind: 1e6} for of in reply.properties["moments"]]
-        return replace(reply, properties={**reply.properties, "moments": far})
-
-    monkeypatch.setitem(entrance.ANSWERS, "query.describe", answer)
-    run = run_inline(*table, sites=site_files[:3])
-    (warning,) = (event["message"] for event in run.named("warning"))
-    assert f"client {BAD} says that " in warning
-    assert "declare dataset.statistics" in warning
-    told, honest_told = (of.named("statistics")[0] for of in (run, usual))
-    for column in range(3):
-        assert told["std"][column] < 5 * honest_told["std"][column]
-        moved = abs(told["mean"][column] - honest_told["mean"][column])
-        assert moved < 5 * honest_told["std"][column]
-
-
 # --- one hostile client among three: it is named and left out
 
 
@@ -398,6 +373,20 @@ def test_a_client_that_declares_a_billion_records_is_left_out(lie, run_inline):
     assert failure[0] == BAD
     assert "declares 1e+09 records" in failure[1]
     assert_sound(run)
+
+
+def test_moments_that_are_far_are_named(lie, table, run_inline, site_files):
+    """What they move: tests/data/test_statistics.py"""
+
+    def far(reply):
+        moments = [{**of, "mean": 1e6} for of in reply.properties["moments"]]
+        return replace(reply, properties={**reply.properties, "moments": moments})
+
+    lie("query.describe", far)
+    run = run_inline(*table, sites=site_files[:3])
+    (warning,) = (event["message"] for event in run.named("warning"))
+    assert f"client {BAD} says that " in warning
+    assert "declare dataset.statistics" in warning
 
 
 @pytest.mark.parametrize(

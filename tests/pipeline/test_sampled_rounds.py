@@ -168,8 +168,10 @@ def test_a_round_is_the_average_with_the_weights_of_its_draw(by, compose_config,
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def failing_app(config, failing):
-    """The run's clients, some of which fail at whatever trains."""
+def test_the_place_of_a_client_that_fails_is_taken_for_the_round(compose_config, federate):
+    own = ("sampling.per_round=3", "sampling.spare=.5", "runtime.quorum=1", "stages=[search]")
+    config = compose_config(*FNAS, *own)
+    fed, failing = federate(config), set()
 
     def fail(message, context, call_next):
         client = context.node_config["partition-id"]
@@ -177,15 +179,7 @@ def failing_app(config, failing):
             raise RuntimeError("disk full")
         return call_next(message, context)
 
-    return make_client_app(dump_config(config), mods=[fail])
-
-
-def test_the_place_of_a_client_that_fails_is_taken_for_the_round(compose_config, federate):
-    own = ("sampling.per_round=3", "sampling.spare=.5", "runtime.quorum=1", "stages=[search]")
-    config = compose_config(*FNAS, *own)
-    fed = federate(config)
-    failing = set()
-    fed.grid = InProcessGrid(failing_app(config, failing), config.clients)
+    fed.grid = InProcessGrid(make_client_app(dump_config(config), mods=[fail]), config.clients)
     sampled(fed)
     participants = fed.cohort.sampling.participants("search", 1)
     assert (len(participants.clients), len(participants.backups)) == (3, 2)

@@ -118,21 +118,6 @@ def test_python_says_what_is_reported(finished):
     assert "confusion" not in finished.central
 
 
-def test_the_command_writes_labels_and_a_probability_each(finished, tmp_path, capsys):
-    output = tmp_path / "found.csv"
-    assert main(["predict", str(finished.folder), str(finished.raw), "--output", str(output)]) == 0
-    accuracy = finished.central["accuracy"]
-    told = f"accuracy by the labels in {finished.raw}: {100 * accuracy:.1f} %"
-    assert told in capsys.readouterr().out
-    written = pd.read_csv(output, keep_default_na=False)
-    shares = written[[f"probability of {name}" for name in NAMES]].to_numpy()
-    told = [[n for n, p in zip(NAMES, row, strict=True) if p >= 0.5] for row in shares]
-    assert written["labels"].tolist() == [";".join(names) for names in told]
-    true = [{*text.split(";")} - {""} for text in written["truth"]]
-    wrong = [len({*names} ^ own) for names, own in zip(told, true, strict=True)]
-    assert 1 - np.mean(wrong) / 3 == pytest.approx(accuracy)
-
-
 def test_onnxruntime_gives_labels_and_probabilities(finished):
     session = onnxruntime.InferenceSession(finished.folder / "model.onnx")
     fed = onnx_inputs(finished.test.features, load(finished.folder).inputs)
