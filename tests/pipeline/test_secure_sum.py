@@ -234,7 +234,6 @@ def test_damaged_replies_are_left_out(change, said, run):
 
 
 REFUSED = [
-    ("aggregate=median", "set aggregate=mean"),
     ("aggregate=trimmed_mean", "set aggregate=mean"),
     ("runtime.wire=int8", "set runtime.wire=float32"),
     ("evaluation.personalised=true", "leave it out"),
@@ -248,7 +247,6 @@ REFUSED = [
     ("secure_sum.colluding=3", "raise clients to 5 or more, or lower secure_sum.colluding"),
     ("clients=2", "clients=2 and secure_sum.colluding=1: a sum must .* raise clients to 3 or"),
     ("secure_sum.least_sites=9", "lower secure_sum.colluding"),
-    ("secure_sum.least_sites=2", "lower secure_sum.colluding"),
     ("runtime=deployment runtime.superlink=site", "set partition=sites privacy=dp"),
 ]
 

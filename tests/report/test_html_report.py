@@ -191,12 +191,6 @@ def test_the_page_of_a_private_run(make_run):
     assert figures["clients"]["layout"]["xaxis"]["range"] == [-0.05, 1.03]
 
 
-def test_a_test_seed_is_a_clear_warning(make_run):
-    page = Page(write_report(make_run("run", private=True, secure_noise=False)))
-    assert page.text.count("Test seed: no privacy. Noise and sampling of client 2") == 2
-    assert "would hold if" in page.text
-
-
 @pytest.mark.parametrize("private", [False, True])
 def test_a_run_that_has_just_started_knows_nothing(make_run, private):
     page = Page(write_report(make_run("run", private=private, until="start")))
