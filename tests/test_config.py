@@ -400,7 +400,6 @@ def test_defaults_of_privacy_give_way_to_what_is_set_in_their_place():
 WITHOUT_EFFECT = """
 algorithm=fedavg rounds=3 | rounds=3 has no effect with algorithm=fedavg and stages=
 algorithm=fedavg search_space=darts | search_space=darts has no effect with algorithm.net
-algorithm=fedavg search_space.norm=group | search_space.norm=group has no effect
 algorithm=fedavg stages=[search,retrain] | leave search out of it
 algorithm=fedavg algorithm.network=plain_cnn retrain.norm=group | retrain.norm=group
 algorithm=fedavg retrain.channels=3 | network that is fixed: remove it
@@ -414,7 +413,6 @@ $LOCAL stages=[search] training.momentum=averaged | clients send no models
 $LOCAL stages=[search] runtime.wire=int8 | no trained model is sent
 $LOCAL retrain.exchange=gradients training.momentum=averaged | the server steps with the momentum
 algorithm=zero_cost stages=[search] runtime.wire=int8 | in which no client trains
-algorithm=zero_cost stages=[search] training.precision=bfloat16 | in which no client trains
 algorithm=dpnas stages=[search] training.precision=bfloat16 | with algorithm.dp_aware
 algorithm=zero_cost stages=[search] training.class_factors={a:.5} | training.class_factors={a: 0.5}
 algorithm=feathers retrain.weights.lr=.3 | configurations of its own
@@ -424,7 +422,6 @@ algorithm=fedex retrain.weights.clip_norm=1 | retrain.weights.clip_norm=1.0 has 
 stages=[search] retrain.rounds=3 | retrain.rounds=3 has no effect with stages=[search
 stages=[search] evaluation.personalised=true | which lack evaluate: remove it
 stages=[retrain] genotype=a.json algorithm.rule=first_order | which lack search
-stages=[retrain] genotype=a.json search_space=darts | by which the network has sizes
 evaluation.personalised=true dataset.fractions={test:0,validation:.5} | no client has test records
 dataset.server_test=false dataset.limit_test=5 | dataset.server_test=false
 partition=quantity partition.fractions=[.1,.9] partition.alpha=.2 | set partition.fractions=[]
@@ -465,7 +462,6 @@ $DP privacy.rewards_share=.3 | which ask for no rewards
 $DP dataset.linear_baseline=true | set privacy=none
 algorithm=dp_fnas $DP algorithm.evaluate_every=3 | privacy.metrics_noise_multiplier
 algorithm=dp_fnas $DP privacy.local_steps=3 | which has steps of its own
-algorithm=zero_cost $DP privacy.weights.max_grad_norm=.1 | asks clients nothing
 $DP stages=[search] privacy.retrain.local_steps=3 | which lack retrain
 $DP stages=[search] privacy.metrics_noise_multiplier=3 | nothing is measured
 $DP stages=[search] privacy.scores_error=.01 | which lack retrain
