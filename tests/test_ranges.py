@@ -19,16 +19,7 @@ from fednas_flwr.settings import parser
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SGD, Adam, Configuration, Range
-from fednas_flwr.settings.parser import (
-    MISSING,
-    Between,
-    Checked,
-    Length,
-    OneOf,
-    Where,
-    constraints,
-    parse,
-)
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, constraints, parse
 from fednas_flwr.settings.registry import OWN, TABLES, algorithms, carry
 from fednas_flwr.spaces import SEARCH_SPACES
 
@@ -91,7 +82,7 @@ def parts(value, key=""):
 
 def wrong_values(value, constraint):
     """Return values of a field that a constraint of it, or of its entries, refuses."""
-    if isinstance(constraint, Where):
+    if isinstance(constraint, parser.Where):
         return []  # conditions have tests of their own
     if isinstance(constraint, parser.Distinct):
         return [[*value, *value]] if isinstance(value, list) and value else []
@@ -421,7 +412,7 @@ def test_a_value_of_another_type_is_refused_in_one_short_sentence(change, senten
 )
 def test_what_only_the_user_can_give_is_asked_for(key, expected):
     with pytest.raises(ConfigError, match=f"^net.{key} must be given: net.{key}=<{expected}>.$"):
-        parse(Network, values(**{key: MISSING}), key="net")
+        parse(Network, values(**{key: parser.MISSING}), key="net")
 
 
 @pytest.mark.parametrize("given", [None, 5, "x", [], [1], (1,), math.nan])

@@ -33,19 +33,7 @@ from ..asked import ONE_STEP
 from ..refusals import refuses
 from ..rows import seldom
 from . import conftest as wards
-from .conftest import (
-    ASKED,
-    CANDIDATES,
-    METRICS,
-    RECORDS,
-    STEP,
-    TERMS,
-    TRIAL,
-    flat,
-    of_splits,
-    packed,
-    schedule,
-)
+from .conftest import ASKED, METRICS, RECORDS, STEP, TERMS, TRIAL, flat, of_splits, packed, schedule
 
 RELEASING = sorted(ASKED)
 OF_NETWORKS = ("train.weights", "train.network_gradient")
@@ -652,33 +640,6 @@ def test_requests_outside_the_rules_are_refused_unread(action, change, words, re
     assert site.rows() == []
 
 
-TERM_KEYS = ["releases", "schedule", *(f"{key}_of" for key in TERMS), "sample_rate", "sigma"]
-
-
-def test_a_request_can_name_no_terms_of_its_own(refusing, no_record):
-    """Wherever in it they stand; what is noised are the terms that were committed to."""
-    site = refusing
-    terms = {kind: TERMS | {"noise_multiplier": 0.1} for kind in wards.TERMS_OF}
-    for action in ASKED:
-        places = groups(asdict(site.request(action).settings))
-        nested = action in ("train.search", "train.probe", "train.weights")
-        assert len(places) > (2 if nested else 0)
-        for place in places:
-            for key in (*TERM_KEYS, "noise_multiplier", "max_grad_norm"):
-                path = ".".join((*place, key))
-                refuses(f"setting={path} is unknown", site.ask, action, **{path: terms})
-    assert site.rows() == []
-
-
-def groups(values, path=()):
-    """Return the paths of all groups of settings, the free description of a network left out."""
-    found = [path]
-    for key, value in values.items():
-        if isinstance(value, dict) and key not in ("network", "local_lrs"):
-            found += groups(value, (*path, key))
-    return found
-
-
 def test_every_action_refuses_what_its_run_has_not_committed_to(make_site, no_record):
     """A kind, a stage, a split, a number of steps, a run, and a plan of nothing."""
     for action, (stage, kinds) in ASKED.items():
@@ -984,7 +945,7 @@ def test_runs_side_by_side_share_one_budget(make_site):
 
 def test_a_budget_that_has_ended_is_told_before_a_record_is_read(make_site, no_record):
     site = make_site(policy={"epsilon": 1e-3}, committed=schedule(noise_multiplier=0.2))
-    for action in sorted({*ASKED} - {*CANDIDATES}):
+    for action in sorted({*ASKED} - {*wards.CANDIDATES}):
         refuses("", site.ask, action, error=BudgetExceededError)
     assert site.rows() == []
 

@@ -1,4 +1,4 @@
-"""Whole private runs of which the unit is the client: what is released, shared and promised."""
+"""Whole private runs, of clients, persons and every algorithm: what is booked and promised."""
 
 import math
 import re

@@ -9,14 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from sklearn.metrics import (
-    average_precision_score,
-    f1_score,
-    mean_absolute_error,
-    r2_score,
-    roc_auc_score,
-    root_mean_squared_error,
-)
+from sklearn import metrics
 
 from fednas_flwr import load
 from fednas_flwr.cli import main
@@ -118,13 +111,15 @@ def test_python_says_what_is_reported(finished):
     ]
     of, kinds = (2, {}) if finished.kind == "lists" else (slice(None), {"average": "macro"})
     expected = {
-        "f1": f1_score(y[:, of], shares[:, of] >= 0.5, **kinds),
-        "auroc": roc_auc_score(y[:, of], shares[:, of], **kinds),
-        "average_precision": average_precision_score(y[:, of], shares[:, of], **kinds),
+        "f1": metrics.f1_score(y[:, of], shares[:, of] >= 0.5, **kinds),
+        "auroc": metrics.roc_auc_score(y[:, of], shares[:, of], **kinds),
+        "average_precision": metrics.average_precision_score(y[:, of], shares[:, of], **kinds),
     }
     assert {name: finished.central[name] for name in expected} == pytest.approx(expected, abs=1e-3)
     for label, row in enumerate(finished.central["per_class"]):
-        assert row["auroc"] == pytest.approx(roc_auc_score(y[:, label], shares[:, label]), abs=1e-3)
+        assert row["auroc"] == pytest.approx(
+            metrics.roc_auc_score(y[:, label], shares[:, label]), abs=1e-3
+        )
         assert row["count"] == y[:, label].sum()
     assert (finished.central["sensitivity"] is not None) == (finished.kind == "lists")
     assert "confusion" not in finished.central
@@ -273,9 +268,9 @@ def test_predictions_are_in_the_targets_unit_as_are_their_scores(of_numbers):
     assert found.truth == pytest.approx(truth)
     y = np.array(found.labels)
     expected = {
-        "r2": r2_score(truth, y),
-        "rmse": root_mean_squared_error(truth, y),
-        "mae": mean_absolute_error(truth, y),
+        "r2": metrics.r2_score(truth, y),
+        "rmse": metrics.root_mean_squared_error(truth, y),
+        "mae": metrics.mean_absolute_error(truth, y),
     }
     assert {name: of_numbers.central[name] for name in expected} == pytest.approx(
         expected, rel=1e-4
@@ -327,7 +322,7 @@ def test_the_command_writes_numbers_and_prints_scores(of_numbers, tmp_path, caps
     assert "accuracy" not in printed
     table = pd.read_csv(output)
     assert list(table) == ["record", "prediction", "truth"]
-    found = r2_score(table["truth"], table["prediction"])
+    found = metrics.r2_score(table["truth"], table["prediction"])
     assert found == pytest.approx(of_numbers.central["r2"], abs=1e-4)
 
 
@@ -415,7 +410,7 @@ def test_numbers_are_predicted_of_images(finished_run, tmp_path):
     with pytest.warns(UserWarning, match=r"labels\.csv is not read: give it in place"):
         found = load(run.folder).predict(tmp_path)
     truth = table.set_index("file")["light"].loc[list(found.names)]
-    assert r2_score(truth, found.labels) > 0.8
+    assert metrics.r2_score(truth, found.labels) > 0.8
 
 
 @pytest.mark.parametrize(
