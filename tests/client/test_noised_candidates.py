@@ -234,8 +234,6 @@ class Evaluated:
 
 NO_POOLS = [
     ({"norm": "batch"}, "batch_norm"),
-    ({"genotypes": []}, "genotypes=.* is out of range"),
-    ({"genotypes": 3}, "genotypes=3 is out of range"),
     ({"genotypes": [{}]}, "refused|genotype"),
     ({"name": "linear"}, "refused, the settings do not fit evaluate.candidates"),
 ]

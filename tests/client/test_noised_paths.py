@@ -177,10 +177,8 @@ def costly(per_op, fixed=0.5, **terms):
 TRAPS = [
     costly([[0.0, 1.0]], target=1.0),
     costly([], fixed=3.0, target=3.5, loss="multiplicative"),
-    costly([[1.0] * 7] * 6, target=3.0, scale="x"),
     costly([[1.0] * 7] * 6, target=3.0),
     costly([[1.0] * 7, [1.0]], target=3.0),
-    costly([[math.nan] * 7] * 6),
     {"paths": None},
     {"alternating": {"rule": "first_order", "validation_weight": 1.0}},
     {"batch_size": 8},

@@ -83,8 +83,6 @@ FOREIGN = {
     "nothing": b"",
     "another mapping": b"model: resnet\nlr: 0.1\n",
     "a name of another type": b"algorithm: {name: [1]}\ndataset: 3\n",
-    "a tag": b"!!python/object/apply:os.getcwd []\n",
-    "depth": b"[" * 5000,
 }
 
 
