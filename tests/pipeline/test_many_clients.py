@@ -93,19 +93,6 @@ def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
     assert shown.settings["clients"] == f"{len(seen)} of {CLIENTS}"
 
 
-@pytest.mark.run
-def test_the_server_knows_of_simulated_clients_what_they_would_say(many):
-    data = make_data(many.config)
-    properties = simulated_properties(many.config, data)
-    assert list(properties) == list(range(CLIENTS))
-    for index in (0, 7, CLIENTS - 1):
-        own = make_client(many.config, index, data=data, networks={}).data
-        parts = {"train": own.train, "validation": own.validation, "test": own.test}
-        assert properties[index]["splits"] == {name: len(part) for name, part in parts.items()}
-        labels = torch.cat([part.labels[part.rows] for part in parts.values()])
-        assert properties[index]["class_counts"] == torch.bincount(labels, minlength=10).tolist()
-
-
 def test_the_server_knows_labels_and_moments_as_clients_tell_them(compose_config, tmp_path):
     rng = np.random.default_rng(0)
     labels, images = rng.integers(0, 2, (40, 3)), rng.integers(0, 255, (40, 3, 8, 8), np.uint8)
@@ -122,9 +109,12 @@ def test_the_server_knows_labels_and_moments_as_clients_tell_them(compose_config
         for index, part in enumerate(parts):
             client = make_client(config, index, data=data, networks={})
             assert properties[index]["moments"] == client.moments
-            if prepared.train.multi_label:
-                counts = prepared.train.labels[torch.from_numpy(part)].sum(0).tolist()
-                assert properties[index]["class_counts"] == counts
+            sizes = {name: len(split) for name, split in vars(client.data).items()}
+            assert properties[index]["splits"] == sizes
+            labels = prepared.train.labels[torch.from_numpy(part)]
+            several = prepared.train.multi_label
+            counts = labels.sum(0) if several else torch.bincount(labels, minlength=2)
+            assert properties[index]["class_counts"] == counts.tolist()
     assert client.moments
 
 

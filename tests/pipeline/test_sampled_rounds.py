@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.deploy.client_app import make_client_app
@@ -62,18 +61,6 @@ def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whol
         )
     tested = whole.the("evaluated")
     assert len(tested["clients"]) <= 2
-
-
-def test_a_resumed_run_asks_the_same_clients_to_the_same_bits(whole, run_inline, tmp_path):
-    folder = copy_without(whole, tmp_path / "run", "search-00000[34].*", "retrain-*")
-    resumed = run_inline(resume=folder)
-    before = {(e["stage"], e["round"]): e["asked"] for e in whole.named("round")}
-    again = resumed.events[len(whole.events) :]
-    rounds = [event for event in again if event["event"] == "round"]
-    assert [(e["stage"], e["round"]) for e in rounds] == list(before)[2:]
-    assert all(e["asked"] == before[e["stage"], e["round"]] for e in rounds)
-    left, right = (load_file(f / "model.safetensors") for f in (folder, whole.folder))
-    assert all(torch.equal(left[name], right[name]) for name in right)
 
 
 @pytest.mark.usefixtures("one_cell")
