@@ -324,10 +324,6 @@ PRIVATE |= dict.fromkeys(("search_space", "retrain"), {"norm": "group"})
 EXPERIMENTS_WITHOUT_EFFECT = [
     ({**PRIVATE, "algorithm": {"local_epochs": 7}}, "algorithm.local_epochs", "privacy=dp, whose"),
     (
-        {**PRIVATE, "retrain": {"local_epochs": 2, "norm": "group"}, "stages": ["search"]},
-        *("retrain.local_epochs", "privacy=dp, whose clients take noised steps."),
-    ),
-    (
         {"defaults": [{"override /search_space": "darts"}, {"override /algorithm": "fedavg"}]},
         *("search_space", "algorithm.network=mobilenet_v2, a network that is fixed."),
     ),

@@ -13,7 +13,6 @@ import pyarrow
 import pytest
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_digits
-from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 
 from fednas_flwr import FedClassifier, FedRegressor, compose, estimators, run
@@ -243,17 +242,6 @@ def test_settings_are_taken_as_they_are_given(tmp_path, monkeypatch):
         FedClassifier(clients="label", random_state=0, **own).fit(records, table["sex"])
     with pytest.raises(ConfigError, match="clients=0"):
         FedClassifier(clients=0, **own).fit(records, table["sex"])
-
-
-@pytest.mark.run
-@pytest.mark.filterwarnings("ignore:age alone tells the label")  # of some of the records it does
-def test_a_grid_search_tunes_it(tmp_path):
-    table = patients()
-    model = FedClassifier(preset="fast", settings=[*TINY, f"dataset.cache={tmp_path}"])
-    grid = {"settings": [[*model.settings, "retrain.weights.lr=1e-5"], list(model.settings)]}
-    search = GridSearchCV(model, grid, cv=2, error_score="raise")
-    search.fit(table[["age", "pressure"]], table["died"])
-    assert search.best_index_ == 1
 
 
 def test_a_number_is_predicted_in_its_own_unit(tmp_path):

@@ -288,15 +288,8 @@ def test_private_groups_of_similar_updates_cost_no_release_more(run):
     assert groups_of(whole) == groups
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (*PRIVATE, *BY_ALPHAS, "rounds=2", "algorithm.search.warm_up_rounds=1"),
-        (*BY_ALPHAS, "algorithm.search.warm_up_rounds=1"),
-    ],
-)
-def test_groups_of_alphas_come_about_after_rounds_in_which_they_rest(run, overrides):
-    assert groups_of(run(*overrides, "stages=[search]"))
+def test_groups_of_alphas_come_about_after_rounds_in_which_they_rest(run):
+    assert groups_of(run(*BY_ALPHAS, "algorithm.search.warm_up_rounds=1", "stages=[search]"))
 
 
 def test_a_client_that_is_no_longer_asked_is_in_no_group_of_alphas(run, monkeypatch):

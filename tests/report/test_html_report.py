@@ -13,17 +13,8 @@ from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
-from .conftest import (
-    EVIL,
-    PARTITION,
-    ROUND,
-    emit,
-    emit_rounds,
-    lacking,
-    make_hostile,
-    with_config,
-    with_events,
-)
+from . import conftest as made
+from .conftest import emit, emit_rounds, lacking, make_hostile, with_config, with_events
 
 VOID = {"meta", "link", "input", "br", "img", "hr", "path", "rect", "circle"}
 OUTSIDE = re.compile(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", re.IGNORECASE)
@@ -102,7 +93,7 @@ def test_the_page_needs_no_network(make_run):
     assert not {"iframe", "img", "object", "embed"} & set(page.tags)
 
 
-@pytest.mark.parametrize("evil", EVIL)
+@pytest.mark.parametrize("evil", made.EVIL)
 def test_what_others_wrote_is_escaped(make_run, evil):
     """The page has the same elements, ids and scripts whatever clients and others have written."""
     plain, page = (
@@ -126,7 +117,7 @@ def test_a_run_that_failed_in_search_has_only_what_it_reached(make_run):
 
 def test_a_run_without_search_alphas_partition_and_config(tmp_path):
     emit(tmp_path, "stage_started", stage="retrain", rounds=1)
-    emit(tmp_path, "round", **ROUND, stage="retrain", round=1, rounds=1)
+    emit(tmp_path, "round", **made.ROUND, stage="retrain", round=1, rounds=1)
     emit(tmp_path, "derived", genotype=None, num_parameters=5, multiply_adds=None)
     emit(tmp_path, "evaluated", central=None, clients=[], linear=None)
     page = Page(write_report(tmp_path))
@@ -245,8 +236,8 @@ def test_a_search_that_did_not_run_was_not_private(make_run, stage):
 
 def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(make_run):
     folder = make_run("run", until="start")
-    two = {"counts": [[10, 20], [5, 5]], "clients": [0, 2], "splits": PARTITION["splits"][:2]}
-    emit(folder, "partition", **PARTITION | two)
+    two = {"counts": [[10, 20], [5, 5]], "clients": [0, 2], "splits": made.PARTITION["splits"][:2]}
+    emit(folder, "partition", **made.PARTITION | two)
     run = read_run(folder)
     assert dict(score_tables.setting_rows(run))["clients"] == "2 of 3"
     path = write_report(folder)
