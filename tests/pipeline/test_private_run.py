@@ -198,29 +198,6 @@ def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, sta
 # --- DP-FNAS
 
 
-@pytest.mark.parametrize(
-    ("local_steps", "fused", "clients"),
-    [(1, False, 1), (2, True, 3), seldom(1, True, 1), seldom(2, False, 3)],
-)
-def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fused, clients):
-    run = start(
-        *SEARCH,
-        f"algorithm.local_steps={local_steps}",
-        f"algorithm.fused={str(fused).lower()}",
-        f"clients={clients}",
-    )
-    event = run.the("privacy")
-    whole_search = [{"stage": "search", "rounds": 2, "of": 2}]
-    assert [client["covers"] for client in event["clients"]] == [whole_search] * clients
-    for client in range(clients):
-        rows = booked(run.sites, client)
-        assert steps_by_split(rows) == {"train": 2 * local_steps, "validation": 2 * local_steps}
-        declared = event["clients"][client]["records"]
-        for row in rows:
-            assert row.release.sample_rate == min(1.0, 8 / declared[row.splits[0]])
-    assert len(run.named("round")) == 2
-
-
 def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retraining(start):
     def stop(event):
         if event["event"] == "round" and event["stage"] == "retrain":
@@ -342,23 +319,6 @@ def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, 
     assert told == [left["round"] - 1, 3]  # as it was said before the first release
     assert 0 < told[0] * 2 <= len(booked(tmp_path, 0)) < told[0] * 2 + 2
     assert run.events[-1]["status"] == "completed"
-
-
-@pytest.mark.parametrize("quorum", [0.5, 1.0])
-def test_what_a_policy_refuses_is_told_and_a_quorum_goes_on(start, tmp_path, quorum):
-    write_policy(tmp_path, 1, least_noise_multiplier=1.5)
-    words = "rule least_noise_multiplier: noise_multiplier=1.0"
-    own = ("rounds=2", f"runtime.quorum={quorum}", f"privacy.sites={tmp_path}")
-    run = start(*SEARCH, *own, fails=quorum == 1.0)
-    reasons = {event["reason"] for event in run.named("client_failed")}
-    assert any(words in reason for reason in reasons)
-    assert {event["client"] for event in run.named("client_failed")} == {1}
-    assert [entry for entry in booked(tmp_path, 1) if "alpha" in entry.action] == []
-    if quorum == 1.0:
-        assert words in str(run.error)
-        assert run.events[-1]["status"] == "failed"
-    else:
-        assert len(run.named("round")) == 2
 
 
 EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "gdp")}

@@ -446,23 +446,6 @@ def test_all_algorithms_predict_numbers(overrides, finished_run, tmp_path):
         assert np.isfinite(load(folder).predict(tmp_path / "labels.csv").labels).all()
 
 
-def test_sites_with_tables_of_their_own_find_one_target(run_inline, tmp_path):
-    table = stays()
-    files = [tmp_path / "0.csv", tmp_path / "1.csv"]
-    for site, file in enumerate(files):
-        table[site * 400 : site * 400 + 400].to_csv(file, index=False)
-    table[800:].to_csv(tmp_path / "new.csv", index=False)
-    ran = run_inline(
-        *("runtime=deployment", "runtime.superlink=site", "partition=sites", *LINEAR_OF_THREE),
-        *("clients=2", "dataset=csv", f"dataset.root={tmp_path / 'new.csv'}"),
-        f"dataset.cache={tmp_path / 'cache'}",
-        sites=files,
-    )
-    evaluated = ran.the("evaluated")
-    assert evaluated["central"]["r2"] > 0.6
-    assert all(client["r2"] > 0.4 for client in evaluated["clients"])
-
-
 NUMERIC = "column ward of .* is numeric but"
 REFUSED_OF_NUMBERS = {
     "evaluation.positive=icu": "positive=icu is for records with classes, not with a number",
