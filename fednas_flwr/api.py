@@ -107,15 +107,15 @@ class Result:
 
         ``central`` has loss, accuracy and scores on the server's test set, ``linear`` those of
         logistic regression, ``trees`` of boosted trees; None where they were not measured.
-        ``clients`` and ``personalised`` have a dict for each client. Empty if the run has not been
-        evaluated.
+        ``clients``, ``personalised`` and ``copies`` have a dict for each client. Empty if the run
+        has not been evaluated.
         """
         from fednas_flwr.runs.numbers import read_run
 
         event = read_run(self.folder).last("evaluated")
         return {
             name: event[name]
-            for name in ("central", "linear", "trees", "clients", "personalised")
+            for name in ("central", "linear", "trees", "clients", "personalised", "copies")
             if name in event
         }
 

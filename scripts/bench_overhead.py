@@ -1,11 +1,13 @@
 """What federation costs beside the local steps: ratios, all measured in one run, interleaved.
 
-    python scripts/bench_overhead.py [--parts inline ray] [--repeats 5]
+    python scripts/bench_overhead.py [--parts inline processes first] [--repeats 5]
 
 inline: a federated DARTS search in this process, over a bare PyTorch loop that does the same local
-steps and ends in the same tensors. ray: the wall time of a round on 2 actors over that of the same
-round inline, of 4 clients that work for 5 s or more each. Numbers are medians with their spread
-(smallest to largest), but ray compares the fastest rounds; run it on an otherwise idle machine.
+steps and ends in the same tensors. processes: the wall time of a round in the processes of a plain
+run, and on 2 of Ray's actors, over that of the same round in one process, of 4 clients that work
+for 5 s or more each. first: seconds from typing a command to its end, on all cores and on one.
+Numbers are medians with their spread (smallest to largest), but processes compares the fastest
+rounds; run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,8 +46,9 @@ from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 
-LIMITS = {"inline": 1.05, "ray": 1 / 1.8}
-CLIENTS = 4  # of a round on Ray
+LIMITS = {"inline": 1.05, "processes": 1 / 1.8, "first": 45.0}
+CLIENTS = 4  # of a round in several processes
+FIRST = {"fednas run": (), "recommended": ("experiment=search/recommended",)}
 EQUAL_WORK = (
     *("rounds=4", "stages=[search]", "runtime.device=cpu", "runtime.threads=1", "trackers=[]"),
     *("search_space=nasbench201_small", "algorithm.local_epochs=20"),
@@ -60,7 +64,8 @@ def main() -> int:
     torch.set_num_threads(1)
     parts: dict[str, Callable[[], float]] = {
         "inline": lambda: measure_inline(options.repeats),
-        "ray": lambda: measure_ray(min(3, options.repeats)),
+        "processes": lambda: measure_processes(min(3, options.repeats)),
+        "first": measure_first_runs,
     }
     missed = []
     for name in options.parts:
@@ -175,17 +180,37 @@ def endless(
         yield from epoch_batches(num_examples, batch_size=batch_size, generator=generator)
 
 
-def measure_ray(repeats: int) -> float:
-    """Return the wall time of a round on Ray with 2 actors over that of the same round inline.
+def measure_first_runs() -> float:
+    """Return the seconds of the recommended command on all cores, and print others'."""
+    cores, seconds = sorted(os.sched_getaffinity(0)), dict[tuple[str, int], float]()
+    for name, overrides in FIRST.items():
+        for some in (cores, cores[:1]):
+            with tempfile.TemporaryDirectory() as folder:
+                started = time.perf_counter()
+                subprocess.run(
+                    ["fednas", "run", f"run_dir={folder}/run", *overrides],
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                    preexec_fn=partial(os.sched_setaffinity, 0, some),
+                )
+            seconds[name, len(some)] = time.perf_counter() - started
+            print(f"  {name}, {len(some)} cores: {seconds[name, len(some)]:.1f} s", flush=True)
+    return seconds["recommended", len(cores)]
 
-    Inline is one process here: by itself a run starts others, which would be compared with Ray.
 
-    Of each the fastest round counts, of several runs and without each run's first round, in which
-    processes make data and networks: of a busy machine these say most.
+def measure_processes(repeats: int) -> float:
+    """Return the wall time of a round in several processes over that of the same round in one.
+
+    That of a plain run or of Ray's, whichever is longer. Of each the fastest round counts, of
+    several runs and without each run's first round, in which processes make data and networks: of a
+    busy machine these say most.
     """
     cpus = len(os.sched_getaffinity(0))
-    two_actors = f"runtime.client_cpus={cpus / 2:g}"
-    runtimes = {"ray, 2 actors": ("runtime=ray", two_actors), "inline": ("runtime=inline",)}
+    runtimes = {
+        "one process": ("runtime=inline",),
+        "plain run": ("runtime=inline",),
+        "ray, 2 actors": ("runtime=ray", f"runtime.client_cpus={cpus / 2:g}"),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in runtimes}
     for _ in range(repeats):
         for name, runtime in runtimes.items():
@@ -193,7 +218,7 @@ def measure_ray(repeats: int) -> float:
                 run_dir = Path(folder) / "run"
                 command = [sys.executable, "-m", "fednas_flwr", "run", f"run_dir={run_dir}"]
                 overrides = (*EQUAL_WORK, f"clients={CLIENTS}", *runtime)
-                own = {ALONE: "1"} if name == "inline" else {}
+                own = {ALONE: "1"} if name == "one process" else {}
                 subprocess.run(
                     [*command, *overrides],
                     check=True,
@@ -202,11 +227,11 @@ def measure_ray(repeats: int) -> float:
                 )
                 _, *rounds = read_run(run_dir).rounds("search")
             seconds[name] += [event["seconds"] for event in rounds]
-    print(f"ray: {CLIENTS} clients per round, {min(seconds['inline']):.2f} s of work in all")
+    alone, *others = (min(found) for found in seconds.values())
+    print(f"processes: {CLIENTS} clients per round, {alone:.2f} s of work in all")
     for name, found in seconds.items():
-        print(f"  {name}: {spread(found)} s per round")
-    fastest = [min(found) for found in seconds.values()]
-    return fastest[0] / fastest[1]
+        print(f"  {name}: {spread(found)} s per round, {min(found) / alone:.3f}")
+    return max(others) / alone
 
 
 def compare(contenders: dict[str, Callable[[], object]], repeats: int) -> float:

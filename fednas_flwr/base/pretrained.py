@@ -147,14 +147,16 @@ class Frozen(Pretrained):
     overshoot. Its batch norm is in evaluation mode everywhere.
 
     Attributes:
+        is_mirrored: True if features are the mean of those of an image and of its mirror image.
         output_shape: ``(K,)`` of one record.
         stage_widths: Channels of the output of each of :meth:`stages`.
     """
 
-    def __init__(self, name: str, image_size: int | None) -> None:
+    def __init__(self, name: str, image_size: int | None, *, is_mirrored: bool = False) -> None:
         """Build the network; weights are loaded afterwards."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             super().__init__(name, image_size=image_size)
+        self.is_mirrored = is_mirrored
         self.requires_grad_(False).eval()
         side, widths = self.image_size, dict[nn.Module, int]()
 
@@ -191,6 +193,9 @@ class Frozen(Pretrained):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, K]``, float32 as its tensors, of images ``[B, C, H, W]`` scaled to 0..1."""
+        return (self._of(x) + self._of(x.flip(-1))) / 2 if self.is_mirrored else self._of(x)
+
+    def _of(self, x: Tensor) -> Tensor:
         parts, dtype = list[Tensor](), self.get_buffer("length").dtype
 
         def keep(stage: nn.Module, _: Any, out: Tensor) -> None:
@@ -241,25 +246,30 @@ def _stages(network: nn.Module) -> list[nn.Module]:
     return learnt if len(learnt) > 2 else _stages(largest)
 
 
-def load_frozen(name: str, image_size: int | None, path: Path | None) -> Frozen:
+def load_frozen(
+    name: str, image_size: int | None, path: Path | None, *, is_mirrored: bool = False
+) -> Frozen:
     """Return a frozen network with its weights, which are read once per process.
 
     Args:
         name: See :class:`Pretrained`.
         image_size: The same.
         path: See :meth:`Pretrained.load_weights`.
+        is_mirrored: See :class:`Frozen`.
 
     Raises:
         ConfigError: They cannot be read, or are not of that network.
     """
     changed_ns = path.stat().st_mtime_ns if path is not None and path.is_file() else 0
-    return _loaded(name, image_size, path, changed_ns)
+    return _loaded(name, image_size, path, changed_ns, is_mirrored)
 
 
 @functools.lru_cache(maxsize=2)
-def _loaded(name: str, image_size: int | None, path: Path | None, changed_ns: int) -> Frozen:
+def _loaded(
+    name: str, image_size: int | None, path: Path | None, changed_ns: int, is_mirrored: bool
+) -> Frozen:
     """Return a network by its file, which was changed at a time in ns."""
-    frozen = Frozen(name, image_size)
+    frozen = Frozen(name, image_size, is_mirrored=is_mirrored)
     frozen.load_weights(path)
     return frozen
 

@@ -44,6 +44,7 @@ from fednas_flwr.spaces.latency_tables import Conditions, to_json
 
 Handler = Callable[[Client, Request, Any], Reply]
 ANSWERS: dict[str, Handler] = {}  # by action
+LARGEST_GAIN = 10.0  # by which a copy's loss of one record counts as lower or higher
 
 
 def answers(*actions: str) -> Callable[[Handler], Handler]:
@@ -421,13 +422,21 @@ def count_scores(client: Client, request: Request, asked: rq.CountScores) -> Rep
 def personalise(client: Client, request: Request, asked: rq.Personalise) -> Reply:
     """``evaluate.personalised``: test metrics of a network after local training; it is discarded.
 
-    What FDNAS (Zhang et al., 2020, section 4) averages to its mean local accuracy.
+    With ``compares`` also what that gains on validation records, if the client has any. The mean of
+    the accuracies is what FDNAS (Zhang et al., 2020, section 4) calls the local accuracy.
     """
     network = client.sent_network(request)
+    compares = asked.compares and len(client.data.validation) > 0
+    before = local_training.validation_losses(client, network) if compares else None
     local_training.prepare(client, request, asked.local, network)()
     objective = replace(client.objective, threshold=asked.threshold)
     metrics = evaluate(network, client.data.test, client.device, objective=objective)
-    return Reply(num_examples=metrics.num_examples, metrics=metrics.as_dict())
+    properties: dict[str, Any] = {}
+    if before is not None:
+        gains = before - local_training.validation_losses(client, network)
+        gains = local_training.clipped_decreases(gains, LARGEST_GAIN)
+        properties["gain"] = [float(gains.sum()), float(gains.square().sum()), len(gains)]
+    return Reply(metrics.num_examples, metrics.as_dict(), properties=properties)
 
 
 def request_pool(client: Client, request: Request) -> Pool:

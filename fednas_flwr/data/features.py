@@ -24,13 +24,15 @@ from fednas_flwr.settings import Dataset, expanded
 from fednas_flwr.settings import data_settings as ds
 
 BACKBONE, SCATTERING = KINDS = ("backbone", "scattering")
+MIRRORED = "mirrored"
 Description = tuple[str, ...]  # kind and sizes of a transform; of a backbone with its hash
 
 
 def transform_of(dataset: Dataset) -> Description:
     """Describe what makes features of images; empty where networks take the records.
 
-    It is ``("scattering", scales, angles)`` or ``("backbone", name, image size, hash)``.
+    It is ``("scattering", scales, angles)`` or ``("backbone", name, image size, hash)``, before
+    the hash ``"mirrored"`` where ``dataset.flip`` says that mirror images mean the same.
 
     Raises:
         ConfigError: The backbone's weights cannot be read.
@@ -41,7 +43,8 @@ def transform_of(dataset: Dataset) -> Description:
     if settings is None:
         return ()
     backbone = load_backbone(settings)
-    return BACKBONE, settings.name, str(backbone.image_size), backbone.digest
+    mirrored = (MIRRORED,) if isinstance(dataset, ds.Images) and dataset.flip else ()
+    return BACKBONE, settings.name, str(backbone.image_size), *mirrored, backbone.digest
 
 
 def make_transform(
@@ -67,19 +70,20 @@ def make_transform(
             f"dataset.backbone={sizes[0]} needs images, but the records have the shape "
             f"{tuple(shape)}: set dataset.backbone=null."
         )
+    is_mirrored = MIRRORED in sizes[2:]
     if isinstance(settings, ds.Backbone):
-        return load_backbone(settings)
-    return Frozen(sizes[0], int(sizes[1]))
+        return load_backbone(settings, is_mirrored=is_mirrored)
+    return Frozen(sizes[0], int(sizes[1]), is_mirrored=is_mirrored)
 
 
-def load_backbone(settings: ds.Backbone) -> Frozen:
+def load_backbone(settings: ds.Backbone, *, is_mirrored: bool = False) -> Frozen:
     """Return the frozen network with its weights, which are read once per process.
 
     Raises:
         ConfigError: They cannot be read, or are not of that network.
     """
     path = settings.weights and expanded("dataset.backbone.weights", settings.weights)
-    return load_frozen(settings.name, settings.image_size, path or None)
+    return load_frozen(settings.name, settings.image_size, path or None, is_mirrored=is_mirrored)
 
 
 @torch.no_grad()

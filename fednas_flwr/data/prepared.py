@@ -121,8 +121,8 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     if ours != transform and (ours or transform[0] == BACKBONE):
         raise ConfigError(
             f"the run has the features {show(list(ours)) or None}, but its sites "
-            f"{show(list(transform))}: set the same scattering or backbone in the run's dataset "
-            "and in every site's dataset.yaml; scattering is left to these with "
+            f"{show(list(transform))}: set the same scattering, or backbone and flip, in the run's "
+            "dataset and in every site's dataset.yaml; scattering is left to these with "
             "dataset.scattering=null."
         )
     label = ""

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from fednas_flwr.models.explanation import importance, mistakes
 from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.noised_scores import BINS, NoisedScores, scores_of_counts
 from fednas_flwr.models.prediction import MODEL_FILE, Model
+from fednas_flwr.pipeline import personal_copies
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.groups import run_groups
@@ -117,7 +118,8 @@ def _run_from_search(run: Run) -> None:
     if "export" in config.stages:
         if threshold is not None:
             _export(run, description, network, threshold)
-        _hand_over(run)
+        copies = _keep_copies(run, description, network, states, threshold)
+        _hand_over(run, copies)
 
 
 def _run_and_report_spending(run: Run) -> None:
@@ -212,14 +214,48 @@ def _export(
     run: Run, description: dict[str, Any], network: nn.Module, threshold: float | None = None
 ) -> None:
     """Write the model's files, with the threshold of its labels once that is known."""
+    model = _model(run, description, network, threshold)
+    export_safetensors(model, run.folder)
+    path, difference = export_onnx(model, run.folder)
+    files, description = ["model.safetensors", path.name], asdict(model.inputs)
+    run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=description)
+
+
+def _model(
+    run: Run, description: dict[str, Any], network: nn.Module, threshold: float | None
+) -> Model:
+    """Return the network with all that it needs to know of raw records."""
     made = description | ({"weights": None} if "weights" in description else {})
     positive = make_objective(run.config, run.prepared, torch.device("cpu")).positive
     inputs = replace(run.prepared.inputs, positive=positive, threshold=threshold)
-    model = Model(network, inputs, made, run.config.dataset.transform)
-    export_safetensors(model, run.folder)
-    path, difference = export_onnx(model, run.folder)
-    files, description = ["model.safetensors", path.name], asdict(inputs)
-    run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=description)
+    return Model(network, inputs, made, run.config.dataset.transform)
+
+
+def _keep_copies(
+    run: Run,
+    description: dict[str, Any],
+    network: nn.Module,
+    states: dict[str, Packed],
+    threshold: float | None,
+) -> dict[int, Path]:
+    """Write the models of the sites that keep a copy of their own; return their folders."""
+    sites = personal_copies.keeping(run)
+    if not sites or is_beside(run.folder):
+        return {}
+    with run.stage("personalise"):
+        local = _copys_training(run, description)
+        folders = personal_copies.keep(
+            run,
+            network,
+            states,
+            local,
+            among=sites,
+            save=lambda folder: export_safetensors(
+                _model(run, description, network, threshold), folder
+            ),
+        )
+        run.log.emit("personalised", clients=[*folders])
+    return folders
 
 
 def _evaluate(
@@ -241,10 +277,11 @@ def _evaluate(
         positive = objective.positive_class(prepared.num_classes)
         thresholded = metric not in DECIDED and positive is not None and not objective.multi_label
         threshold = released.threshold if released and thresholded else None
+        choice = chosen(run.folder)
         if shows_clients and (thresholded or holds_out):
             replies = _validated(run, description, states, summed=metric if holds_out else None)
             counted = [reply for reply in replies if "histogram" in reply.properties]
-            if choice := chosen(run.folder):  # on records that it had not been trained on
+            if choice:  # on records that it had not been trained on
                 threshold = choice.run.last("evaluated").get("threshold")
             elif thresholded and counted:
                 threshold = metrics.best_threshold(
@@ -303,6 +340,11 @@ def _evaluate(
                 local = _last_round(with_precision(run, config), description)
                 last = rq.Personalise(local=local, threshold=threshold)
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
+                local = _copys_training(run, description)
+                last = rq.Personalise(local=local, threshold=threshold, compares=holds_out)
+                copies = _ask_tests(run, "evaluate.personalised", last, states)
+                known = choice.run.last("evaluated").get("copies") or [] if choice else []
+                results["copies"] = personal_copies.compared(copies, known)
         simpler = {name: baselines.get(name) for name in ("linear", "trees")}
         scored: dict[str, Any] = {"metric": metric, "validation": validation}
         scored |= {"threshold": threshold, "positive": positive}
@@ -398,6 +440,7 @@ def _ask_tests(
             whose = {"sites": reply.sites} if client == TOTAL else {"client": client}
             fields: dict[str, Any] = {**whose, "num_examples": reply.num_examples}
             fields |= reply.properties.get("scores", {})
+            fields |= {name: reply.properties[name] for name in reply.properties if name == "gain"}
             results.append(objective.reported(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")
@@ -419,8 +462,16 @@ def _last_round(config: Config, description: dict[str, Any]) -> rq.LocalTraining
     )
 
 
-def _hand_over(run: Run) -> None:
-    """Send the exported model to the real sites that keep models, and tell which have it.
+def _copys_training(run: Run, description: dict[str, Any]) -> rq.LocalTraining:
+    """Return the fine-tuning of a site's copy, on the records that retraining has, too."""
+    retrain = run.config.retrain
+    split = "train" if retrain.evaluate_every else "train+validation"
+    local = _last_round(with_precision(run, run.config), description)
+    return personal_copies.fine_tuning(local, retrain.weights.lr, split=split)
+
+
+def _hand_over(run: Run, copies: Mapping[int, Path]) -> None:
+    """Send the exported model, or its copy, to real sites that keep models; tell which have it.
 
     File, card and signature go in one message to each. Simulated clients are not asked: their model
     lies in the run folder. Whatever goes wrong is a warning: the run has its model.
@@ -428,24 +479,31 @@ def _hand_over(run: Run) -> None:
     keeping = [c for c in run.cohort.clients if run.cohort.properties[c].get("keeps_model")]
     if not has_real_sites(run.config) or not keeping or is_beside(run.folder):
         return
+    shared = [client for client in keeping if client not in copies]
+    sent = [(run.folder, shared)] if shared else []
+    sent += [(folder, [client]) for client, folder in copies.items() if client in keeping]
     with run.stage("hand over"):
-        model = (run.folder / MODEL_FILE).read_bytes()
-        try:
-            request = _keep_request(run, model)
-        except ConfigError as error:
-            run.log.emit("warning", message=f"the model does not return to the sites: {error}")
-            return
-        values = torch.frombuffer(bytearray(model), dtype=torch.uint8)
-        receivers, states = [], {"model": {"uint8": values}}
-        exchange = Exchange(
-            "query.keep_model", stage="hand over", settings=request, states=states, among=keeping
-        )
-        try:
-            for client, _ in run.cohort.ask(exchange):
-                receivers.append(client)
-        except QuorumError as error:
-            run.log.emit("warning", message=f"few sites have the model: {error}")
-        run.log.emit("handed_over", clients=receivers, asked=keeping)
+        receivers = []
+        for folder, clients in sent:
+            model = (folder / MODEL_FILE).read_bytes()
+            try:
+                request = _keep_request(run, model)
+            except ConfigError as error:
+                run.log.emit("warning", message=f"the model does not return to the sites: {error}")
+                return
+            values = torch.frombuffer(bytearray(model), dtype=torch.uint8)
+            exchange = Exchange(
+                "query.keep_model",
+                stage="hand over",
+                settings=request,
+                states={"model": {"uint8": values}},
+                among=clients,
+            )
+            try:
+                receivers += [client for client, _ in run.cohort.ask(exchange)]
+            except QuorumError as error:
+                run.log.emit("warning", message=f"few sites have the model: {error}")
+        run.log.emit("handed_over", clients=sorted(receivers), asked=keeping)
 
 
 def _keep_request(run: Run, model: bytes) -> rq.KeepModel:

@@ -672,17 +672,26 @@ class CountScores(AtSite):
         return {"scores": (("train", "validation"), 1)}
 
 
-@sr.asks("evaluate.personalised")
+class Personalised(TypedDict, total=False):
+    """Properties of the reply to ``evaluate.personalised``."""
+
+    # sum over validation records of how much the loss is lower, sum of squares, and their number
+    gain: tuple[Coordinate, Coordinate, Number]
+
+
+@sr.asks("evaluate.personalised", reply=Personalised, private=sr.NoProperties)
 class Personalise(AtSite):
     """``evaluate.personalised``: metrics after local training.
 
     Attributes:
         local: The training.
         threshold: As of :class:`Evaluate`.
+        compares: True if the reply also tells what the training has gained on validation records.
     """
 
     local: LocalTraining
     threshold: opt.Share | None = None
+    compares: bool = False
 
 
 def decode(action: str, values: object) -> Settings:

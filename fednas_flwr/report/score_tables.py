@@ -211,6 +211,11 @@ def client_table(run: Run) -> Table | None:
     ]
     if not many and not run.is_private and shown[0] == SCORES[0]:
         columns.insert(2, ("95 % interval", interval))
+    copies = {one["client"]: one for one in run.last("evaluated").get("copies") or []}
+    if copies and not many:
+        tested = partial(_score_of, kind=shown[0])
+        columns.append(("fine-tuned copy", lambda client: tested(copies.get(client["client"], {}))))
+        columns.append(("keeps it", lambda client: _yes(copies.get(client["client"], {}))))
     return "Each client's own test records", *rows_of(clients, columns)
 
 
@@ -218,6 +223,10 @@ def _measured(run: Run, found: Sequence[Mapping[str, Any]]) -> list[Score]:
     """The scores that some results have; the loss of numbers to predict is no log loss."""
     kinds = [kind for kind in SCORES if any(kind.of(one) is not None for one in found)]
     return [kind for kind in kinds if not (run.is_regression and kind.name == LOG_LOSS)]
+
+
+def _yes(copy: Mapping[str, Any]) -> str:
+    return "yes" if copy.get("keeps") else "no"
 
 
 def _score_of(measured: Mapping[str, Any], kind: Score) -> str:

@@ -31,7 +31,8 @@ RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
 SECONDS_BETWEEN_LINES = 5.0
 STYLES = {  # of events that are shown by a macro of page/sentences.j2
-    **dict.fromkeys(("group_stage", "data", "partition", "client_back", "handed_over", "told"), ""),
+    **dict.fromkeys(("group_stage", "data", "partition", "client_back", "told"), ""),
+    **dict.fromkeys(("personalised", "handed_over"), ""),
     **dict.fromkeys(("client_left", "approval_awaited", "warning"), "yellow"),
     **dict.fromkeys(("client_failed", "run_finished"), "red"),
 }

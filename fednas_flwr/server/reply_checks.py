@@ -214,8 +214,8 @@ def misfits(properties: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) ->
         unfit[client] = (
             f"its {key}={properties[client][key]} is not that of the others, "
             f"{properties[like][key]}: set the dataset's class_names, labels, image_size, "
-            "channels, scattering or backbone, columns, mean and std, or statistics to those of "
-            "all sites"
+            "channels, scattering or backbone and flip, columns, mean and std, or statistics to "
+            "those of all sites"
         )
     return unfit
 

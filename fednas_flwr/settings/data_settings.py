@@ -199,7 +199,8 @@ class Images(Dataset):
         mean: Per channel of images scaled to 0..1; empty is .5.
         std: Standard deviations per channel, like ``mean``.
         crop_padding: Training images are shifted by up to so many pixels.
-        flip: Training images are mirrored at random.
+        flip: Training images are mirrored at random; features of a ``backbone`` are the mean of
+            those of an image and of its mirror image.
         cutout: Side of the square that is blanked in training images, in pixels.
         scattering: Fixed features of images in their place, made before anything is learnt, with
             which private training loses less; null keeps the images.
@@ -222,7 +223,7 @@ class Images(Dataset):
 
     @property
     def augmentation(self) -> dict[str, Any]:
-        """Augmentation of training images, by setting; none of features that are made once."""
+        """Augmentation in training, by setting; none of features, which are made once."""
         if self.transform is not None:
             return super().augmentation
         return {name: getattr(self, name) for name in super().augmentation}

@@ -416,7 +416,9 @@ class EvaluationSettings(ps.Checked):
             records on which nothing was trained, of it and of those of ``baselines``, which are
             then trained before it. ``best`` is not with privacy nor on real sites.
         personalised: If true, clients test the trained network again after local epochs of their
-            own; not with privacy.
+            own, and where their validation records, on which nothing was trained, prefer a copy of
+            it that they have fine-tuned, they keep that (``pipeline.personal_copies``; needs
+            ``deliver=best`` or ``retrain.evaluate_every``); not with privacy.
         baselines: Random networks of the search space that are trained like the found one and
             shown beside it, with the data-free choice, a linear model and, for images, a ResNet-8;
             0 for none of these. Default: 2 if the run took over a minute and they add less than

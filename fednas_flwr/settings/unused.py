@@ -232,9 +232,7 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-OF_IMAGES = (
-    "dataset.crop_padding dataset.flip dataset.cutout dataset.mean dataset.std"  # not of features
-)
+OF_IMAGES = "dataset.crop_padding dataset.cutout dataset.mean dataset.std"  # not of features
 # Settings by the value that another one needs to have (``facts.holds``), where there is such.
 NEEDS = {
     "stages=retrain": "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
@@ -270,7 +268,7 @@ NEEDS = {
     "privacy.rate=null": "algorithm.batch_size algorithm.search.batch_size",
     "privacy.retrain.rate=null": "retrain.batch_size",
     "privacy.retrain.noise_walk=null": "retrain.weights.lr retrain.weights.min_lr",
-    "dataset.scattering=null": OF_IMAGES,
+    "dataset.scattering=null": f"{OF_IMAGES} dataset.flip",
     "dataset.backbone=null": f"{OF_IMAGES} dataset.scattering dataset.image_size",
     "partition.fractions=[]": "partition.alpha partition.min_size",
 }

@@ -78,6 +78,10 @@ def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights):
     torch.testing.assert_close(together, features_of(backbone, images))
     length = LENGTH * (8 / 9) ** 0.5  # the last stage has one place, and no deviation
     torch.testing.assert_close(together.norm(dim=1), torch.full((4,), length))
+    mirrored = load_backbone(Settings(**named(weights)), is_mirrored=True)
+    features = mirrored(images)
+    torch.testing.assert_close(features, (together + backbone(images.flip(3))) / 2)
+    torch.testing.assert_close(features, mirrored(images.flip(3)))
 
 
 def features_of(backbone, images):
@@ -160,8 +164,11 @@ def test_encoded_images_are_read_at_the_backbones_size(tmp_path, weights):
     place = {"cache": tmp_path / "cache", "root": tmp_path / "data", "server_test": False}
     made = prepared("image_folder", **place, backbone=named(weights))
     assert made.inputs.shape == (3, 32, 32)
-    declared = made.inputs, transform_of(parse_dataset(weights))
-    assert declared[0].transform == declared[1]
+    declared = transform_of(parse_dataset(weights))
+    assert made.transform == declared
+    mirrored = prepared("image_folder", **place, backbone=named(weights), flip=True)
+    assert mirrored.transform == (*declared[:3], "mirrored", declared[3])
+    assert not torch.equal(mirrored.train.features, made.train.features)
 
 
 def parse_dataset(weights):
@@ -206,7 +213,7 @@ def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weight
     other = compose_tree([*overrides(weights), "search_space=mlp"])
     assert other["search_space"]["num_cells"] == 3
     assert compose_tree(["dataset.backbone=null"])["search_space"]["name"] == "nasbench201"
-    for setting in ("dataset.flip=true", "dataset.scattering={scales: 1, angles: 2}"):
+    for setting in ("dataset.cutout=2", "dataset.scattering={scales: 1, angles: 2}"):
         typed = [*overrides(weights), setting]
         with pytest.raises(NoEffectError, match="no effect with dataset.backbone="):
             parse_config(compose_tree(typed), user=user_settings(typed))
@@ -236,7 +243,7 @@ def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
     """In ONNX, too, which the export compares with torch; and the weights' file may be gone."""
     gone = tmp_path / "gone.safetensors"
     gone.write_bytes(weights.read_bytes())
-    own = (*HEADS, "search_space.skip=linear", *overrides(gone))
+    own = (*HEADS, "search_space.skip=linear", "dataset.flip=true", *overrides(gone))
     result = run(compose_config(*own, f"run_dir={tmp_path / 'run'}"))
     gone.unlink()
     forget_frozen()
@@ -246,6 +253,7 @@ def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
     right = np.array(model.predict(images["x_test"]).labels) == names
     assert right.mean() == pytest.approx(central["accuracy"])
     assert isinstance(model.transform, Frozen)
+    assert model.transform.is_mirrored
     for event in map(json.loads, (result.folder / "events.jsonl").read_text().splitlines()):
         if event["event"] == "round":
             assert event["bytes_sent"] < 1e6  # frozen weights never travel

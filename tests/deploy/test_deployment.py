@@ -397,14 +397,14 @@ def test_first_error_of_a_site_is_in_the_runs_error(sites, quick_run):
 def kept_run(tmp_path, files, quick_run):
     """``kept_run(names)``: a run of which these sites keep the model, and where each has it."""
 
-    def run(keeping):
+    def run(keeping, *more):
         make_signing_key(tmp_path / "signing.key")
         signer = str(tmp_path / "signing.pub")
         places = {name: tmp_path / name / "models" for name in keeping}
         nodes = [{"data-path": str(file)} for file in files]
         for name, place in places.items():
             nodes["abc".index(name)] |= {"models": str(place), "signer": signer}
-        brief = ("rounds=1", "retrain.rounds=1")
+        brief = ("rounds=1", "retrain.rounds=1", *more)
         return quick_run(*REAL_SITES, *brief, sites=nodes), places
 
     return run
@@ -430,6 +430,20 @@ def test_every_site_that_keeps_models_has_the_runs(tmp_path, sites, kept_run, mo
     assert main(["predict", str(folder), str(sites / "a.npz"), "--output", str(output)]) == 0
     assert "50 records" in capsys.readouterr().out
     assert len(output.read_text().splitlines()) == 51
+
+
+def test_a_site_that_prefers_a_copy_of_its_own_has_that(tmp_path, kept_run, monkeypatch):
+    monkeypatch.setenv(SIGNING_KEY, str(tmp_path / "signing.key"))
+    run, places = kept_run("ab", "evaluation.personalised=true", "retrain.evaluate_every=1")
+    evaluated = run.the("evaluated")
+    assert run.the("personalised")["clients"] == [0, 1, 2]  # after one round all have much to gain
+    assert run.the("handed_over")["clients"] == [0, 1]
+    for client, place in enumerate(places.values()):
+        (folder,) = place.iterdir()
+        file = run.folder / "copies" / f"client_{client}" / "model.safetensors"
+        assert (folder / "model.safetensors").read_bytes() == file.read_bytes()
+        tested = json.loads((folder / "test.json").read_text())
+        assert tested["accuracy"] == pytest.approx(evaluated["copies"][client]["accuracy"])
 
 
 def test_a_server_without_a_key_warns_and_its_run_has_its_model(kept_run, monkeypatch):

@@ -317,11 +317,17 @@ def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path
     """Whichever it is: the model, its genotype and its test are of that network."""
     real = baselines.__dict__["finalists"]
     monkeypatch.setattr(baselines, "finalists", lambda folder: [best, *real(folder)][:1])
-    result = run(recommended)
+    evaluation = replace(recommended.evaluation, personalised=True)
+    result = run(replace(recommended, evaluation=evaluation))
     record = read_run(result.folder)
     assert record.status == "completed"
     (choice,) = [one for one in candidates(result.folder) if one.name == best]
     assert chosen(result.folder) == choice
+    copies, known = (of.last("evaluated")["copies"] for of in (record, choice.run))
+    assert [one["gain"] for one in copies] == [one["gain"] for one in known]
+    keeping = {one["client"] for one in copies if one["gain"] > 0}
+    kept = {path.parent.name for path in result.folder.glob("copies/*/model.safetensors")}
+    assert kept == {f"client_{client}" for client in keeping}
     of_model, of_choice = load_description(result.folder), load_description(choice.run.folder)
     assert of_model == of_choice
     assert (result.genotype is None) == (best in ("linear", "resnet8_4"))

@@ -1,0 +1,123 @@
+"""Copies of the trained network that sites fine-tune for themselves, where these are better there.
+
+A site's validation records tell its copy's gain, as far as nothing was trained on them; few records
+tell little, and so a gain is shrunk towards those at all sites. Main functions: :func:`compared`
+and :func:`keep`.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from fednas_flwr.pipeline.beginning import Run
+from fednas_flwr.protocol import requests as rq
+from fednas_flwr.protocol.states import Layout, Packed, load_states, network_states
+from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.server.exchange import Exchange
+
+FOLDER = "copies"
+EPOCHS, RATE = 5, 0.1  # of fine-tuning; its rate as a share of retraining's first one
+SMALLEST_VARIANCE = 1e-12  # of a record's gain
+Result = Mapping[str, Any]  # of one site
+
+
+def fine_tuning(local: rq.LocalTraining, lr: float, *, split: str) -> rq.LocalTraining:
+    """The training of a copy: like that of retraining's last round, but more, at another rate.
+
+    Args:
+        local: Local training of the last round.
+        lr: Rate of the first round.
+        split: Records to train on.
+    """
+    weights = replace(local.weights, lr=RATE * lr, min_lr=RATE * lr)
+    amount = replace(local.amount, epochs=EPOCHS)
+    return replace(local, split=split, weights=weights, amount=amount)
+
+
+def shrunken(gains: Mapping[int, tuple[float, float, int]]) -> dict[int, float]:
+    """Gains of sites, shrunk towards the mean over all sites by how much sites differ.
+
+    Empirical Bayes with normal distributions: the sites' true gains have the variance of
+    DerSimonian and Laird (1986, doi 10.1016/0197-2456(86)90046-2), and a record's the same one at
+    all sites, since a few records of one site do not tell theirs.
+
+    Args:
+        gains: By site, the sum over its records of how much a copy's loss is lower, the sum of
+            squares, and the number of records, at least 1.
+    """
+    if not gains:
+        return {}
+    sums, squares, numbers = map(np.array, zip(*gains.values(), strict=True))
+    means, freedom = sums / numbers, numbers.sum() - len(gains)
+    of_record = (squares - sums**2 / numbers).sum() / max(1, freedom)
+    variances = max(of_record, SMALLEST_VARIANCE) / numbers
+    weights = 1 / variances
+    mean = np.average(means, weights=weights)
+    excess = (weights * (means - mean) ** 2).sum() - (len(gains) - 1)
+    scale = weights.sum() - (weights**2).sum() / weights.sum()
+    between = max(0.0, excess / scale) if len(gains) > 1 else 0.0
+    mean = np.average(means, weights=1 / (variances + between))
+    found = mean + between / (between + variances) * (means - mean)
+    return dict(zip(gains, found.tolist(), strict=True))
+
+
+def compared(answers: Sequence[Result], known: Sequence[Result]) -> list[dict[str, Any]]:
+    """Results of sites' copies with their shrunken ``gain``, and whether a site ``keeps`` its own.
+
+    Args:
+        answers: By site, scores on test records, and its ``gain`` as it is told; a site without
+            validation records has none, and keeps no copy.
+        known: What this has found of a network like it, trained without validation records; else
+            empty.
+    """
+    told = {one["client"]: tuple(one["gain"]) for one in answers if one.get("gain")}
+    gains = {one["client"]: one["gain"] for one in known} or shrunken(told)
+    found = [{**one, "gain": gains.get(one["client"])} for one in answers]
+    return [{**one, "keeps": (one["gain"] or 0.0) > 0} for one in found]
+
+
+def keep(
+    run: Run,
+    network: nn.Module,
+    states: dict[str, Packed],
+    local: rq.LocalTraining,
+    *,
+    among: Collection[int],
+    save: Callable[[Path], object],
+) -> dict[int, Path]:
+    """Train the copies of some sites, and write each; return their folders.
+
+    Args:
+        run: The run.
+        network: The trained network; it has a site's weights when that copy is saved.
+        states: Its states.
+        local: The copies' training.
+        among: The sites.
+        save: Writes the network into a folder.
+    """
+    own, folders = network_states(network), {}
+    exchange = Exchange(
+        "train.weights",
+        stage="evaluate",
+        settings=rq.Train(local=local),
+        states=states,
+        layouts={name: Layout.of(tensors) for name, tensors in own.items() if tensors},
+        among=among,
+    )
+    for client, reply in run.cohort.ask(exchange):
+        load_states(network, reply.states)
+        folders[client] = run.folder / FOLDER / f"client_{client}"
+        folders[client].mkdir(parents=True, exist_ok=True)
+        save(folders[client])
+    load_states(network, states)
+    return folders
+
+
+def keeping(run: Run) -> list[int]:
+    """Return the sites that keep copies, as the run's evaluation has found."""
+    copies = read_run(run.folder).last("evaluated").get("copies") or []
+    return [one["client"] for one in copies if one["keeps"]]
