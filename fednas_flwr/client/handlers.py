@@ -44,7 +44,6 @@ from fednas_flwr.spaces.latency_tables import Conditions, to_json
 
 Handler = Callable[[Client, Request, Any], Reply]
 ANSWERS: dict[str, Handler] = {}  # by action
-LARGEST_GAIN = 10.0  # by which a copy's loss of one record counts as lower or higher
 
 
 def answers(*actions: str) -> Callable[[Handler], Handler]:
@@ -434,7 +433,7 @@ def personalise(client: Client, request: Request, asked: rq.Personalise) -> Repl
     properties: dict[str, Any] = {}
     if before is not None:
         gains = before - local_training.validation_losses(client, network)
-        gains = local_training.clipped_decreases(gains, LARGEST_GAIN)
+        gains = local_training.clipped_decreases(gains, rq.LARGEST_GAIN)
         properties["gain"] = [float(gains.sum()), float(gains.square().sum()), len(gains)]
     return Reply(metrics.num_examples, metrics.as_dict(), properties=properties)
 

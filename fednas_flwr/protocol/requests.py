@@ -672,11 +672,25 @@ class CountScores(AtSite):
         return {"scores": (("train", "validation"), 1)}
 
 
+LARGEST_GAIN = 10.0  # by which a copy's loss of one record counts as lower or higher
+
+
 class Personalised(TypedDict, total=False):
     """Properties of the reply to ``evaluate.personalised``."""
 
     # sum over validation records of how much the loss is lower, sum of squares, and their number
-    gain: tuple[Coordinate, Coordinate, Number]
+    gain: Annotated[
+        list[Coordinate],
+        ps.Where(
+            lambda told: (
+                len(told) == 3
+                and told[2] >= 1
+                and abs(told[0]) <= LARGEST_GAIN * told[2]
+                and 0 <= told[1] <= LARGEST_GAIN**2 * told[2]
+            ),
+            f"sums over 1 record or more, each of which gains {LARGEST_GAIN:g} at most",
+        ),
+    ]
 
 
 @sr.asks("evaluate.personalised", reply=Personalised, private=sr.NoProperties)

@@ -344,6 +344,10 @@ PROPERTIES = {  # by name: right ones and wrong ones
     "class_counts": ([[], [1, 0]], [[-1], [10**10], [1.0], [True], "", None]),
     "class_names": ([[], ["a", "b"]], [["a\n"], [1], "ab", None]),
     "scores": ([{}, {"f1": 0.0, "auroc": 1}], [{"f1": 1.5}, {"f1": True}, {"f2": 0.5}, []]),
+    "gain": (
+        [[-20.0, 200.0, 2], [0.0, 0.0, 1]],
+        [[0.0, 0.0, 0], [21.0, 9.0, 2], [0.0, 201.0, 2], [0.0, -1.0, 2], [0.0, 0.0], "", None],
+    ),
     "histogram": (
         [[ONES, [0] * BINS], [[int(reply_checks.MAX_EXAMPLES), *[0] * (BINS - 1)], ONES]],
         [
