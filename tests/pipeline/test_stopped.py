@@ -54,7 +54,8 @@ def assert_goes_on(start, folder, whole):
     if not (folder / "config.yaml").exists():  # stopped before there was a run
         assert not list(folder.glob("*.*"))
         return
-    before = read_events(folder / "events.jsonl")
+    log = folder / "events.jsonl"
+    before = read_events(log) if log.exists() else []
     complete(start, f"resume={folder}")
     for name in ("genotype.json", "model.safetensors"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
