@@ -347,16 +347,6 @@ def test_a_data_set_and_a_score_of_ones_own_are_used(mine, tmp_path):
     assert main(again) == 0  # in this process nothing is registered twice
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["sweep", "ray"])
-def test_other_processes_learn_of_what_is_ones_own(mine, tmp_path, where):
-    joblib = ("-m", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    own = joblib if where == "sweep" else ("runtime=ray",)
-    own = (*own, f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}")
-    said = told("-m", "fednas_flwr", "run", "--with", mine, *WITH, *own)
-    assert ("2 of 2 jobs completed" if where == "sweep" else "run completed") in said
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -76,9 +76,6 @@ def weights(folder):
     [
         ("algorithm=fed_darts", "training.momentum=averaged"),
         ("algorithm=fnas", "algorithm.evaluate_every=1", "retrain.exchange=gradients"),
-        pytest.param(
-            ("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow
-        ),
         seldom(("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch")),
     ],
     ids=lambda overrides: overrides[0],
