@@ -42,6 +42,7 @@ from fednas_flwr.settings.run_settings import AggregateSettings
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 from . import processes
+from .test_cli import without as others
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = ("privacy=dp", "search_space.norm=group", "retrain.norm=group")
@@ -119,11 +120,6 @@ def algorithm_in(folder):
     return yaml.safe_load((folder / "config.yaml").read_text())["algorithm"]
 
 
-def others(overrides, *keys):
-    """Return the overrides of other settings."""
-    return [text for text in overrides if not text.startswith(keys)]
-
-
 def check_whole(result):
     """Check that a run went through all its stages."""
     assert stages_of(result.folder) == ["search", "derive", "retrain", "export", "evaluate"]
@@ -180,18 +176,11 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys, fednas):
     assert equal_networks(result.model, again.model)
 
 
-def test_a_run_without_network_or_genotype_says_so(tiny):
-    shared = others(tiny, "retrain.rounds", "rounds")
-    searched = run(compose(*shared, "rounds=2", "stages=[search]"))
+def test_a_run_without_a_network_says_so(tiny):
+    searched = run(compose(*others(tiny, "retrain.rounds"), "stages=[search]"))
     assert searched.scores == {}
     with pytest.raises(ConfigError, match="has not reached its export"):
         _ = searched.model
-    (folder := searched.folder / "given").mkdir()
-    shared = others(shared, "search_space", "retrain")
-    linear = ["algorithm=fedavg", "algorithm.network=linear", "retrain.rounds=2"]
-    given = run(compose(*shared, *linear, f"run_dir={folder}"))
-    assert given.genotype is None
-    assert given.model(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
 
 
 def test_mistakes_from_python_leave_no_folder(tiny, tmp_path):
@@ -320,22 +309,16 @@ def test_a_baseline_of_ones_own_is_no_search(tiny):
     kept = others(tiny, "search_space.", "rounds=", "retrain.channels")
     result = run(compose(*kept, "algorithm=line"))
     assert result.genotype is None
+    assert result.model(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
     assert stages_of(result.folder) == ["derive", "retrain", "export", "evaluate"]
 
 
-@pytest.mark.run
-def test_a_search_space_of_ones_own(tiny):
+def test_a_space_of_another_name_than_its_registration_is_refused(tiny, tmp_path):
     sizes = {"channels": 3, "num_cells": 1, "norm": "batch"}
-    register_search_space("small201", Small201, defaults=sizes)
-    kept = others(tiny, "search_space.")
-    result = run(compose(*kept, "search_space=small201"))
-    check_whole(result)
-    assert result.genotype.space == "small201"
-    assert equal_networks(result.model, load(result.folder))
     register_search_space("misnamed", Small201, defaults=sizes)
     with pytest.raises(ConfigError, match="search_space=misnamed makes a space .* small201"):
-        run(compose(*kept, "search_space=misnamed", f"run_dir={result.folder / 'misnamed'}"))
-    assert not (result.folder / "misnamed").exists()
+        run(compose(*others(tiny, "search_space."), "search_space=misnamed"))
+    assert not (tmp_path / "run").exists()
 
 
 @dataclass(frozen=True)
@@ -363,6 +346,8 @@ def test_a_search_space_with_settings_of_its_own_gives_its_networks_size(tiny):
     null = ["retrain.channels=null", "retrain.num_cells=null"]
     result = run(compose(*kept, "search_space=wide", *null))
     check_whole(result)
+    assert result.genotype.space == "wide"
+    assert equal_networks(result.model, load(result.folder))
     sizes = {len(p) for p in result.model.parameters() if p.dim() == 4}
     assert sizes == {4, 8, 16}
 
@@ -378,16 +363,13 @@ def made_arrays(seed):
     }
 
 
-@pytest.mark.run
 def test_a_data_set_of_arrays(tiny):
     register_data_set("own_images", made_arrays(0), defaults={"crop_padding": 1})
     kept = others(tiny, "dataset=", "dataset.root")
     config = compose(*kept, "dataset=own_images", "dataset.class_names=[dark,bright]")
     assert (config.dataset.crop_padding, config.dataset.flip) == (1, False)
-    result = run(config)
-    check_whole(result)
-    assert result.scores["central"]["num_examples"] == 20
     prepared, parts = make_data(config)
+    assert len(prepared.server_test) == 20
     assert prepared.train.class_names == ("dark", "bright")
     assert sorted(np.concatenate(parts)) == list(range(40))
     with pytest.raises(ConfigError, match="partition=sites does not fit dataset.name=own_images"):
@@ -444,87 +426,13 @@ def test_importing_composing_and_mistakes_need_no_torch():
         "from fednas_flwr import compose, run, register_algorithm, Algorithm\n"
         "from fednas_flwr.settings import AlgorithmSettings\n"
         "compose('algorithm=feathers', 'rounds=2')\n"
-        "print(sorted({'torch', 'flwr', 'sklearn', 'ray'} & set(sys.modules)))\n"
+        "print(sorted({'torch', 'numpy', 'flwr', 'sklearn', 'ray'} & set(sys.modules)))\n"
     )
     assert processes.told("-c", code) == "[]\n"
     code = "import sys, fednas_flwr; print('hydra' in sys.modules)"
     assert processes.told("-c", code) == "False\n"
+    assert dir(fednas_flwr) == sorted(fednas_flwr.__all__)
     for name in fednas_flwr.__all__:
         assert getattr(fednas_flwr, name)
     with pytest.raises(AttributeError, match="has no attribute 'walk'"):
         _ = fednas_flwr.walk
-
-
-SCRIPT = """
-from __future__ import annotations  # the workers must know what the texts of types mean
-
-import sys
-from dataclasses import dataclass
-from typing import ClassVar
-
-import numpy as np
-
-from fednas_flwr import (
-    Algorithm, compose, register_algorithm, register_data_set, register_search_space, run
-)
-from fednas_flwr.settings import AlgorithmSettings, SearchSpaceSettings
-from fednas_flwr.settings.optimizers import SGD, Adam
-from fednas_flwr.spaces.nasbench201 import NASBench201Space
-from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
-
-
-@dataclass(frozen=True)
-class OwnSettings(AlgorithmSettings):
-    rule: str
-    local_epochs: int
-    batch_size: int
-    validation_weight: float
-    proximal: float
-    weights: SGD
-    alphas: Adam
-    beta_decay: float
-
-
-@dataclass(frozen=True)
-class OwnSizes(SearchSpaceSettings):
-    channels: int
-    depth: int | None
-
-
-class OwnSpace(NASBench201Space):
-    name: ClassVar[str] = "own_space"
-
-
-def make_space(*, depth, **settings):
-    return OwnSpace(num_cells=1, **settings)
-
-
-if __name__ == "__main__":
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, 2, 60)
-    images = (rng.integers(0, 120, (60, 1, 8, 8)) + 100 * labels[:, None, None, None])
-    register_data_set("own_data", {"x_train": images.astype(np.uint8), "y_train": labels})
-    sizes = {"channels": 4, "norm": "batch", "depth": None}
-    register_search_space("own_space", make_space, settings=OwnSizes, defaults=sizes)
-    register_algorithm(
-        "own",
-        Algorithm(OwnSettings, FedDARTS),
-        defaults={"defaults": ["fed_darts"]},
-    )
-    own = ["algorithm=own", "search_space=own_space", "dataset=own_data"]
-    result = run(compose(*own, *sys.argv[1:]))
-    print(result.genotype.space)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_rays_workers_know_what_is_registered(tiny, tmp_path):
-    (tmp_path / "own.py").write_text(SCRIPT)
-    kept = others(tiny[:-1], "dataset=", "dataset.root", "search_space.", "retrain.channels")
-    kept += ["retrain.channels=null", "retrain.num_cells=null"]
-    for runtime in ("inline", "ray"):
-        command = [*kept, f"runtime={runtime}", f"run_dir={tmp_path / runtime}"]
-        assert processes.told("own.py", *command, cwd=tmp_path) == "own_space\n"
-    inline, ray = (tmp_path / name / "model.safetensors" for name in ("inline", "ray"))
-    assert inline.read_bytes() == ray.read_bytes()

@@ -5,29 +5,42 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import yaml
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from torch.nn import functional as F
 
-from fednas_flwr.algorithms.stage_strategies import make_search
+from fednas_flwr.algorithms.base import mean_metrics
+from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.base.errors import ConfigError, NoEffectError
-from fednas_flwr.client.making import make_client
-from fednas_flwr.data.prepared import make_data, save_partition
+from fednas_flwr.base.randomness import derive_seed, make_generator, seeded
+from fednas_flwr.client.answer import answer
+from fednas_flwr.client.making import PRIVATE_SITE_KEYS, make_client, make_site_guard
+from fednas_flwr.data.loaders import augment, epoch_batches, server_split
+from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
+from fednas_flwr.data.records import assign_splits, record_ids
 from fednas_flwr.models import networks
+from fednas_flwr.models.networks import describe_network, load, make_network, supernet_space
 from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.pipeline.feasible import check_buildable
+from fednas_flwr.privacy.policy import template
+from fednas_flwr.protocol.messages import Header, Reply, Request
+from fednas_flwr.protocol.requests import Amount, LocalTraining, Personalise
+from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.settings import conf_folder
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.run_settings import SecureSumSettings
 from fednas_flwr.spaces.genotype import load_genotype, save_genotype
 from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 
+from .asked import PLAIN, smallest
+from .client.conftest import flat, packed
 from .refusals import refuses, refuses_run
 from .rows import rows
 
-COST = "{table: null, unit: ms, target: 3.0, loss: additive, scale: 1.0, exponent: 1.0}"
-GPU = f"algorithm.group_hardware={{gpu: {COST}}}"
 # Files that need nothing but the installation, beside those of the made data set.
 BUILDS = {
-    "algorithm={}": "fed_darts fedex fednas fnas random_search",
-    "algorithm={} clients=1": "vanilla_nas",
     "algorithm=fedavg algorithm.network={}": "efficientnet_b0 plain_cnn linear",
     "search_space=darts retrain={}": "darts",
     "search_space={} retrain.num_cells=3": "darts_small",
@@ -35,9 +48,7 @@ BUILDS = {
     "search_space={} retrain=mbconv": "mbconv mbconv_small",
     "search_space={} retrain=dp_cells": "dp_cells dp_cells_small",
     "retrain={} retrain.auxiliary_weight=0": "darts quickstart small",
-    "partition={}": "iid dirichlet quantity label_groups",
     "runtime={}": "inline ray",
-    "privacy={}": "none",
 }
 
 
@@ -138,24 +149,6 @@ def test_tables_are_not_augmented_and_need_a_column(compose_config, tmp_path):
             check_buildable(compose_config(*given, f"dataset.{setting}"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ([], r"algorithm.client_tags=\[\]: every simulated client needs a tag"),
-        (["algorithm.client_tags=[a,'',b]"], "every simulated client needs a tag"),
-        (["algorithm.client_tags=[a,b,../c]"], "cannot name a folder"),
-        (["algorithm.group_by=alphas", "algorithm.num_groups=4"], "num_groups=4 with clients=3"),
-        (["algorithm.client_tags=[a,b,b]", GPU], "hardware=gpu is"),
-    ],
-)
-def test_groups_are_checked_before_the_search(compose_config, overrides, sentence):
-    blocks = ["algorithm=cfdnas", "algorithm.group_by=tag", "algorithm.num_groups=null"]
-    blocks += ["search_space=mbconv_small", "retrain=mbconv"]
-    refuses_run(sentence, compose_config, *blocks, *overrides)
-    with pytest.raises(ConfigError, match="its groups begin with a search"):
-        compose_config(*blocks, "stages=[retrain]", "genotype=a.json")
-
-
 @pytest.mark.parametrize("network", ["mobilenet_v2", "plain_cnn"])
 def test_networks_for_images_refuse_tables(network):
     description = {"name": network, "input_shape": [7], "num_classes": 2, "norm": "group"}
@@ -169,6 +162,9 @@ def test_unknown_names_are_told_with_those_there_are(compose_config):
         networks.make_network({"name": "resnet", "input_shape": [3, 8, 8], "num_classes": 2})
     with pytest.raises(ConfigError, match=r"search_space\.name=dart.*nearest: darts"):
         networks.make_space("dart", input_shape=(3, 8, 8), num_classes=2, norm="batch")
+    for key in ("skeleton", "candidates"):
+        words = rf"search_space\.{key}=fdna is unknown.*nearest: fdnas"
+        refuses_run(words, composed, "search_space=mbconv", f"search_space.{key}=fdna")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -252,12 +248,6 @@ def test_mbconv_networks_have_the_size_of_the_search_space(compose_config, tmp_p
         refuses_run(message, composed, *given)
 
 
-@pytest.mark.parametrize("key", ["skeleton", "candidates"])
-def test_unknown_names_of_the_mbconv_space_are_told(key):
-    words = rf"search_space\.{key}=fdna is unknown.*nearest: fdnas"
-    refuses_run(words, composed, "search_space=mbconv", f"search_space.{key}=fdna")
-
-
 def test_a_client_of_a_site_with_a_policy_needs_its_gate(compose_config):
     config = compose_config("algorithm=fnas")
     with pytest.raises(ValueError, match="a site with a policy needs its guard"):
@@ -273,3 +263,274 @@ def test_class_factors_are_in_0_to_1_and_of_classes_that_exist(compose_config):
     assert client.objective.class_factors.tolist() == [0.5, 1.0, 0.25]
     words = "training.class_factors=purple is unknown: choose one of 0, 1, 2"
     refuses_run(words, compose_config, "training.class_factors={purple: 0.5}")
+
+
+# --- settings and data arrive where they act
+
+
+NORMALISED = ["dataset.mean=[0.2,0.3,0.4]", "dataset.std=[0.3,0.2,0.1]"]
+SITES = ("runtime=deployment", "runtime.superlink=site", "partition=sites")
+DP = ("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.norm=group")
+AUGMENTED = ["dataset.crop_padding=3", "dataset.flip=true", "dataset.cutout=3"]
+MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ([0.2, 0.3, 0.4], [0.3, 0.2, 0.1]))
+STEP = PLAIN
+DP_CELLS = (
+    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=1"),
+    *("search_space.widths=[4,4,8]", "search_space.head=8"),
+)
+
+
+def ask(client, action, settings, states=None):
+    """Return the client's reply in the first search round."""
+    return answer(client, Request(action, Header("run", "search", 1, 1, 0, ""), settings, states))
+
+
+def all_of(split):
+    """Return all inputs and labels of a split."""
+    return split.batch(torch.arange(len(split)), "cpu")
+
+
+def augmented(split, rows, generator):
+    """Return a batch as the settings ``AUGMENTED`` say."""
+    x, y = split.batch(rows, "cpu")
+    return augment(x, generator=generator, crop_padding=3, flip=True, cutout=3), y
+
+
+def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config, federate):
+    """Class factors, auxiliary head, drop path, crops, flips, cutout, normalisation."""
+    config = compose_config(
+        *("clients=1", "search_space=darts_small", "search_space.channels=4", "retrain=small"),
+        *("retrain.channels=4", "retrain.num_cells=3", "retrain.norm=group"),
+        *("retrain.auxiliary_weight=0.7", "retrain.drop_path_prob=0.6", "retrain.weights.lr=0.005"),
+        *("dataset.class_names=[red,green,blue]", "training.class_factors={blue: 0.25, red: 0.5}"),
+        *(*NORMALISED, *AUGMENTED),
+    )
+    fed = federate(config)
+    space = supernet_space(config, fed.data[0])
+    with seeded(5, "alphas"):
+        alphas = {kind: torch.randn_like(a) for kind, a in space.supernet().alphas().items()}
+    description = describe_network(config, fed.data[0], space.derive(alphas))
+    strategy, network = make_retraining(config, description, fed.cohort, None)
+    twin = make_network(description).train()
+    strategy.load_into(twin)
+    start = flat(twin.parameters())
+    strategy.start(fed.grid, num_rounds=2)
+    strategy.load_into(network)
+
+    split, factors = fed.clients[0].split("train+validation"), torch.tensor([0.5, 1.0, 0.25])
+    assert (split.mean, split.std) == ((0.2, 0.3, 0.4), (0.3, 0.2, 0.1))
+    for number in (1, 2):
+        sgd = config.retrain.weights.at_round(number, 2)
+        optimizer = torch.optim.SGD(
+            twin.parameters(), sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay
+        )
+        generator = make_generator(config.seed, "retrain", number, 0, "weights")
+        twin.drop_path_prob = 0.6 * (number - 1) / 2
+        torch.manual_seed(derive_seed(config.seed, "retrain", number, 0, "train.weights"))
+        size = config.retrain.batch_size
+        for places in epoch_batches(len(split), batch_size=size, generator=generator):
+            x, y = augmented(split, places, generator)
+            logits, auxiliary = twin(x)
+            losses = F.cross_entropy(logits, y, reduction="none")
+            losses = losses + 0.7 * F.cross_entropy(auxiliary, y, reduction="none")
+            optimizer.zero_grad()
+            (factors[y] * losses).mean().backward()
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), sgd.clip_norm)
+            optimizer.step()
+    moved, expected = (flat(n.parameters()) - start for n in (network, twin))
+    # group norm over few pixels amplifies rounding
+    assert (moved - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
+    config = compose_config("algorithm=fnas", "clients=1", "search_space.norm=group", *AUGMENTED)
+    fnas = federate(config)
+    client, supernet = fnas.clients[0], supernet_space(fnas.config, fnas.data[0]).supernet().train()
+    reply = ask(client, "train.gradients", smallest()["train.gradients"], packed(supernet))
+    for state, name, tensors in (
+        ("weights", "train", supernet.weights()),
+        ("alphas", "validation", supernet.alphas()),
+    ):
+        split = getattr(client.data, name)
+        generator = make_generator(config.seed, "search", 1, 0, name)
+        x, y = augmented(split, torch.arange(len(split)), generator)
+        loss = F.cross_entropy(supernet(x), y, reduction="sum") / len(split)
+        gradients = torch.autograd.grad(loss, list(tensors.values()))
+        expected = torch.cat([g.flatten() for g in gradients]) * len(client.data.train)
+        torch.testing.assert_close(reply.states[state]["float32"], expected, rtol=1e-3, atol=1e-3)
+
+    config = compose_config(*DP_CELLS, *AUGMENTED)
+    client = federate(config).clients[0]
+    supernet = client.make_space().supernet().train()
+    path = [5] * 15
+    asked = replace(smallest(weights=STEP)["train.candidate"], candidates=[path])
+    reply = ask(client, "train.candidate", asked, {"weights": packed(supernet)["weights"]})
+    split, generator = client.data.train, make_generator(config.seed, "search", 1, 0, "train")
+    x, y = augmented(split, torch.arange(len(split)), generator)
+    F.cross_entropy(Candidate(supernet, path)(x), y).backward()
+    weights = supernet.weights().values()
+    moved = [w.detach() - (0.0 if w.grad is None else 0.1 * w.grad) for w in weights]
+    expected = torch.cat([w.flatten() for w in moved])
+    torch.testing.assert_close(reply.states["weights"]["float32"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_class_factors_weigh_the_steps_of_candidates(compose_config, federate):
+    """Halved losses are half a step, to the bit."""
+    config = compose_config(*DP_CELLS)
+    factors = dict.fromkeys(("0", "1", "2"), 0.5)
+    halved = replace(config, training=replace(config.training, class_factors=factors))
+    supernet = federate(config).clients[0].make_space().supernet().train()
+    start, found = {"weights": packed(supernet)["weights"]}, []
+    for own, lr in ((config, 0.0625), (halved, 0.125)):
+        step = smallest(weights=replace(STEP, lr=lr))["train.candidate"]
+        asked = replace(step, candidates=[[5] * 15])
+        reply = ask(federate(own).clients[0], "train.candidate", asked, start)
+        found.append(reply.states["weights"]["float32"])
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], start["weights"]["float32"])
+
+
+def site_of(folder, **changes):
+    """Return a node's settings with a policy of 80 records."""
+    policy = yaml.safe_load(template())
+    policy["data_sets"]["my-data"] |= {"records": 80, **changes}
+    (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
+    own = {"policy": folder / "policy.yaml", "ledger": folder / "ledger" / "rows"}
+    own |= {"ledger-key": folder / "key", "data-set": "my-data"}
+    return dict.fromkeys(PRIVATE_SITE_KEYS, "read elsewhere") | {k: str(v) for k, v in own.items()}
+
+
+def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuses_them(
+    compose_config, tmp_path
+):
+    """The policy of a site says whether it has a part in sums, not the run."""
+    site = site_of(tmp_path)
+    config = compose_config(*SITES, "clients=1", *DP, "dataset.class_names=['0','1','2']")
+    data = make_data(compose_config("clients=1"))
+
+    def client_of(config):
+        guard = make_site_guard(site)
+        return make_client(config, 0, data=data, networks={}, site=site, guard=guard)
+
+    assert client_of(config).sums is None
+    with pytest.raises(ConfigError, match="this site's policy has no section secure_sum"):
+        client_of(replace(config, secure_sum=SecureSumSettings()))
+    site_of(tmp_path, secure_sum={"roster": "ab" * 32, "least_sites": 2, "colluding": 0})
+    refuses("the policy has secure_sum but the node lacks roster", client_of, config)
+
+
+def test_personalised_metrics_are_of_test_records_after_local_training(compose_config, federate):
+    fractions = "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}"
+    client = federate(compose_config("clients=1", fractions)).clients[0]
+    description = {"name": "linear", "input_shape": [3, 8, 8], "num_classes": 3}
+    network = make_network(description)
+    states = packed(network)
+    local = LocalTraining(description, "train", Amount(1, None, None), STEP, 0.0, 0.0)
+    reply = ask(client, "evaluate.personalised", Personalise(local=local, compares=True), states)
+    x, y = all_of(client.split("train"))
+    validation = all_of(client.data.validation)
+    before = F.cross_entropy(network(validation[0]), validation[1], reduction="none")
+    F.cross_entropy(network(x), y).backward()
+    torch.optim.SGD(network.parameters(), lr=0.1).step()
+    gains = before - F.cross_entropy(network(validation[0]), validation[1], reduction="none")
+    told = [gains.sum().item(), gains.square().sum().item(), len(gains)]
+    assert reply.properties["gain"] == pytest.approx(told, rel=1e-4)
+    x, y = all_of(client.data.test)
+    expected = F.cross_entropy(network(x), y).item()
+    assert len({len(s) for s in vars(client.data).values()}) == 3
+    assert reply.num_examples == len(y)
+    assert reply.metrics["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory):
+    """A file of images that say little of their labels: no two models of them are alike."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (160, 3, 8, 8), dtype=np.uint8), rng.integers(0, 3, 160)
+    path = tmp_path_factory.mktemp("noise") / "noise.npz"
+    np.savez(path, x_train=x[:100], y_train=y[:100], x_test=x[100:], y_test=y[100:])
+    return path
+
+
+@pytest.fixture(scope="module")
+def linear_run(finished_run, noise):
+    """A retrained linear network of clients half of whose records are for tests."""
+    return finished_run(
+        *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
+        *("dataset.fractions={train: 0.3, validation: 0.2, test: 0.5}", "clients=2"),
+        *("dataset.linear_baseline=true", "retrain.weights.lr=0.01", *NORMALISED),
+        f"dataset.root={noise}",
+    )
+
+
+def test_the_servers_test_set_is_normalised_as_the_training_is(linear_run, noise):
+    (evaluated,) = (e for e in linear_run.events if e["event"] == "evaluated")
+    data = np.load(noise)
+    x = (torch.from_numpy(data["x_test"]) / 255 - MEAN) / STD
+    y = torch.from_numpy(data["y_test"])
+    with torch.no_grad():
+        logits = load(linear_run.folder).network(x)
+    expected = {"num_examples": len(y), "loss": F.cross_entropy(logits, y).item()}
+    expected["accuracy"] = int((logits.argmax(1) == y).sum()) / len(y)
+    found = {name: evaluated["central"][name] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
+    (evaluated,) = (e for e in linear_run.events if e["event"] == "evaluated")
+    data, settings = np.load(noise), linear_run.config.dataset
+    ids = record_ids(image.tobytes() for image in data["x_train"])
+    parts = assign_splits(ids, key=settings.split_key.encode(), fractions=settings.fractions)
+    assert 30 < (parts == 2).sum() < 70
+
+    def area(rows):
+        def inputs(images):
+            return ((torch.from_numpy(images) / 255 - MEAN) / STD).flatten(1).numpy()
+
+        model = LogisticRegression(max_iter=1000).fit(
+            inputs(data["x_train"][rows]), data["y_train"][rows]
+        )
+        decisions = model.decision_function(inputs(data["x_test"]))
+        odds = [
+            decisions[:, c] - np.logaddexp.reduce(np.delete(decisions, c, 1), axis=1)
+            for c in range(3)
+        ]
+        return np.mean([roc_auc_score(data["y_test"] == c, odds[c]) for c in range(3)])
+
+    assert evaluated["linear"]["auroc"] == pytest.approx(area(parts < 2), rel=1e-4)
+    assert abs(area(parts < 2) - area(parts < 3)) > 1e-3  # else the test could not tell
+
+
+def test_the_servers_own_test_set_of_real_sites_is_normalised_as_the_training_is(compose_config):
+    properties = {"input_shape": [3, 8, 8], "schema": [], "class_names": ["0", "1", "2"]}
+    properties |= {"image_shape": [], "transform": [], "multi_label": False, "target": []}
+    properties |= {"mean": [0.2, 0.3, 0.4], "std": [0.3, 0.2, 0.1]}
+    # what the sites say, not the run
+    assert make_server_data(compose_config(*SITES), properties).mean == (0.2, 0.3, 0.4)
+    prepared = make_server_data(compose_config(*SITES, *NORMALISED), properties)
+    assert (prepared.mean, prepared.std) == ((0.2, 0.3, 0.4), (0.3, 0.2, 0.1))
+    x, _ = all_of(server_split(prepared.server_test, prepared.mean, prepared.std))
+    pixels = prepared.server_test.features
+    torch.testing.assert_close(x, (pixels / 255 - MEAN) / STD, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_config, tmp_path):
+    fractions = {"train": 0.2, "validation": 0.7, "test": 0.1}
+    site = site_of(tmp_path, fractions=fractions) | {"split-key": "of the site"}
+    runs = compose_config("clients=1", "dataset.split_key=the run")
+    private = compose_config("clients=1", *DP, "dataset.split_key=the run")
+    prepared, _ = data = make_data(runs)
+    alone = make_client(runs, 0, data=data, networks={}, site={"split-key": "of the site"})
+    gated = make_client(private, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
+    assert gated.data_form["mean"] == list(prepared.mean) == [0.5, 0.5, 0.5]
+    for client, own in ((alone, runs.dataset.fractions), (gated, fractions)):
+        key = b"of the site"
+        parts = assign_splits(prepared.train.ids, key=key, fractions=own)
+        for number, split in enumerate(vars(client.data).values()):
+            assert split.rows.tolist() == np.flatnonzero(parts == number).tolist()
+
+
+def test_a_metric_that_one_client_lacks_is_averaged_over_those_that_have_it():
+    told = [(10, {"train_loss": 1.0}), (30, {"train_loss": 3.0, "validation_loss": 2.0})]
+    replies = [Reply(*one) for one in (*told, (10, {"validation_loss": 4.0}))]
+    assert mean_metrics(replies) == {"train_loss": 2.5, "validation_loss": 2.5}

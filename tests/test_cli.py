@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from omegaconf import OmegaConf
 from fednas_flwr import api, cli
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.cli import run as sweeps
 from fednas_flwr.client import handlers
 from fednas_flwr.data.records import Inputs
 from fednas_flwr.models.export import export_safetensors
@@ -31,9 +31,10 @@ from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.settings.configuration import parse_config
-from fednas_flwr.settings.hydra_config import compose_tree
+from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, user_settings
 from fednas_flwr.settings.registry import algorithms
 
+from .processes import told
 from .refusals import refuses
 from .rows import rows
 
@@ -71,47 +72,30 @@ def lacking(text, *parts):
 MISTAKES = """
 roundz=3 | setting=roundz is unknown: choose one of aggregate, | (nearest: rounds)
 alphas.lr=1 | alphas is no setting: write algorithm.alphas or
-weights.lrr=1 | write algorithm.weights or | or retrain.weights.
 lr=1 | write algorithm.weights.lr or algorithm.alphas.lr or retrain.weights.lr.
 algorithm.weights.lrr=1 | choose one of algorithm.weights.clip_norm, algorithm.weights.lr,
     | (nearest: algorithm.weights.lr)
 algorithm=fnas algorithm.rulez=2 | algorithm.rulez | algorithm.order
 seed.first=1 | seed={first: 1} has the wrong type: expected a whole number
-algorithm=fed_dart | algorithm=fed_dart | fed_darts, fedavg, | (nearest: fed_darts)
 dataset=mnst | dataset=mnst | (nearest: mnist)
 retrain=null | retrain=null is unknown: choose one of darts,
-retrain=3 | retrain=3 is unknown: choose one of darts,
 rounds=$NINES | rounds=99 | holds a number that is too long
-dataset=_base | dataset=_base is unknown | csv, digits
-experiment=_small_fashion_mnist | experiment=_small_fashion_mnist is unknown | fnas/
 experiment=small_fashion_mnist | experiment=small_fashion_mnist is | /fashion_mnist).
-experiment=fnas/fashion | experiment=fnas/fashion is | (nearest: fnas/fashion_mnist)
 algorithm.name=fnas | algorithm.name=fnas | write algorithm=<name>
-rounds=many | rounds=many | a whole number
-dataset.server_test=1 | dataset.server_test=1 | true or false
 stages=search | stages=search | a list such as [text, ...]
-algorithm.weights=3 | algorithm.weights=3 | a group of settings
-retrain.weights.lr=.inf | retrain.weights.lr=.inf | a number
-runtime.quorum=2 | runtime.quorum=2.0 | above 0, at most 1
 runtime.device=cuda:1 | runtime.device=cuda:1 is out of range: expected cuda,
     | CUDA_VISIBLE_DEVICES.
 runtime=deployment runtime.superlink=nowhere | runtime.superlink=nowhere is unknown: ch
-runtime.device=gpu | runtime.device=gpu | auto, cpu, cuda | (nearest: cuda)
-retrain.norm=bach | retrain.norm=bach | (nearest: batch)
-stages=[serch] | stages=serch | (nearest: search)
-dataset.fractions={train:1,validation:0,test:0} | dataset.fractions.validation=0
 +seed=2 | An item is already at 'seed'
 +sead=2 | setting=sead is unknown | (nearest: seed)
 ~seed | seed is missing
 algorithm@here=fnas | algorithm@here
 --seed=2 | '--seed=2' is no option | key=value, as in clients=5
---clients 5 | '--clients' is no option | clients=5
 --config-dir=nowhere | '--config-dir=nowhere' is no option | hydra.searchpath=
 hydra.searchpath=[file://nowhere] | hydra.searchpath=[file://nowhere]: that is no folder
 --resolve | add that
 --cfg job -m | --multirun only runs
 hydra.sweep.dir=foo | hydra.sweep.dir=foo has no effect on a single run | add -m
-hydra/launcher=joblib | hydra/launcher=joblib has no effect on a single run
 config=nowhere.yaml | config=nowhere.yaml cannot be read
 -m seed=1,2 sweep.metric=epsilon | sweep.metric=epsilon has no effect | optuna
 -m hydra/launcher=none seed=1,2 | hydra/launcher=none is unknown: choose one of basic | [sweeps]
@@ -131,11 +115,8 @@ stages=[retrain] | genotype=<file> or algorithm=fedavg
 stages=[search,export] | add retrain
 runtime=deployment | runtime.superlink must be given | Flower's configuration
 resume=nowhere | resume=nowhere | give the folder of a run
-resume=nowhere seed=2 | resume=nowhere takes no other setting
 -m resume=nowhere | resume=nowhere takes no other setting
--m algorithm=fed_darts,fed_dart | algorithm=fed_dart is | (nearest: fed_darts)
 -m seed=1,2 rounds=5,0 | rounds=0 | 1 or more
--m seed=1,2 roundz=5 | (nearest: rounds)
 -m algorithm=glob(*) | algorithm=_base
 """
 
@@ -148,7 +129,6 @@ def test_mistake_is_one_sentence_that_says_what_is_allowed(row, capsys):
 
 # These need the data: they are found before a folder is made, too.
 LATE_MISTAKES = """
-genotype=none.json stages=[retrain] | genotype=none.json cannot be read
 dataset.root=none.npz | dataset.root=none.npz is not a file
 search_space=darts search_space.channels=3 clients=500 | clients=500
 partition=column partition.column=ward | ward
@@ -340,21 +320,15 @@ def test_commands_of_every_day_come_first(capsys):
 
 
 @pytest.mark.run
-def test_unnamed_sweep_has_one_folder_named_by_time(tiny_overrides, capsys):
-    sweep = ["-m", "algorithm=fed_darts,random_search", "stages=[search]", "clients=1", "rounds=1"]
-    assert cli.main(["run", *without(tiny_overrides, "retrain.rounds"), *sweep]) == 0
-    (parent,) = Path("runs").iterdir()
-    time.strptime(parent.name, "%Y%m%d-%H%M%S_sweep")
-    assert folders_in(parent) == ["0_algorithm-fed_darts", "1_algorithm-random_search"]
-
-
-@pytest.mark.run
 def test_a_setting_without_effect_refuses_that_job_of_a_sweep_only(tiny_overrides, capsys):
     kept = without(tiny_overrides, "retrain", "search", "rounds")
     sweep = ["-m", "algorithm=fedavg,fed_darts", "rounds=1", "stages=[search]", "clients=1"]
-    assert cli.main(["run", *kept, *sweep, "run_dir=sweep"]) == cli.RUN_FAILED
+    assert cli.main(["run", *kept, *sweep]) == cli.RUN_FAILED
     output = capsys.readouterr()
-    refused = Path("sweep/0_algorithm-fedavg")
+    (parent,) = Path("runs").iterdir()  # one, which is named by the time
+    time.strptime(parent.name, "%Y%m%d-%H%M%S_sweep")
+    assert folders_in(parent) == ["0_algorithm-fedavg", "1_algorithm-fed_darts"]
+    refused = parent / "0_algorithm-fedavg"
     assert [path.name for path in refused.iterdir()] == ["error.txt"]
     assert "fednas: stages=[search] with algorithm=fedavg, which does not search" in output.err
     assert "1 of 2 jobs completed; sweep folder: " in output.out
@@ -370,34 +344,6 @@ def test_what_typing_takes_from_an_experiment_is_told_in_one_line(capsys):
     )
     assert cli.main(command) == 0
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.run
-def test_ctrl_c_ends_with_130_and_the_run_can_go_on(tiny_overrides, fednas):
-    run_dir, brief = Path("stopped").resolve(), without(tiny_overrides, "retrain.rounds")
-    process = fednas("run", *brief, "stages=[search]", "rounds=2000", f"run_dir={run_dir}")
-    events = run_dir / "events.jsonl"
-    deadline = time.monotonic() + 900
-    while not (events.exists() and '"event": "round"' in events.read_text()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=900)
-    assert process.returncode == cli.STOPPED == 130
-    assert lacking(errors, f"fednas run resume={run_dir}", "Traceback") == ["Traceback"]
-    finished = read_events(events)[-1]
-    ended = {"event": "run_finished", "status": "failed", "reason": "stopped by Ctrl-C"}
-    assert ended.items() <= finished.items()
-
-    done = max(e["round"] for e in read_events(events) if e["event"] == "round")
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    config["rounds"] = done + 1
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
-    assert cli.main(["run", f"resume={run_dir}"]) == 0
-    rounds = [e["round"] for e in read_events(events) if e["event"] == "round"]
-    assert rounds[-1] == done + 1
-    assert len(rounds) <= done + 2  # at most the round that was under way is repeated
 
 
 @pytest.fixture
@@ -477,17 +423,15 @@ def test_ledger_show_has_a_row_per_kind_and_an_epsilon_per_split(ledger, capsys)
     assert "all together, at delta 1e-05" in output
     assert cli.main(["ledger", "show", *ledger, "--delta", "1e-3"]) == 0
     assert "at delta 0.001" in capsys.readouterr().out
-
-
-def test_ledger_show_of_an_empty_ledger(capsys):
-    Ledger(Path("site/ledger"), Path("key")).close()
-    assert cli.main(["ledger", "show", "site/ledger", "--key", "key"]) == 0
-    assert capsys.readouterr().out == "no rows.\n"
-
-
-def test_ledger_verify_counts_the_rows(ledger, capsys):
     assert cli.main(["ledger", "verify", *ledger]) == 0
     assert capsys.readouterr().out == "3 rows, all intact.\n"
+    for delta, shown in (("1", "1.0"), ("nan", "nan")):
+        assert cli.main(["ledger", "show", *ledger, "--delta", delta]) == cli.USER_ERROR
+        words = f"--delta={shown} is out of range: expected above 0, below 1."
+        assert sentence_of(capsys).endswith(words)
+    Ledger(Path("empty/ledger"), Path("other")).close()
+    assert cli.main(["ledger", "show", "empty/ledger", "--key", "other"]) == 0
+    assert capsys.readouterr().out == "no rows.\n"
 
 
 @pytest.mark.parametrize("action", ["show", "verify"])
@@ -512,13 +456,6 @@ def test_looking_for_a_missing_ledger_creates_nothing(ledger, capsys, action, gi
     assert cli.main(["ledger", action, *given.split()]) == cli.USER_ERROR
     assert set(Path().rglob("*")) == before
     assert sentence_of(capsys) == f"{part}; give the file of a site."
-
-
-@pytest.mark.parametrize(("delta", "shown"), [("1", "1.0"), ("nan", "nan")])
-def test_ledger_show_refuses_wrong_deltas(ledger, capsys, delta, shown):
-    assert cli.main(["ledger", "show", *ledger, "--delta", delta]) == cli.USER_ERROR
-    words = f"--delta={shown} is out of range: expected above 0, below 1."
-    assert sentence_of(capsys).endswith(words)
 
 
 def exported(folder, *overrides):
@@ -572,3 +509,132 @@ def test_output_that_nobody_reads_any_more_ends_no_command():
         for _ in range(3):
             print("another", file=output)
             output.flush()
+
+
+# --- sweeps of Hydra's own launchers and sweepers, and files of the user's own
+
+
+ENOUGH_S = 900.0
+
+
+@pytest.fixture
+def brief(tiny_overrides):
+    """Overrides of a run that takes a second."""
+    return [*tiny_overrides, "clients=2", "rounds=1", "retrain.rounds=1"]
+
+
+def sweep(folder, *arguments):
+    """Run ``fednas run -m`` in a process of its own, as joblib needs it; return its output."""
+    command = ("-m", "fednas_flwr", "run", "-m", *arguments, f"hydra.sweep.dir={folder}")
+    return told(*command, env={"OMP_NUM_THREADS": "1"}, timeout=ENOUGH_S)
+
+
+def test_groups_and_baselines_are_no_jobs(compose_config, tmp_path, capsys):
+    folder, run = tmp_path / "sweep", tmp_path / "run"
+    api.run(compose_config("stages=[search]", "rounds=1", f"run_dir={run}"))
+    for inside in (".", "groups/phone", "baselines/random_1"):
+        shutil.copytree(run, folder / "0_seed-1" / inside, dirs_exist_ok=True)
+    assert sweeps._tell_end(folder) == 0
+    assert f"1 of 1 job completed; sweep folder: {folder}" in capsys.readouterr().out
+
+
+LAUNCHERS = {
+    "joblib": ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
+    "submitit": ["hydra/launcher=submitit_local"],
+    "ray": ["hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_launcher_runs_two_jobs_at_once(name, brief, tmp_path):
+    pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
+    folder = tmp_path / "sweep"
+    output = sweep(folder, *brief, "seed=1,2", *LAUNCHERS[name])
+    assert "2 of 2 jobs completed" in output
+    runs = [read_events(folder / job / "events.jsonl") for job in ("0_seed-1", "1_seed-2")]
+    assert [events[-1]["status"] for events in runs] == ["completed"] * 2
+    assert max(events[0]["time"] for events in runs) < min(events[-1]["time"] for events in runs)
+
+
+@pytest.mark.slow
+def test_the_best_trial_of_optuna_is_the_first_line(brief, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    folder = tmp_path / "sweep"
+    trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "hydra.sweeper.n_jobs=1"]
+    trials += ["hydra.sweeper.sampler.seed=1", "algorithm.weights.lr=interval(.01,.5)"]
+    trials += ["rounds=2"]  # the first validation loss is of weights that have not stepped yet
+    output = sweep(folder, *brief, *trials, "stages=[search,retrain,evaluate,export]")
+    assert "8 of 8 jobs completed" in output
+    found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
+    losses = {}
+    for path in folder.glob("*/events.jsonl"):
+        *_, last = [e for e in read_events(path) if e.get("stage") == "search" and "metrics" in e]
+        lr = yaml.safe_load((path.parent / "config.yaml").read_text())["algorithm"]["weights"]["lr"]
+        losses[lr] = last["metrics"]["validation_loss"]
+    best = min(losses, key=lambda lr: losses[lr])
+    assert found["best_params"] == {"algorithm.weights.lr": best}
+    assert found["best_value"] == pytest.approx(losses[best])
+    document = json.loads((folder / "compare.json").read_text())
+    assert document["best"][0].startswith(f"best trial: algorithm.weights.lr={best} (")
+    assert document["groups"][0]["settings"] == {"algorithm.weights.lr": str(best)}
+    html = (folder / "compare.html").read_text(encoding="utf-8")
+    assert f"<h1>{document['best'][0]}</h1>" in html
+
+
+def test_experiments_in_a_folder_of_ones_own(tmp_path, capsys):
+    own = tmp_path / "own"
+    (own / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults:\n  - override /algorithm: fnas\nrounds: 3\n"
+    (own / "experiment" / "mine.yaml").write_text(text)
+    where = f"hydra.searchpath=[file://{own}]"
+    assert cli.main(["run", where, "experiment=mine", "--cfg", "job"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert (tree["algorithm"]["name"], tree["rounds"]) == ("fnas", 3)
+    assert "rounds" in user_settings([where, "experiment=mine"]).experiment
+    (own / "haste").mkdir()
+    (own / "haste" / "great.yaml").write_text("# @package _global_\nrounds: 2\n")
+    hasty = compose_tree(["+haste=great", where])
+    given = user_settings(["+haste=great", "clients=2", where])
+    assert (hasty["rounds"], given.typed) == (2, ["clients"])
+    _, second = expand_sweep(["experiment=mine", where, "seed=1,2"])
+    assert second == ["experiment=mine", where, "seed=2"]
+    assert cli.main(["run", where, "experiment=mime"]) == cli.USER_ERROR
+    assert "(nearest: mine)" in capsys.readouterr().err
+
+
+def test_hydras_grammar():
+    assert compose_tree(["++seed=7"])["seed"] == 7
+    assert compose_tree(["seed=${clients}", "clients=4"])["seed"] == 4
+    jobs = expand_sweep(["algorithm=glob(*,exclude=[_*,fe*,c*,s*])", "seed=range(1,3)"])
+    algorithms = {job[0].removeprefix("algorithm=") for job in jobs}
+    assert {"fnas", "zero_cost", "dpnas"} <= algorithms
+    assert "fed_darts" not in algorithms
+    assert len(jobs) == 2 * len(algorithms)
+    assert user_settings(["seed=2", "hydra.sweep.dir=x", "sweep.metric=epsilon"]).typed == ["seed"]
+
+
+@pytest.mark.run
+def test_hydra_informs(capsys):
+    shortlist = ["algorithm.shortlist.keep=5", "algorithm.shortlist.scores=[synflow]"]  # was null
+    assert cli.main(["run", "algorithm=zero_cost", *shortlist, "--cfg", "job"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert tree["algorithm"]["shortlist"] == {"keep": 5, "scores": ["synflow"]}
+    assert "file://" in told("-m", "fednas_flwr", "run", "--info", "searchpath")
+    typed = {"COMP_LINE": "fednas run algorithm=fed_"}
+    completed = told("-m", "fednas_flwr", "-sc", "query=bash", env=typed)
+    assert "algorithm=fed_darts" in completed.split()
+
+
+def test_a_runs_configuration_repeats_it(brief, tmp_path, capsys):
+    assert cli.main(["run", *brief, "seed=5", f"run_dir={tmp_path / 'first'}"]) == 0
+    config = f"config={tmp_path / 'first' / 'config.yaml'}"
+    assert cli.main(["run", config, f"run_dir={tmp_path / 'second'}"]) == 0
+    first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+    for more, words in (
+        ("seeed=2", "(nearest: seed)"),
+        ("algorithm=fnas", "only single values are"),
+    ):
+        assert cli.main(["run", config, more]) == cli.USER_ERROR
+        assert words in capsys.readouterr().err

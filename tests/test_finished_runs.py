@@ -9,7 +9,7 @@ import pytest
 from fednas_flwr.runs.run_folder import open_run_folder
 
 from . import finished_runs
-from .finished_runs import FinishedRuns, digest_of
+from .finished_runs import FinishedRuns
 
 
 @pytest.fixture
@@ -74,17 +74,3 @@ def test_a_run_that_failed_is_not_kept(runs, make, compose_config):
     config = compose_config("stages=[retrain,evaluate,export]", "algorithm=fedavg")
     assert [number(runs.get(config, make)) for _ in range(2)] == [1, 2]
     assert str(runs.get(config, make).error) == "no search"
-
-
-def test_a_coverage_pass_makes_every_run(runs, make, compose_config, monkeypatch):
-    monkeypatch.setattr(finished_runs, "in_coverage_pass", lambda: True)
-    assert [number(runs.get(compose_config(), make)) for _ in range(2)] == [1, 2]
-
-
-def test_what_is_in_a_folder_decides(tmp_path):
-    (tmp_path / "a").write_text("1")
-    before = digest_of(tmp_path)
-    (tmp_path / "b.pyc").write_text("")
-    assert digest_of(tmp_path) == before
-    (tmp_path / "a").rename(tmp_path / "c")
-    assert digest_of(tmp_path) != before

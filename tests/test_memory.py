@@ -58,9 +58,6 @@ def test_who_runs_out_of_memory_is_told_what_to_lower(make, amount):
     with pytest.raises((RuntimeError, MemoryError)) as error:
         make(10**15)
     assert described(error.value).startswith(f"out of memory when {amount} more were needed: lower")
-
-
-def test_other_errors_keep_their_text():
     assert described(ValueError("lr must be above 0")) == "ValueError: lr must be above 0"
 
 

@@ -1,5 +1,6 @@
 """Ops, losses, networks and metrics of one's own: every space, privacy, workers, resume, export."""
 
+import os
 import threading
 
 import numpy as np
@@ -22,10 +23,12 @@ from fednas_flwr import (
 )
 from fednas_flwr.base import processes
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.cli import VARIABLE, _run, main
 from fednas_flwr.deploy import local_actors
 from fednas_flwr.models.networks import make_space
 from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
 from fednas_flwr.privacy.self_test import unwatched
+from fednas_flwr.runs.events import read_events
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings.registry import OWN, TABLES, packed
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
@@ -86,6 +89,8 @@ def test_every_space_offers_it(name, norm):
     added = [*space.own_ops]
     assert list(space.ops[-len(added) :]) == added
     supernet, x = space.supernet(), torch.randn(4, *space.input_shape)
+    mixed = [module for module in supernet.modules() if isinstance(module, MixedOp)]
+    assert all(tuple(edge.names) == space.ops for edge in mixed)
     supernet(x).sum().backward()
     for alphas in supernet.alphas().values():
         assert bool((alphas.grad[:, -len(added)] != 0).all())
@@ -289,21 +294,74 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
         run(compose("dataset=wrong", "clients=2", f"dataset.cache={tmp_path}"))
 
 
-def test_strategies_of_flower_are_told_what_to_derive_from():
-    from flwr.serverapp.strategy import FedAvg
-
-    for strategy in (FedAvg, FedAvg()):
-        refuses(r"FedDARTS, or .* Flower's strategies train one", run, compose(), strategy=strategy)
-
-
-def test_mixed_ops_keep_their_names():
-    space = space_of("darts")
-    edges = [m for m in space.supernet().modules() if isinstance(m, MixedOp)]
-    assert all(tuple(edge.names) == space.ops for edge in edges)
-
-
 def test_what_cannot_be_sent_stays_in_this_process():
     assert packed(len) is not None
     lock = threading.Lock()
     register_metric("locked", lambda p, y: float(lock.locked()))
     assert packed(len) is None
+
+
+# --- names of one's own on the command line: --with <file.py>
+
+
+MINE = """
+import numpy as np
+from fednas_flwr import register_data_set, register_metric
+
+rng = np.random.default_rng(0)
+y = rng.integers(0, 2, 90)
+x = (rng.integers(0, 120, (90, 8, 8)) + 100 * y[:, None, None]).astype("uint8")
+arrays = {"x_train": x[:60], "y_train": y[:60], "x_test": x[60:], "y_test": y[60:]}
+register_data_set("scans", arrays)
+register_metric("Brier", lambda p, y: float(np.mean((p[:, 1] - y) ** 2)))
+"""
+WITH = (
+    *("dataset=scans", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),
+    *("stages=[retrain,evaluate,export]", "retrain.rounds=1"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_files(monkeypatch, only_here):
+    monkeypatch.setenv(VARIABLE, "")
+    yield
+    _run.cache_clear()
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+@pytest.mark.run
+def test_a_data_set_and_a_score_of_ones_own_are_used(mine, tmp_path):
+    folder, cache = tmp_path / "run", f"dataset.cache={tmp_path / 'cache'}"
+    assert main(["run", "--with", str(mine), *WITH, cache, f"run_dir={folder}"]) == 0
+    (evaluated,) = (e for e in read_events(folder / "events.jsonl") if e["event"] == "evaluated")
+    assert 0 < evaluated["central"]["own"]["Brier"] < 1
+    assert "Brier" in (folder / "report.html").read_text()
+    assert os.environ[VARIABLE] == str(mine)
+    again = ["run", "--with", str(mine), *WITH, cache, f"run_dir={tmp_path / 'again'}"]
+    assert main(again) == 0  # in this process nothing is registered twice
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "is no file: give one of Python"),
+        ("import fednas_flwr\nx = 1\nfednas_flwr.registr()\n", "fails in line 3: AttributeError"),
+        ("def f(:\n", "fails: SyntaxError"),
+        ("import fednas_flwr\nfednas_flwr.register_data_set('digits', {})\n", "digits exists: ch"),
+    ],
+)
+def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    assert main(["run", "--with", str(path), "--dry-run"]) == 2
+    sentence = capsys.readouterr().err
+    assert message in sentence
+    assert str(path) in sentence
+    assert sentence.count("\n") == 1

@@ -9,6 +9,8 @@ from packaging.specifiers import SpecifierSet
 from tables import render_tables
 
 from fednas_flwr.cli import main
+from fednas_flwr.privacy.mechanism import accounting
+from fednas_flwr.settings.names import ACCOUNTANTS, NORMS, SPLITS
 
 from .refusals import refuses
 
@@ -93,3 +95,44 @@ def test_every_command_that_is_named_exists(capsys):
     named |= set(re.findall(r"`fednas (\w+)", TEXT))
     assert len(named) > 5
     assert named <= listed
+
+
+# --- what code, tests and settings refer to is in the repository
+
+
+FOLDERS = ("fednas_flwr", "conf", "docker", "scripts", "tests")
+WRITTEN = {"MODEL_CARD.md", "compare.md"}  # by runs
+TEMPLATE = ".j2"
+
+
+def test_every_document_that_is_named_is_there():
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files += [path for path in ROOT.iterdir() if path.is_file()]
+    names = {path.name.removesuffix(TEMPLATE) for path in files} | WRITTEN
+    texts = [path for path in files if path.suffix in (".py", ".yaml", ".toml", ".sh", ".md")]
+    missing = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in texts
+        for name in re.findall(r"\b[\w.-]+\.md\b", path.read_text(encoding="utf-8"))
+        if name not in names
+    }
+    assert missing == set()
+
+
+# --- names stand in one place
+
+
+PACKAGE = ROOT / "fednas_flwr"
+
+
+def test_every_accountant_computes():
+    assert tuple(accounting.ACCOUNTANTS) == ACCOUNTANTS
+
+
+def test_no_other_module_lists_the_names_again():
+    lists = [
+        re.compile(r",\s*".join(f'"{name}"' for name in names))
+        for names in (SPLITS, NORMS, ACCOUNTANTS)
+    ]
+    modules = [path for path in PACKAGE.rglob("*.py") if path.name != "names.py"]
+    assert [path for path in modules for names in lists if names.search(path.read_text())] == []

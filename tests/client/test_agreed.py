@@ -8,7 +8,6 @@ its. An input that is in no list fails the test.
 import hashlib
 import itertools
 from dataclasses import asdict, fields, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,27 +88,24 @@ SHARED_RELEASE = {
     "of_client": True,
 }
 SHARED_COMMITMENT = {"releases"}
-OWN_COMMITMENT = {
-    "assignment": "which records of its own are in which split",
-    "by_split": "what a release is charged to",
-    "data_set": "a request that names another id is refused",
-    "sizes": "refuses what is larger",
-    "unit": "what the ledger books; the policy's unit is shared, the column of persons its own",
-}
+# assignment: which records of its own are in which split; by_split: what a release is charged to;
+# data_set: a request that names another id is refused; sizes: refuses what is larger; unit: what
+# the ledger books, the policy's is shared, the column of persons its own
+OWN_COMMITMENT = {"assignment", "by_split", "data_set", "sizes", "unit"}
 SHARED_POLICY = {
     "unit": "client",
     "secure_sum": SumTerms("ab" * 32, 4, 0),  # h = 4 instead of 3: smaller shares of the noise
 }
-REFUSES = "it decides whether there is a reply, never what is in it"
-COUNTS = "how many records its own sum is of; its noise does not depend on it"
-ROUNDING = "how its own gradients are rounded, before clipping"
 OWN_POLICY = {
-    **dict.fromkeys(("account", "epsilon", "delta", "largest_grad_norm", "largest_steps"), REFUSES),
-    **dict.fromkeys(("least_noise_multiplier", "largest_noise_multiplier", "actions"), REFUSES),
-    **dict.fromkeys(("approve", "secure_noise"), REFUSES),
-    **dict.fromkeys(("records", "fractions"), COUNTS),
-    **dict.fromkeys(("threads", "micro_batch_size"), ROUNDING),
-    "test_seed": "that noise is drawn from a seed is shared, see below; that it may be is not",
+    # they decide whether there is a reply, never what is in it
+    *("account", "epsilon", "delta", "largest_grad_norm", "largest_steps", "approve"),
+    *("least_noise_multiplier", "largest_noise_multiplier", "actions", "secure_noise"),
+    # how many records its own sum is of; its noise does not depend on it
+    *("records", "fractions"),
+    # how its own gradients are rounded, before clipping
+    *("threads", "micro_batch_size"),
+    # that noise is drawn from a seed is shared, see below; that it may be is not
+    "test_seed",
 }
 # Of a client, what the run's settings decide: changed by these settings.
 BY_SETTINGS = {
@@ -130,28 +126,25 @@ SHARED_INPUTS = {
     "target": (0.0, 1.0, -2.0, 2.0),
 }
 OWN_INPUTS = {
-    "shape": "shared as that of the records, and of the images before a transform",
-    **dict.fromkeys(("mean", "std"), "shared as those of the records, see below"),
-    **dict.fromkeys(("label", "label_separator", "id_column", "form"), "how its files are written"),
-    "intensity": "how it reads its images",
-    "limit": "that of all tables",
-    **dict.fromkeys(("positive", "threshold"), "of a model's file; a request's is in its settings"),
+    # shared as those of the records, see below, and of the images before a transform
+    *("shape", "mean", "std"),
+    # how its files are written, and how it reads its images; the limit of all tables
+    *("label", "label_separator", "id_column", "form", "intensity", "limit"),
+    # of a model's file; a request's are in its settings
+    *("positive", "threshold"),
 }
 OWN_CLIENT = {
-    "index": "its place in the roster",
-    **dict.fromkeys(("device", "threads", "rehearsed"), ROUNDING),
-    "networks": "built by make_network, kept to be used again",
-    "tag": "what it calls itself",
-    "from_ranges": REFUSES,
-    "kept_models": "what it keeps; no part of a sum",
-    "cache": "where it keeps what can be computed anew",
+    # its place in the roster, what it calls itself, what it keeps, and what can be computed anew
+    *("index", "tag", "kept_models", "cache"),
+    # how its own gradients are rounded; networks are built by make_network, kept to be used again
+    *("device", "threads", "rehearsed", "networks"),
+    # decides whether there is a reply, never what is in it
+    "from_ranges",
 }
-SECRET_CLIENT = {"data": "records", "moments": "follow from records"}
-INSIDE = {
-    "guard": "policy, commitment, generator",
-    "sums": "roster, terms, keys",
-    "inputs": "what the records are",
-}
+# records, and what follows from them
+SECRET_CLIENT = {"data", "moments"}
+# policy, commitment, generator; roster, terms, keys; what the records are
+INSIDE = {"guard", "sums", "inputs"}
 
 
 @pytest.fixture
@@ -189,27 +182,18 @@ def named(of):
     return {field.name for field in fields(of)}
 
 
-def test_every_input_is_in_one_list():
+def test_every_input_is_in_one_list(client):
     parts = {f"header.{name}" for name in named(Header)} | {f"summed.{n}" for n in named(Summed)}
     whole = named(Request) - {"header", "summed", "planned"}
     assert {*SHARED_REQUEST, *OWN_REQUEST} == parts | whole
     assert not {*SHARED_REQUEST} & {*OWN_REQUEST}
     assert set(SHARED_RELEASE) == named(PlannedRelease)
-    assert SHARED_COMMITMENT | set(OWN_COMMITMENT) == named(Commitment)
+    assert SHARED_COMMITMENT | OWN_COMMITMENT == named(Commitment)
     assert sorted([*SHARED_POLICY, *OWN_POLICY]) == sorted(named(DataSetPolicy))
     lists = (SHARED_CLIENT, BY_SETTINGS, OWN_CLIENT, SECRET_CLIENT, INSIDE)
     assert sorted(itertools.chain(*lists)) == sorted(named(Client))
     assert sorted([*SHARED_INPUTS, *OWN_INPUTS]) == sorted(named(Inputs))
-
-
-def test_the_form_of_the_data_is_what_the_server_compares():
-    assert set(SITE_PROPERTIES) == set(Client.data_form.fget(_client_without_data()))
-
-
-def _client_without_data():
-    split = SimpleNamespace(features=torch.zeros(1, 1, 8, 8), mean=(0.0,), std=(1.0,))
-    inputs = Inputs((1, 8, 8), (), (0.0,), (1.0,), ("a", "b"))
-    return SimpleNamespace(moments=None, data=SimpleNamespace(train=split), inputs=inputs)
+    assert set(SITE_PROPERTIES) == set(client.data_form)  # which is what the server compares
 
 
 @pytest.mark.parametrize("name", [*SHARED_REQUEST, *OWN_REQUEST])

@@ -248,16 +248,6 @@ def test_lines_are_never_longer_than_what_requests_take(path):
             size, taken = size + grown, taken + counted
 
 
-def test_a_day_is_full_to_the_byte(path):
-    trail = trail_at(path)
-    trail.asked(REQUEST, flower_run=7)
-    day, taken, _ = map(int, counter(path).read_text().split())
-    counter(path).write_text(f"{day:>12} {MOST_BYTES - taken + 1:>20} {0:>20}\n")
-    refuses("", trail.asked, REQUEST, error=DayFullError, flower_run=7)
-    counter(path).write_text(f"{day:>12} {MOST_BYTES - taken:>20} {0:>20}\n")
-    trail.asked(REQUEST, flower_run=7)
-
-
 def test_when_the_day_is_full_requests_are_refused_and_only_the_last_lines_say_so(path, capsys):
     trail = trail_at(path)
     trail.asked(REQUEST, flower_run=7)

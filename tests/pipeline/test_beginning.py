@@ -93,10 +93,7 @@ def test_clients_follow_from_what_divides_the_data(folder, one_table):
     assert compose(*overrides(one_table, "partition=iid", space, "clients=4")).clients == 4
     named = compose(*overrides(one_table, *by_ward, "clients=4"))
     refuses("makes 3 clients, one per value of ward, but clients=4", make_data, named)
-
-
-def test_clients_that_cannot_be_counted_stay(tmp_path):
-    nowhere = compose(*overrides(tmp_path / "none", "partition=sites", "search_space=mlp_small"))
+    nowhere = compose(*overrides(folder / "none", "partition=sites", space))
     assert nowhere.clients == 3
     refuses("is not a folder: give an existing one", make_data, nowhere)
 

@@ -6,6 +6,7 @@ import numpy as np
 import onnxruntime
 import pandas as pd
 import pytest
+from sklearn.metrics import average_precision_score, roc_auc_score
 
 from fednas_flwr import FedClassifier, load
 from fednas_flwr.cli import main
@@ -18,6 +19,7 @@ PRIVATE += (
     "dataset.ranges={age: [20, 90], pressure: [60, 180]}",
     'dataset.class_names=["no","yes"]',
 )
+NAMED = ("evaluation.positive=no",)
 
 
 def patients(number, seed=0):
@@ -38,16 +40,17 @@ def data(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("private", [(), PRIVATE], ids=["plain", "private"])
-def test_every_route_gives_the_same_labels(finished_run, data, private, tmp_path, capsys):
-    run = finished_run(*LINEAR, f"dataset.root={data}", *private)
+@pytest.mark.parametrize("more", [(), PRIVATE, NAMED], ids=["plain", "private", "named"])
+def test_every_route_gives_the_same_labels(finished_run, data, more, tmp_path, capsys):
+    run = finished_run(*LINEAR, f"dataset.root={data}", *more)
+    positive, other = ("no", "yes") if more == NAMED else ("yes", "no")
     file, table = data / "test.csv", pd.read_csv(data / "test.csv")
     evaluated = run.the("evaluated")
     central, threshold = evaluated["central"], evaluated["threshold"]
-    shares = load(run.folder).predict(file).probabilities[:, 1]
-    labels = np.where(shares >= np.float32(threshold), "yes", "no")
-    assert 0 < threshold < 0.45  # and it decides:
-    assert 0 < (labels != np.where(shares >= 0.5, "yes", "no")).mean()
+    shares = load(run.folder).predict(file).probabilities[:, central["positive"]]
+    labels = np.where(shares >= np.float32(threshold), positive, other)
+    assert more == NAMED or 0 < threshold < 0.45  # and it decides:
+    assert more == NAMED or 0 < (labels != np.where(shares >= 0.5, "yes", "no")).mean()
 
     exported = tmp_path / "exported"
     assert main(["export", str(run.folder), "--to", str(exported)]) == 0
@@ -67,18 +70,30 @@ def test_every_route_gives_the_same_labels(finished_run, data, private, tmp_path
         fed = {name: table[[name]].to_numpy(np.float32) for name in ("age", "pressure")}
         assert (session.run(["label"], fed)[0] == labels).all()
         halves = load(folder).predict(table, threshold=0.5).labels
-        assert halves == np.where(shares >= 0.5, "yes", "no").tolist()
+        assert halves == np.where(shares >= 0.5, positive, other).tolist()
 
-    died, called = (table["died"] == "yes").to_numpy(), labels == "yes"
+    died, called = (table["died"] == positive).to_numpy(), labels == positive
     assert central["accuracy"] == (labels == table["died"]).mean()
     assert central["sensitivity"] == called[died].mean()
     assert central["specificity"] == (~called[~died]).mean()
-    assert central["confusion"][1] == [int((~called[died]).sum()), int(called[died].sum())]
-    said = f"The label is yes from a probability of {threshold:.3g} on"
+    of_class = [int((~called[died]).sum()), int(called[died].sum())]
+    assert central["confusion"][central["positive"]] == of_class[:: -1 if more == NAMED else 1]
+    assert central["auroc"] == pytest.approx(roc_auc_score(died, shares), abs=1e-3)
+    precision = average_precision_score(died, shares)
+    assert central["average_precision"] == pytest.approx(precision, abs=1e-2)
+    for name, (low, high) in central["intervals"].items():
+        assert low <= central[name if name != "log_loss" else "loss"] <= high
+    said = [f"The label is {positive} from a probability of {threshold:.3g} on", "95 % interval"]
+    said.append("Expected calibration error")
+    said += ["of the class no (set by evaluation.positive=<class>)"] * (more == NAMED)
     for name in ("report.html", "MODEL_CARD.md"):
-        assert said in unescape((run.folder / name).read_text())
-    for client in evaluated["clients"] if not private else ():
-        assert {"sensitivity", "specificity"} <= client.keys()
+        text = unescape((run.folder / name).read_text())
+        assert [words for words in said if words not in text] == []
+        assert more == PRIVATE or "boosted trees" in text.lower()
+    for client in evaluated["clients"] if more != PRIVATE else ():
+        assert {"auroc", "average_precision", "sensitivity", "specificity"} <= client.keys()
+    command = f"fednas predict {run.made_in.resolve().name} patients.csv"
+    assert command in (run.folder / "report.html").read_text()
 
 
 def test_the_estimator_decides_by_the_threshold(tmp_path):

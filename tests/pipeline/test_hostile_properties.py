@@ -15,12 +15,14 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fednas_flwr.algorithms.base import FARTHEST
+from fednas_flwr.algorithms.fdnas import group_name
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import load
 from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.pipeline.stages import _report_spending, describe
+from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.protocol.messages import decode_request, encode_reply
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
@@ -30,6 +32,8 @@ from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.reply_checks import NO_LIMITS
 
 from ..asked import FORMS, decoded
+from ..refusals import refuses
+from .test_groups import CFDNAS
 
 BAD = 1
 NUMBERS = [1e300, -1e300, 1e30, 1e-300, 10**400, 10**18, 10**9, -1, 0, 1, 0.5, math.nan, math.inf]
@@ -214,35 +218,29 @@ BOUNDED = {"moments", "class_counts", "scores", "histogram"}  # who says so stay
 
 
 @pytest.mark.parametrize("number", [*NUMBERS, 10**29, 1e29], ids=str)
-def test_no_number_of_a_client_spoils_a_whole_run(number, honest, table, run_inline, site_files):
+def test_no_number_of_a_client_spoils_a_whole_run(
+    number, honest, table, run_inline, site_files, lie
+):
     """In place of all numbers of its moments, counts, scores and histogram, and of its metrics."""
-    answers, (_, usual) = dict(entrance.ANSWERS), honest["table"]
 
-    def lying(action):
-        def answer(client, request, asked):
-            reply = answers[action](client, request, asked)
-            if client.index != BAD:
-                return reply
-            told = {
-                n: hostile_numbers(reply.properties[n], number)
-                for n in BOUNDED & reply.properties.keys()
-            }
-            kept = {name: value for name, value in told.items() if passes(name, value)}
-            ranges = {name: NO_LIMITS.metric_range(name) for name in reply.metrics}
-            false = {
-                n: number
-                for n, (low, high) in ranges.items()
-                if isinstance(number, float) and low <= number <= high
-            }
-            said, measured = {**reply.properties, **kept}, {**reply.metrics, **false}
-            return replace(reply, properties=said, metrics=measured)
+    def false(reply):
+        told = {
+            n: hostile_numbers(reply.properties[n], number)
+            for n in BOUNDED & reply.properties.keys()
+        }
+        kept = {name: value for name, value in told.items() if passes(name, value)}
+        ranges = {name: NO_LIMITS.metric_range(name) for name in reply.metrics}
+        wrong = {
+            n: number
+            for n, (low, high) in ranges.items()
+            if isinstance(number, float) and low <= number <= high
+        }
+        said, measured = {**reply.properties, **kept}, {**reply.metrics, **wrong}
+        return replace(reply, properties=said, metrics=measured)
 
-        return answer
-
-    with pytest.MonkeyPatch.context() as patch:
-        for action in answers:
-            patch.setitem(entrance.ANSWERS, action, lying(action))
-        run = run_inline(*table, sites=site_files[:3])
+    for action in dict(entrance.ANSWERS):
+        lie(action, false)
+    run, usual = run_inline(*table, sites=site_files[:3]), honest["table"][1]
     write_report(run.folder)
     write_model_card(run.folder)
     network = load(run.folder).network
@@ -253,26 +251,165 @@ def test_no_number_of_a_client_spoils_a_whole_run(number, honest, table, run_inl
     assert max(rounds) <= FARTHEST
 
 
-@pytest.mark.parametrize("kind", ["mean", "std"])
-def test_moments_that_are_far_are_named_and_make_nobodys_features_equal(
-    kind, honest, table, run_inline, site_files, monkeypatch
-):
-    answers, (_, usual) = dict(entrance.ANSWERS), honest["table"]
+# --- one hostile client among three: it is named and left out
 
-    def answer(client, request, asked):
-        reply = answers["query.describe"](client, request, asked)
-        if client.index != BAD:
-            return reply
-        far = [{**of, kind: 1e6} for of in reply.properties["moments"]]
-        return replace(reply, properties={**reply.properties, "moments": far})
 
-    monkeypatch.setitem(entrance.ANSWERS, "query.describe", answer)
+PRIVATE_SEARCH = [
+    *("privacy=dp", "search_space.norm=group", "retrain.norm=group", "rounds=1"),
+    *("privacy.local_steps=1", "privacy.retrain.local_steps=1", "retrain.rounds=1"),
+    *("retrain.weights.clip_norm=null", "retrain.batch_size=8", "privacy.epsilon=50"),
+]
+EXACT = ["algorithm=fedavg", "stages=[retrain,evaluate,export]", "retrain.rounds=2"]
+SEARCHES = {
+    "train.weight_gradient": ["algorithm=dp_fnas", "algorithm.batch_size=8", *PRIVATE_SEARCH],
+    "train.search": ["algorithm=fed_darts", "algorithm.weights.clip_norm=null", *PRIVATE_SEARCH],
+    "train.weights": ["algorithm=fedavg", "stages=[retrain,evaluate,export]", *PRIVATE_SEARCH],
+}
+
+
+@pytest.fixture
+def lie(monkeypatch):
+    """``lie(action, change)``: ``change`` is made to client 1's replies to ``action``."""
+    answers = dict(entrance.ANSWERS)
+
+    def lie(action, change):
+        def answer(client, request, asked):
+            reply = answers[action](client, request, asked)
+            return change(reply) if client.index == BAD else reply
+
+        monkeypatch.setitem(entrance.ANSWERS, action, answer)
+        monkeypatch.setattr(entrance, "check_fields", lambda *_: None)
+
+    return lie
+
+
+def saying(**properties):
+    return lambda reply: replace(reply, properties={**reply.properties, **properties})
+
+
+def filled(value, states=("weights", "alphas", "buffers")):
+    def change(reply):
+        filled = {
+            name: {d: torch.full_like(v, value) for d, v in packed.items()}
+            for name, packed in reply.states.items()
+            if name in states
+        }
+        return replace(reply, states={**reply.states, **filled})
+
+    return change
+
+
+def failures(run):
+    """Return who failed and why, but for client 2 that has no test records."""
+    failed = run.failed
+    return [(e["client"], e["reason"]) for e in failed if "split is empty" not in e["reason"]]
+
+
+def assert_sound(run):
+    network = load(run.folder).network
+    assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
+    exported = run.the("exported")
+    assert exported["onnx_max_difference"] < 1e-3
+
+
+# --- what is sent
+
+
+@pytest.mark.parametrize(
+    ("action", "value", "overrides"),
+    [
+        ("train.weight_gradient", 1e3, SEARCHES["train.weight_gradient"]),
+        ("train.search", 1e16, SEARCHES["train.search"]),
+        ("train.weights", 10, SEARCHES["train.weights"]),
+        ("train.weights", 1e3, EXACT),
+        ("train.weights", -1.0, EXACT),
+    ],
+)
+def test_values_that_no_client_can_have_spoil_nothing(action, value, overrides, lie, run_inline):
+    lie(action, filled(value, ["buffers"]) if value < 0 else filled(value))
+    run = run_inline(*overrides)
+    assert failures(run)
+    assert {client for client, _ in failures(run)} == {BAD}
+    words = "running_var" if value < 0 else "where an honest client's is at most"
+    assert words in failures(run)[0][1]
+    assert_sound(run)
+
+
+# --- what is declared
+
+
+def schedule_of(run):
+    event = run.the("privacy")
+    return event["schedule"], [told["client"] for told in event["clients"]]
+
+
+def test_a_client_that_declares_one_record_raises_nobodys_noise(lie, run_inline):
+    overrides = [*SEARCHES["train.weights"], "stages=[retrain]", "privacy.epsilon=4"]
+    overrides += ["retrain.batch_size=2"]
+    two = run_inline(*overrides, "clients=3")
+    lie("query.describe", saying(splits={"train": 1, "validation": 1, "test": 1}))
+    run = run_inline(*overrides)
+    (failure,) = failures(run)
+    assert failure[0] == BAD
+    assert f"client {BAD}: it declares 1 train records, where the median client has" in failure[1]
+    schedule, clients = schedule_of(run)
+    assert clients == [0, 2]
+    noise = [planned["noise_multiplier"] for planned in schedule]
+    assert noise == pytest.approx([p["noise_multiplier"] for p in schedule_of(two)[0]], rel=0.2)
+    lenient = run_inline(*overrides, "privacy.fewest_records=0", "runtime.quorum=0.3")
+    assert schedule_of(lenient)[0][0]["noise_multiplier"] > 1.5 * noise[0]
+
+
+def test_a_client_that_declares_a_billion_records_is_left_out(lie, run_inline):
+    lie("query.describe", lambda reply: replace(reply, num_examples=1e9))
+    run = run_inline(*EXACT)
+    (failure,) = failures(run)
+    assert failure[0] == BAD
+    assert "declares 1e+09 records" in failure[1]
+    assert_sound(run)
+
+
+def test_moments_that_are_far_are_named(lie, table, run_inline, site_files):
+    """What they move: tests/data/test_statistics.py"""
+
+    def far(reply):
+        moments = [{**of, "mean": 1e6} for of in reply.properties["moments"]]
+        return replace(reply, properties={**reply.properties, "moments": moments})
+
+    lie("query.describe", far)
     run = run_inline(*table, sites=site_files[:3])
     (warning,) = (event["message"] for event in run.named("warning"))
     assert f"client {BAD} says that " in warning
     assert "declare dataset.statistics" in warning
-    told, honest_told = (of.named("statistics")[0] for of in (run, usual))
-    for column in range(3):
-        assert told["std"][column] < 5 * honest_told["std"][column]
-        moved = abs(told["mean"][column] - honest_told["mean"][column])
-        assert moved < 5 * honest_told["std"][column]
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"tag": ["a"]},  # at the guard
+        {"tag": "../../etc"},  # where groups are made
+    ],
+)
+def test_a_tag_that_names_no_group_leaves_a_client_out(properties, lie, run_inline):
+    lie("query.describe", saying(**properties))
+    run = run_inline(*CFDNAS, "algorithm.inherit=false stages=[search] algorithm.group_rounds=1")
+    (failure,) = failures(run)
+    assert failure[0] == BAD
+    groups = json.loads((run.folder / "groups.json").read_text())
+    assert groups == {"a": [3], "b": [0, 2, 4]}
+    assert sorted(path.name for path in (run.folder / "groups").iterdir()) == ["a", "b"]
+
+
+def test_the_metrics_of_every_action_are_its_own():
+    named = {name for action in ACTIONS.values() for name in action.metrics}
+    assert all(name.endswith(("loss", "accuracy")) for name in named)
+    for action in ACTIONS.values():  # what is released with privacy may be told without
+        assert action.releases & named <= action.metrics
+
+
+@pytest.mark.parametrize(
+    "label", ["../x", "", ".hidden", "a" * 65, "a/b", "a\nb", "\U00010400" * 64, ["a"], None]
+)
+def test_only_what_names_a_folder_names_a_group(label):
+    refuses("", group_name, {"tag": label}, BAD, "tag")
+    assert group_name({"tag": "ward 3.b-C_4"}, BAD, "tag") == "ward 3.b-C_4"

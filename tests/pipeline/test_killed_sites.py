@@ -96,24 +96,18 @@ class KillingGrid(InProcessGrid):
             self._pipe.close()
 
 
-def seldom(cases):
-    """Return cases of which the last runs by default, and all with ``-m slow``."""
-    *others, last = cases
-    return [*(pytest.param(*case, marks=pytest.mark.slow) for case in others), last]
-
-
 @pytest.mark.run
 @pytest.mark.parametrize(
     ("action", "moment", "returns", "total"),
     [
-        *seldom((ASKED, moment, True, "others") for moment in MOMENTS[:3]),
+        (ASKED, "answered", True, "others"),
         (ASKED, "sent", True, "all"),
         *((ASKED, moment, False, "others") for moment in MOMENTS[:3]),
         (ASKED, "sent", False, None),
         *((SIGN, moment, True, None) for moment in MOMENTS[:3]),
         (SIGN, "sent", True, "all"),
         (SIGN, "sent", False, "all"),
-        *seldom((OPEN, moment, True, "all") for moment in MOMENTS),
+        (OPEN, "sent", True, "all"),
         (OPEN, "asked", False, "all"),
     ],
 )

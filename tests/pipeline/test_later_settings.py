@@ -1,14 +1,26 @@
-"""``training.precision=auto``: bfloat16 in retraining where it gains, and where it is to be had."""
+"""Settings that are found when a run has begun: the precision, and the learning rate."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fednas_flwr.deploy.dry_run import SteppedGrid, begun, private_terms
+from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline import later_settings
-from fednas_flwr.pipeline.later_settings import with_precision
+from fednas_flwr.pipeline.later_settings import with_learning_rate, with_precision
+from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol.messages import decode_request
+from fednas_flwr.protocol.requests import Train
+from fednas_flwr.protocol.states import MOMENTS
 from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.server.reply_checks import distance
+
+from ..finished_runs import Told
 
 LINEAR = [
     *("algorithm=fedavg", "algorithm.network=plain_cnn", "stages=[retrain,export]", "clients=2"),
@@ -77,3 +89,155 @@ def test_private_training_stays_float32(trained):
     private = ["privacy=dp", "retrain.norm=group", "privacy.micro_batch_size=16"]
     run = trained("auto", *private)
     assert read_run(run.folder).last("precision")["precision"] == "float32"
+
+
+# --- the learning rate of a private run
+
+
+PRIVATE_LINEAR = (
+    *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "stages=[retrain]"),
+    *("clients=2", "retrain.rounds=3", "privacy.retrain.local_steps=2", "privacy.epsilon=20"),
+)
+
+
+class Listening(InProcessGrid):
+    """Keeps the learning rates that clients train with, and the norms of moments they are sent."""
+
+    def __init__(self, app, clients):
+        super().__init__(app, clients)
+        self.trained: list[tuple[float, float]] = []
+
+    def answer(self, message):
+        action = message.metadata.message_type
+        if action == "train.weights":
+            request = decode_request(action, message.content)
+            assert isinstance(request.settings, Train)
+            moments = distance(request.states[MOMENTS], {})
+            self.trained.append((request.settings.local.weights.lr, moments))
+        return super().answer(message)
+
+
+@pytest.fixture(scope="module")
+def private(quick_run):
+    """A private training of a linear model: its configuration, events and requests."""
+    grids = []
+
+    def grid(app, clients):
+        grids.append(Listening(app, clients))
+        return grids[0]
+
+    return Told(**vars(quick_run(*PRIVATE_LINEAR, grid=grid)), trained=grids[0].trained)
+
+
+def test_clients_train_at_the_rate_that_noise_and_records_give(private):
+    """By hand: walk (1 - m) / (sigma R sqrt(K) / sum B  sqrt(T)), which falls to a tenth."""
+    told = private.the("learning_rate")
+    promised = private.the("privacy")
+    (planned,) = promised["schedule"]
+    records = [c["records"]["train"] + c["records"]["validation"] for c in promised["clients"]]
+    noise = planned["noise_multiplier"] * 0.1 * math.sqrt(2) / sum(n / 8 for n in records)
+    assert told["noise"] == pytest.approx(noise)
+    assert told["lr"] == pytest.approx(0.2 * 0.1 / (noise * math.sqrt(3 * 2)))
+    rates = [lr for lr, _ in private.trained]
+    assert rates[:2] == [told["lr"]] * 2
+    assert 0.1 * told["lr"] < rates[-1] < 0.5 * told["lr"]
+
+
+def test_a_sum_of_more_clients_than_it_needs_has_more_noise(compose_config):
+    """By hand: each of 5 clients adds the noise that 2 need together."""
+    sums = ("secure_sum={least_sites: 3, colluding: 1}", "clients=5")
+    with begun(compose_config(*PRIVATE_LINEAR, *sums), SteppedGrid) as (run, _):
+        with_learning_rate(run)
+        told = read_run(run.folder).last("learning_rate")
+        (release,) = run.schedule
+        known = [client["splits"] for client in run.cohort.properties.values()]
+    whole = sum(release.expected_batch(splits) for splits in known)
+    assert told["noise"] == pytest.approx(release.noise_multiplier * 0.1 * math.sqrt(5 / 2) / whole)
+
+
+def test_report_and_card_tell_the_rates_that_were_taken(private):
+    told = private.the("learning_rate")
+    shown = read_run(private.folder).settings["retrain"]
+    assert shown["weights"]["lr"] == told["lr"] != private.config.retrain.weights.lr
+    assert shown["weights"]["min_lr"] == told["min_lr"] == pytest.approx(0.1 * told["lr"])
+    assert shown["sampling_rate"] == 0.125
+    assert "batch_size" not in shown
+
+
+def test_momentum_goes_on_from_round_to_round_and_steps_draw_a_share_of_records(private):
+    moments = [of_moments for _, of_moments in private.trained]
+    assert moments[:2] == [0.0, 0.0]
+    assert moments[2] == moments[3] > 0
+    clients = private.the("privacy")["clients"]
+    assert {rate for client in clients for rate in client["rates"]} == {0.125}
+
+
+def test_a_resumed_run_keeps_its_learning_rate(private):
+    """Although all of its clients are gone."""
+    told = private.the("learning_rate")
+    cohort = SimpleNamespace(properties={})
+    gone = SimpleNamespace(config=private.config, folder=private.folder, schedule=[], cohort=cohort)
+    again = with_learning_rate(gone).retrain.weights
+    assert (again.lr, again.min_lr) == (told["lr"], 0.1 * told["lr"])
+
+
+def test_calibrate_tells_what_the_run_takes(private, compose_config):
+    told = private.the("learning_rate")
+    (planned,) = private.the("privacy")["schedule"]
+    lines = private_terms(compose_config(*PRIVATE_LINEAR))
+    text = "\n".join(lines)
+    assert f"learning rate from {told['lr']:.4g} to {0.1 * told['lr']:.4g}" in text
+    assert f"noise multiplier {planned['noise_multiplier']:.4g}, the least" in text
+    assert "a share of 0.125 of its records (privacy.retrain.rate)" in text
+    own = "\n".join(private_terms(compose_config(*PRIVATE_LINEAR, "retrain.batch_size=5")))
+    assert "retrain.batch_size, since privacy.retrain.rate is null" in own
+    assert lines[-2].startswith("(epsilon, delta) at most (")
+    assert lines[-1].startswith("Why ")
+
+
+# --- the rate by which noise moves every weight as far as it is to
+
+
+RELEASE = PlannedRelease(
+    "retrain", "train.weights", "weights", ("train", "validation"), 0.125, 200, 0.1, 1.5
+)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("clients", [1, 4])
+def test_steps_of_mere_noise_move_weights_as_far_as_the_rule_says(momentum, clients):
+    """Plain SGD on the mean of clients' noise, each of its own, and on nothing else."""
+    torch.manual_seed(0)
+    steps, walk = 2000, 0.2
+    batches = [64.0] * clients
+    noise = later_settings.noise_per_step(RELEASE, batches, asked=clients)
+    lr = later_settings.learning_rate(walk, noise, steps=steps, momentum=momentum)
+    weights = torch.nn.Parameter(torch.zeros(2000))
+    optimizer = torch.optim.SGD([weights], lr=lr, momentum=momentum)
+    std = 1.5 * 0.1
+    for _ in range(steps):
+        drawn = std * torch.randn(clients, 2000)
+        weights.grad = drawn.sum(0) / sum(batches)
+        optimizer.step()
+    assert weights.detach().std().item() == pytest.approx(walk, rel=0.1)
+
+
+@given(st.integers(1, 20), st.floats(1, 1e4), st.floats(0.1, 10), st.floats(0.01, 10))
+def test_rates_scale_as_the_noise_does(clients, batch, sigma, norm):
+    release = replace(RELEASE, noise_multiplier=sigma, max_grad_norm=norm)
+    one = later_settings.noise_per_step(release, [batch], asked=1)
+    many = later_settings.noise_per_step(release, [batch] * clients, asked=clients)
+    assert one == pytest.approx(sigma * norm / batch)
+    assert many == pytest.approx(one / math.sqrt(clients))
+    release_of_sums = replace(release, shared=True)
+    for honest in (clients, 1):  # as few as that have the noise of one client
+        told = {"asked": clients, "honest": honest}
+        shared = later_settings.noise_per_step(release_of_sums, [batch] * clients, **told)
+        assert shared == pytest.approx(one / math.sqrt(clients * honest))
+    some = later_settings.noise_per_step(release, [batch] * 20 * clients, asked=clients)
+    assert some == pytest.approx(many)  # of those who are asked
+
+
+def test_noise_that_is_not_calibrated_is_no_number():
+    with pytest.raises(ValueError, match="not calibrated"):
+        later_settings.noise_per_step(replace(RELEASE, noise_multiplier=None), [1.0], asked=1)

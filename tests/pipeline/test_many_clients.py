@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from fednas_flwr.client.making import make_client, simulated_properties
 from fednas_flwr.data.prepared import make_data
@@ -18,7 +17,7 @@ from fednas_flwr.runs.events import records_of
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.settings.names import QUANTILES
 
-from ..finished_runs import Told, copy_without
+from ..finished_runs import Told
 
 CLIENTS = 300
 MANY = (
@@ -94,61 +93,30 @@ def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
     assert shown.settings["clients"] == f"{len(seen)} of {CLIENTS}"
 
 
-@pytest.mark.run
-def test_a_resumed_run_of_many_clients_goes_on_to_the_same_bits(many, run, tmp_path):
-    folder = copy_without(many, tmp_path / "run", "retrain-000006.*")
-    for path in folder.glob("model.*"):
-        path.unlink()
-    told = run(resume=folder).asked, many.asked
-    trained, before = ([m for m in of if m[0] == "train.weights"] for of in told)
-    assert trained == before[5 * 4 :]
-    left, right = (load_file(f / "model.safetensors") for f in (folder, many.folder))
-    assert all(torch.equal(left[name], right[name]) for name in right)
-
-
-@pytest.mark.run
-def test_the_server_knows_of_simulated_clients_what_they_would_say(many):
-    data = make_data(many.config)
-    properties = simulated_properties(many.config, data)
-    assert list(properties) == list(range(CLIENTS))
-    for index in (0, 7, CLIENTS - 1):
-        own = make_client(many.config, index, data=data, networks={}).data
-        parts = {"train": own.train, "validation": own.validation, "test": own.test}
-        assert properties[index]["splits"] == {name: len(part) for name, part in parts.items()}
-        labels = torch.cat([part.labels[part.rows] for part in parts.values()])
-        assert properties[index]["class_counts"] == torch.bincount(labels, minlength=10).tolist()
-
-
-def test_of_several_labels_the_server_knows_how_many_have_each(compose_config, tmp_path):
+def test_the_server_knows_labels_and_moments_as_clients_tell_them(compose_config, tmp_path):
     rng = np.random.default_rng(0)
-    labels = rng.integers(0, 2, (40, 3))
-    images = rng.integers(0, 255, (40, 3, 8, 8)).astype(np.uint8)
+    labels, images = rng.integers(0, 2, (40, 3)), rng.integers(0, 255, (40, 3, 8, 8), np.uint8)
     np.savez(tmp_path / "several.npz", x_train=images, y_train=labels)
-    config = compose_config(
-        *("algorithm=fedavg", "algorithm.network=linear", "clients=4", "sampling.per_round=2"),
-        *(f"dataset.root={tmp_path / 'several.npz'}", "dataset.server_test=false"),
-    )
-    prepared, parts = make_data(config)
-    assert prepared.train.multi_label
-    properties = simulated_properties(config, (prepared, parts))
-    assert [properties[c]["class_counts"] for c in range(4)] == [
-        prepared.train.labels[torch.from_numpy(part)].sum(0).tolist() for part in parts
-    ]
-
-
-def test_the_moments_of_a_table_are_those_that_its_clients_tell(compose_config, tmp_path):
-    rng = np.random.default_rng(0)
     rows = [f"{a:.3f},{b:.3f},{int(a > b)}" for a, b in rng.normal(size=(90, 2))]
     (tmp_path / "table.csv").write_text("\n".join(["a,b,label", *rows]))
-    config = compose_config(
-        *("algorithm=fed_darts", "dataset=csv", f"dataset.root={tmp_path / 'table.csv'}"),
-        *("search_space=mlp_small", "clients=6", "sampling.per_round=2"),
-    )
-    data = make_data(config)
-    properties = simulated_properties(config, data)
-    for index in range(6):
-        client = make_client(config, index, data=data, networks={})
-        assert properties[index]["moments"] == client.moments
+    for own in (
+        (f"dataset.root={tmp_path / 'several.npz'}", "dataset.server_test=false"),
+        ("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}", "search_space=mlp_small"),
+    ):
+        config = compose_config(*own, "clients=4", "sampling.per_round=2")
+        prepared, parts = data = make_data(config)
+        properties = simulated_properties(config, data)
+        for index, part in enumerate(parts):
+            client = make_client(config, index, data=data, networks={})
+            if client.moments:
+                assert properties[index]["moments"] == client.moments
+            sizes = {name: len(split) for name, split in vars(client.data).items()}
+            assert properties[index]["splits"] == sizes
+            labels = prepared.train.labels[torch.from_numpy(part)]
+            several = prepared.train.multi_label
+            counts = labels.sum(0) if several else torch.bincount(labels, minlength=2)
+            assert properties[index]["class_counts"] == counts.tolist()
+    assert client.moments
 
 
 def test_more_results_than_can_be_seen_are_shown_by_quantiles():

@@ -1,4 +1,4 @@
-"""Records that can have several labels: from raw data to scores, in all forms, and refusals."""
+"""Records with several labels or a number to predict: from raw data to scores; refusals."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,20 @@ import onnxruntime
 import pandas as pd
 import pytest
 import torch
-from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
+from PIL import Image
+from sklearn import metrics
 
 from fednas_flwr import load
 from fednas_flwr.cli import main
+from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.export import onnx_inputs
+from fednas_flwr.pipeline.feasible import check_buildable
+from fednas_flwr.runs.numbers import read_run
 
 from ..data_sets import read
 from ..finished_runs import looked_at
-from ..refusals import refuses_run
+from ..refusals import refuses, refuses_run
 
 NAMES = ("even", "large", "prime")
 LINEAR = (
@@ -107,31 +111,18 @@ def test_python_says_what_is_reported(finished):
     ]
     of, kinds = (2, {}) if finished.kind == "lists" else (slice(None), {"average": "macro"})
     expected = {
-        "f1": f1_score(y[:, of], shares[:, of] >= 0.5, **kinds),
-        "auroc": roc_auc_score(y[:, of], shares[:, of], **kinds),
-        "average_precision": average_precision_score(y[:, of], shares[:, of], **kinds),
+        "f1": metrics.f1_score(y[:, of], shares[:, of] >= 0.5, **kinds),
+        "auroc": metrics.roc_auc_score(y[:, of], shares[:, of], **kinds),
+        "average_precision": metrics.average_precision_score(y[:, of], shares[:, of], **kinds),
     }
     assert {name: finished.central[name] for name in expected} == pytest.approx(expected, abs=1e-3)
     for label, row in enumerate(finished.central["per_class"]):
-        assert row["auroc"] == pytest.approx(roc_auc_score(y[:, label], shares[:, label]), abs=1e-3)
+        assert row["auroc"] == pytest.approx(
+            metrics.roc_auc_score(y[:, label], shares[:, label]), abs=1e-3
+        )
         assert row["count"] == y[:, label].sum()
     assert (finished.central["sensitivity"] is not None) == (finished.kind == "lists")
     assert "confusion" not in finished.central
-
-
-def test_the_command_writes_labels_and_a_probability_each(finished, tmp_path, capsys):
-    output = tmp_path / "found.csv"
-    assert main(["predict", str(finished.folder), str(finished.raw), "--output", str(output)]) == 0
-    accuracy = finished.central["accuracy"]
-    told = f"accuracy by the labels in {finished.raw}: {100 * accuracy:.1f} %"
-    assert told in capsys.readouterr().out
-    written = pd.read_csv(output, keep_default_na=False)
-    shares = written[[f"probability of {name}" for name in NAMES]].to_numpy()
-    told = [[n for n, p in zip(NAMES, row, strict=True) if p >= 0.5] for row in shares]
-    assert written["labels"].tolist() == [";".join(names) for names in told]
-    true = [{*text.split(";")} - {""} for text in written["truth"]]
-    wrong = [len({*names} ^ own) for names, own in zip(told, true, strict=True)]
-    assert 1 - np.mean(wrong) / 3 == pytest.approx(accuracy)
 
 
 def test_onnxruntime_gives_labels_and_probabilities(finished):
@@ -222,8 +213,285 @@ def test_several_labels_are_audited(tmp_path, capsys):
     assert "The audit does not refute" in capsys.readouterr().out
 
 
-def test_torch_gets_probabilities_that_need_not_sum_to_1(finished):
-    model = load(finished.folder)
-    x = finished.test.features[:9]
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), model.logits(x).sigmoid())
+# --- targets that are numbers
+
+
+STAYS = 1200
+RANGES = ("dataset.ranges={age:[0,100],crp:[0,60]}", "dataset.target_range=[0,12]")
+LINEAR_OF_THREE = (*LINEAR, "clients=3")
+DP_CELLS = ("search_space=dp_cells_small", "retrain=dp_cells")
+TINY = ("clients=2", "rounds=1", "retrain=quickstart", "retrain.rounds=1")
+OF_TABLES = (
+    *("algorithm=random_search", "experiment=search/recommended"),
+    *("algorithm=fed_darts", "algorithm=feathers", "algorithm=fnas"),
+)
+SMALL = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
+
+
+def stays():
+    """Length of stay in days, with one decimal, by age, ward and CRP, which is missing at times."""
+    rng = np.random.default_rng(0)
+    age, crp = rng.integers(20, 95, STAYS), rng.exponential(12, STAYS).round(1)
+    ward = rng.choice(["surgery", "icu", "eye"], STAYS)
+    days = 2 + 0.05 * age + 0.05 * crp + (ward == "icu") * (2 + 0.15 * crp)
+    days += rng.normal(0, 1, STAYS)
+    crp[rng.random(STAYS) < 0.05] = np.nan
+    table = pd.DataFrame({"age": age, "ward": ward, "crp": crp})
+    return table.assign(days=days.clip(0.1, None).round(1))
+
+
+def halves(folder, table=None):
+    """Overrides by which the last quarter of a table is the server's test set."""
+    table = stays() if table is None else table
+    first = 3 * len(table) // 4
+    table[:first].to_csv(folder / "train.csv", index=False)
+    table[first:].to_csv(folder / "test.csv", index=False)
+    return ("dataset=csv", f"dataset.root={folder}")
+
+
+@pytest.fixture(scope="module", params=["found", "given", "huber"])
+def of_numbers(request, finished_run, tmp_path_factory):
+    """A of_numbers run: mean and deviation found by the clients, or of a given range."""
+    folder = tmp_path_factory.mktemp(request.param)
+    more = {
+        "found": (),
+        "given": (*RANGES, "partition=dirichlet"),
+        "huber": ("training.loss=huber", "partition=label_groups", "retrain.evaluate_every=2"),
+    }
+    run = finished_run(*halves(folder), *LINEAR_OF_THREE, *more[request.param])
+    return looked_at(run, kind=request.param, raw=folder / "test.csv")
+
+
+def test_predictions_are_in_the_targets_unit_as_are_their_scores(of_numbers):
+    truth = pd.read_csv(of_numbers.raw)["days"].to_numpy()
+    found = load(of_numbers.folder).predict(of_numbers.raw)
+    assert found.truth == pytest.approx(truth)
+    y = np.array(found.labels)
+    expected = {
+        "r2": metrics.r2_score(truth, y),
+        "rmse": metrics.root_mean_squared_error(truth, y),
+        "mae": metrics.mean_absolute_error(truth, y),
+    }
+    assert {name: of_numbers.central[name] for name in expected} == pytest.approx(
+        expected, rel=1e-4
+    )
+    assert expected["r2"] > 0.6
+    for name, value in expected.items():
+        low, high = of_numbers.central["intervals"][name]
+        assert low < value < high
+    assert "accuracy" not in of_numbers.central
+    assert of_numbers.evaluated["metric"] == "r2"
+    for simpler in ("linear", "trees"):
+        assert of_numbers.evaluated[simpler]["r2"] > 0.6
+        assert of_numbers.evaluated[simpler].keys() == expected.keys() | {"intervals", "resamples"}
+    assert [tuple(pair) for pair in of_numbers.central["pairs"]] == [
+        (pytest.approx(a), pytest.approx(b, rel=1e-3)) for a, b in zip(truth, y, strict=True)
+    ]
+
+
+def test_what_standardises_is_of_all_clients_or_public(of_numbers):
+    target = load(of_numbers.folder).inputs.target
+    if of_numbers.kind == "given":
+        assert target == pytest.approx((6, 12**0.5, 0, 12))
+        return
+    prepared, parts = make_data(of_numbers.config)
+    assert list(target) == of_numbers.statistics["target"]
+    division = of_numbers.config.dataset.division
+    train = [make_client_data(prepared, part, **division).train for part in parts]
+    numbers = torch.cat([split.labels[split.rows] for split in train]).double()
+    assert target == pytest.approx((float(numbers.mean()), float(numbers.std(correction=0))))
+
+
+def test_onnxruntime_predicts_as_python_does(of_numbers):
+    session = onnxruntime.InferenceSession(of_numbers.folder / "model.onnx")
+    model = load(of_numbers.folder)
+    (numbers,) = session.run(["prediction"], onnx_inputs(of_numbers.test.features, model.inputs))
+    assert [output.name for output in session.get_outputs()] == ["prediction"]
+    assert numbers.dtype == np.float32
+    np.testing.assert_allclose(numbers, model.predict(of_numbers.raw).labels, rtol=1e-4, atol=1e-4)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"]) == ["days"]
+
+
+def test_the_command_writes_numbers_and_prints_scores(of_numbers, tmp_path, capsys):
+    output = tmp_path / "found.csv"
+    assert (
+        main(["predict", str(of_numbers.folder), str(of_numbers.raw), "--output", str(output)]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert f"{of_numbers.central['rmse']:.4g}" in printed
+    assert "accuracy" not in printed
+    table = pd.read_csv(output)
+    assert list(table) == ["record", "prediction", "truth"]
+    found = metrics.r2_score(table["truth"], table["prediction"])
+    assert found == pytest.approx(of_numbers.central["r2"], abs=1e-4)
+
+
+def test_report_and_card_are_of_numbers(of_numbers):
+    report = (of_numbers.folder / "report.html").read_text()
+    card = (of_numbers.folder / "MODEL_CARD.md").read_text()
+    assert "Predicted over true" in report
+    assert "R² is the share of the target" in report
+    assert f"{of_numbers.central['rmse']:.4g}" in report
+    assert "RMSE from" in report or "RMSE" in card
+    assert ("a number from 0 to 12" if of_numbers.kind == "given" else "days, a number.") in card
+    for word in ("ccuracy per client", "F1", "softmax", "lassifier", "log loss"):
+        assert word not in report + card
+    clients = of_numbers.evaluated["clients"]
+    assert all({"r2", "rmse", "mae"} <= client.keys() for client in clients)
+    rounds = of_numbers.named("round")
+    assert all("train_closeness" in e["metrics"] for e in rounds)
+    assert not any("accuracy" in name for e in rounds for name in e["metrics"])
+
+
+@pytest.mark.run
+def test_only_the_delivered_network_of_a_whole_run_has_the_importance_of_columns(tmp_path):
+    given = (*halves(tmp_path, stays()[:200]), *TINY, *SMALL, "evaluation.baselines=1")
+    folder = tmp_path / "baselines" / "mine"  # by which it is none of another run
+    assert main(["run", "algorithm=random_search", *given, f"run_dir={folder}"]) == 0
+    record = read_run(folder)
+    assert record.scores("central")["importance"]["columns"]
+    assert record.baselines()
+    assert not any("importance" in one.scores("central") for one in record.baselines())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("experiment=search/recommended_private", "privacy.metrics_noise_multiplier=5"),
+        ("algorithm=dp_fnas", "dataset.target_range=[0,5]"),
+        ("experiment=search/halving_private",),
+    ],
+    ids=["recommended", "dp_fnas", "halving"],
+)
+def test_private_clients_learn_within_the_declared_range(overrides, finished_run, tmp_path):
+    private = ("privacy=dp", "privacy.epsilon=8", "evaluation.baselines=0")
+    given = (*halves(tmp_path), *RANGES, *TINY, *SMALL, *private)
+    run = finished_run(*overrides[:1], *given, *overrides[1:])
+    assert not run.failed
+    evaluated = run.the("evaluated")
+    model = load(run.folder)
+    low, high = model.inputs.target[2:]
+    numbers = model.predict(tmp_path / "test.csv").labels
+    assert low <= min(numbers) <= max(numbers) <= high
+    assert np.isfinite(evaluated["central"]["rmse"])
+    for client in evaluated["clients"]:
+        assert client["rmse"] >= 0
+        assert "accuracy" not in client
+
+
+def test_secure_sums_tell_the_errors_of_all_records(finished_run, tmp_path):
+    private = ("privacy=dp", "privacy.epsilon=8", "privacy.metrics_noise_multiplier=1")
+    run = finished_run(*halves(tmp_path), *RANGES, *LINEAR_OF_THREE, *private, "secure_sum=true")
+    evaluated = run.the("evaluated")
+    assert evaluated["total"]["sites"] == 3
+    assert 0 <= evaluated["total"]["rmse"] < 12  # noise may leave nothing of it
+    assert "accuracy" not in evaluated["total"]
+
+
+def photographs(folder):
+    """Images in a folder whose table tells how bright each is, and overrides to read them."""
+    rng = np.random.default_rng(0)
+    brightness = rng.uniform(20, 200, 160).round(1)
+    for i, value in enumerate(brightness):
+        pixels = (value + rng.normal(0, 10, (8, 8))).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    table = pd.DataFrame({"file": [f"{i}.png" for i in range(160)], "light": brightness})
+    table.to_csv(folder / "labels.csv", index=False)
+    plain = ("dataset.image_size=null", "dataset.flip=false", "dataset.crop_padding=0")
+    more = ("dataset.channels=1", "dataset.target_range=[0,255]", *plain)
+    return table, ("dataset=labelled_images", f"dataset.root={folder}", *more)
+
+
+def test_numbers_are_predicted_of_images(finished_run, tmp_path):
+    table, of_images = photographs(tmp_path)
+    run = finished_run(*of_images, *LINEAR_OF_THREE)
+    evaluated = run.the("evaluated")
+    assert evaluated["central"]["r2"] > 0.8
+    with pytest.warns(UserWarning, match=r"labels\.csv is not read: give it in place"):
+        found = load(run.folder).predict(tmp_path)
+    truth = table.set_index("file")["light"].loc[list(found.names)]
+    assert metrics.r2_score(truth, found.labels) > 0.8
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm=dpnas", *DP_CELLS),
+        ("algorithm=dpnas", *DP_CELLS, "privacy=dp", "privacy.epsilon=8"),
+        ("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
+        (
+            *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
+            *("clients=4", "rounds=2", "algorithm.num_groups=2", "algorithm.group_rounds=1"),
+        ),
+        ("algorithm=fedex",),
+        ("algorithm=fedprox", "algorithm.network=resnet8_8"),
+        ("algorithm=random_search", "evaluation.personalised=true"),
+        ("experiment=search/recommended", "evaluation.metric=rmse"),
+        *((name,) for name in OF_TABLES[2:]),
+    ],
+    ids=lambda overrides: overrides[0].split("=")[1],
+)
+def test_all_algorithms_predict_numbers(overrides, finished_run, tmp_path):
+    given = (*photographs(tmp_path)[1], "clients=2", "rounds=1", "retrain.rounds=1")
+    if overrides[0] in OF_TABLES:
+        given = (*halves(tmp_path, stays()[:200]), *TINY, *SMALL)
+    run = finished_run(*overrides[:1], *given, *overrides[1:])
+    assert not run.failed
+    if overrides[0] in OF_TABLES:
+        assert np.isfinite(run.named("evaluated")[-1]["central"]["rmse"])
+        return
+    models = [file.parent for file in run.folder.rglob("model.onnx")]  # of each group its own
+    assert models
+    for folder in models:
+        assert np.isfinite(load(folder).predict(tmp_path / "labels.csv").labels).all()
+
+
+NUMERIC = "column ward of .* is numeric but"
+REFUSED_OF_NUMBERS = {
+    "evaluation.positive=icu": "positive=icu is for records with classes, not with a number",
+    "evaluation.metric=auroc": "metric=auroc is for records with classes, not with a",
+    "dataset.label=ward evaluation.metric=r2": (
+        "metric=r2 is for records with a number to predict, not of one class each"
+    ),
+    "dataset.label=ward training.loss=huber": "loss=huber is for records with a number",
+    "dataset.label=ward dataset.task=regression": NUMERIC,
+    "dataset.label=ward dataset.target_range=[0,1]": NUMERIC,
+    "dataset.task=regression dataset.class_names=[a,b]": "class_names.* is for classes",
+    "dataset.task=classification dataset.target_range=[0,1]": "another of dataset.task",
+    RANGES[0]: r"declare dataset.target_range=\[low, high\], too",
+}
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("overrides", REFUSED_OF_NUMBERS)
+def test_what_does_not_fit_is_refused(overrides, compose_config, tmp_path):
+    given = halves(tmp_path)
+    refuses_run(REFUSED_OF_NUMBERS[overrides], compose_config, *given, overrides)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("number", [12, 80])
+def test_whole_numbers_that_may_be_classes_are_asked_about(number, compose_config, tmp_path):
+    given = halves(tmp_path, stays().assign(days=np.arange(STAYS) % number))
+    words = f"{number} different whole numbers .* in 900 rows: set dataset.task=regr"
+    refuses(words, check_buildable, compose_config(*given, *LINEAR_OF_THREE))
+    for task, is_number in (("regression", True), ("classification", False)):
+        config = compose_config(*given, *LINEAR_OF_THREE, f"dataset.task={task}")
+        assert make_data(config)[0].train.is_regression == is_number
+        assert torch.is_floating_point(make_data(config)[0].train.labels) == is_number
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("days", "is_number"),
+    [
+        (np.arange(STAYS) % 10, False),
+        (np.arange(STAYS) % 4 / 2, False),
+        (np.arange(STAYS) % 400, True),
+        (np.arange(STAYS) % 30 / 10, True),
+    ],
+    ids=["few", "few halves", "many", "decimals"],
+)
+def test_the_kind_of_the_label_tells_the_task(days, is_number, compose_config, tmp_path):
+    given = halves(tmp_path, stays().assign(days=days))
+    assert make_data(compose_config(*given, *LINEAR_OF_THREE))[0].train.is_regression == is_number

@@ -11,6 +11,7 @@ from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.data.prepared import save_partition
 from fednas_flwr.data.records import assign_splits
 from fednas_flwr.pipeline import stages
+from fednas_flwr.runs.events import EventLog
 from fednas_flwr.settings.registry import TABLES
 
 
@@ -30,6 +31,19 @@ def test_a_training_loss_that_is_not_finite_ends_the_run(run_inline, monkeypatch
     assert "train_loss=nan is not finite: lower the learning rate" in str(done.error)
     assert done.named("run_finished")[-1]["status"] == "failed"
     assert not (done.folder / "genotype.json").exists()
+
+
+def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
+    overrides = ("clients=3", "runtime.quorum=0.6", "rounds=1", "retrain.rounds=1")
+    first = run_inline(*overrides)
+    evaluated = first.the("evaluated")
+    assert 1 in [result["client"] for result in evaluated["clients"]]
+    with EventLog(first.folder / "events.jsonl") as log:
+        place = {"stage": "retrain", "round": 1, "action": "train.weights"}
+        log.emit("client_left", **place, client=1, reason="nonsense", expelled=True)
+    again = run_inline(resume=first.folder)
+    evaluated = again.named("evaluated")[-1]
+    assert 1 not in [result["client"] for result in evaluated["clients"]]
 
 
 def test_clients_without_test_records_are_not_asked_to_test(finished_run, compose_config, tmp_path):
@@ -84,14 +98,10 @@ def test_clients_find_the_statistics_of_a_table_together(finished_run, run_inlin
     assert again.named("exported")[-1]["inputs"]["mean"] == [55.5]
 
 
-def test_a_run_where_there_is_no_git_has_no_commit(run_inline, monkeypatch, tmp_path):
+def test_clients_that_cannot_test_the_network_do_not_end_the_run(run_inline, monkeypatch, tmp_path):
+    """Nor does it that there is no git, which would tell the commit."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = run_inline("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain]")
-    assert done.events[0]["event"] == "run_started"
-    assert done.events[0]["commit"] is None
 
-
-def test_clients_that_cannot_test_the_network_do_not_end_the_run(run_inline, monkeypatch):
     def failing(client, request, asked):
         raise ValueError("the disk is full")
 
@@ -100,4 +110,5 @@ def test_clients_that_cannot_test_the_network_do_not_end_the_run(run_inline, mon
     done = run_inline(*own, "stages=[retrain,evaluate,export]")
     assert done.named("evaluated")[-1]["clients"] == []
     assert "the disk is full" in done.named("warning")[-1]["message"]
+    assert (done.events[0]["event"], done.events[0]["commit"]) == ("run_started", None)
     assert done.named("run_finished")[-1]["status"] == "completed"

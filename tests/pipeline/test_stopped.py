@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from fednas_flwr.cli import RUN_FAILED, STOPPED
-from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.events import latest_rounds, read_events
 
 MOMENTS = 50
 TIMEOUT_S = 900
@@ -33,16 +32,16 @@ def complete(start, *arguments):
     return time.monotonic() - started
 
 
-def stop_when(start, moment, *arguments):
-    """Press Ctrl-C at a moment, and check that the command ends without a trace."""
+def stop_when(start, moment, *arguments, by=signal.SIGINT):
+    """Press Ctrl-C at a moment, or kill, and check that the command ends without a trace."""
     with start("run", *arguments) as process:
         while process.poll() is None and not moment():
             time.sleep(0.005)
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, by)
         _, errors = process.communicate(timeout=TIMEOUT_S)
     # Python itself ends by the signal where it is starting, or ending.
-    assert process.returncode in (0, STOPPED, -signal.SIGINT), errors
+    assert process.returncode in (0, STOPPED, -by), errors
     assert "ignored" not in errors
     lines = [line for line in errors.splitlines() if line]
     if process.returncode == STOPPED:
@@ -55,9 +54,16 @@ def assert_goes_on(start, folder, whole):
     if not (folder / "config.yaml").exists():  # stopped before there was a run
         assert not list(folder.glob("*.*"))
         return
+    log = folder / "events.jsonl"
+    before = read_events(log) if log.exists() else []
     complete(start, f"resume={folder}")
     for name in ("genotype.json", "model.safetensors"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
+    events = [read_events(path / "events.jsonl") for path in (folder, whole)]
+    assert events[0][: len(before)] == before
+    for stage in ("search", "retrain"):
+        one, other = ([e["metrics"] for e in latest_rounds(of, stage)] for of in events)
+        assert one == other
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +79,20 @@ def whole(fednas, overrides, tmp_path_factory):
 
 
 @pytest.mark.run
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("event", [slow("partition"), "round", slow("exported")])
-def test_a_run_that_is_stopped_goes_on(fednas, overrides, whole, tmp_path, event):
+def test_a_run_that_is_stopped_or_killed_goes_on(fednas, overrides, whole, tmp_path, event, by):
     log = tmp_path / "run" / "events.jsonl"
 
     def told():
         return log.exists() and event in [told["event"] for told in read_events(log)]
 
-    stop_when(fednas, told, *overrides, f"run_dir={tmp_path / 'run'}")
+    stop_when(fednas, told, *overrides, f"run_dir={tmp_path / 'run'}", by=by)
+    if by == signal.SIGINT and event == "round":
+        assert STOPPED == 130
+        ended = read_events(log)[-1]
+        assert ended["event"] == "run_finished"
+        assert ended["status"] == "completed" or ended["reason"] == "stopped by Ctrl-C"
     assert_goes_on(fednas, tmp_path / "run", whole[0])
 
 
@@ -92,52 +104,6 @@ def test_a_run_that_is_stopped_at_any_moment_goes_on(fednas, overrides, whole, t
     run = [*overrides, f"run_dir={tmp_path / 'run'}"]
     stop_when(fednas, lambda: time.monotonic() >= end, *run)
     assert_goes_on(fednas, tmp_path / "run", folder)
-
-
-def descendants(pid):
-    """Return ids and command lines of the processes that a process and those of it have started."""
-    listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True)
-    rows = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
-    found, parents = [], {pid}
-    while parents:
-        children = [(int(own), args) for own, parent, args in rows if int(parent) in parents]
-        found += children
-        parents = {own for own, _ in children}
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.parametrize("victim", ["ray::Worker", "raylet/raylet", "gcs/gcs_server"])
-@pytest.mark.parametrize("stage", ["search", "retrain"])
-def test_a_run_outlives_processes_of_ray(fednas, overrides, whole, tmp_path, stage, victim):
-    folder = tmp_path / "run"
-    own = ("runtime=ray", "runtime.client_cpus=0.5", "runtime.quorum=1", f"run_dir={folder}")
-
-    def begun():
-        log = folder / "events.jsonl"
-        told = read_events(log) if log.exists() else []
-        return any(event["event"] == "round" and event["stage"] == stage for event in told)
-
-    with fednas("run", *overrides, *own) as process:
-        while process.poll() is None and not begun():
-            time.sleep(0.005)
-        victims = [pid for pid, command in descendants(process.pid) if victim in command]
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert victims
-    assert "Traceback" not in errors
-    if process.returncode == RUN_FAILED:
-        sentence = errors.splitlines()[-1]
-        assert sentence.startswith("fednas: QuorumError: ")
-        assert "the client's process has died" in sentence
-        assert sentence.endswith(f"fednas run resume={folder}")
-        complete(fednas, f"resume={folder}")
-    else:  # workers go on without what has started them, and idle ones are not missed
-        assert process.returncode == 0
-    for name in ("genotype.json", "model.safetensors"):
-        assert (folder / name).read_bytes() == (whole[0] / name).read_bytes()
 
 
 @pytest.mark.run

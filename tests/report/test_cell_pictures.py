@@ -1,12 +1,21 @@
+from __future__ import annotations
+
 import random
+import re
+import statistics
 import xml.etree.ElementTree as ET
 from itertools import combinations
 
 import pytest
 
-from fednas_flwr.report import cell_pictures
+from fednas_flwr.report import cell_pictures, score_tables
+from fednas_flwr.report.html_report import write_report
+from fednas_flwr.report.templates import sentence
+from fednas_flwr.report.terminal import print_summary
+from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.numbers import read_run
 
-from .conftest import cell_of
+from .conftest import cell_of, printed
 
 
 def cell_svg(edges, *, title):
@@ -99,3 +108,171 @@ def test_names_are_escaped():
 def test_a_cell_without_edges_is_refused():
     with pytest.raises(ValueError, match="without edges"):
         cell_svg([], title="empty")
+
+
+# --- how decided edges are
+
+
+OPS = ["none", "skip", "conv"]
+PAIRS = [(0, 1), (0, 2), (1, 2)]
+
+
+def snapshot(number, rows, ops=("conv", "conv", "none")):
+    told = {"round": number, "ops": OPS, "alphas": {"cell": rows}}
+    return told | {"cells": {"cell": cell_of(PAIRS, ops)}}
+
+
+def test_leads_and_spreads_by_hand():
+    """Of 7 rounds the last 5 count; an edge leads, one jumps, one hardly moves."""
+    jumps = [9.0, 9.0, 0.3, -0.3, 0.3, -0.3, 0.2]
+    snapshots = [
+        snapshot(n, [[0.0, 0.1, 1.0 + 0.01 * n], [0.0, 0.0, jump], [0.003, 0.0, -5.0]])
+        for n, jump in enumerate(jumps)
+    ]
+    grows, jumping, still = cell_pictures.derived_edges(snapshots)
+    assert (grows.op, grows.next_op, grows.label) == ("conv", "skip", "input → 1")
+    spreads = (0.01 * statistics.stdev(range(5)), statistics.stdev(jumps[-5:]))
+    assert (grows.lead, grows.spread) == pytest.approx((0.96, spreads[0]))
+    assert jumping.next_op == "none"  # the first of equals
+    assert (jumping.lead, jumping.spread) == pytest.approx((0.2, spreads[1]))
+    assert (still.op, still.next_op, still.spread) == ("none", "skip", 0.0)
+    # .003 is no lead, however still it stands
+    assert [e.is_decided for e in (grows, jumping, still)] == [True, False, False]
+    assert sentence("decided", [grows, jumping, still], cell_pictures).startswith(
+        "Decided: 1 of 3 edges."
+    )
+    assert "2 of 3 edges open" in sentence("undecided", [grows, jumping, still])
+    assert "1 of 3 edges open" in sentence("undecided", [grows, grows, still])
+    assert sentence("undecided", [grows, grows]) == ""
+
+
+def test_an_op_that_was_taken_in_place_of_the_largest_is_behind():
+    """As where the largest alphas made a degenerate cell."""
+    rows = [[0.0, 2.0, 1.0]] * 3
+    edge = cell_pictures.derived_edges(
+        [snapshot(n, rows, ops=("conv", "skip", "skip")) for n in (1, 2)]
+    )[0]
+    assert (edge.op, edge.next_op, edge.lead) == ("conv", "skip", -1.0)
+    assert not edge.is_decided
+
+
+def test_a_cell_that_keeps_some_edges_has_no_none_to_compare_with():
+    """DARTS: 5 candidate edges of two nodes, of which 4 stay, named by their nodes."""
+    kept = {"normal": cell_of([(0, 2), (1, 2), (0, 3), (2, 3)], ["conv"] * 4)}
+    event = {"ops": OPS, "cells": kept}
+    event |= {"alphas": {"normal": [[9.0, 0.1 * row, 1.0] for row in range(5)]}}
+    found = cell_pictures.derived_edges([event | {"round": n} for n in (1, 2)])
+    assert [edge.label for edge in found] == ["c(k−2) → 0", "c(k−1) → 0", "c(k−2) → 1", "0 → 1"]
+    assert [edge.next_op for edge in found] == ["skip"] * 4
+    assert [edge.lead for edge in found] == pytest.approx([1.0, 0.9, 0.8, 0.6])
+
+
+def test_one_snapshot_decides_nothing_since_it_has_no_spread():
+    found = cell_pictures.derived_edges([snapshot(1, [[0.0, 1.0, 2.0]] * 3)])
+    assert cell_pictures.decided_text(found) == "0 of 3"
+    assert "3 of 3 edges open" in sentence("undecided", found)
+    assert [(edge.spread, edge.is_decided) for edge in found] == [(None, False)] * 3
+
+
+def test_there_is_nothing_to_say_without_snapshots():
+    assert cell_pictures.derived_edges([]) == []
+    assert cell_pictures.decided_text([]) == "–"
+    assert sentence("decided", [], cell_pictures) == sentence("undecided", []) == ""
+
+
+@pytest.mark.parametrize(("lead", "warns"), [(0.5, False), (0.001, True)])
+def test_the_report_warns_of_a_cell_that_is_hardly_decided(lead, warns, tmp_path):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for number in (1, 2, 3):
+            log.emit("alphas", **snapshot(number, [[0.0, 0.0, lead]] * 2 + [[lead, 0.0, 0.0]]))
+    page = write_report(tmp_path).read_text()
+    assert f"Decided: {0 if warns else 3} of 3 edges" in page
+    assert ("The search has left 3 of 3 edges open" in page) == warns
+    shown = printed(print_summary, tmp_path)
+    assert re.search(rf"edges decided +│ +{0 if warns else 3} of 3", shown)
+
+
+def test_a_real_searchs_alphas_can_be_judged(finished_run):
+    """Cells of both kinds; what is derived leads, since nothing degenerate was replaced."""
+    space = ["search_space=darts_small", "search_space.channels=4", "retrain.num_cells=3"]
+    run = read_run(finished_run("algorithm=fed_darts", "stages=[search]", *space).folder)
+    found = cell_pictures.derived_edges(run.alphas())
+    assert [edge.kind for edge in found] == ["normal"] * 8 + ["reduction"] * 8
+    assert all(edge.lead > 0 for edge in found)
+    assert not any("none" in (edge.op, edge.next_op) for edge in found)
+    assert len({(edge.kind, edge.label) for edge in found}) == 16
+
+
+# --- phases of FEATHERS, from made events
+
+
+CONFIGURATION = {"lr": 0.0123, "weight_decay": 1e-4, "momentum": 0.9, "dropout": 0.1}
+
+
+def phase(stage, number, **changes):
+    told = {"stage": stage, "round": number, "entropy": 1.5 / number, "kappa": 6 - number}
+    told |= {"loss_bound": 5.0, "rewards": {"0": 0.25, "2": None, "1": -0.5}, "noise": 0.0}
+    told |= {"estimates": [0.125, -0.25, None], "best": 0, "configuration": CONFIGURATION}
+    return told | {"seconds": 3.0, "bytes_sent": 300, "bytes_received": 0} | changes
+
+
+def round_event(stage, number, rounds):
+    told = {"bytes_sent": 1300, "bytes_received": 500, "exchanges": 2, "seconds": 4.0}
+    told |= {"metrics": {"lr": 0.0123, "train_loss": 1.0}}
+    return told | {"stage": stage, "round": number, "rounds": rounds}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.emit("run_started", resumed=False)
+        log.emit("explored", **phase("search", 1, best=1))  # this process was killed
+        log.emit("run_started", resumed=True)
+        for stage, rounds in (("search", (1, 2, 3)), ("retrain", (1,))):
+            for number in rounds:
+                if number != 2:
+                    log.emit("explored", **phase(stage, number))
+                log.emit("round", **round_event(stage, number, len(rounds)))
+    return tmp_path
+
+
+def test_phases_are_told_once_in_order(folder):
+    run = read_run(folder)
+    phases = run.explored("search")
+    assert [event["round"] for event in phases] == [1, 3]
+    assert phases[0]["best"] == 0  # the repeated phase counts
+    head, rows = score_tables.phase_table(phases)
+    assert head[-4:] == ["lr", "weight decay", "momentum", "dropout"]
+    assert rows[1] == ["3", "3", "0.25", "0", "0.125", "0.0123", "0.0001", "0.9", "0.1"]
+    assert all(len(row) == len(head) for row in rows)
+    assert run.numbers()["exchanges"] == 8
+
+
+def test_noise_of_rewards_and_their_bound_are_told_where_there_is_noise():
+    exact, noised = (phase("search", 1, noise=noise) for noise in (0.0, 0.0123))
+    (head, rows), (plain, _) = map(score_tables.phase_table, ([noised], [exact]))
+    assert (head[3:5], rows[0][3:5]) == (["its noise (std)", "loss bound M"], ["0.0123", "5"])
+    assert head[:3] + head[5:] == plain
+    assert len(rows[0]) == len(head)
+
+
+def test_costs_divide_each_stage_that_explores(folder):
+    text = write_report(folder).read_text().partition("Exploring against training")[2]
+    rows = re.findall(r"<td>(\w+, \w+)</td>(.*?)</tr>", text.partition("</table>")[0], re.DOTALL)
+    assert [[name, *re.findall(r'class="num">([^<]*)<', row)] for name, row in rows] == [
+        ["Search, exploring", "6.0 s", "50.0 %", "600 B", "0 B"],
+        ["Search, training", "6.0 s", "50.0 %", "3.3 kB", "1.5 kB"],
+        ["Retraining, exploring", "3.0 s", "75.0 %", "300 B", "0 B"],
+        ["Retraining, training", "1.0 s", "25.0 %", "1 kB", "500 B"],
+    ]
+
+
+def test_the_page_shows_it_for_both_stages(folder):
+    page = write_report(folder).read_text()
+    for stage in ("search", "retrain"):
+        section = re.search(rf'<section id="{stage}">.*?</section>', page, re.DOTALL)[0]
+        assert "Configurations chosen" in section
+        assert "0.0123" in section
+        for name in ("lr", "entropy_of_pi", "kappa") if stage == "search" else ():
+            assert f'data-figure="{stage}_{name}"' in section
+    assert "Exploring against training" in page

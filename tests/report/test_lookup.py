@@ -85,13 +85,6 @@ def test_percentiles_are_those_of_mean_ranks_by_the_named_columns(tmp_path):
         assert math.isclose(table.percentiles[cell], expected, rel_tol=1e-12)
 
 
-def test_best_cell_has_100_and_ties_share_a_percentile(tmp_path):
-    cells = some_cells(4)
-    rows = [{"cell": FORM.format(*c), "test": a} for c, a in zip(cells, (1, 2, 2, 3), strict=True)]
-    percentiles = read_table(write(tmp_path / "t.csv", rows)).percentiles
-    assert [percentiles[cell] for cell in cells] == [25.0, 62.5, 62.5, 100.0]
-
-
 def test_columns_are_named_unless_there_is_one(tmp_path):
     rows = [{"arch": FORM.format(*cell), "note": "x", "acc": k} for k, cell in enumerate(CELLS[:4])]
     one = read_table(write(tmp_path / "one.csv", rows))
@@ -220,27 +213,15 @@ def test_several_runs_are_shown_with_their_mean_and_worst(tmp_path, make_run):
         assert found[name] == pytest.approx(values, abs=0.06)
 
 
-@pytest.mark.run
-def test_a_search_is_looked_up_from_its_folder(tmp_path, tiny_overrides, capsys, monkeypatch):
+def test_a_search_is_looked_up_from_its_folder(tmp_path, finished_run, capsys):
     """A real run: its cell of every round and the derived one stand in a table of all cells."""
-    monkeypatch.chdir(tmp_path)
     table = write(tmp_path / "all.csv", made_rows(CELLS))
-    run_dir = tmp_path / "searched"
-    space = ["search_space=nasbench201", "search_space.channels=4", "search_space.num_cells=1"]
-    stages = ["stages=[search]", "clients=2", f"run_dir={run_dir}"]
-    tiny = [text for text in tiny_overrides if not text.startswith("retrain.rounds")]
-    assert cli.main(["run", *tiny, *space, *stages]) == 0
-    capsys.readouterr()
-    assert cli.main(["lookup", str(run_dir), "--table", str(table), "--column", *COLUMNS]) == 0
+    space = ("search_space=nasbench201", "search_space.channels=4", "search_space.num_cells=1")
+    folder = finished_run(*space, "stages=[search]", "clients=2").folder
+    assert cli.main(["lookup", str(folder), "--table", str(table), "--column", *COLUMNS]) == 0
     printed = capsys.readouterr().out
-    run, read = read_run(run_dir), read_table(table, COLUMNS)
+    read, cell = read_table(table, COLUMNS), found_cell(read_run(folder))
     assert len(read.percentiles) == 15_625
-    cell = found_cell(run)
     assert f"{read.percentiles[cell]:.1f}" in printed
-    genotype = json.loads((run_dir / "genotype.json").read_text())
+    genotype = json.loads((folder / "genotype.json").read_text())
     assert tuple(edge["op"] for edge in genotype["cells"]["cell"]) == cell
-
-
-def test_found_cell_needs_a_derived_network(make_run):
-    with pytest.raises(ConfigError, match="its search has not ended"):
-        found_cell(read_run(make_run("run", None)))

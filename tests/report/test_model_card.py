@@ -4,7 +4,6 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import terminal
 from fednas_flwr.report.comparison import compare_runs, write_comparison
 from fednas_flwr.report.html_report import write_report
@@ -189,12 +188,3 @@ def test_only_files_of_the_run_are_exported_and_only_into_the_folder(make_run, t
     copied = export_model(folder, tmp_path / "to")
     assert target.read_text() == "mine"
     assert {path.parent for path in copied} == {tmp_path / "to"}
-
-
-def test_a_configuration_that_multiplies_itself_is_one_sentence(make_run):
-    folder = make_run("run")
-    lines = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
-    (folder / "config.yaml").write_text("\n".join(["a0: &a0 [x, x]", *lines]))
-    for use in (write_model_card, write_report, lambda folder: compare_runs([folder])):
-        with pytest.raises(ConfigError, match=r"config.yaml is not valid YAML: its aliases and"):
-            use(folder)
