@@ -638,3 +638,21 @@ def test_a_runs_configuration_repeats_it(brief, tmp_path, capsys):
     ):
         assert cli.main(["run", config, more]) == cli.USER_ERROR
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_metrics_give_a_front_and_a_failing_trial_does_not_stop_the_others(brief, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    folder = tmp_path / "sweep"
+    command = [
+        *(*FEDNAS, "run", "-m", *brief, f"hydra.sweep.dir={folder}"),
+        *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"),
+        *("hydra.sweeper.sampler.seed=3", "sweep.metric=[central_accuracy,num_parameters]"),
+        "algorithm.weights.lr=choice(.1,.2,1e30)",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ENOUGH_S)
+    failed = list(folder.rglob("error.txt"))
+    assert done.returncode == (cli.RUN_FAILED if failed else 0), done.stderr
+    assert f"{3 - len(failed)} of 3 jobs completed" in done.stdout, done.stderr
+    found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
+    assert all(len(trial["values"]) == 2 for trial in found["solutions"])

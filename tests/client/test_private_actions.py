@@ -1,7 +1,6 @@
 """What the private actions send: noised, booked releases and public properties alone."""
 
 import copy
-import itertools
 import json
 import math
 from dataclasses import asdict, replace
@@ -16,6 +15,7 @@ from torch.nn import functional
 
 from fednas_flwr.base.errors import BudgetExceededError, ConfigError
 from fednas_flwr.base.randomness import seeded
+from fednas_flwr.client.answer import check_fields
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.noised_measures import METRICS_NORM
 from fednas_flwr.models.networks import describe_derived, make_network, make_space
@@ -24,7 +24,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
 from fednas_flwr.protocol.requests import LocalTraining
 from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
-from fednas_flwr.protocol.sum_requests import PROPERTIES, REQUESTS
+from fednas_flwr.protocol.sum_requests import PROPERTIES, REQUESTS, SUM_ACTIONS
 from fednas_flwr.search.objective import Objective, Regression, heads
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.settings.optimizers import Adam, DPAware
@@ -116,9 +116,34 @@ UNLISTED = [
 
 
 @pytest.mark.parametrize("reply", UNLISTED)
-def test_a_field_that_is_on_no_list_cannot_leave(reply, refusing, monkeypatch):
-    monkeypatch.setitem(ANSWERS, "train.weights", lambda *_: reply)
-    refuses("must not return", refusing.ask, "train.weights", error=RuntimeError)
+def test_a_field_that_is_on_no_list_cannot_leave(reply):
+    refuses("must not return", check_fields, "train.weights", reply, error=RuntimeError)
+
+
+@pytest.mark.run
+def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replaced(make_site):
+    held = [np.arange(80), np.arange(79), np.array([0, *range(2, 80)]), np.arange(30)]
+    plan = schedule(steps=2)
+    sites = [make_site(records=rows, committed=plan) for rows in held]
+    assert len({tuple(map(len, vars(site.client.data).values())) for site in sites}) >= 3
+    left_out = {"query.latency", *SUM_ACTIONS}  # these sites take no part in secure sums
+    left_out |= {"query.keep_model", *IN_FILES_OF_THEIR_OWN}
+    asked = [(action, {}) for action in (*PRIVATE_ACTIONS, "query.describe")]
+    asked = [(action, changes) for action, changes in asked if action not in left_out]
+    asked += [(action, {"moments": True}) for action in MOVING]
+    for action, changes in asked:
+        again = {"run": "second", "releases": plan[:1]} if action == "query.commit" else changes
+        replies = [unreleased(site.ask(action, **again)) for site in sites]
+        assert all(reply == replies[0] for reply in replies), action
+        fields, states, metrics = replies[0]
+        assert set(fields["properties"]) <= private_properties(action)
+        expected = ACTIONS[action].releases - (set() if changes else {MOMENTS})
+        assert {*states, *metrics} == expected
+        expected = dict.fromkeys(("train.search", "train.candidate"), RECORDS["train"])
+        measured = ("train.probe", "evaluate.model", "evaluate.candidates")
+        expected |= dict.fromkeys(measured, RECORDS["validation"]) | {"train.weights": BOTH}
+        expected |= dict.fromkeys(("query.describe", "query.commit"), sum(RECORDS.values()))
+        assert fields["num_examples"] == expected.get(action, TERMS["batch_size"])
 
 
 def of_persons(copies):
@@ -164,6 +189,11 @@ def test_a_request_that_is_sent_again_is_answered_by_new_noise(action, make_site
             assert noise.std() == pytest.approx(SIGMA * NORM, rel=6 / math.sqrt(2 * len(noise)))
     refuses("committed", site.answer, request)
     assert sorted(row.splits for row in site.rows()) == sorted(2 * [*kinds.values()])
+
+
+def test_what_a_action_returns_is_checked_before_it_leaves(make_site, monkeypatch):
+    monkeypatch.setitem(ANSWERS, "train.weights", lambda *_: Reply(1, metrics={"loss": 1.0}))
+    refuses("must not return", make_site().ask, "train.weights", error=RuntimeError)
 
 
 @pytest.mark.parametrize("drawn", ["nothing", "drop-path", "crops", "crops, unaugmented"])
@@ -314,10 +344,27 @@ def test_gradients_are_clipped_sums_at_the_same_point(steps, make_site, networks
         close(reply.states[state]["float32"], move * 40)
 
 
-@pytest.mark.parametrize("switched_on", ["nothing", "auxiliary head", "drop path", "cutout"])
-def test_retraining_is_dp_sgd_with_momentum(switched_on, make_site, networks, totals):
+def test_retraining_is_dp_sgd_with_momentum_over_train_and_validation(make_site, networks, totals):
+    site = make_site(**EVERY_RECORD)
+    reply = site.ask("train.weights", steps=3, clip_norm=None)
+    assert scales(totals) == [(SIGMA, NORM)] * 3
+    assert [row.splits for row in site.rows()] == [("train", "validation")] * 3
+    network = make_network(networks.description)
+    load_states(network, networks.states["derived"])
+    network.double().train()
+    parameters = list(network.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+    for _ in range(3):
+        total = clipped(network, site.client.split("train+validation"), parameters)
+        wards.step_along(optimizer, parameters, total, BOTH)
+    close(reply.states["weights"]["float32"], flat(parameters))
+    assert reply.num_examples == BOTH
+
+
+@pytest.mark.parametrize("switched_on", ["auxiliary head", "drop path", "cutout"])
+def test_private_retraining_does_what_else_it_is_asked(switched_on, make_site, networks, totals):
     """Where it is drawn it is all paths that are dropped, and all pixels that are cut out."""
-    site, steps = make_site(**EVERY_RECORD), 3 if switched_on == "nothing" else 1
+    site = make_site(**EVERY_RECORD)
     asked = {"drop_path_prob": 1 - 1e-12 if switched_on == "drop path" else 0.0}
     network, states = make_network(networks.description), networks.states["derived"]
     if switched_on == "auxiliary head":
@@ -333,11 +380,8 @@ def test_retraining_is_dp_sgd_with_momentum(switched_on, make_site, networks, to
         states = packed(network)
     elif switched_on == "cutout":
         site.client.augmentation["cutout"] = 100
-    request = site.request("train.weights", steps=steps, clip_norm=None, **asked)
+    request = site.request("train.weights", clip_norm=None, **asked)
     reply = site.answer(replace(request, states=states))
-    assert scales(totals) == [(SIGMA, NORM)] * steps
-    assert [row.splits for row in site.rows()] == [("train", "validation")] * steps
-    assert reply.num_examples == BOTH
     load_states(network, states)
     network.double().train()
     network.drop_path_prob = asked["drop_path_prob"]
@@ -349,10 +393,9 @@ def test_retraining_is_dp_sgd_with_momentum(switched_on, make_site, networks, to
         return sum(weight * loss for weight, loss in zip((1.0, 0.7), losses, strict=False))
 
     split = site.client.split("train+validation")
-    sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
-    for _ in range(steps):
-        total = clipped(lambda x: network(visible * x), split, parameters, loss_of=both_losses)
-        wards.step_along(sgd, parameters, total, BOTH)
+    total = clipped(lambda x: network(visible * x), split, parameters, loss_of=both_losses)
+    sgd = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01)
+    wards.step_along(sgd, parameters, total, BOTH)
     close(reply.states["weights"]["float32"], flat(parameters))
 
 
@@ -606,8 +649,10 @@ OUTSIDE = [
     ("train.search", {"rule": "second_order"}, "rule first order only: rule=second_order"),
     ("train.search", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
     ("train.probe", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
+    ("train.weights", {"raw_metrics": True}, "setting=raw_metrics is unknown"),
     ("train.weights", {"validates": True}, "validates=True would tell a loss without noise"),
     ("train.gradients", {"local_steps": 51}, "rule committed values: steps=51"),
+    ("train.gradients", {"local_steps": 0}, "local_steps=0 is out of range"),
     ("train.weights", {"steps": 51}, "rule committed values: steps=51"),
     ("train.weights", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
     ("train.search", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
@@ -638,6 +683,33 @@ def test_requests_outside_the_rules_are_refused_unread(action, change, words, re
     refusal = refuses(words, site.ask, action, **change)
     assert len(refusal) < 250
     assert site.rows() == []
+
+
+TERM_KEYS = ["releases", "schedule", *(f"{key}_of" for key in TERMS), "sample_rate", "sigma"]
+
+
+def test_a_request_can_name_no_terms_of_its_own(refusing, no_record):
+    """Wherever in it they stand; what is noised are the terms that were committed to."""
+    site = refusing
+    terms = {kind: TERMS | {"noise_multiplier": 0.1} for kind in wards.TERMS_OF}
+    for action in ASKED:
+        places = groups(asdict(site.request(action).settings))
+        nested = action in ("train.search", "train.probe", "train.weights")
+        assert len(places) > (2 if nested else 0)
+        for place in places:
+            for key in (*TERM_KEYS, "noise_multiplier", "max_grad_norm"):
+                path = ".".join((*place, key))
+                refuses(f"setting={path} is unknown", site.ask, action, **{path: terms})
+    assert site.rows() == []
+
+
+def groups(values, path=()):
+    """Return the paths of all groups of settings, the free description of a network left out."""
+    found = [path]
+    for key, value in values.items():
+        if isinstance(value, dict) and key not in ("network", "local_lrs"):
+            found += groups(value, (*path, key))
+    return found
 
 
 def test_every_action_refuses_what_its_run_has_not_committed_to(make_site, no_record):
@@ -682,21 +754,30 @@ def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_recor
 
 
 TRAPS = [  # requests that could fail on some records and not on others, and sound ones
-    *((action, {}) for action in (*RELEASING, "query.describe")),
-    ("query.commit", {"run": "second", "releases": EVERYTHING[:1]}),
+    *((action, {}) for action in RELEASING),
     *((action, {"moments": True}) for action in MOVING),
     ("train.probe", {"trials": [TRIAL, TRIAL], "steps": 2}),
     ("evaluate.model", {"network": {"num_classes": 2}}),
     ("train.weights", {"network": {"num_classes": 2}}),
     ("train.weights", {"network": {"input_shape": [1, 8, 8]}}),
     ("train.weights", {"network": {"input_shape": [3, 4, 4]}}),
+    ("train.weights", {"drop_path_prob": "x"}),
+    ("train.weights", {"drop_path_prob": 1}),
+    ("train.weights", {"auxiliary_weight": "x"}),
+    ("train.weights", {"auxiliary_weight": -1}),
     ("train.weights", {"micro_batch_size": 4}),  # the policy's
+    ("train.alpha_gradient", {"threads": 1}),
+    ("train.alpha_gradient", {"local_lrs": {"alphas": "x"}}),
     ("train.alpha_gradient", {"local_lrs": {}}),
     ("train.alpha_gradient", {"local_lrs": {"weights": 0.1}}),
     ("train.alpha_gradient", {"local_lrs": {"alphas": 0.1, "betas": 0.1}}),
+    ("train.alpha_gradient", {"inner_lr": -1}),
+    ("train.search", {"alphas": {"lr": "x", "weight_decay": 0.0}}),
+    ("train.search", {"validation_weight": -1}),
     ("train.candidate", {"candidates": [[5] * 15, [10] * 15]}),
     ("train.candidate", {"weights": {}}),
     ("evaluate.candidates", {"candidates": [[5] * 14]}),
+    ("train.probe", {"loss_bound": "x"}),
     ("train.probe", {"trials": [TRIAL, asdict(TRIAL) | {"weights": {}}]}),
     ("train.probe", {"trials": [TRIAL, asdict(TRIAL) | {"drop_path_prob": 2.0}]}),
 ]
@@ -898,64 +979,3 @@ def test_the_noised_mean_is_clipped_as_retraining_is_told(make_site):
         (after,) = site.answer(request).states["weights"].values()
         (before,) = request.states["weights"].values()
         assert (after - before).norm() == pytest.approx(moved, rel=1e-3)
-
-
-# --- a server that asks in the order of a run for what it must not have
-
-
-FEW = 2
-
-
-@pytest.mark.run
-def test_stages_in_another_order_cost_what_they_cost_in_theirs(make_site):
-    """Nothing is paid for by being asked before what it should follow."""
-    plan = schedule(steps=FEW)
-    ordered, reversed_ = make_site(committed=plan), make_site(committed=plan)
-    for action in ASKED:
-        ordered.ask(action)
-    for action in reversed(ASKED):
-        reversed_.ask(action)
-    costs = [
-        sorted((row.action, row.splits, repr(row.release)) for row in site.rows())
-        for site in (ordered, reversed_)
-    ]
-    assert costs[0] == costs[1]
-    assert ordered.guard.spent() == pytest.approx(reversed_.guard.spent())
-
-
-def test_runs_side_by_side_share_one_budget(make_site):
-    """As many names as a server likes give no more than one does."""
-    site = make_site(policy={"epsilon": 3.0}, committed=[])
-    answered = []
-    for number in range(30):
-        run = f"run-{number}"
-        site.guard.commit(run, schedule(steps=FEW))
-        try:
-            site.ask("train.weight_gradient", run=run)
-        except BudgetExceededError:
-            break
-        answered.append(run)
-    assert 0 < len(answered) < 29
-    for run in (answered[0], "run-29"):  # the first has a step left that nothing pays for
-        site.guard.commit(run, schedule(steps=FEW))
-        refuses("", site.ask, "train.weight_gradient", error=BudgetExceededError, run=run)
-    assert len(site.rows()) == len(answered)
-    assert site.guard.spent() <= 3.0
-
-
-def test_a_budget_that_has_ended_is_told_before_a_record_is_read(make_site, no_record):
-    site = make_site(policy={"epsilon": 1e-3}, committed=schedule(noise_multiplier=0.2))
-    for action in sorted({*ASKED} - {*wards.CANDIDATES}):
-        refuses("", site.ask, action, error=BudgetExceededError)
-    assert site.rows() == []
-
-
-def test_another_clients_data_set_is_never_told_of(make_site, no_record):
-    site = make_site()
-    names = ("other", "../ward", "ward ", "Ward", "")
-    cases = [*itertools.product((*ASKED, "query.latency", "query.commit"), names)]
-    for action, name in (*cases, ("train.weights", None), ("query.latency", None)):
-        asked = "null" if name is None else name
-        told = refuses(f"rule data_sets: data set={asked}", site.ask, action, data_set=name)
-        assert "ward" not in told.replace(asked, "")
-    assert site.rows() == []

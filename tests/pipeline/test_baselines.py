@@ -456,3 +456,26 @@ def test_a_run_without_a_choice_shows_its_baselines_by_test_scores(tmp_path):
 def test_experiments_of_papers_deliver_what_was_found():
     assert compose("experiment=feathers/fraud").evaluation.deliver == "found"
     assert compose("experiment=search/recommended").evaluation.deliver == "best"
+
+
+@pytest.mark.slow
+def test_a_front_has_networks_of_five_ranges_of_cost(recommended):
+    pool = replace(recommended.algorithm.pool, front=True, draws=24, keep=5)
+    limits = replace(pool.limits, multiply_adds=200_000)
+    algorithm = replace(recommended.algorithm, pool=replace(pool, limits=limits), eta=5)
+    result = run(replace(recommended, algorithm=algorithm))
+    record = read_run(result.folder)
+    genotypes = record.of_kind("rewarded")[0]["genotypes"]
+    assert len(genotypes) == 5
+    fronts = sorted((result.folder / FINALISTS_FOLDER).glob("front_*"))
+    assert len(fronts) == 4  # the fifth is the found one
+    trained = [json.loads((folder / "genotype.json").read_text()) for folder in fronts]
+    found = json.loads((result.folder / BASELINES_FOLDER / "found" / "genotype.json").read_text())
+    costs = [read_run(folder).numbers()["multiply_adds"] for folder in fronts]
+    assert costs == sorted(costs)
+    assert costs[-1] <= 200_000
+    assert all((folder / "model.onnx").exists() for folder in fronts)
+    assert all(genotype in genotypes for genotype in [*trained, found])
+    rows = {row["network"]: row for row in result.leaderboard()}
+    assert {folder.name for folder in fronts} < rows.keys()
+    assert all(rows[folder.name]["rounds"] == 3 for folder in fronts)

@@ -413,3 +413,51 @@ def test_the_metrics_of_every_action_are_its_own():
 def test_only_what_names_a_folder_names_a_group(label):
     refuses("", group_name, {"tag": label}, BAD, "tag")
     assert group_name({"tag": "ward 3.b-C_4"}, BAD, "tag") == "ward 3.b-C_4"
+
+
+def test_a_client_that_declares_many_records_has_half_of_an_average(lying, run_inline):
+    """As far as it may: its weight is what all others have together."""
+    lying("query.describe", lambda reply: replace(reply, num_examples=2000))
+    lying("train.weights", lambda reply: replace(reply, num_examples=2000))
+    run = run_inline(*EXACT, "stages=[retrain]")
+    assert failures(run) == []
+    (warning,) = (e["message"] for e in run.named("warning"))
+    assert f"client {BAD} may weigh 2000 of" in warning
+    assert "runtime.largest_share" in warning
+
+
+def test_a_negative_variance_spoils_nothing(lying, run_inline):
+    def change(reply):
+        buffers = filled(-1.0)(reply).states["buffers"]
+        return replace(reply, states={**reply.states, "buffers": buffers})
+
+    lying("train.weights", change)
+    run = run_inline(*EXACT)
+    assert {client for client, _ in failures(run)} == {BAD}
+    assert "running_var" in failures(run)[0][1]
+    assert_sound(run)
+
+
+@pytest.mark.parametrize("kind", ["mean", "std"])
+def test_moments_that_are_far_are_named_and_make_nobodys_features_equal(
+    kind, honest, table, run_inline, site_files, monkeypatch
+):
+    answers, (_, usual) = dict(entrance.ANSWERS), honest["table"]
+
+    def answer(client, request, asked):
+        reply = answers["query.describe"](client, request, asked)
+        if client.index != BAD:
+            return reply
+        far = [{**of, kind: 1e6} for of in reply.properties["moments"]]
+        return replace(reply, properties={**reply.properties, "moments": far})
+
+    monkeypatch.setitem(entrance.ANSWERS, "query.describe", answer)
+    run = run_inline(*table, sites=site_files[:3])
+    (warning,) = (event["message"] for event in run.named("warning"))
+    assert f"client {BAD} says that " in warning
+    assert "declare dataset.statistics" in warning
+    told, honest_told = (of.named("statistics")[0] for of in (run, usual))
+    for column in range(3):
+        assert told["std"][column] < 5 * honest_told["std"][column]
+        moved = abs(told["mean"][column] - honest_told["mean"][column])
+        assert moved < 5 * honest_told["std"][column]

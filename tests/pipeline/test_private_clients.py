@@ -19,7 +19,7 @@ from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND
 from fednas_flwr.settings.unused import without_effect
 
-from ..booked import booked
+from ..booked import booked, decoded_totals
 from ..refusals import refuses_run
 
 SIZES = ("channels=2", "num_cells=1")
@@ -406,3 +406,19 @@ def test_all_steps_of_the_schedule_are_booked(run_booked, algorithm):
         for event in rewarded:
             expected_noise = sigma * math.sqrt(2 * len(event["paths"])) / declared
             assert event["noise"] == pytest.approx(expected_noise)
+
+
+def test_the_total_of_updates_carries_the_noise_that_is_booked(run_inline):
+    """Of clients that move nothing, totals are the noise alone."""
+    with decoded_totals() as totals:
+        ran = run_inline(
+            *CLIENTS,
+            *("algorithm=fedavg", "algorithm.network=resnet8_4", "stages=[retrain]"),
+            *("retrain.weights.lr=1e-30", "retrain.weights.min_lr=0", "retrain.rounds=4"),
+        )
+    assert len(totals) == 4
+    private = ran.the("privacy")
+    (planned,) = private["schedule"]
+    sigma, norm = planned["noise_multiplier"], planned["max_grad_norm"]
+    # 4 clients took part; each adds 1 / 2 of the variance, as only 2 honest ones are relied on.
+    assert np.concatenate(totals).std() == pytest.approx(sigma * norm * np.sqrt(4 / 2), rel=0.05)

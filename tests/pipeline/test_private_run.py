@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torch.nn import functional
 
 from fednas_flwr import load
@@ -20,6 +22,7 @@ from fednas_flwr.client import release_guard
 from fednas_flwr.client.audit_trail import verify_trail
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.making import PRIVATE_SITE_KEYS, check_public, make_client
+from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy import client_app
 from fednas_flwr.deploy.client_app import make_client_app
@@ -27,7 +30,9 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline import beginning
 from fednas_flwr.pipeline.beginning import commit, make_cohort
+from fednas_flwr.pipeline.schedule import make_schedules
 from fednas_flwr.pipeline.stages import run_stages
+from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
@@ -45,12 +50,16 @@ from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
 from ..booked import booked
-from ..client.conftest import POLICY, clipped_sum, flat, step_along
 from ..conftest import sound
 from ..finished_runs import Told, named
 from ..refusals import refuses
 from ..rows import seldom
-from .test_schedule import make_schedule
+
+
+def make_schedule(*args, **settings):
+    """The releases of a client that is asked in every round."""
+    return make_schedules(*args, **settings)[0]
+
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 DP = [
@@ -104,8 +113,23 @@ def reopened():
 
 def write_policy(sites, client, **changes):
     """Write a simulated site's policy before its first run."""
-    section = POLICY | {"epsilon": 1000.0, "largest_grad_norm": 1.0, "records": 40}
-    section |= {"fractions": {"train": 0.5, "validation": 0.4, "test": 0.1}} | changes
+    section = {
+        "epsilon": 1000.0,
+        "delta": 1e-5,
+        "least_noise_multiplier": 0.1,
+        "largest_grad_norm": 1.0,
+        "largest_steps": 1000,
+        "actions": list(PRIVATE_ACTIONS),
+        "unit": "record",
+        "records": 40,
+        "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
+        "threads": 1,
+        "micro_batch_size": 8,
+        "secure_noise": True,
+        "test_seed": False,
+        "approve": "automatic",
+        **changes,
+    }
     path = sites / f"client-{client}" / "policy.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump({"data_sets": {"records": section}}))
@@ -198,6 +222,29 @@ def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, sta
 # --- DP-FNAS
 
 
+@pytest.mark.parametrize(
+    ("local_steps", "fused", "clients"),
+    [(1, False, 1), (2, True, 3), seldom(1, True, 1), seldom(2, False, 3)],
+)
+def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fused, clients):
+    run = start(
+        *SEARCH,
+        f"algorithm.local_steps={local_steps}",
+        f"algorithm.fused={str(fused).lower()}",
+        f"clients={clients}",
+    )
+    event = run.the("privacy")
+    whole_search = [{"stage": "search", "rounds": 2, "of": 2}]
+    assert [client["covers"] for client in event["clients"]] == [whole_search] * clients
+    for client in range(clients):
+        rows = booked(run.sites, client)
+        assert steps_by_split(rows) == {"train": 2 * local_steps, "validation": 2 * local_steps}
+        declared = event["clients"][client]["records"]
+        for row in rows:
+            assert row.release.sample_rate == min(1.0, 8 / declared[row.splits[0]])
+    assert len(run.named("round")) == 2
+
+
 def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retraining(start):
     def stop(event):
         if event["event"] == "round" and event["stage"] == "retrain":
@@ -224,30 +271,41 @@ def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retrai
         assert told == pytest.approx(rdp_epsilon(releases, 1e-5))
 
 
-def test_a_resumed_run_goes_on_while_its_budget_lasts(start, tmp_path):
-    """The budget is for six rounds: as a round is repeated, for four of the five to do."""
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tmp_path, done):
+    """The budget is for six rounds: when a round is repeated, for four of the five to do."""
     six_rounds = Release(noise_multiplier=1.0, sample_rate=8 / 16, steps=6)  # of the alphas
     budget = 1.002 * filter_epsilon([six_rounds], 1e-5)
 
     def stop(event):
-        if (event["event"], event.get("round")) == ("round", 2):
+        name, number = event["event"], event.get("round")
+        if (name, number) == ("round", 2) if done else name == "stage_started":
             raise KeyboardInterrupt  # its checkpoint would have come after the event
 
+    given = [*SEARCH, "clients=1", f"privacy.sites={tmp_path}", "rounds=6"]
     write_policy(tmp_path, 0, epsilon=budget)
-    own = ("clients=1", f"privacy.sites={tmp_path}", "rounds=6")
-    killed = start(*SEARCH, *own, listener=stop, fails=True)
+    killed = start(*given, listener=stop, fails=True)
+    assert isinstance(killed.error, KeyboardInterrupt)
     before = len(booked(tmp_path, 0))
+    if not done:
+        write_policy(tmp_path, 0, epsilon=budget / 2)
     reopened()
     resumed = start(resume=killed.folder, fails=True)
     _, event = resumed.named("privacy")
-    assert [item["steps"] for item in event["schedule"]] == [5] * 2
+    assert [item["steps"] for item in event["schedule"]] == [6 - done] * 2
     (covers,) = event["clients"][0]["covers"]
-    assert (covers["rounds"], covers["of"]) == (4, 5)
-    after = booked(tmp_path, 0)[before:]
-    assert {row.committed_steps for row in after} == {5}
-    assert isinstance(resumed.error, QuorumError)
-    assert "the budget is" in str(resumed.error)
-    assert 8 <= len(after) < 10
+    assert covers["rounds"] < covers["of"] == 6 - done
+    assert covers["rounds"] == 4 or not done
+    after = len(booked(tmp_path, 0)) - before
+    if done:
+        assert {row.committed_steps for row in booked(tmp_path, 0)[-after:]} == {5}
+        assert isinstance(resumed.error, QuorumError)
+        assert "the budget is" in str(resumed.error)
+        assert 8 <= after < 10
+    else:
+        assert isinstance(resumed.error, ConfigError)
+        assert "Nothing more was released." in str(resumed.error)
+        assert after == 0
 
 
 def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optimisers(
@@ -260,7 +318,6 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
         *SEARCH,
         *("clients=3", "partition=quantity", "partition.fractions=[0.5,0.3,0.2]"),
         *("algorithm.batch_size=null", f"privacy.sites={tmp_path}", "rounds=1"),
-        "algorithm.weights.clip_norm=null",
         "dataset.limit_train=40",
         *(f"privacy.{state}.max_grad_norm={norm}" for state, norm in norms.items()),
     )
@@ -275,25 +332,37 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
     strategy.load_into(plain)
     plain.double().train()
     strategy.start(fed.grid, num_rounds=1)
+    parameters = {
+        "weights": list(plain.weights().values()),
+        "alphas": list(plain.alphas().values()),
+    }
+    optimizers = {
+        "weights": make_sgd(parameters["weights"], config.algorithm.weights),
+        "alphas": make_adam(parameters["alphas"], config.algorithm.alphas),
+    }
     for state, name in (("weights", "train"), ("alphas", "validation")):
-        parameters = list(getattr(plain, state)().values())
-
-        def gradients_of(x, y, parameters=parameters):
-            found = torch.autograd.grad(
-                functional.cross_entropy(plain(x), y), parameters, allow_unused=True
-            )
-            pairs = zip(found, parameters, strict=True)
-            return [torch.zeros_like(p) if g is None else g for g, p in pairs]
-
-        splits = [getattr(client.data, name) for client in fed.clients]
-        sums = [clipped_sum(split, gradients_of, norms[state]) for split in splits]
-        assert max(largest for _, largest in sums) > norms[state]
-        make = {"weights": make_sgd, "alphas": make_adam}[state]
-        optimizer = make(parameters, getattr(config.algorithm, state))
-        count = sum(counts[name] for counts in records)
-        step_along(optimizer, parameters, sum(total for total, _ in sums), count)
+        total, clipped = [torch.zeros_like(p) for p in parameters[state]], 0
+        for client in fed.clients:
+            split = getattr(client.data, name)
+            for row in range(len(split)):
+                x, y = split.batch(torch.tensor([row]), "cpu")
+                loss = functional.cross_entropy(plain(x.double()), y)
+                gradients = torch.autograd.grad(loss, parameters[state], allow_unused=True)
+                gradients = [torch.zeros(()) if g is None else g for g in gradients]
+                norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item()
+                clipped += norm > norms[state]
+                scale = min(1.0, norms[state] / norm)
+                total = [t + scale * g for t, g in zip(total, gradients, strict=True)]
+        assert clipped > 0
+        for parameter, gradient in zip(parameters[state], total, strict=True):
+            parameter.grad = gradient / sum(counts[name] for counts in records)
+        if state == "weights":
+            clip_norm = config.algorithm.weights.clip_norm
+            torch.nn.utils.clip_grad_norm_(parameters["weights"], clip_norm)
+        optimizers[state].step()
+        expected = torch.cat([p.detach().reshape(-1) for p in parameters[state]])
         actual = strategy.states[state]["float32"].double()
-        torch.testing.assert_close(actual, flat(parameters), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 # --- quorum
@@ -321,6 +390,23 @@ def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, 
     assert run.events[-1]["status"] == "completed"
 
 
+@pytest.mark.parametrize("quorum", [0.5, 1.0])
+def test_what_a_policy_refuses_is_told_and_a_quorum_goes_on(start, tmp_path, quorum):
+    write_policy(tmp_path, 1, least_noise_multiplier=1.5)
+    words = "rule least_noise_multiplier: noise_multiplier=1.0"
+    own = ("rounds=2", f"runtime.quorum={quorum}", f"privacy.sites={tmp_path}")
+    run = start(*SEARCH, *own, fails=quorum == 1.0)
+    reasons = {event["reason"] for event in run.named("client_failed")}
+    assert any(words in reason for reason in reasons)
+    assert {event["client"] for event in run.named("client_failed")} == {1}
+    assert [entry for entry in booked(tmp_path, 1) if "alpha" in entry.action] == []
+    if quorum == 1.0:
+        assert words in str(run.error)
+        assert run.events[-1]["status"] == "failed"
+    else:
+        assert len(run.named("round")) == 2
+
+
 EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "gdp")}
 
 
@@ -328,7 +414,9 @@ EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "g
     ("name", "malformed"),
     [
         ("covered_steps", {"search": -1}),  # all that is malformed: tests/server/test_reply_checks
+        ("epsilons", EPSILON | {"prv": {"train": 10**400, "validation": 1.0}}),
         ("epsilons", {name: {} for name in EPSILON}),  # nothing of what is committed
+        ("epsilons", {name: {"train": 1.0} for name in EPSILON}),
         ("epsilons", EPSILON | {"rdp": {"train": 1.0, "test": 1.0}}),
     ],
 )
@@ -471,18 +559,103 @@ SMALL = [
     *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]"),
     "privacy.epsilon=1000",
 ]
+OF_TABLES = [
+    *("search_space=mlp_small", "dataset=csv"),
+    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES[:1]),
+    *(f"{part}.channels=8" for part in ("search_space", "retrain")),
+]
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys, alone):
-    """Nor do they where no other is left (``alone``); the site's log tells how many they are.
-
-    That no other record changes, of any kind of data: tests/data/test_unreadable.py
-    """
-    sizes = [f"search_space.{size}" for size in SIZES]
-    clients, properties, told = [], [], []
+def write_table(path, *, changed):
+    """Write a table of patients; ``changed``: exported again with one more decimal and a column."""
     rng = np.random.default_rng(0)
+    features, labels = rng.normal(0, 1, (60, 4)), rng.integers(0, 2, 60)
+    digits = 4 if changed else 3
+    lines = [
+        ",".join([f"p{i}", *(f"{x:.{digits}f}" for x in row), *["7"] * changed, f"{label}"])
+        for i, (row, label) in enumerate(zip(features, labels, strict=True))
+    ]
+    head = ["patient", *"abcd", *["ward"] * changed, "ill"]
+    path.write_text("\n".join([",".join(head), *lines]) + "\n")
+
+
+@pytest.mark.parametrize("id_column", ["patient", None])
+def test_a_new_export_is_charged_to_all_splits_unless_a_column_gives_ids(site, tmp_path, id_column):
+    dataset = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": [*"abcd"]}
+    dataset |= {"statistics": {name: [0, 1] for name in "abcd"}, "id_column": id_column}
+    for changed in (False, True):
+        reopened()
+        own = site(*OF_TABLES, base=SMALL, unit="person" if id_column else "record")
+        Path(own.node["dataset"]).write_text(yaml.safe_dump(dataset))
+        own.node["data-path"] = str(tmp_path / "patients.csv")
+        write_table(Path(own.node["data-path"]), changed=changed)
+        own.run()
+    splits = [row.splits for row in booked_at(own.node)]
+    first, second = splits[:4], splits[4:]
+    assert first == [("train",), ("validation",)] * 2
+    assert second == (first if id_column else [("train", "validation", "test")] * 4)
+
+
+WRONG_ROWS = [
+    *(",1,1,2020-01-01,n,,0", "q1,old,1,2020-01-01,n,,0", "q2,1,1e39,2020-01-01,n,,0"),
+    *("q3,1,-inf,,n,,1", "q4,1,1,2020-02-30,n,,1", "q5,1,1,2020-01-01,east,,1"),
+    *("q6,1,1,2020-01-01,n,,2", "q7,1,1,2020-01-01,n,,", "q8,1,1,2020-01-01,n\0,,0.0"),
+]
+FAR_ROWS = ["f1,3e38,,9999-12-31,,,0", f"f2,-3e38,1,0001-01-01,n,{'x' * 300_000},1"]
+
+
+def write_site(folder, kind, wrong, alone):
+    """Return a site's data, ``wrong`` with records that cannot be read, and how it is read."""
+    rng, folder = np.random.default_rng(0), folder / f"{kind}-{wrong}-{alone}"
+    folder.mkdir()
     x, y = rng.integers(0, 256, (60, 8, 8, 3), np.uint8), np.arange(60) % 3
+    if kind == "npz":
+        more = [np.zeros((4, 8, 8, 3), np.uint8)] * wrong, [np.array([-1, 3, 99, 2**60])] * wrong
+        kept = slice(0, 60 * (not alone))
+        x, y = np.concatenate([*more[0], x[kept]]), np.concatenate([*more[1], y[kept]])
+        np.savez(folder / "site.npz", x_train=x, y_train=y)
+        return folder / "site.npz", {"name": "npz", "class_names": [*"abc"]}
+    if kind == "image_folder":
+        for i in range(60 * (not alone)):
+            place = folder / "abc"[y[i]] / f"{i}.png"
+            place.parent.mkdir(exist_ok=True)
+            Image.fromarray(x[i]).save(place)
+        for place in ("a/0.png.png", "a/x.dcm", "b/9.jpg", "d/1.png") if wrong else ():
+            (folder / place).parent.mkdir(exist_ok=True)
+            (folder / place).write_bytes(b"no image")
+        own = {"name": "image_folder", "class_names": [*"abc"], "image_size": 8, "channels": 3}
+        return folder, own
+    rows = [
+        f"p{i},{a:.3f},{b:.3f},2020-01-{1 + i % 28:02},{'ns'[i % 2]},,{i % 2}"
+        for i, (a, b) in enumerate(rng.normal(0, 1, (60 * (not alone), 2)))
+    ]
+    rows = [
+        *WRONG_ROWS[kind == "csv" : 5] * wrong,
+        *rows,
+        *FAR_ROWS * (not alone),
+        *WRONG_ROWS[5:] * wrong,
+    ]
+    text = "\n".join(["patient,x,y,seen,ward,note,ill", *rows])
+    (folder / "site.csv").write_text(text + "\n")
+    own = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": ["x", "y"]}
+    own |= {"dates": ["seen"], "categorical": ["ward"], "categories": {"ward": ["n", "s"]}}
+    own |= {"statistics": {"x": [0, 1], "y": [0, 1], "seen": [18000, 100]}}
+    return folder / "site.csv", own | {"id_column": None if kind == "csv" else "patient"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "alone"),
+    [
+        *(("csv", False), ("persons", True), ("npz", True), ("image_folder", False)),
+        *(seldom("csv", True), seldom("persons", False)),
+        *(seldom("npz", False), seldom("image_folder", True)),
+    ],
+)
+def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys, kind, alone):
+    """Nor do they where no other is left (``alone``); the site's log tells how many they are."""
+    sizes = [f"search_space.{size}" for size in SIZES]
+    own = OF_TABLES if kind in ("csv", "persons") else sizes
+    clients, properties, told = [], [], []
 
     def kept(*given, **named):
         clients.append(make_client(*given, **named))
@@ -491,11 +664,11 @@ def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(client_app, "make_client", kept)
     for wrong in (False, True):
         reopened()
-        made = site(*sizes, "rounds=1", base=SMALL)
-        images = np.concatenate([np.zeros((4 * wrong, 8, 8, 3), np.uint8), x[: 60 * (not alone)]])
-        labels = np.concatenate([[-1, 3, 99, 2**60][: 4 * wrong], y[: 60 * (not alone)]])
-        made.node["data-path"] = str(tmp_path / f"{wrong}.npz")
-        np.savez(made.node["data-path"], x_train=images, y_train=labels.astype(np.int64))
+        unit = "person" if kind == "persons" else "record"
+        made = site(*own, "rounds=1", base=SMALL, unit=unit)
+        path, dataset = write_site(tmp_path, kind, wrong, alone)
+        Path(made.node["dataset"]).write_text(yaml.safe_dump(dataset))
+        made.node["data-path"] = str(path)
         said = made.connected().properties[0]
         properties.append({name: of for name, of in said.items() if name != "spent"})
         made.run()
@@ -546,21 +719,53 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(site):
     assert_refused(cohort, words, "train.weight_gradient", ASKED)
 
 
+def test_errors_keep_their_text_at_the_site(start, site, monkeypatch, tmp_path, capsys):
+    def batch(*_):
+        raise ValueError("patient 4711 has no label")
+
+    monkeypatch.setattr(Split, "batch", batch)
+    simulated = partial(start, *SEARCH, "clients=1", f"privacy.sites={tmp_path}")
+    for begin in (simulated, site().run):
+        run = begin(fails=True)
+        text = (run.folder / "events.jsonl").read_text() + str(run.error)
+        assert "an error at the site" in text
+        assert "patient 4711" not in text
+        assert "patient 4711" in capsys.readouterr().err
+
+
 DATA_SET = "records"
 PLANNED = PlannedRelease(
     "search", "train.weight_gradient", "weights", ("train",), 8, 2, 1.0, noise_multiplier=1.0
 )
 OF_SITE = smallest(DATA_SET)
 ASKED = OF_SITE["train.weight_gradient"]
+NORMED = {"name": "mobilenet_v2"}
 
 
-COMMITTED = Commit(data_set=DATA_SET, releases=(PLANNED,))
-OF_NETWORK = Evaluate(network={"name": "mobilenet_v2"}, split="train", data_set=DATA_SET)
+def committed(**changes):
+    planned = replace(PLANNED)
+    for name, value in changes.items():
+        object.__setattr__(planned, name, value)  # as no server of this package can
+    return Commit(data_set="records", releases=(planned,))
+
+
+def training(**changes):
+    asked = OF_SITE["train.weights"]
+    return replace(asked, local=replace(asked.local, **changes))
+
+
 WITHOUT_DATA = [  # one of each kind: all are in tests/client/test_private_actions.py
     ("train.search", OF_SITE["train.search"], "rule actions: action=train.search"),
-    ("query.commit", replace(COMMITTED, data_set="other"), "rule data_sets: data set=other"),
+    ("query.commit", replace(committed(), data_set="other"), "rule data_sets: data set=other"),
+    ("query.commit", committed(noise_multiplier=0.0), "noise_multiplier=0.0, not"),
+    ("query.commit", committed(batch_size="8"), "batch_size=8 has the wrong type"),
     ("train.weight_gradient", replace(ASKED, local_steps=3), "rule committed values: steps=3"),
-    ("evaluate.model", OF_NETWORK, "no batch_norm"),
+    ("train.weights", training(network={"name": "derived", "norm": "batch"}), "rule no batch_norm"),
+    *(
+        ("evaluate.model", Evaluate(network=own, split="train", data_set=DATA_SET), "no batch_norm")
+        for own in (NORMED, NORMED | {"norm": "batch"})
+    ),
+    ("train.weights", training(network=["derived"]), "local.network=.* has the wrong type"),
 ]
 BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]
 
@@ -568,9 +773,9 @@ BATCH_NORM = ["algorithm=fnas", "stages=[search]", "search_space.norm=batch"]
 def test_a_hostile_request_is_refused_before_data_opens(site, compose_config, monkeypatch, capsys):
     """The site keeps a schedule, restarts, and cannot read its records any more."""
     actions = ["query.describe", "query.commit", "train.weight_gradient"]
-    own = site(actions=[*actions, "evaluate.model"])
+    own = site(actions=[*actions, "train.weights", "evaluate.model"])
     cohort = own.connected()
-    list(cohort.ask(Exchange("query.commit", stage="commit", settings=COMMITTED)))
+    list(cohort.ask(Exchange("query.commit", stage="commit", settings=committed())))
 
     opened = []
 
@@ -761,34 +966,46 @@ def books_of(folder):
 def test_a_flood_of_requests_fills_no_disk_and_an_honest_run_goes_on_the_next_day(site):
     """Refusals, malformed messages, commitments, what raises at the site: all of one allowance."""
     own = site()
-    counter = counter_of(Path(own.node["ledger-key"]))
+    grid, node = own.grid, own.node
+    counter = counter_of(Path(node["ledger-key"]))
+    folder = counter.parent
     own.run()  # what is made once is there
-    day = int(counter.read_text().split()[0])
+    day, taken, refused = map(int, counter.read_text().split())
+    (trail,) = folder.rglob("audit.jsonl")
+    requests = trail.read_text().count('"event": "asked"')
+    assert refused == 0
+    assert taken < 4000 * requests  # policy.yaml says about 3 kB
     counter.write_text(f"{day:>12} {MOST_BYTES - 3000:>20} {0:>20}\n")
-    (node_id,) = own.grid._contexts
-    sizes, reasons = [], []
+    (node_id,) = grid._contexts
+
+    def told(action, header, settings):
+        content = encode_request(header, settings, {})
+        (reply,) = grid.send_and_receive([grid.create_message(content, action, node_id, "")])
+        return reply.error.reason if reply.has_error() else "answered"
+
+    sizes, reasons = [], set()
     for number in range(60):
-        header = Header(f"flood {number}", "search", 1, 1, 0, f"{number}")
+        run = Header(f"flood {number}", "search", 1, 1, 0, f"{number}")
         for action, settings in (
             ("query.describe", Describe()),
-            ("query.commit", replace(COMMITTED, releases=())),
-            ("query.commit", replace(COMMITTED, data_set="other")),
+            ("query.commit", Commit(data_set="records", releases=())),
+            ("query.commit", Commit(data_set="other", releases=())),
             ("train.weight_gradient", ASKED),
-            ("query.commit", Describe()),  # malformed
         ):
-            message = encode_request(header, settings, {})
-            asked = [own.grid.create_message(message, action, node_id, "")]
-            (reply,) = own.grid.send_and_receive(asked)
-            reasons.append(reply.error.reason if reply.has_error() else "answered")
-        sizes.append(books_of(counter.parent))
+            reasons.add(told(action, run, settings))
+        reasons.add(told("query.commit", run, Describe()))  # malformed
+        sizes.append(books_of(folder))
     assert sizes[-1] == sizes[20]
-    late, *others = reasons[-5:-3]
-    assert others == [late]  # one constant sentence
-    assert "requests have made this site write as much as it writes in a day" in late
-    with Ledger(Path(own.node["ledger"]), Path(own.node["ledger-key"])) as ledger:
+    assert "requests have made this site write as much as it writes in a day" in " ".join(reasons)
+    others = {"query.describe": Describe(), "query.commit": Commit(data_set="records", releases=())}
+    late = {told(action, run, settings) for action, settings in others.items()}
+    assert len(late) == 1  # one constant sentence
+    assert books_of(folder) == sizes[-1]
+    with Ledger(Path(node["ledger"]), Path(node["ledger-key"])) as ledger:
         assert len(ledger.commitments()) < 5
-    assert int(counter.read_text().split()[2]) > 200
-    counter.write_text(f"{day - 1:>12} {MOST_BYTES:>20} {0:>20}\n")
+    day, _, refused = counter.read_text().split()
+    assert int(refused) > 200
+    counter.write_text(f"{int(day) - 1:>12} {MOST_BYTES:>20} {0:>20}\n")
     own.run()
 
 

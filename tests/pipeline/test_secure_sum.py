@@ -10,11 +10,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDic
 from safetensors.torch import load_file
 from scipy.stats import chisquare
 
+from fednas_flwr.cli import main
 from fednas_flwr.client.making import make_sum_site
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.messages import decode_reply, decode_request
+from fednas_flwr.runs.events import latest_rounds, read_events
 
-from ..booked import booked
+from ..booked import booked, decoded_totals
 from ..refusals import refuses
 from ..rows import seldom
 
@@ -76,6 +78,9 @@ def weights(folder):
     [
         ("algorithm=fed_darts", "training.momentum=averaged"),
         ("algorithm=fnas", "algorithm.evaluate_every=1", "retrain.exchange=gradients"),
+        pytest.param(
+            ("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow
+        ),
         seldom(("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch")),
     ],
     ids=lambda overrides: overrides[0],
@@ -127,6 +132,22 @@ def least_p_value(masked):
     return min(found)
 
 
+@pytest.mark.run
+@pytest.mark.parametrize("masks", [True, False])
+def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(masks, run, monkeypatch):
+    """Real messages of an exchange with shared noise; noise alone does not make them uniform."""
+    if not masks:
+        where = "fednas_flwr.protocol.secure_sum.masks.add_mask"
+        monkeypatch.setattr(where, lambda *_, **__: None)
+    records = []
+    own = ("rounds=1", "stages=[search]", "search_space.channels=8")
+    run(*DP, *SUMS, *own, records=records)
+    sent = [record for record in records if record[0] == "train.weight_gradient"]
+    assert len(sent) == 4
+    for one in sent:  # all that there is of one site
+        assert (least_p_value([one]) > 1e-9) == masks
+
+
 @pytest.mark.parametrize("summed", [True, seldom(False)])
 def test_clients_with_secure_sums_are_asked_for_no_scores(summed, run):
     """Scores and histograms are not sums, so that no client makes or tells them."""
@@ -147,6 +168,39 @@ def test_clients_with_secure_sums_are_asked_for_no_scores(summed, run):
 
 def lost_at(action, clients, *, number=None):
     return lambda v, c, n: v == action and c in clients and number in (None, n)
+
+
+def lost_from(action, client):
+    """Return a loss of a client for good, from the first time that it is asked an action."""
+    gone = set()
+
+    def lost(asked, c, _):
+        if asked == action and c == client:
+            gone.add(c)
+        return c in gone
+
+    return lost
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("action", ["train.search", "train.weights", "query.open_masks"])
+def test_a_client_lost_before_its_answer_or_after_its_signature(action, run):
+    ran = run(*SHORT, *SUMS, "algorithm=fed_darts", lost=lost_from(action, 1))
+    assert {e["client"] for e in ran.failed} == {1}
+    assert ran.the("evaluated")["total"]["sites"] == 3
+
+
+@pytest.mark.run
+def test_the_total_of_survivors_is_theirs_alone(run):
+    lost = lost_at("train.search", {2})
+    runs = [
+        run(*SHORT, "algorithm=fed_darts", "stages=[search]", *own, lost=lost)
+        for own in (("clients=4", "runtime.largest_share=1"), SUMS)
+    ]
+    name = "checkpoints/search-000001.safetensors"
+    plain, summed = (load_file(ran.folder / name) for ran in runs)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(tensor, summed[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.run
@@ -170,20 +224,32 @@ def test_sums_that_fail_say_so_and_leave_no_trace(lost, said, run):
 
 
 def damaged(change, action):
-    """Return a grid class in which ``change(content)`` alters client 1's replies."""
+    """Return a grid class in which ``change(content, kept)`` alters client 1's replies."""
+    kept = []
 
     class Damaging(LossyGrid):
         def answer(self, message):
             reply = super().answer(message)
             asked, client = message.metadata.message_type, message.metadata.dst_node_id - 2
             if asked == action and client == 1 and reply.has_content():
-                return Message(change(reply.content), reply_to=message)
+                kept.append(reply.content)
+                return Message(change(reply.content, kept), reply_to=message)
             return reply
 
     return Damaging
 
 
-def shorter(content):
+def other_masks(content, kept):
+    """Masked vectors of a peer whose masks are not those agreed on."""
+    rng = np.random.default_rng(0)
+    vectors = {
+        dtype: Array(rng.integers(-(2**62), 2**62, array.numpy().size).astype(dtype))
+        for dtype, array in content["state.masked"].items()
+    }
+    return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
+
+
+def shorter(content, kept):
     vectors = {d: Array(a.numpy()[:-1]) for d, a in content["state.masked"].items()}
     return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
 
@@ -191,7 +257,7 @@ def shorter(content):
 def telling(**properties):
     """Return a change of a reply that says other properties."""
 
-    def change(content):
+    def change(content, kept):
         values = json.loads(content["header"]["json"])
         values["properties"] |= properties
         return RecordDict({**content, "header": ConfigRecord({"json": json.dumps(values)})})
@@ -203,18 +269,47 @@ def telling(**properties):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (other_masks, "the total of 4 sites is beyond 4 times their range"),
         (shorter, "masked vectors of"),
         (telling(context="ab" * 32), "answered another request than the clients before it"),
+        (lambda content, kept: kept[0], None),
     ],
+    ids=["other masks", "shorter", "another request", "replayed"],
 )
-def test_damaged_replies_are_left_out(change, said, run):
-    own = ("algorithm=fed_darts", "stages=[search]")
-    ran = run(*SHORT, *SUMS, *own, grid=damaged(change, "train.search"))
-    assert said in ran.failed[0]["reason"]
+def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, run):
+    rounds, fails = 1 if said else 2, change is other_masks
+    own = ("algorithm=fed_darts", "stages=[search]", f"rounds={rounds}")
+    ran = run(*SHORT, *SUMS, *own, grid=damaged(change, "train.search"), fails=fails)
+    reason = str(ran.error) if fails else ran.failed[0]["reason"]
+    # the second round gets the first one's reply once more
+    assert (said or "reply to another request") in reason
+    assert len(ran.named("round")) == (0 if fails else rounds)
+
+
+@pytest.mark.run
+def test_the_others_open_what_one_site_keeps_back(run):
+    grid = damaged(telling(parts={}), "query.open_masks")
+    ran = run(*SHORT, *SUMS, "algorithm=fed_darts", "stages=[search]", "rounds=1", grid=grid)
     assert len(ran.named("round")) == 1
 
 
+@pytest.mark.run
+def test_a_run_that_was_killed_goes_on_with_new_masks(run):
+    own, records = (*SHORT, *SUMS, "algorithm=fed_darts", "rounds=2", "stages=[search]"), []
+    lost = lost_at("query.sign_survivors", {3}, number=2)
+    ran = run(*own, lost=lost, records=records, fails=True)
+    assert "not signed" in str(ran.error)
+    before = records[-1 - [v for v, _, _ in reversed(records)].index("train.search")][2]
+    assert main(["run", f"resume={ran.folder}"]) == 0
+    rounds = latest_rounds(read_events(ran.folder / "events.jsonl"), "search")
+    assert [e["round"] for e in rounds] == [1, 2]
+    assert before.properties["context"] not in {
+        r.properties["context"] for v, _, r in records[:-8] if v == "train.search"
+    }
+
+
 REFUSED = [
+    ("aggregate=median", "set aggregate=mean"),
     ("aggregate=trimmed_mean", "set aggregate=mean"),
     ("runtime.wire=int8", "set runtime.wire=float32"),
     ("evaluation.personalised=true", "leave it out"),
@@ -228,6 +323,7 @@ REFUSED = [
     ("secure_sum.colluding=3", "raise clients to 5 or more, or lower secure_sum.colluding"),
     ("clients=2", "clients=2 and secure_sum.colluding=1: a sum must .* raise clients to 3 or"),
     ("secure_sum.least_sites=9", "lower secure_sum.colluding"),
+    ("secure_sum.least_sites=2", "lower secure_sum.colluding"),
     ("runtime=deployment runtime.superlink=site", "set partition=sites privacy=dp"),
 ]
 
@@ -270,6 +366,20 @@ def test_retraining_shares_noise_unless_clients_send_models(exchange, run):
     assert len(answers) == 4 * (4 if shares else 2)
     dtypes = {"int64", "int32"} if shares else {"int64"}
     assert all(set(reply.states["masked"]) == dtypes for reply in answers)
+
+
+@pytest.mark.run
+def test_the_total_carries_the_noise_that_is_booked(run):
+    """Of gradients that are 0, exchanges give the noise alone: its std is what the total has."""
+    weights = "algorithm.weights={lr: 1, min_lr: 1, momentum: 0, weight_decay: 0, clip_norm: null}"
+    noise = ("privacy.weights.noise_multiplier=3", "privacy.weights.max_grad_norm=1e-3")
+    own = ("stages=[search]", "rounds=8", "training.class_factors={}", "algorithm.alphas.lr=1e-9")
+    with decoded_totals() as totals:
+        run(*DP, *SUMS, *own, weights, *noise)
+    assert len(totals) == 8
+    found = np.concatenate(totals).std()
+    # 4 sites took part; each adds 1 / 2 of the variance, as only 2 honest ones are relied on.
+    assert found == pytest.approx(3 * 1e-3 * np.sqrt(4 / 2), rel=0.05)
 
 
 def test_sites_without_a_run_folder_have_no_keys(compose_config):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -117,3 +118,49 @@ def test_a_run_on_a_full_disk_goes_on_later(fednas, overrides, whole, tmp_path, 
     assert "File too large" in sentence
     assert f"fednas run resume={tmp_path / 'run'}" in sentence
     assert_goes_on(fednas, tmp_path / "run", whole[0])
+
+
+def descendants(pid):
+    """Return ids and command lines of the processes that a process and those of it have started."""
+    listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True)
+    rows = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
+    found, parents = [], {pid}
+    while parents:
+        children = [(int(own), args) for own, parent, args in rows if int(parent) in parents]
+        found += children
+        parents = {own for own, _ in children}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("victim", ["ray::Worker", "raylet/raylet", "gcs/gcs_server"])
+@pytest.mark.parametrize("stage", ["search", "retrain"])
+def test_a_run_outlives_processes_of_ray(fednas, overrides, whole, tmp_path, stage, victim):
+    folder = tmp_path / "run"
+    own = ("runtime=ray", "runtime.client_cpus=0.5", "runtime.quorum=1", f"run_dir={folder}")
+
+    def begun():
+        log = folder / "events.jsonl"
+        told = read_events(log) if log.exists() else []
+        return any(event["event"] == "round" and event["stage"] == stage for event in told)
+
+    with fednas("run", *overrides, *own) as process:
+        while process.poll() is None and not begun():
+            time.sleep(0.005)
+        victims = [pid for pid, command in descendants(process.pid) if victim in command]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert victims
+    assert "Traceback" not in errors
+    if process.returncode == RUN_FAILED:
+        sentence = errors.splitlines()[-1]
+        assert sentence.startswith("fednas: QuorumError: ")
+        assert "the client's process has died" in sentence
+        assert sentence.endswith(f"fednas run resume={folder}")
+        complete(fednas, f"resume={folder}")
+    else:  # workers go on without what has started them, and idle ones are not missed
+        assert process.returncode == 0
+    for name in ("genotype.json", "model.safetensors"):
+        assert (folder / name).read_bytes() == (whole[0] / name).read_bytes()
