@@ -37,6 +37,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         table, folder = Path(name) / "table.csv", Path(name) / "images"
+        write_table(table, 100)
+        with contextlib.redirect_stdout(io.StringIO()):  # which imports all that is needed
+            show("", "csv", table, lambda: pd.read_csv(table))
         for rows in (
             1000,
             *(megabytes * 1_000_000 // ROW_BYTES for megabytes in options.megabytes),

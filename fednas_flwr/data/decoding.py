@@ -4,6 +4,7 @@
 """
 
 import io
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +58,7 @@ def source_of(files: Sequence[Path | str]) -> Source:
 
     def content(index: int) -> tuple[str, bytes]:
         try:
-            with open(files[index], "rb") as file:  # noqa: PTH123 (Path takes longer)
+            with open(files[index], "rb", 0) as file:  # noqa: PTH123 (Path takes longer)
                 return str(files[index]), file.read()
         except OSError as error:
             return f"{files[index]}: {error.strerror}", b""
@@ -124,7 +125,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             broken.setdefault(str(error), []).append(name)
             ends += error.ends
             continue
-        forms.append((image.shape[1::-1], tuple(said), Path(name).suffix.lower()))
+        forms.append((image.shape[1::-1], tuple(said), os.path.splitext(name)[1].lower()))
         spans += [] if pixels.dtype == np.uint8 else [pixels.min(), pixels.max()]
         wanted = channels or (3 if _COLOUR in said else 1)
         if len(images) == 0 or wanted > images.shape[1]:
@@ -193,7 +194,7 @@ def decode_like(
         image, *_ = _open(content, name, intensity)
     except _BrokenError as error:
         raise ConfigError(f"{name} cannot be read as an image: {error}.") from error
-    return _fitted(image, shape)
+    return np.broadcast_to(_fitted(image, shape), shape)
 
 
 class _BrokenError(Exception):
@@ -321,10 +322,10 @@ def _dicom(content: bytes, intensity: Sequence[float] | None) -> tuple[np.ndarra
 
 
 def _fitted(image: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Return uint8 ``[C, H, W]`` of an image, resized where it has another size."""
+    """Return uint8 ``[C, H, W]`` of an image, or ``[H, W]``, resized where it has another size."""
     channels, height, width = shape
     if image.shape == (height, width):
-        return np.broadcast_to(image, (channels, height, width))
+        return image
     if channels == 1 or image.shape != (height, width, 3):
         from PIL import Image
 
@@ -420,13 +421,13 @@ def other_files(root: Path) -> list[str]:
     return [f"{others.total()} files are not read as images ({listing})"] if others else []
 
 
-def masks_in(paths: Sequence[Path]) -> list[str]:
+def masks_in(places: Sequence[tuple[str, ...]]) -> list[str]:
     """A sentence on images that by their names or folders may be masks, if there are any."""
-    stems = {path.stem for path in paths}
+    stems = {os.path.splitext(place[-1])[0] for place in places}
     masks = [
-        path.name
-        for path in paths
-        if _MASK_FOLDERS & {*path.parts} or ((of := _MASK.match(path.name)) and of[1] in stems)
+        place[-1]
+        for place in places
+        if _MASK_FOLDERS.intersection(place) or ((of := _MASK.match(place[-1])) and of[1] in stems)
     ]
     return [f"{len(masks)} images such as {masks[0]} may be masks: remove them"] if masks else []
 

@@ -143,7 +143,7 @@ def _read_classes(settings: ds.ImageFolder, folder: Path) -> Records:
     else:
         images = [(at, name) for at in read for name in found[at]]
         left_out = {at: names for at, names in found.items() if at not in read}
-        masks = decoding.masks_in([Path(*at, name) for at, name in images])
+        masks = decoding.masks_in([(*at, name) for at, name in images])
         notes = (*_left_out(left_out), *decoding.other_files(folder), *masks)
     labels = records.encode_labels(Cells(at[0] for at, _ in images), names, where=str(folder))
     persons = {}

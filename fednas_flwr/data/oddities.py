@@ -63,7 +63,7 @@ def oddities(records: Records, test: Records | None = None) -> list[str]:
 
 def _of_test(records: Records, test: Records) -> Iterator[str]:
     known = {*records.ids.tolist()}  # np.isin sorts, which takes longer
-    if number := sum(name in known for name in test.ids.tolist()):
+    if number := sum(map(known.__contains__, test.ids.tolist())):
         yield f"{number} of its {len(test)} records or persons are among those to train on"
     if not test.is_regression and len(test) >= _FEWEST_NUMBERS:
         parts = [count_labels(part.labels, len(part.class_names)) for part in (records, test)]

@@ -129,7 +129,7 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
     names = [str(file.relative_to(path)) if path.is_dir() else str(file) for file in files]
     parents = [set(Path(name).parts[:-1]) & set(inputs.class_names) for name in names]
     others = sum(len(classes) != 1 for classes in parents)
-    notes = [*decoding.other_files(path), *decoding.masks_in(list(map(Path, names)))]
+    notes = [*decoding.other_files(path), *decoding.masks_in([Path(name).parts for name in names])]
     if 0 < others < len(parents):
         notes.append(f"{others} of {len(parents)} images are in no class's folder{_UNCOMPARED}")
     elif others and path.is_dir():

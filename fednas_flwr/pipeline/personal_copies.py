@@ -20,7 +20,6 @@ from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
 
-FOLDER = "copies"
 EPOCHS, RATE = 5, 0.1  # of fine-tuning; its rate as a share of retraining's first one
 SMALLEST_VARIANCE = 1e-12  # of a record's gain
 Result = Mapping[str, Any]  # of one site
@@ -112,7 +111,7 @@ def keep(
     try:
         for client, reply in run.cohort.ask(exchange):
             load_states(network, reply.states)
-            folders[client] = run.folder / FOLDER / f"client_{client}"
+            folders[client] = run.folder / "copies" / f"client_{client}"
             folders[client].mkdir(parents=True, exist_ok=True)
             save(folders[client])
     except QuorumError as error:  # the run has its model

@@ -340,6 +340,7 @@ def _evaluate(
                 local = _last_round(with_precision(run, config), description)
                 last = rq.Personalise(local=local, threshold=threshold)
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
+            if config.evaluation.personalised and (holds_out or choice):
                 local = _copys_training(run, description)
                 last = rq.Personalise(local=local, threshold=threshold, compares=holds_out)
                 copies = _ask_tests(run, "evaluate.personalised", last, states)
@@ -440,9 +441,9 @@ def _ask_tests(
             whose = {"sites": reply.sites} if client == TOTAL else {"client": client}
             fields: dict[str, Any] = {**whose, "num_examples": reply.num_examples}
             fields |= reply.properties.get("scores", {})
-            gain, declared = reply.properties.get("gain"), cohort.properties.get(client, {})
-            if gain and gain[2] <= declared.get("splits", {}).get("validation", 0):
-                fields["gain"] = gain
+            if gain := reply.properties.get("gain"):
+                most = cohort.properties[client].get("splits", {}).get("validation", 0)
+                fields |= {"gain": gain} if gain[2] <= most else {}
             results.append(objective.reported(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test
         run.log.emit("warning", message=f"few clients could test the network: {error}")

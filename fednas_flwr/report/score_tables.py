@@ -204,6 +204,10 @@ def client_table(run: Run) -> Table | None:
         low, high = wilson(client["accuracy"], client.get("num_examples"))
         return f"{percent(low)} to {percent(high)}"
 
+    def of_copy(client: Mapping[str, Any]) -> str:
+        copy = copies.get(client["client"], {})
+        return _score_of(copy, kinds[0]) + (", kept" if copy.get("keeps") else "")
+
     columns: list[tuple[str, Callable[[Any], str]]] = [
         ("client", lambda client: str(client["client"])),
         *((s.label, partial(_score_of, kind=s)) for s in shown),
@@ -213,9 +217,7 @@ def client_table(run: Run) -> Table | None:
         columns.insert(2, ("95 % interval", interval))
     copies = {one["client"]: one for one in run.last("evaluated").get("copies") or []}
     if kinds := [] if many else _measured(run, [*copies.values()]):
-        tested, head = partial(_score_of, kind=kinds[0]), f"{kinds[0].label} of fine-tuned copy"
-        columns.append((head, lambda client: tested(copies.get(client["client"], {}))))
-        columns.append(("keeps it", lambda client: _yes(copies.get(client["client"], {}))))
+        columns.append((f"{kinds[0].label} of fine-tuned copy", of_copy))
     return "Each client's own test records", *rows_of(clients, columns)
 
 
@@ -223,10 +225,6 @@ def _measured(run: Run, found: Sequence[Mapping[str, Any]]) -> list[Score]:
     """The scores that some results have; the loss of numbers to predict is no log loss."""
     kinds = [kind for kind in SCORES if any(kind.of(one) is not None for one in found)]
     return [kind for kind in kinds if not (run.is_regression and kind.name == LOG_LOSS)]
-
-
-def _yes(copy: Mapping[str, Any]) -> str:
-    return "yes" if copy.get("keeps") else "no"
 
 
 def _score_of(measured: Mapping[str, Any], kind: Score) -> str:
