@@ -113,6 +113,7 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
         rows = {
             "head": (*head, "retrain=recommended"),
             "head, epsilon 8, shared noise": (*head, *private),
+            "the same, all records a step": (*head, *private, "privacy.retrain.rate=1.0"),
             "fine-tuned": (*tuned, *ROUNDS),
             "from scratch": (*GIVEN, "algorithm.network=resnet8_32", "retrain.rounds=30"),
         }
