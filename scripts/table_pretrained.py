@@ -39,7 +39,7 @@ GIVEN = ("algorithm=fedavg", "stages=[retrain,evaluate,export]")
 LINEAR = (*GIVEN, "algorithm.network=linear")
 PRIVATE = ("privacy=dp", "privacy.micro_batch_size=256")
 SHARED = ("secure_sum={}",)
-BUDGETS = {1: 1.24, 3: 3.66}  # of a filter, by PRV epsilon of the whole run
+BUDGETS = {1: 1.24, 3: 3.66, 8: 9.5}  # of a filter, by PRV epsilon of the whole run
 ADAPTERS = ("search_space=adapters", "retrain=mbconv_small", "retrain.norm=group")
 SEARCH = (
     *("algorithm=successive_halving", "algorithm.eta=4", "algorithm.rewarded=local"),
@@ -113,7 +113,10 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
         rows = {
             "head": (*head, "retrain=recommended"),
             "head, epsilon 8, shared noise": (*head, *private),
-            "the same, all records a step": (*head, *private, "privacy.retrain.rate=1.0"),
+            "head, all records a step, PRV epsilon 8": (
+                *(*head, *PRIVATE, *SHARED, f"privacy.epsilon={BUDGETS[8]}"),
+                "privacy.retrain.rate=1.0",
+            ),
             "fine-tuned": (*tuned, *ROUNDS),
             "from scratch": (*GIVEN, "algorithm.network=resnet8_32", "retrain.rounds=30"),
         }

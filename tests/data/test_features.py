@@ -247,7 +247,9 @@ def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
     gone.unlink()
     forget_frozen()
     central = result.scores["central"]
-    model, images = load(result.folder), np.load(made_data)
+    model = load(result.folder)
+    with np.load(made_data) as file:
+        images = dict(file)
     names = [model.class_names[label] for label in images["y_test"]]
     right = np.array(model.predict(images["x_test"]).labels) == names
     assert right.mean() == pytest.approx(central["accuracy"])
