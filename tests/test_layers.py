@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from fednas_flwr.base.layers import conv2d, depthwise, group_norm, linear
 from fednas_flwr.base.randomness import make_generator
 
+from .processes import told
+
 
 def draw(*shape, seed=0, dtype=torch.float64):
     generator = make_generator(seed, "layers")
@@ -156,3 +158,10 @@ def test_rows_of_a_linear_layer_are_rounded_alike(inputs, columns):
         assert torch.equal(by_x, by_x[:1].expand_as(by_x))
         torch.testing.assert_close(out[0], weight @ record)
         torch.testing.assert_close(by_x[0], gradient @ weight)
+
+
+def test_settings_are_checked_without_loading_torch_or_numpy():
+    program = (
+        "import sys, fednas_flwr.settings\nprint(sorted({'numpy', 'torch'} & set(sys.modules)))"
+    )
+    assert told("-c", program) == "[]\n"
