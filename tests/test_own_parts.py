@@ -365,3 +365,25 @@ def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, c
     assert message in sentence
     assert str(path) in sentence
     assert sentence.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["sweep", "ray"])
+def test_other_processes_learn_of_what_is_ones_own(mine, tmp_path, where):
+    joblib = ("-m", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    own = joblib if where == "sweep" else ("runtime=ray",)
+    own = (*own, f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}")
+    said = told("-m", "fednas_flwr", "run", "--with", mine, *WITH, *own)
+    assert ("2 of 2 jobs completed" if where == "sweep" else "run completed") in said
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("score", [lambda p, y: np.nan, lambda p, y: p[:, 99].mean()])
+def test_a_score_that_fails_ends_the_run_in_one_sentence(score, mine, tmp_path, capsys):
+    register_metric("wrong", score)
+    cache, folder = f"dataset.cache={tmp_path / 'cache'}", tmp_path / "run"
+    assert main(["run", "--with", str(mine), *WITH, cache, f"run_dir={folder}"]) != 0
+    assert "the metric wrong of your own" in capsys.readouterr().err
+    assert (folder / "model.onnx").exists()
+    refuses("metric=wrong exists", register_metric, "wrong", score)
+    refuses("metric=AUROC exists", register_metric, "AUROC", score)

@@ -243,18 +243,18 @@ def _keep_copies(
     if not sites or is_beside(run.folder):
         return {}
     with run.stage("personalise"):
-        local = _copys_training(run, description)
         folders = personal_copies.keep(
             run,
             network,
             states,
-            local,
+            _copys_training(run, description),
             among=sites,
             save=lambda folder: export_safetensors(
                 _model(run, description, network, threshold), folder
             ),
         )
-        run.log.emit("personalised", clients=[*folders])
+        if folders:
+            run.log.emit("personalised", clients=[*folders])
     return folders
 
 
@@ -344,7 +344,7 @@ def _evaluate(
                 local = _copys_training(run, description)
                 last = rq.Personalise(local=local, threshold=threshold, compares=holds_out)
                 copies = _ask_tests(run, "evaluate.personalised", last, states)
-                known = choice.run.last("evaluated").get("copies") or [] if choice else []
+                known = choice.run.last("evaluated").get("copies", ()) if choice else ()
                 results["copies"] = personal_copies.compared(copies, known)
         simpler = {name: baselines.get(name) for name in ("linear", "trees")}
         scored: dict[str, Any] = {"metric": metric, "validation": validation}

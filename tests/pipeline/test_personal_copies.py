@@ -72,6 +72,30 @@ PERSONAL = (
 )
 
 
+def test_gains_are_of_records_that_neither_network_nor_copy_was_trained_on(run_inline, monkeypatch):
+    asked = []
+
+    def recording(action):
+        honest = ANSWERS[action]
+
+        def answer(client, request, settings):
+            asked.append(settings)
+            return honest(client, request, settings)
+
+        monkeypatch.setitem(ANSWERS, action, answer)
+
+    for action in ("evaluate.personalised", "train.weights"):
+        recording(action)
+    done = run_inline(*PERSONAL, "retrain.evaluate_every=1")
+    compared_by = [one.local for one in asked if getattr(one, "compares", False)]
+    kept = [one.local for one in asked if not hasattr(one, "compares")]
+    assert {(one.split, one.amount.epochs) for one in compared_by} == {("train", 5)}
+    lr = done.config.retrain.weights.lr / 10
+    assert [one.weights.lr for one in compared_by] == pytest.approx([lr] * len(compared_by))
+    assert kept[-1] == compared_by[0]
+    assert {one.split for one in kept} == {"train"}
+
+
 def test_a_copy_that_is_kept_has_the_accuracy_that_is_told(finished_run):
     done = finished_run(*PERSONAL, "retrain.evaluate_every=1")
     copies = done.the("evaluated")["copies"]
