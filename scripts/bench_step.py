@@ -5,7 +5,7 @@
 Steps of one size alternate, so that a slow minute of the machine hits all of them; printed are
 medians with quartiles, and medians of the paired ratios, which are what counts. Times are process
 CPU time of one thread; memory is what the process's resident set grows by at its peak, each step in
-a process of its own.
+a process of its own. With FEDNAS_DEVICE=cuda steps are on a GPU, in wall time and without memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -36,11 +37,12 @@ from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.spaces.space import Supernet
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.reference_engine import by  # noqa: E402 (from the checkout)
+from tests.reference_engine import by_ops  # noqa: E402 (from the checkout)
 
 Space = DARTSSpace | NASBench201Space
 Step = Callable[[], object]
 
+DEVICE = os.environ.get("FEDNAS_DEVICE", "cpu")
 MAX_NORM = 1.0
 CLASSES = 10
 S = DARTSSpace(input_shape=(1, 28, 28), num_classes=10, channels=4, num_cells=3, norm="group")
@@ -86,7 +88,8 @@ def main() -> None:
     for title, (space, batch_size) in SIZES.items():
         repeats = 3 if options.quick else max(3, options.repeats // (3 if space is L else 1))
         print_ratios(title, measure(make_steps(space, batch_size), repeats), repeats)
-        print_memory(title, space, batch_size)
+        if DEVICE == "cpu":
+            print_memory(title, space, batch_size)
         if options.quick:
             return
     measure_networks(options.repeats)
@@ -112,9 +115,9 @@ def make_steps(space: Space, batch_size: int) -> dict[str, Step]:
     """Return the steps to be compared, on one batch and equal parameters."""
     x, y = make_batch(space.input_shape, batch_size)
     reference, fast, *batch_normed = (
-        by(engine, make_supernet(replace(space, norm=norm)))
+        computed(make_supernet(replace(space, norm=norm)))
         for norm in (space.norm, "batch")
-        for engine in ("reference", "fast")
+        for computed in (by_ops, lambda supernet: supernet)
     )
     private = {"loss": cross_entropy, "max_norm": MAX_NORM}
     weights, alphas = fast.weights(), fast.alphas()
@@ -178,7 +181,7 @@ def measure_networks(repeats: int) -> None:
             "MBConv blocks": BLOCKS.network(BLOCKS.random_genotype(make_generator(0, "blocks"))),
         }
     for title, network in networks.items():
-        weights = dict(network.train().named_parameters())
+        weights = dict(network.train().to(DEVICE).named_parameters())
         steps: dict[str, Step] = {
             "plain": functools.partial(BatchGradients().weight_gradient_sum, network, (x, y)),
             "private": functools.partial(
@@ -231,16 +234,16 @@ def measure_filling(repeats: int) -> None:
 
 
 def make_batch(shape: tuple[int, ...], batch_size: int) -> tuple[Tensor, Tensor]:
-    """Return normal features and labels."""
+    """Return normal features and labels, on the device of all steps."""
     generator = make_generator(0, "bench")
     x = torch.randn(batch_size, *shape, generator=generator)
-    return x, torch.randint(CLASSES, (batch_size,), generator=generator)
+    return x.to(DEVICE), torch.randint(CLASSES, (batch_size,), generator=generator).to(DEVICE)
 
 
 def make_supernet(space: Space) -> Supernet:
     """Return the same supernet in every call."""
     with seeded(0, "bench"):
-        return space.supernet().train()
+        return space.supernet().train().to(DEVICE)
 
 
 class HookedSupernet(nn.Module):
@@ -278,7 +281,7 @@ class OpWeights(nn.Module):
 
 def opacus_step(space: Space, x: Tensor, y: Tensor, *, by_alphas: bool) -> Step:
     """Return the step as Opacus' optimizer makes it, on a reference model that keeps its hooks."""
-    supernet = by("reference", make_supernet(space))
+    supernet = by_ops(make_supernet(space))
     model = GradSampleModule(HookedSupernet(supernet, by_alphas=by_alphas), loss_reduction="sum")
     parameters = [p for p in model.parameters() if p.requires_grad]
 
@@ -301,16 +304,24 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 def measure(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
     """Return the seconds of every step in every repeat, after one repeat that is not counted.
 
-    Every other repeat runs the steps in the opposite order. CPU time of this process.
+    Every other repeat runs the steps in the opposite order.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name in list(steps)[:: 1 if repeat % 2 else -1]:
-            start = time.process_time()
+            start = clock()
             steps[name]()
             if repeat > 0:
-                times[name].append(time.process_time() - start)
+                times[name].append(clock() - start)
     return times
+
+
+def clock() -> float:
+    """Return seconds of CPU time of this process, on a GPU of the wall when its work is done."""
+    if DEVICE == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def paired(times: dict[str, list[float]], upper: str, lower: str) -> list[float]:

@@ -1,25 +1,24 @@
 #!/usr/bin/env bash
-# One page about a machine with a GPU, in about 20 minutes: scripts/gpu_day.sh <folder of CIFAR-10>
-# Tests that need a GPU (the self-test of privacy among them), the time of the papers' rounds on it
-# and on the processor, and a whole run. FEDNAS_DEVICE=cpu tries the script without a GPU.
+# One page about a machine with a GPU, in 5 to 20 minutes: scripts/gpu_day.sh <CIFAR-10> [folder]
+# CIFAR-10 is a folder, to which torchvision downloads it, or an npz file. In the other folder are the
+# page and the runs. Rounds of DP-FNAS and FDNAS at the papers' size, the steps' benchmark, all tests
+# that need a GPU (the self-test of privacy among them) and a whole run.
+# FEDNAS_DEVICE=cpu tries the script without a GPU.
 set -uo pipefail
-root=$(realpath "${1:?the folder of CIFAR-10, to which torchvision downloads}")
+data=$(realpath "${1:?the folder of CIFAR-10, to which torchvision downloads, or an npz file}")
+made=$(realpath "${2:-$(mktemp -d)}")
 source "$(dirname "$0")/setup.sh"
 device=${FEDNAS_DEVICE:-cuda}
-page=$(mktemp -d)/gpu_day.txt
+cifar=(dataset=npz)
+[ -f "$data" ] || cifar=(dataset=cifar10 dataset.download=true)
+cifar+=("dataset.root=$data" dataset.limit_train=null dataset.limit_test=null)
+of_page=("stages=[search]" evaluation.baselines=0 "runtime.device=$device" runtime=inline)
 
 part() {  # title, seconds allowed, command: its last lines, and how long it took
     local began=$SECONDS
     echo "== $1"
-    timeout "$2" "${@:3}" 2>&1 | tail -n 15
+    timeout "$2" "${@:3}" 2>&1 | tail -n 25
     echo "-- exit code ${PIPESTATUS[0]} after $((SECONDS - began)) s"
-}
-
-predict() {  # experiment, its name, settings: a round's time on each device
-    for on in "$device" cpu; do
-        part "$1 on $on" 240 fednas run "experiment=$1" dataset=cifar10 dataset.root="$root" \
-            dataset.download=true runtime.device="$on" --dry-run "${@:2}"
-    done
 }
 
 {
@@ -27,10 +26,15 @@ predict() {  # experiment, its name, settings: a round's time on each device
     git describe --always --dirty
     [ "$device" = cpu ] || nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
     python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
+    part "two rounds of DP-FNAS at the paper's size; 24.5 are an epoch" 300 \
+        fednas run experiment=dp_fnas/cifar10 "${cifar[@]}" "${of_page[@]}" rounds=2 \
+        privacy.micro_batch_size=128 run_dir="$made/dp_fnas"
+    part "FDNAS at the paper's size: one epoch of ten clients" 300 \
+        fednas run experiment=fdnas/fashion_mnist "${cifar[@]}" "${of_page[@]}" rounds=1 clients=10 \
+        search_space=mbconv algorithm.batch_size=256 run_dir="$made/fdnas"
+    part "steps" 300 env FEDNAS_DEVICE="$device" python scripts/bench_step.py --repeats 3
     part "tests with a GPU" 300 pytest -q -n 0 -m gpu
-    predict dp_fnas/cifar10
-    predict fdnas/fashion_mnist dataset.limit_train=50000 search_space=mbconv clients=10
     part "a whole search" 300 fednas run experiment=search/recommended runtime.device="$device" \
-        run_dir="$(dirname "$page")/run"
-} | tee "$page"
-echo "this page: $page"
+        run_dir="$made/recommended"
+} | tee "$made/gpu_day.txt"
+echo "this page: $made/gpu_day.txt"

@@ -2,12 +2,15 @@
 
     python scripts/table_papers.py --root <folder> [--for 150min] [--only DP-FNAS] [--cifar FILE]
 
-All rows retrain NAS-Bench-201's cell, one per stage, with the fewest channels (a multiple of 2)
-that give it 25 M multiply-adds, for 20 rounds of one epoch of all images; only FedEx and
-FEATHERS tune as they retrain, which is what they are. Batch size and learning rate of the others
-were chosen on 10,000 held-out training images, after ten rounds on 20,000 others. DP-FNAS' search
-is private, by a budget of 3.5, and as in the paper the delivered model is not. A search takes about
-20 minutes of a quiet core and a retraining 35, or 50 without bfloat16.
+All rows retrain a network with the fewest channels (a multiple of 2) that give it 25 M
+multiply-adds, for 20 rounds of one epoch of all images; only FedEx and FEATHERS tune as they
+retrain, which is what they are. Rows of FEATHERS' table are of NAS-Bench-201's cell, one per stage,
+those of DP-FNAS' of DARTS' cells, three of them; searches have the same depth. Batches of 32 and
+the learning rate were chosen on 10,000 held-out training images, after ten rounds on 20,000 others;
+DARTS' cells, whose steps take twice as long, have batches of 64. DP-FNAS' search is private, by a
+budget of 3.5, and as in the paper the delivered model is not. In NAS-Bench-201's space a search
+takes about 20 minutes of a quiet core and a retraining 35, or 50 without bfloat16; rows in DARTS'
+space, which take hours there, are for a GPU.
 
 Runs are made in the order of the list, one core each, and go on where they were stopped; ``--for``
 says when to stop. They count whatever commit they are of, which is kept beside each: core-hours are
@@ -36,12 +39,14 @@ RUNS = Path("runs/table_papers")
 LEAST_MULTIPLY_ADDS = 25e6
 FASHION, CIFAR = "Fashion-MNIST", "CIFAR-10 (JPEG)"
 SHAPES = {FASHION: (1, 28, 28), CIFAR: (3, 32, 32)}
-SPACE = ("search_space=nasbench201_small", "search_space.channels=4")
-TRAINING = (
-    *("stages=[retrain,evaluate,export]", "retrain.rounds=20", "retrain.local_epochs=1"),
-    *("retrain.batch_size=32", "retrain.unaugmented=0.3"),
+NASBENCH = ("search_space=nasbench201_small", "search_space.channels=4")
+DARTS_CELLS = ("search_space=darts_small", "search_space.channels=4", "search_space.num_cells=3")
+SIZES = {"nasbench201": (1, 32), "darts": (3, 64)}  # cells of what is retrained, and batches
+TRAINING = ("stages=[retrain,evaluate,export]", "retrain.rounds=20", "retrain.local_epochs=1")
+FEDAVG = (
+    *("algorithm=fedavg", "retrain=recommended", "retrain.weights.lr=0.1"),
+    "retrain.unaugmented=0.3",
 )
-FEDAVG = ("algorithm=fedavg", "retrain=recommended", "retrain.weights.lr=0.1")
 SHIFTED = (*FEDAVG, "dataset.crop_padding=4", "dataset.flip=true")  # of files, which have none
 DIVISIONS = {"iid": "partition=iid", "label-skewed": "partition=label_groups"}
 MINUTES = {"scale": 1 / 60, "decimals": 0}
@@ -55,9 +60,15 @@ COLUMNS = [
     {"metric": "searched_epsilon", "title": "PRV epsilon of the search", "decimals": 2},
 ]
 DARTS = ("experiment=fed_darts/published", "rounds=5", "algorithm.batch_size=64")
-FNAS = ("experiment=fnas/fashion_mnist", "rounds=400", "algorithm.batch_size=64")
+FNAS = (
+    *("experiment=fnas/fashion_mnist", "rounds=300", "algorithm.batch_size=64"),
+    "algorithm.evaluate_every=0",
+)
 WAITS = "algorithm.warm_up_rounds=30"
-DP_FNAS = ("experiment=dp_fnas/fashion_mnist", "privacy.epsilon=3.5", "rounds=60", WAITS)
+DP_FNAS = (
+    *("experiment=dp_fnas/fashion_mnist", "privacy.epsilon=3.5", "rounds=60", WAITS),
+    "privacy.micro_batch_size=512",
+)
 RECOMMENDED = ("experiment=search/recommended",)
 
 
@@ -74,6 +85,7 @@ class Row:
         training: Settings of the retraining.
         partition: One of ``DIVISIONS``.
         data: Of which images.
+        space: In which the search is.
     """
 
     paper: str
@@ -84,6 +96,7 @@ class Row:
     training: tuple[str, ...] = FEDAVG
     partition: str = "iid"
     data: str = FASHION
+    space: tuple[str, ...] = NASBENCH
 
     def settings(self, *, of: tuple[str, ...]) -> list[str]:
         """Overrides of a run: those ``of`` a stage, and data and their division."""
@@ -115,16 +128,16 @@ def feathers(partition: str, clients: int, numbers: tuple[float, float, float]) 
 
 ROWS = [
     *feathers("iid", 5, (92, 82, 94)),
-    Row("DP-FNAS", "FNAS", 4, FNAS, 96.8),
-    Row("DP-FNAS", "DP-FNAS", 4, DP_FNAS, 96.9),
+    Row("DP-FNAS", "FNAS", 4, FNAS, 96.8, space=DARTS_CELLS),
+    Row("DP-FNAS", "DP-FNAS", 4, DP_FNAS, 96.9, space=DARTS_CELLS),
     *feathers("label-skewed", 5, (93, 81, 93)),
-    Row("DP-FNAS", "vanilla NAS", 1, FNAS, 97.2),
-    Row("DP-FNAS", "DP-FNAS", 1, DP_FNAS, 97.0),
-    Row("DP-FNAS", "FNAS", 8, FNAS, 96.7),
-    Row("DP-FNAS", "DP-FNAS", 8, DP_FNAS, 96.6),
+    Row("DP-FNAS", "vanilla NAS", 1, FNAS, 97.2, space=DARTS_CELLS),
+    Row("DP-FNAS", "DP-FNAS", 1, DP_FNAS, 97.0, space=DARTS_CELLS),
+    Row("DP-FNAS", "FNAS", 8, FNAS, 96.7, space=DARTS_CELLS),
+    Row("DP-FNAS", "DP-FNAS", 8, DP_FNAS, 96.6, space=DARTS_CELLS),
     *(row for row in feathers("iid", 10, (91, 78, 93)) if row.number and "FedEx" not in row.name),
-    Row("DP-FNAS", "DP-FNAS", 4, DP_FNAS, 96.9, SHIFTED, data=CIFAR),
-    Row("DP-FNAS", "FNAS", 4, FNAS, 96.8, SHIFTED, data=CIFAR),
+    Row("DP-FNAS", "DP-FNAS", 4, DP_FNAS, 96.9, SHIFTED, data=CIFAR, space=DARTS_CELLS),
+    Row("DP-FNAS", "FNAS", 4, FNAS, 96.8, SHIFTED, data=CIFAR, space=DARTS_CELLS),
     Row("DP-FNAS", "recommended", 4, RECOMMENDED, None, SHIFTED, data=CIFAR),
 ]
 
@@ -165,13 +178,17 @@ def make(row: Row, seed: int, *, roots: Mapping[str, Path], end: float) -> None:
     known = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
     if any((run["group"], run["seed"]) == (group, seed) for run in known):
         return
-    overrides = row.settings(of=(*row.search, *SPACE, "stages=[search]"))
+    overrides = row.settings(of=(*row.search, *row.space, "stages=[search]"))
     searched = folder(row.search[0], row, seed)
     search = make_run(searched, overrides=overrides, seed=seed, root=root, end=end)
     if search is None:
         return
     genotype = search.folder / "genotype.json"
-    sizes = (f"genotype={genotype}", f"retrain.channels={channels(genotype, SHAPES[row.data])}")
+    cells, batch_size = SIZES[load_genotype(genotype).space]
+    sizes = (
+        *(f"genotype={genotype}", f"retrain.num_cells={cells}", f"retrain.batch_size={batch_size}"),
+        f"retrain.channels={channels(genotype, SHAPES[row.data])}",
+    )
     measure(
         RESULTS,
         folder(f"{row.paper} {row.name}", row, seed),
@@ -196,12 +213,13 @@ def folder(name: str, row: Row, seed: int) -> Path:
 
 
 def channels(genotype: Path, shape: tuple[int, int, int]) -> int:
-    """The fewest channels, a multiple of 2, with which a found cell has 25 M multiply-adds."""
+    """The fewest channels, a multiple of 2, with which found cells have 25 M multiply-adds."""
     cell, width, cost = load_genotype(genotype), 0, 0
+    name = cell.space
     while cost < LEAST_MULTIPLY_ADDS:
         width += 2
-        settings = {"channels": width, "num_cells": 1, "norm": "batch"}
-        space = make_space("nasbench201", input_shape=shape, num_classes=10, **settings)
+        settings = {"channels": width, "num_cells": SIZES[name][0], "norm": "batch"}
+        space = make_space(name, input_shape=shape, num_classes=10, **settings)
         cost = count_multiply_adds(space.network(cell), space.input_shape)
     return width
 

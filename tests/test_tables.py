@@ -1,3 +1,4 @@
+import importlib
 import json
 import runpy
 import subprocess
@@ -12,6 +13,18 @@ from .refusals import refuses
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 COLUMNS = [{"metric": "accuracy", "title": "accuracy (%)", "scale": 100, "decimals": 1}]
+
+
+def test_all_scripts_can_be_imported():
+    """What they take from the package and the tests is still there."""
+    names = [path.stem for path in sorted(SCRIPTS.glob("*.py"))]
+    assert len(names) > 30
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("cosmic_ray", "playwright"):  # of no extra that tests need
+                raise
 
 
 def _run(algorithm, seed, accuracy):
