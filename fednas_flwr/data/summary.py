@@ -12,17 +12,9 @@ import numpy as np
 import torch
 
 from fednas_flwr.base.errors import listed
+from fednas_flwr.data import records as rd
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.oddities import oddities
-from fednas_flwr.data.records import (
-    CATEGORY,
-    DATE,
-    NUMBER,
-    Column,
-    Records,
-    assign_splits,
-    count_labels,
-)
 from fednas_flwr.data.table_files import typed
 from fednas_flwr.settings.names import QUANTILES, SPLITS
 
@@ -44,7 +36,7 @@ def reading_notes(prepared: Prepared, missing: Mapping[str, int] | None = None) 
     if not records.schema or not (records.label or records.multi_label):
         return lines
     missing = missing_counts(records) if missing is None else missing
-    for kind, word in ((NUMBER, "numbers"), (DATE, "dates"), (CATEGORY, "categories")):
+    for kind, word in ((rd.NUMBER, "numbers"), (rd.DATE, "dates"), (rd.CATEGORY, "categories")):
         columns = [column for column in records.schema if column.kind == kind]
         texts = [_short(column, missing[column.name]) for column in columns]
         if texts:
@@ -113,7 +105,7 @@ def summary(
     return lines + [f"suggestion: {line}" for line in _suggestions(prepared)]
 
 
-def missing_counts(records: Records) -> dict[str, int]:
+def missing_counts(records: rd.Records) -> dict[str, int]:
     """Return the number of missing cells by column; unknown categories count as missing."""
     if not records.schema:
         return {}
@@ -122,34 +114,34 @@ def missing_counts(records: Records) -> dict[str, int]:
     ones = dict(zip(names, np.count_nonzero(features, axis=0).tolist(), strict=True))
     return {
         column.name: len(records) - sum(ones[f"{column.name}={v}"] for v in column.categories)
-        if column.kind == CATEGORY
+        if column.kind == rd.CATEGORY
         else missing[column.name]
         for column in records.schema
     }
 
 
-def _contents(records: Records, column: Column) -> str:
+def _contents(records: rd.Records, column: rd.Column) -> str:
     """Values of a column, without the number of missing cells."""
-    if column.kind == CATEGORY:
+    if column.kind == rd.CATEGORY:
         return f"one of {listed(column.categories, _MOST)}"
     values = _values(records, column)
     if not len(values):
         return column.kind
-    if column.kind == DATE:
+    if column.kind == rd.DATE:
         return f"date, {' to '.join(_ends(values, column))}"
     return f"number, {_spread(values)}"
 
 
-def _values(records: Records, column: Column) -> np.ndarray:
+def _values(records: rd.Records, column: rd.Column) -> np.ndarray:
     """Values of a column of numbers or dates that are not missing."""
     values = records.features[:, records.feature_names.index(column.name)].numpy().astype(float)
     return values[~np.isnan(values)]
 
 
-def _ends(values: np.ndarray, column: Column) -> list[str]:
+def _ends(values: np.ndarray, column: rd.Column) -> list[str]:
     """The smallest and the largest of some values."""
     ends = values.min(), values.max()
-    if column.kind == DATE:
+    if column.kind == rd.DATE:
         return [str(np.datetime64(int(day), "D")) for day in ends]
     return [f"{end:g}" for end in ends]
 
@@ -160,7 +152,7 @@ def _spread(numbers: np.ndarray) -> str:
 
 
 def _division(
-    records: Records,
+    records: rd.Records,
     parts: Sequence[np.ndarray],
     names: Sequence[str],
     *,
@@ -170,9 +162,9 @@ def _division(
     """Return the records of each client by split and class, and what is odd about them."""
     lines, odd = [], []
     for client, rows in zip(names, parts, strict=True):
-        split = assign_splits(records.ids[rows], key=key, fractions=fractions)
+        split = rd.assign_splits(records.ids[rows], key=key, fractions=fractions)
         sizes = np.bincount(split, minlength=len(SPLITS))
-        counts = count_labels(records.labels[rows], len(records.class_names))
+        counts = rd.count_labels(records.labels[rows], len(records.class_names))
         by_split = ", ".join(f"{n:,} {name}" for n, name in zip(sizes, SPLITS, strict=True))
         by_class = [f"{n} {c:,}" for n, c in zip(records.class_names, counts, strict=True)]
         lines.append(f"{client}: {by_split}; {listed(by_class, _MOST)}")
@@ -202,7 +194,7 @@ def _suggestions(prepared: Prepared) -> list[str]:
             "dataset.backbone.name=<timm or torchvision model>, since its features are better than "
             "what so few images teach a network from scratch"
         )
-    counts = torch.tensor(count_labels(records.labels, prepared.num_classes))
+    counts = torch.tensor(rd.count_labels(records.labels, prepared.num_classes))
     shares = counts / max(1, len(records))
     rare = int(shares.argmin())
     rarest = records.class_names[rare]
@@ -212,7 +204,7 @@ def _suggestions(prepared: Prepared) -> list[str]:
     if one_class and float(shares[rare]) < RARE / prepared.num_classes:
         share = f"{100 * float(shares[rare]):.1f} %"
         lines.append(f"training.class_factors: {rarest} is {share} of the records")
-    found = [(c, _values(records, c)) for c in records.schema if c.kind != CATEGORY]
+    found = [(c, _values(records, c)) for c in records.schema if c.kind != rd.CATEGORY]
     ends = [(c.name, _ends(values, c)) for c, values in found if len(values)]
     pairs = [(name, ",".join(pair)) for name, pair in ends if len({*pair}) == 2]
     keys = {name: typed(name) for name, _ in pairs}
@@ -230,14 +222,14 @@ def _suggestions(prepared: Prepared) -> list[str]:
     return lines
 
 
-def _classes(records: Records) -> list[str]:
+def _classes(records: rd.Records) -> list[str]:
     if records.is_regression:
         return [_spread(records.labels.double().numpy())]
-    counts = count_labels(records.labels, len(records.class_names))
+    counts = rd.count_labels(records.labels, len(records.class_names))
     return [f"{name} {n:,}" for name, n in zip(records.class_names, counts, strict=True)]
 
 
-def _short(column: Column, missing: int) -> str:
-    details = [f"{len(column.categories)} values"] if column.kind == CATEGORY else []
+def _short(column: rd.Column, missing: int) -> str:
+    details = [f"{len(column.categories)} values"] if column.kind == rd.CATEGORY else []
     details += [f"{missing:,} missing"] if missing else []
     return f"{column.name} ({', '.join(details)})" if details else column.name

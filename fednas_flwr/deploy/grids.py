@@ -244,7 +244,7 @@ def _nodes(address: str) -> Nodes:
     return tuple((float(cpus), float(gpus)) for cpus, gpus in json.loads(done.stdout))
 
 
-POLL_S = 0.1
+POLL_S = 1.0
 AGAIN_S = 1.0  # after which another worker is started where one could not be
 AHEAD = 4  # messages per worker, from the head of the queue, among which it finds its clients'
 SHORT_S = 0.2  # longest work of several messages that a worker takes at once
@@ -330,7 +330,7 @@ class WorkerGrid(InProcessGrid):
         return [message.metadata.message_id for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there; waits a tenth of a second for the first."""
+        """Return the replies that are there; waits a second for the first."""
         wanted = list(message_ids)
         with self._changed:
             self._changed.wait_for(lambda: not self._replies.keys().isdisjoint(wanted), POLL_S)

@@ -24,13 +24,13 @@ from fednas_flwr.settings import Config, dump_config, registry
 from fednas_flwr.settings.configuration import load_config
 
 PATIENCE_S = 5.0  # of a run in one process; to start others takes about as long
-LATER = "sklearn.metrics"  # what this process imports while the others compute
-# What a run imports, at first or later; the latter takes two seconds.
-IMPORTED = ("fednas_flwr.deploy.whole_run", "torch._dynamo", "sklearn.datasets", LATER)
+IMPORTED = ("fednas_flwr.deploy.whole_run", "torch._dynamo")  # all that clients need
+# What this process imports while the others compute.
+LATER = ("torch.utils.tensorboard", "torch._dynamo", "torch.utils.flop_counter", "sklearn.metrics")
 
 
 def main() -> None:
-    """Import what runs need, and fork what is asked for."""
+    """Import what clients need, and fork what is asked for."""
     for name in IMPORTED:
         import_module(name)
     serve_forks()
@@ -83,7 +83,7 @@ class LocalGrid(WorkerGrid):
         """Return the replies that are there; where there will be no workers, that of one client."""
         if not self.threads and (is_warm() or self._spent_s > PATIENCE_S):
             self.begin()
-            threading.Thread(target=import_module, args=(LATER,), daemon=True).start()
+            threading.Thread(target=lambda: [*map(import_module, LATER)], daemon=True).start()
         soon = is_warm() and not self.has_failed
         if not (self.num_workers or soon) and (taken := self._next(0.0)):
             started = time.monotonic()

@@ -43,6 +43,8 @@ Description = Mapping[str, Any]  # what a network is built from, JSON values onl
 def make_device(name: str) -> torch.device:
     """Return the device; ``auto`` is CUDA where there is one.
 
+    From then on cuDNN computes float32 as such, not as TF32, by kernels that repeat their bits.
+
     Raises:
         ConfigError: ``cuda`` was asked for and there is none.
     """
@@ -52,6 +54,8 @@ def make_device(name: str) -> torch.device:
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = True, False
     return torch.device(name)
 
 

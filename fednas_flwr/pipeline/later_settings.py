@@ -14,12 +14,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.fdnas import FDNASSettings
 from fednas_flwr.base.errors import ConfigError, ReplyError
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.data.datasets import Prepared
-from fednas_flwr.models.networks import computes_in_bfloat16, make_device, supernet_space
+from fednas_flwr.models.networks import (
+    Description,
+    computes_in_bfloat16,
+    make_device,
+    make_network,
+    supernet_space,
+)
 from fednas_flwr.pipeline.beginning import Run
 from fednas_flwr.pipeline.schedule import given_noise
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -67,13 +75,13 @@ def with_learning_rate(run: Run) -> Config:
     return replace(config, retrain=replace(config.retrain, weights=weights))
 
 
-def with_precision(run: Run, config: Config) -> Config:
+def with_precision(run: Run, config: Config, description: Description) -> Config:
     """The configuration with the number format of retraining, where it is ``auto``.
 
     It is bfloat16 where this processor computes in it, the clients are its own, and the network has
-    so many multiply-adds that its steps gain by it (``scripts/bench_precision.py``); float32 on a
-    GPU, where a step lasts as long as its kernels take to start, and with privacy. A resumed run
-    keeps the one that it began with.
+    no grouped convolutions and so many multiply-adds that its steps gain by it
+    (``scripts/bench_precision.py``); float32 on a GPU, where a step lasts as long as its kernels
+    take to start, and with privacy. A resumed run keeps the one that it began with.
     """
     if config.training.precision != AUTO:
         return config
@@ -81,13 +89,16 @@ def with_precision(run: Run, config: Config) -> Config:
     if known := events.last("precision"):
         precision = known["precision"]
     else:
-        gains = events.last("derived")["multiply_adds"] >= LEAST_MULTIPLY_ADDS
+        with torch.device("meta"):
+            layers = list(make_network(description).modules())
+        grouped = any(getattr(layer, "groups", 1) > 1 for layer in layers)
+        many = events.last("derived")["multiply_adds"] >= LEAST_MULTIPLY_ADDS
         elsewhere = config.runtime.name == "deployment" or getattr(
             config.runtime, "ray_address", None
         )
         device = make_device(config.runtime.device)
         has_it = device.type == "cpu" and computes_in_bfloat16(device)
-        suits = gains and has_it and not elsewhere and not config.dp
+        suits = many and not grouped and has_it and not elsewhere and not config.dp
         precision = BFLOAT16 if suits else FLOAT32
         run.log.emit("precision", precision=precision)
     return replace(config, training=replace(config.training, precision=precision))

@@ -33,16 +33,11 @@ from fednas_flwr.models.explanation import importance, mistakes
 from fednas_flwr.models.export import export_onnx, export_safetensors
 from fednas_flwr.models.noised_scores import BINS, NoisedScores, scores_of_counts
 from fednas_flwr.models.prediction import MODEL_FILE, Model
+from fednas_flwr.pipeline import later_settings as later
 from fednas_flwr.pipeline import personal_copies
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.groups import run_groups
-from fednas_flwr.pipeline.later_settings import (
-    cost_of,
-    with_latency,
-    with_learning_rate,
-    with_precision,
-)
 from fednas_flwr.privacy.plan import metrics_release
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
@@ -162,7 +157,7 @@ def start_search(
     Raises:
         OutOfTimeError: The run's time has ended before.
     """
-    run.config = config = with_latency(run)
+    run.config = config = later.with_latency(run)
     strategy = make_search(config, run.prepared, run.cohort, run.checkpoints, run.schedule)
     if run.inherited is not None:
         strategy.inherit(run.inherited)
@@ -187,7 +182,7 @@ def describe(
             configuration=asdict(configuration) if configuration else None,
             num_parameters=count_parameters(network),
             multiply_adds=count_multiply_adds(network, run.prepared.input_shape),
-            cost=cost_of(run.config, run.prepared, genotype),
+            cost=later.cost_of(run.config, run.prepared, genotype),
             layers=layers_of(network, run.prepared.input_shape, genotype),
         )
     return description
@@ -198,7 +193,7 @@ def retrain(
 ) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
     strategy, network = make_retraining(
-        with_precision(run, with_learning_rate(run)),
+        later.with_precision(run, later.with_learning_rate(run), description),
         description,
         run.cohort,
         run.checkpoints,
@@ -337,7 +332,7 @@ def _evaluate(
                 else:
                     results["clients"] = answers
             if config.evaluation.personalised:
-                local = _last_round(with_precision(run, config), description)
+                local = _last_round(later.with_precision(run, config, description), description)
                 last = rq.Personalise(local=local, threshold=threshold)
                 results["personalised"] = _ask_tests(run, "evaluate.personalised", last, states)
             if config.evaluation.personalised and (holds_out or choice):
@@ -469,7 +464,7 @@ def _copys_training(run: Run, description: dict[str, Any]) -> rq.LocalTraining:
     """Return the fine-tuning of a site's copy, on the records that retraining has, too."""
     retrain = run.config.retrain
     split = "train" if retrain.evaluate_every else "train+validation"
-    local = _last_round(with_precision(run, run.config), description)
+    local = _last_round(later.with_precision(run, run.config, description), description)
     return personal_copies.fine_tuning(local, retrain.weights.lr, split=split)
 
 

@@ -13,15 +13,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from fednas_flwr.runs.numbers import (
-    BASELINES_FOLDER,
-    CLIENTS_LINEAR,
-    EVENTS_FILE,
-    FINALISTS_FOLDER,
-    POOLED,
-    Run,
-    read_run,
-)
+from fednas_flwr.runs import numbers as rn
 from fednas_flwr.settings.names import ACCURACY, FOUND, LINEAR
 
 FINALISTS = 2  # beside the linear model
@@ -39,8 +31,8 @@ class Candidate:
     """
 
     name: str
-    run: Run
-    short: Run
+    run: rn.Run
+    short: rn.Run
 
     @property
     def values(self) -> list[float]:
@@ -77,7 +69,7 @@ class Candidate:
         }
 
 
-def compared(run: Run) -> list[dict[str, Any]]:
+def compared(run: rn.Run) -> list[dict[str, Any]]:
     """The rows of the models that a run has compared, its own first, the best of the others next.
 
     Models that need no search come last.
@@ -88,13 +80,13 @@ def compared(run: Run) -> list[dict[str, Any]]:
     return networks + [
         empty
         | {"network": name, "test": value, "accuracy": value if by_accuracy else None}
-        | {"interval": run.interval(POOLED[name]) if name in POOLED else None}
+        | {"interval": run.interval(rn.POOLED[name]) if name in rn.POOLED else None}
         for name, value in run.simpler().items()
-        if name != CLIENTS_LINEAR and networks
+        if name != rn.CLIENTS_LINEAR and networks
     ]
 
 
-def _networks(run: Run) -> list[Candidate]:
+def _networks(run: rn.Run) -> list[Candidate]:
     choice = chosen(run.folder)
     name = f"delivered ({choice.name})" if choice else "found"
     first = [Candidate(name, run, run)] if run.last("evaluated") else []
@@ -110,7 +102,7 @@ def _networks(run: Run) -> list[Candidate]:
 
 def candidates(folder: Path) -> list[Candidate]:
     """The candidates of a run that have a score on validation records, best first."""
-    short, long = (_scored(folder / place) for place in (BASELINES_FOLDER, FINALISTS_FOLDER))
+    short, long = (_scored(folder / place) for place in (rn.BASELINES_FOLDER, rn.FINALISTS_FOLDER))
     longest = partial(max, key=lambda run: len(run.rounds("retrain")))  # time may have cut a run
     found = [Candidate(name, longest(long.get(name, run), run), run) for name, run in short.items()]
     return sorted(found, key=lambda one: (one.name not in long, -one.values[0], one.name))
@@ -133,7 +125,7 @@ def chosen(folder: Path) -> Candidate | None:
     bootstrap of the same records (Breiman et al. 1984, section 3.4.3, who take that of the best's
     own score): the linear model before all others, then by parameters.
     """
-    if not (folder / FINALISTS_FOLDER).is_dir() or not (known := candidates(folder)):
+    if not (folder / rn.FINALISTS_FOLDER).is_dir() or not (known := candidates(folder)):
         return None
     pools = (one.run.group("algorithm").get("pool") for one in known)
     limits: dict[str, Any] = next((pool["limits"] for pool in pools if pool), {})
@@ -150,13 +142,14 @@ def chosen(folder: Path) -> Candidate | None:
     return min(filter(is_close, last), key=size)
 
 
-def _scored(folder: Path) -> dict[str, Run]:
+def _scored(folder: Path) -> dict[str, rn.Run]:
     """The runs in a folder that have a score on validation records, by name."""
-    runs = {file.parent.name: read_run(file.parent) for file in folder.glob(f"*/{EVENTS_FILE}")}
+    folders = [file.parent for file in folder.glob(f"*/{rn.EVENTS_FILE}")]
+    runs = {one.name: rn.read_run(one) for one in folders}
     return {name: run for name, run in sorted(runs.items()) if _values(run)}
 
 
-def _values(run: Run) -> list[float]:
+def _values(run: rn.Run) -> list[float]:
     values = run.last("evaluated").get("validation") or []
     return [math.nan if value is None else run.score.sign * value for value in values]
 

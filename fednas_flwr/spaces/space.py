@@ -59,8 +59,11 @@ class Supernet(nn.Module):
         """
         super().__init__()
         self.body = body
-        drawn = {k: ALPHA_STD * torch.randn(edges, num_ops) for k, edges in num_edges.items()}
-        self.alphas = Alphas(drawn)
+        alphas = {k: torch.empty(edges, num_ops) for k, edges in num_edges.items()}
+        for alpha in alphas.values():
+            if not alpha.is_meta:  # of which torch would import its compiler, which takes a second
+                alpha.copy_(ALPHA_STD * torch.randn(alpha.shape))
+        self.alphas = Alphas(alphas)
 
     @property
     def takes_stack(self) -> bool:

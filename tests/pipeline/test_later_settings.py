@@ -73,16 +73,22 @@ def test_a_resumed_run_keeps_the_format_that_it_began_with(trained, monkeypatch)
     assert read_run(run.folder).last("precision")["precision"] == "bfloat16"
     monkeypatch.setattr(later_settings, "computes_in_bfloat16", lambda device: False)
     gone = SimpleNamespace(folder=run.folder)
-    assert with_precision(gone, run.config).training.precision == "bfloat16"
+    assert with_precision(gone, run.config, {}).training.precision == "bfloat16"
 
 
-def test_auto_is_float32_on_a_gpu(trained, monkeypatch):
+def test_auto_is_float32_of_grouped_convolutions_and_on_a_gpu(trained, monkeypatch):
     run = trained("float32")
     auto = replace(run.config, training=replace(run.config.training, precision="auto"))
     begun = SimpleNamespace(folder=run.folder, log=SimpleNamespace(emit=lambda *_, **__: None))
-    assert with_precision(begun, auto).training.precision == "bfloat16"
+
+    def chosen(name):
+        description = {"name": name, "input_shape": (1, 8, 8), "num_classes": 10, "norm": "batch"}
+        return with_precision(begun, auto, description).training.precision
+
+    assert chosen("plain_cnn") == "bfloat16"
+    assert chosen("mobilenet_v2") == "float32"
     monkeypatch.setattr(later_settings, "make_device", lambda name: torch.device("cuda"))
-    assert with_precision(begun, auto).training.precision == "float32"
+    assert chosen("plain_cnn") == "float32"
 
 
 def test_private_training_stays_float32(trained):

@@ -13,7 +13,7 @@ from torch import nn
 
 from fednas_flwr.base.layers import own_linear_layers
 from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
+from fednas_flwr.models.networks import linear, make_device, plain_cnn, torchvision_network
 from fednas_flwr.privacy import self_test
 from fednas_flwr.privacy.mechanism import clipping, record_gradients
 from fednas_flwr.privacy.mechanism.micro_batches import clipped_row_sum, filled, micro_batches
@@ -48,7 +48,7 @@ def weight_sum(network, x, y, **changed):
 
 
 def largest(computation, network, shape, size, *, num_classes=CLASSES, device="cpu"):
-    sizes = {"num_classes": num_classes, "size": size, "device": torch.device(device)}
+    sizes = {"num_classes": num_classes, "size": size, "device": make_device(device)}
     return largest_size(computation, network, shape, **sizes)
 
 
