@@ -2,9 +2,10 @@
 
     python scripts/bench_precision.py [--repeats 9]
 
-Networks of one NAS-Bench-201 cell of 3x3 convolutions per stage, or more, trained on made-up images
-by steps of SGD on one thread, which clients make or a loop of ten lines; CPU time, medians of
-pairs. ``training.precision=auto`` takes bfloat16 from ``LEAST_MULTIPLY_ADDS`` on.
+Networks of one NAS-Bench-201 cell of 3x3 convolutions per stage, or more, and of DARTS' cells and
+MBConv blocks, whose convolutions are grouped, trained on made-up images by steps of SGD on one
+thread, which clients make or a loop of ten lines; CPU time, medians of pairs.
+``training.precision=auto`` takes bfloat16 from ``LEAST_MULTIPLY_ADDS`` on, and never of the latter.
 """
 
 from __future__ import annotations
@@ -28,9 +29,17 @@ from fednas_flwr.search.objective import Batch
 from fednas_flwr.search.optimizer_step import Optimizer, train, trainable_weights
 from fednas_flwr.settings.names import BFLOAT16, FLOAT32
 from fednas_flwr.spaces.costs import count_multiply_adds
+from fednas_flwr.spaces.darts import DARTSSpace
+from fednas_flwr.spaces.mbconv import SKELETONS, MBConvSpace
 from fednas_flwr.spaces.nasbench201 import OPS, NASBench201Space
+from fednas_flwr.spaces.space import SearchSpace
 
 SIZES = list(itertools.product((8, 28), (8, 16, 32), (1, 3)))  # side, channels, cells
+OF_IMAGES = {"input_shape": (1, 28, 28), "num_classes": 10}
+GROUPED = {
+    "DARTS' cells, C 20": DARTSSpace(**OF_IMAGES, channels=20, num_cells=3),
+    "MBConv blocks": MBConvSpace(**OF_IMAGES, skeleton=SKELETONS["small"]),
+}
 BATCH, STEPS = 32, 8
 SGD_SETTINGS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 3e-4}
 
@@ -44,15 +53,12 @@ def main() -> None:
     print(f"instructions for bfloat16: {computes_in_bfloat16(torch.device('cpu'))}")
     print(f"auto: from {LEAST_MULTIPLY_ADDS / 1e6:g} M multiply-adds")
     print(
-        "image  channels  cells  multiply-adds (M)  bare (ms)  of a client / bare  bfloat16 / bare"
+        "network               image  multiply-adds (M)  bare (ms)  of a client / bare  "
+        "bfloat16 / bare"
     )
-    for side, channels, cells in SIZES:
-        space = NASBench201Space(
-            input_shape=(1, side, side), num_classes=10, channels=channels, num_cells=cells
-        )
-        network = space.network(space.genotype([OPS.index("nor_conv_3x3")] * 6))
+    for name, space, network in networks():
         cost = count_multiply_adds(network, space.input_shape) / 1e6
-        split = made_up(side)
+        split = made_up(side := space.input_shape[1])
         bare, clients, halves = zip(
             *(
                 (
@@ -65,10 +71,22 @@ def main() -> None:
             strict=True,
         )
         print(
-            f"{side:5}  {channels:8}  {cells:5}  {cost:17.2f}  {1e3 * median(bare[1:]):9.1f}  "
+            f"{name:20}  {side:5}  {cost:17.2f}  {1e3 * median(bare[1:]):9.1f}  "
             f"{spread(clients[1:], 2)}  {spread(halves[1:], 2)}",  # the first steps set up
             flush=True,
         )
+
+
+def networks() -> Iterator[tuple[str, SearchSpace, torch.nn.Module]]:
+    """Networks with their names and spaces."""
+    for side, channels, cells in SIZES:
+        sizes = {"input_shape": (1, side, side), "num_classes": 10, "channels": channels}
+        space = NASBench201Space(**sizes, num_cells=cells)
+        network = space.network(space.genotype([OPS.index("nor_conv_3x3")] * 6))
+        yield f"C {channels}, {cells} cells", space, network
+    for name, grouped in GROUPED.items():
+        drawn = grouped.random_genotype(make_generator(0, "bench"))
+        yield name, grouped, grouped.network(drawn)
 
 
 def made_up(side: int) -> Split:

@@ -17,7 +17,7 @@ of_page=("stages=[search]" evaluation.baselines=0 "runtime.device=$device" runti
 part() {  # title, seconds allowed, command: its last lines, and how long it took
     local began=$SECONDS
     echo "== $1"
-    timeout "$2" "${@:3}" 2>&1 | tail -n 25
+    timeout "$2" "${@:3}" 2>&1 | tail -n 60
     echo "-- exit code ${PIPESTATUS[0]} after $((SECONDS - began)) s"
 }
 
