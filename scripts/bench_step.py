@@ -3,9 +3,11 @@
     scripts/bench_step.sh [--quick] [--filling-only]
 
 Steps of one size alternate, so that a slow minute of the machine hits all of them; printed are
-medians with quartiles, and medians of the paired ratios, which are what counts. Times are process
-CPU time of one thread; memory is what the process's resident set grows by at its peak, each step in
-a process of its own. With FEDNAS_DEVICE=cuda steps are on a GPU, in wall time and without memory.
+medians with quartiles, and medians of the paired ratios, which are what counts, and how many
+multiply-adds the plain step makes of those that a matrix product makes in its time. Times are
+process CPU time of one thread; memory is what the process's resident set grows by at its peak, each
+step in a process of its own. With FEDNAS_DEVICE=cuda steps are on a GPU, in wall time and without
+memory.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from fednas_flwr.base.memory import keep_freed_memory
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.search.exact_gradients import BatchGradients
+from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.mbconv import SKELETONS, MBConvSpace
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
@@ -45,6 +48,7 @@ Step = Callable[[], object]
 DEVICE = os.environ.get("FEDNAS_DEVICE", "cpu")
 MAX_NORM = 1.0
 CLASSES = 10
+PRODUCT = 2048  # rows and columns of a matrix product that shows the peak
 S = DARTSSpace(input_shape=(1, 28, 28), num_classes=10, channels=4, num_cells=3, norm="group")
 L = DARTSSpace(input_shape=(3, 32, 32), num_classes=10, channels=16, num_cells=8, norm="group")
 CELLS_201 = NASBench201Space(
@@ -87,7 +91,12 @@ def main() -> None:
         return
     for title, (space, batch_size) in SIZES.items():
         repeats = 3 if options.quick else max(3, options.repeats // (3 if space is L else 1))
-        print_ratios(title, measure(make_steps(space, batch_size), repeats), repeats)
+        times = measure(make_steps(space, batch_size), repeats)
+        print_ratios(title, times, repeats)
+        multiply_adds = count_multiply_adds(by_ops(make_supernet(space)), space.input_shape)
+        made = 3 * batch_size * multiply_adds  # forward, and backward by both factors
+        share = made / peak() / statistics.median(times["plain, batch norm"])
+        print(f"  {'multiply-adds of the plain step / of a matrix product':<58} {share:.2f}")
         if DEVICE == "cpu":
             print_memory(title, space, batch_size)
         if options.quick:
@@ -231,6 +240,13 @@ def measure_filling(repeats: int) -> None:
             ratios += paired(measure(steps, 1), "filled", "unfilled")
         text = f"expected batch {expected}, micro-batches of {size}: filled / unfilled"
         print(f"{text:<60} {summary(ratios, 2)}  (limit {FILLING_LIMIT:.2f})", flush=True)
+
+
+def peak() -> float:
+    """Return the multiply-adds per second of a large matrix product."""
+    matrix = torch.ones(PRODUCT, PRODUCT, device=DEVICE)
+    times = measure({"product": lambda: matrix @ matrix}, 5)["product"]
+    return PRODUCT**3 / statistics.median(times)
 
 
 def make_batch(shape: tuple[int, ...], batch_size: int) -> tuple[Tensor, Tensor]:
