@@ -206,7 +206,7 @@ def client_table(run: Run) -> Table | None:
 
     def of_copy(client: Mapping[str, Any]) -> str:
         copy = copies.get(client["client"], {})
-        return _score_of(copy, kinds[0]) + (", kept" if copy.get("keeps") else "")
+        return _score_of(copy, kinds[0]) + (", kept" if client["client"] in kept else "")
 
     columns: list[tuple[str, Callable[[Any], str]]] = [
         ("client", lambda client: str(client["client"])),
@@ -216,6 +216,7 @@ def client_table(run: Run) -> Table | None:
     if not many and not run.is_private and shown[0] == SCORES[0]:
         columns.insert(2, ("95 % interval", interval))
     copies = {one["client"]: one for one in run.last("evaluated").get("copies") or []}
+    kept = run.last("personalised").get("clients", ())
     if kinds := [] if many else _measured(run, [*copies.values()]):
         columns.append((f"{kinds[0].label} of fine-tuned copy", of_copy))
     return "Each client's own test records", *rows_of(clients, columns)

@@ -15,7 +15,7 @@ from fednas_flwr.pipeline import stages
 from fednas_flwr.pipeline.personal_copies import compared, shrunken
 from fednas_flwr.report import score_tables
 from fednas_flwr.report.templates import sentence
-from fednas_flwr.runs.numbers import Run
+from fednas_flwr.runs.numbers import Run, read_run
 
 GAIN = st.lists(st.floats(-1, 1).map(lambda gain: round(gain, 3)), min_size=1, max_size=20)
 
@@ -130,7 +130,12 @@ def test_a_site_that_fails_has_no_copy_and_the_run_its_model(run_inline, monkeyp
     done = run_inline(*PERSONAL, "retrain.evaluate_every=1", "runtime.quorum=1")
     assert "the disk is full" in done.the("warning")["message"]
     keeping = {one["client"] for one in done.the("evaluated")["copies"] if one["keeps"]}
-    assert {*done.the("personalised")["clients"]} == keeping - {*failed}
+    having = keeping - {*failed}
+    assert {*done.the("personalised")["clients"]} == having
+    *_, rows = score_tables.client_table(read_run(done.folder))
+    assert {int(row[0]) for row in rows if row[-1].endswith(", kept")} == having
+    said = sentence("copies", read_run(done.folder))
+    assert said.startswith(f"{len(having)} of 3 clients keep a copy")
     assert done.the("run_finished")["status"] == "completed"
 
 
@@ -141,7 +146,7 @@ def test_copies_of_numbers_have_their_error_and_those_that_no_run_keeps_no_folde
     evaluated = {"event": "evaluated", "clients": [{**told, "r2": 0.5}], "copies": copies}
     run = Run(folder=Path(), config={}, events=[partition, evaluated])
     _, head, ((*_, error),) = score_tables.client_table(run)
-    assert (head[-1], error) == ("RMSE of fine-tuned copy", "3, kept")
+    assert (head[-1], error) == ("RMSE of fine-tuned copy", "3")
     said = sentence("copies", run)
     assert said.startswith("1 of 1 clients would keep a copy that they have fine-tuned, since")
     assert "RMSE on test records is 3" in said
