@@ -14,7 +14,7 @@ from fednas_flwr.runs.numbers import read_run
 
 LINEAR = ("algorithm=fedavg", "algorithm.network=linear", "dataset=csv", "dataset.label=died")
 LINEAR += ("clients=2", "retrain.rounds=6", "stages=[retrain,evaluate,export]")
-PRIVATE = ("privacy=dp", "privacy.epsilon=60", "privacy.scores_error=.03")
+PRIVATE = ("privacy=dp", "privacy.epsilon=200", "privacy.scores_error=.005")
 PRIVATE += (
     "dataset.ranges={age: [20, 90], pressure: [60, 180]}",
     'dataset.class_names=["no","yes"]',
