@@ -139,6 +139,22 @@ def test_a_site_that_fails_has_no_copy_and_the_run_its_model(run_inline, monkeyp
     assert done.the("run_finished")["status"] == "completed"
 
 
+def test_a_gain_over_more_records_than_a_client_has_is_not_counted(run_inline, monkeypatch):
+    honest = ANSWERS["evaluate.personalised"]
+
+    def boasting(client, request, asked):
+        answer = honest(client, request, asked)
+        if client.index == 0 and "gain" in answer.properties:
+            answer.properties["gain"] = [1e4, 1e4, 10**6]
+        return answer
+
+    monkeypatch.setitem(ANSWERS, "evaluate.personalised", boasting)
+    done = run_inline(*PERSONAL, "retrain.evaluate_every=1")
+    first, *others = done.the("evaluated")["copies"]
+    assert (first["client"], first["gain"], first["keeps"]) == (0, None, False)
+    assert all(one["gain"] is not None for one in others)
+
+
 def test_copies_of_numbers_have_their_error_and_those_that_no_run_keeps_no_folder():
     told = {"client": 0, "rmse": 4.0, "loss": 1.0, "num_examples": 9}
     copies = [{**told, "rmse": 3.0, "gain": 0.1, "keeps": True}]
