@@ -40,7 +40,10 @@ LEAST_MULTIPLY_ADDS = 25e6
 FASHION, CIFAR = "Fashion-MNIST", "CIFAR-10 (JPEG)"
 SHAPES = {FASHION: (1, 28, 28), CIFAR: (3, 32, 32)}
 NASBENCH = ("search_space=nasbench201_small", "search_space.channels=4")
-DARTS_CELLS = ("search_space=darts_small", "search_space.channels=4", "search_space.num_cells=3")
+DARTS_CELLS = (
+    *("search_space=darts_small", "search_space.channels=4", "search_space.num_cells=3"),
+    "retrain.num_cells=3",  # of which a search tells the costs
+)
 SIZES = {"nasbench201": (1, 32), "darts": (3, 64)}  # cells of what is retrained, and batches
 TRAINING = ("stages=[retrain,evaluate,export]", "retrain.rounds=20", "retrain.local_epochs=1")
 FEDAVG = (

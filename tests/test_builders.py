@@ -16,6 +16,7 @@ from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.base.randomness import derive_seed, make_generator, seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.client.making import PRIVATE_SITE_KEYS, make_client, make_site_guard
+from fednas_flwr.client.rehearsal import machine
 from fednas_flwr.data.loaders import augment, epoch_batches, server_split
 from fednas_flwr.data.prepared import make_data, make_server_data, save_partition
 from fednas_flwr.data.records import assign_splits, record_ids
@@ -171,6 +172,19 @@ def test_unknown_names_are_told_with_those_there_are(compose_config):
 def test_cuda_is_refused_where_there_is_none():
     assert networks.make_device("auto") == torch.device("cpu")
     refuses("runtime.device=cuda.*runtime.device=cpu", networks.make_device, "cuda")
+
+
+def test_on_a_gpu_kernels_repeat_their_bits_in_float32_and_the_self_test_knows(monkeypatch):
+    cudnn = torch.backends.cudnn
+    before, key = (cudnn.deterministic, cudnn.allow_tf32), machine(torch.device("cpu"), 1)
+    assert before == (False, True)  # torch's own, which a processor leaves
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        assert networks.make_device("auto") == torch.device("cuda")
+        assert (cudnn.deterministic, cudnn.allow_tf32) == (True, False)
+        assert machine(torch.device("cpu"), 1) != key
+    finally:
+        cudnn.deterministic, cudnn.allow_tf32 = before
 
 
 def test_initial_networks_depend_on_the_seed_alone(compose_config):

@@ -98,6 +98,7 @@ def machine(device: torch.device, threads: int) -> list[Any]:
         *(machine_name(device), threads, chosen),
         *(version("fednas_flwr"), torch.__version__, torch.backends.cpu.get_cpu_capability()),
         *(torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
+        *(torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
     ]
 
 

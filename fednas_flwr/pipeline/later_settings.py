@@ -93,9 +93,8 @@ def with_precision(run: Run, config: Config, description: Description) -> Config
             layers = list(make_network(description).modules())
         grouped = any(getattr(layer, "groups", 1) > 1 for layer in layers)
         many = events.last("derived")["multiply_adds"] >= LEAST_MULTIPLY_ADDS
-        elsewhere = config.runtime.name == "deployment" or getattr(
-            config.runtime, "ray_address", None
-        )
+        address = getattr(config.runtime, "ray_address", None)
+        elsewhere = config.runtime.name == "deployment" or address
         device = make_device(config.runtime.device)
         has_it = device.type == "cpu" and computes_in_bfloat16(device)
         suits = many and not grouped and has_it and not elsewhere and not config.dp
