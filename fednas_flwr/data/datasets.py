@@ -23,21 +23,12 @@ import torch
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_folder, sync, walk
+from fednas_flwr.data import records as rd
 from fednas_flwr.data.decoding import beside, sites_in
 from fednas_flwr.data.features import make_transform, transform_of, transformed
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.readers import DATA_SETS, check_sites
-from fednas_flwr.data.records import (
-    LIMIT,
-    Inputs,
-    Records,
-    RecordsPair,
-    check_alike,
-    hash_positions,
-    join_sites,
-    select_records,
-)
 from fednas_flwr.data.site_tables import join_tables, read_site_tables
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.settings import Dataset, expanded
@@ -76,8 +67,8 @@ class Prepared:
         target: As ``Inputs.target``: 0 and 1 until what clients find is known.
     """
 
-    train: Records
-    server_test: Records | None
+    train: rd.Records
+    server_test: rd.Records | None
     mean: tuple[float, ...]
     std: tuple[float, ...]
     intensity: tuple[float, ...] = ()
@@ -95,10 +86,10 @@ class Prepared:
         return tuple(self.train.features.shape[1:])
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> rd.Inputs:
         """Facts about raw inputs that an exported model must know."""
         train = self.train
-        return Inputs(
+        return rd.Inputs(
             shape=train.image_shape or self.input_shape,
             schema=train.schema,
             mean=self.mean,
@@ -112,7 +103,7 @@ class Prepared:
             id_column=train.id_column,
             intensity=self.intensity,
             transform=self.transform,
-            limit=LIMIT if len(self.input_shape) == 1 else 0.0,
+            limit=rd.LIMIT if len(self.input_shape) == 1 else 0.0,
         )
 
     @property
@@ -143,11 +134,11 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
     name, entry, transform = dataset.name, DATA_SETS[dataset.name], transform_of(dataset)
 
     @functools.cache
-    def read(path: Path) -> RecordsPair:
+    def read(path: Path) -> rd.RecordsPair:
         with _reading(name, path if entry.roots else None):
             train, test = entry.read(dataset, path)
         if test is not None:
-            check_alike(f"dataset={name}", train, "its test records", test)
+            rd.check_alike(f"dataset={name}", train, "its test records", test)
         return train, test
 
     with _reading(name, dataset.place):
@@ -183,7 +174,7 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
     )
 
 
-def _target(records: Records, dataset: Dataset, mean: tuple[float, ...]) -> tuple[float, ...]:
+def _target(records: rd.Records, dataset: Dataset, mean: tuple[float, ...]) -> tuple[float, ...]:
     """What a target that is a number is standardised by, see ``Inputs.target``.
 
     Raises:
@@ -201,19 +192,19 @@ def _target(records: Records, dataset: Dataset, mean: tuple[float, ...]) -> tupl
     return (0.0, 1.0) if ends is None else (*uniform(ends), *ends)
 
 
-def _built(dataset: Dataset, read: RecordsPair) -> dict[str, Records]:
+def _built(dataset: Dataset, read: rd.RecordsPair) -> dict[str, rd.Records]:
     """Records of clients and server, limited and transformed."""
     train, test = read
     if dataset.server_test and test is None:
-        is_test = hash_positions(train.ids, key=_SERVER_TEST_KEY) < _SERVER_TEST_SHARE
+        is_test = rd.hash_positions(train.ids, key=_SERVER_TEST_KEY) < _SERVER_TEST_SHARE
         if is_test.all() or not is_test.any():
             oddities(train)  # which refuses one picture only
             raise ConfigError(
                 f"the {len(train)} records of dataset={dataset.name} are too few to choose a "
                 "server's test set from: set dataset.server_test=false."
             )
-        test = select_records(train, np.flatnonzero(is_test))
-        train = select_records(train, np.flatnonzero(~is_test))
+        test = rd.select_records(train, np.flatnonzero(is_test))
+        train = rd.select_records(train, np.flatnonzero(~is_test))
     parts = {"train": _limited(train, dataset.limit_train)}
     if dataset.server_test and test is not None:
         parts["server_test"] = _limited(test, dataset.limit_test)
@@ -264,7 +255,7 @@ def fingerprint(name: str, source: Path) -> list[tuple[str, int, int]]:
     return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
-def digest_records(parts: RecordsPair) -> str:
+def digest_records(parts: rd.RecordsPair) -> str:
     """Hex blake2b-128 of all that the parts of a data set hold."""
     digest = hashlib.blake2b(digest_size=16)
     for records in parts:
@@ -277,13 +268,15 @@ def digest_records(parts: RecordsPair) -> str:
     return digest.hexdigest()
 
 
-def _read_sites(dataset: Dataset, root: Path, read: Callable[[Path], RecordsPair]) -> RecordsPair:
+def _read_sites(
+    dataset: Dataset, root: Path, read: Callable[[Path], rd.RecordsPair]
+) -> rd.RecordsPair:
     if isinstance(dataset, CSV):
         return join_tables(read_site_tables(dataset, root), dataset, root), None
     return load_sites(root, name=dataset.name, read=read)
 
 
-def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) -> RecordsPair:
+def load_sites(root: Path, *, name: str, read: Callable[[Path], rd.RecordsPair]) -> rd.RecordsPair:
     """Records of all sites in a folder, sorted by site name, with a column ``site``.
 
     Args:
@@ -296,7 +289,7 @@ def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) ->
     """
     check_sites(name)
     paths = sites_in(root, DATA_SETS[name].sites)
-    sites: dict[str, Records] = {}
+    sites: dict[str, rd.Records] = {}
     for site, path in paths.items():
         sites[site], test = read(path)
         if test is not None:
@@ -304,13 +297,13 @@ def load_sites(root: Path, *, name: str, read: Callable[[Path], RecordsPair]) ->
                 f"the site {path} has a test part of its own, but the part of each record is "
                 "fixed by its keyed hash: put all records of the site into one part."
             )
-    joined = join_sites(sites)
+    joined = rd.join_sites(sites)
     others = beside(root, paths.values(), "expected nothing but sites")
     return replace(joined, notes=(*others, *joined.notes)), None
 
 
 def _normalisation(
-    records: Records, dataset: Dataset
+    records: rd.Records, dataset: Dataset
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and std per channel or feature as the settings declare them.
 
@@ -364,15 +357,17 @@ def _reading(name: str, path: Path | None) -> Iterator[None]:
         raise ConfigError(f"{origin} cannot be read: {reason}.") from error
 
 
-def _limited(records: Records, limit: int | None) -> Records:
+def _limited(records: rd.Records, limit: int | None) -> rd.Records:
     """Return the records of smallest public keyed hash, at most ``limit``, in their order."""
     if limit is None or limit >= len(records):
         return records
-    order = np.argsort(hash_positions(records.ids, key=_LIMIT_KEY), kind="stable")
-    return select_records(records, np.sort(order[:limit]))
+    order = np.argsort(rd.hash_positions(records.ids, key=_LIMIT_KEY), kind="stable")
+    return rd.select_records(records, np.sort(order[:limit]))
 
 
-def load_or_build(folder: Path, build: Callable[[], Mapping[str, Records]]) -> dict[str, Records]:
+def load_or_build(
+    folder: Path, build: Callable[[], Mapping[str, rd.Records]]
+) -> dict[str, rd.Records]:
     """Load the records in the folder, memory-mapped; build and store them where it is missing.
 
     The folder holds .npy files and an index, nothing is pickled. It appears under its name only
@@ -395,7 +390,7 @@ def load_or_build(folder: Path, build: Callable[[], Mapping[str, Records]]) -> d
     raise OSError(f"the prepared data in {folder} cannot be read back: remove that folder.")
 
 
-def _arrays(records: Records) -> dict[str, np.ndarray]:
+def _arrays(records: rd.Records) -> dict[str, np.ndarray]:
     """The arrays of some records by the names of their files."""
     columns = [values.astype(np.str_) for values in records.columns.values()]
     features, labels = records.features.numpy(), records.labels.numpy()
@@ -404,7 +399,7 @@ def _arrays(records: Records) -> dict[str, np.ndarray]:
     }
 
 
-def _description(records: Records) -> dict[str, Any]:
+def _description(records: rd.Records) -> dict[str, Any]:
     """All else that records hold, as JSON values."""
     values = {field.name: getattr(records, field.name) for field in fields(records)}
     texts = {name: value for name, value in values.items() if name not in _ARRAYS}
@@ -412,7 +407,7 @@ def _description(records: Records) -> dict[str, Any]:
     return texts | columns | {"form": asdict(records.form)}
 
 
-def _write(folder: Path, parts: Mapping[str, Records]) -> None:
+def _write(folder: Path, parts: Mapping[str, rd.Records]) -> None:
     """Write the records beside the folder, bring them to disk, and rename."""
     make_folder(folder.parent)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -435,7 +430,7 @@ def _write(folder: Path, parts: Mapping[str, Records]) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _read(folder: Path) -> dict[str, Records] | None:
+def _read(folder: Path) -> dict[str, rd.Records] | None:
     """The records, or None where the folder is missing or a file is not as written."""
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
@@ -448,7 +443,7 @@ def _read(folder: Path) -> dict[str, Records] | None:
         return None
 
 
-def _mapped(folder: Path, part: str, description: dict[str, Any]) -> Records:
+def _mapped(folder: Path, part: str, description: dict[str, Any]) -> rd.Records:
     """Map one part's records copy-on-write: torch wants writable memory, files must not change."""
 
     def array(name: str) -> np.ndarray:
@@ -458,7 +453,7 @@ def _mapped(folder: Path, part: str, description: dict[str, Any]) -> Records:
     tensors = {name: torch.from_numpy(array(name)) for name in ("features", "labels")}
     columns = {name: array(f"column{i}") for i, name in enumerate(description["columns"])}
     values = {**description, **tensors, "ids": array("ids"), "columns": columns}
-    records: Records = parse(Records, values, key="records", hints=_ARRAYS)
+    records: rd.Records = parse(rd.Records, values, key="records", hints=_ARRAYS)
     return records
 
 

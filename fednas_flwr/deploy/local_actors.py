@@ -24,15 +24,13 @@ from fednas_flwr.settings import Config, dump_config, registry
 from fednas_flwr.settings.configuration import load_config
 
 PATIENCE_S = 5.0  # of a run in one process; to start others takes about as long
-IMPORTED = ("fednas_flwr.deploy.whole_run", "torch._dynamo")  # all that clients need
-# What this process needs later, imported while the others start and while they compute.
-NEXT, LATER = ("torch._dynamo", "torch.utils.flop_counter"), "sklearn.metrics"
+IMPORTED = "fednas_flwr.deploy.whole_run"  # all that clients need
+LATER = "sklearn.metrics"  # what this process needs later, imported while the others start
 
 
 def main() -> None:
     """Import what clients need, and fork what is asked for."""
-    for name in IMPORTED:
-        import_module(name)
+    import_module(IMPORTED)
     serve_forks()
 
 
@@ -83,8 +81,6 @@ class LocalGrid(WorkerGrid):
         """Return the replies that are there; where there will be no workers, that of one client."""
         if not self.threads and (is_warm() or self._spent_s > PATIENCE_S):
             self.begin()
-            for name in NEXT:
-                import_module(name)
             threading.Thread(target=import_module, args=(LATER,), daemon=True).start()
         soon = is_warm() and not self.has_failed
         if not (self.num_workers or soon) and (taken := self._next(0.0)):

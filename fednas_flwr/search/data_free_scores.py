@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError, check_choice
 from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.search.optimizer_step import PlainSGD
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
 from fednas_flwr.spaces.genotype import Genotype, to_json
 from fednas_flwr.spaces.space import SearchSpace
@@ -205,7 +206,7 @@ def learning(
         outputs = network(torch.zeros(2, *input_shape)).shape[1]
     num_classes = max(2, outputs)  # a network for numbers tells two apart
     patterns = _noise(num_classes, input_shape, generator)
-    optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    optimizer = PlainSGD(network.parameters(), lr=LEARNING_RATE, momentum=0.9)
     losses = []
     for step in range(steps):
         labels_B = torch.randint(num_classes, (LEARNING_BATCH,), generator=generator)

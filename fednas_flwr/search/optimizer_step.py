@@ -7,9 +7,10 @@ and lets an :class:`Optimizer` step along them. Exact gradients are of the next 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,19 @@ from fednas_flwr.spaces.space import Supernet
 Tensors = dict[str, Tensor]  # name -> tensor
 Named = Mapping[str, Tensor]  # the same, to be read
 Gradient = Mapping[str, Tensor | None]  # name -> gradient; None or no entry: the step leaves it out
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 MOMENTS = {"weights": ("momentum_buffer",), "alphas": ("exp_avg", "exp_avg_sq", "step")}
+
+
+def without_compiler(optimizer: type[Kind]) -> type[Kind]:
+    """One of torch's optimisers whose methods don't import ``torch.compile``, unused here: 1 s."""
+    names = ("add_param_group", "state_dict", "zero_grad")
+    methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
+    methods["step"] = torch.no_grad()(inspect.unwrap(optimizer.step))
+    return type(optimizer.__name__, (optimizer,), methods)
+
+
+PlainSGD, PlainAdam = without_compiler(torch.optim.SGD), without_compiler(torch.optim.Adam)
 
 
 class Gradients(Protocol):
@@ -212,7 +225,7 @@ def make_sgd(
         settings: The constants.
         nesterov: True if momentum, where there is any, is Nesterov's.
     """
-    return torch.optim.SGD(
+    return PlainSGD(
         parameters,
         lr=settings.lr,
         momentum=settings.momentum,
@@ -225,7 +238,7 @@ def make_adam(
     parameters: Iterable[Tensor], settings: Adam, *, beta: float = 0.5
 ) -> torch.optim.Adam:
     """Make torch's Adam with the constants of ``settings``; ``beta`` is DARTS' first one."""
-    return torch.optim.Adam(
+    return PlainAdam(
         parameters, lr=settings.lr, betas=(beta, 0.999), weight_decay=settings.weight_decay
     )
 

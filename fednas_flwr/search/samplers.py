@@ -20,7 +20,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.search.optimizer_step import Named, after_prefix
+from fednas_flwr.search.optimizer_step import Named, PlainAdam, after_prefix
 from fednas_flwr.settings.optimizers import ControllerSettings
 
 Path = list[int]
@@ -211,7 +211,7 @@ class Controller(Sampler):
         self.entropy_weight = settings.entropy_weight / len(choices)
         self.baseline = math.nan
         self.seen: Moments | None = None  # of the rewards, with scaled
-        self._optimizer = torch.optim.Adam(self.policy.parameters(), lr=settings.lr)
+        self._optimizer = PlainAdam(self.policy.parameters(), lr=settings.lr)
 
     def draw(self, count: int, generator: torch.Generator) -> list[Path]:
         """Draw paths from the policy, independently."""

@@ -290,6 +290,32 @@ def test_moments_of_alphas_that_stay_are_returned_as_they_were_sent(name):
     assert any(value.any() for key, value in found.items() if key.startswith("weights."))
 
 
+@pytest.mark.parametrize(
+    ("ours", "torchs", "constants"),
+    [
+        (optimizer_step.PlainSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (optimizer_step.PlainAdam, torch.optim.Adam, {"betas": (0.5, 0.999)}),
+    ],
+)
+def test_optimisers_step_as_torchs_own(ours, torchs, constants):
+    layers = [nn.Linear(3, 2) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [
+        kind(layer.parameters(), lr=0.1, weight_decay=0.01, **constants)
+        for kind, layer in zip((ours, torchs), layers, strict=True)
+    ]
+    assert isinstance(optimizers[0], torchs)
+    for step in range(3):
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            optimizer.zero_grad()
+            layer(torch.arange(6.0).view(2, 3) + step).square().sum().backward()
+            optimizer.step()
+    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(one, other)
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    assert repr(states[0]) == repr(states[1])
+
+
 def test_the_learning_rate_falls_along_a_cosine():
     settings = SGD(0.1, 0.02, momentum=0.9, weight_decay=3e-4, clip_norm=5.0)
     made = [settings.at_round(number, 8) for number in (1, 5, 9)]  # the last: after all rounds

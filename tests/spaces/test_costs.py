@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
@@ -168,7 +169,11 @@ def genotypes(count):
 def test_multiply_adds_are_those_of_torchs_counter():
     costs = space_costs(SPACE, None)
     for genotype in genotypes(5):
-        counted = count_multiply_adds(SPACE.network(genotype), SPACE.input_shape)
+        network = SPACE.network(genotype)
+        counted = count_multiply_adds(network, SPACE.input_shape)
+        with FlopCounterMode(display=False) as counter:
+            network.eval()(torch.zeros(1, *SPACE.input_shape))
+        assert counter.get_total_flops() == 2 * counted
         assert costs.of_path(SPACE.path(genotype)) == counted
         assert costs.lowest < counted < costs.highest
     smallest = SPACE.genotype(costs.per_op_EO.nan_to_num(9e9).argmin(1).tolist())

@@ -33,11 +33,7 @@ from fednas_flwr.deploy.bundle import check_bundle
 if TYPE_CHECKING:
     from flwr.supercore.superexec.executor.types import ExecutionSpec
 
-IMPORTED = [
-    "fednas_flwr.deploy.sites.executor",
-    "fednas_flwr.deploy.client_app",
-    "torch._dynamo",  # which torch's optimisers import in their first step
-]
+IMPORTED = ["fednas_flwr.deploy.sites.executor", "fednas_flwr.deploy.client_app"]
 NAME = "fednas-message"  # of a message's process, that ``ps -o comm`` shows
 
 
