@@ -16,10 +16,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from multiprocessing import connection, reduction
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from typing import Any
@@ -27,6 +28,8 @@ from typing import Any
 ALONE = "FEDNAS_ALONE"  # in the environment of processes that must not start others
 STARTS = 3  # of the interpreter, which may have died
 ENTRY = "fednas_flwr.deploy.local_actors"  # a module that imports what is needed, then forks
+LATER = ("sklearn.metrics", "torch.onnx")  # what runs need in their end: more than a second
+_IDLE_S = 0.2  # without being asked for a process
 _lock = threading.Lock()
 _started: list[tuple[subprocess.Popen[bytes], connection.Connection]] = []  # those so far
 
@@ -59,14 +62,18 @@ def is_warm() -> bool:
     return any(process.poll() is None for process, _ in _started)
 
 
-def warm_up() -> None:
-    """Start the interpreter from which processes are forked, where there are cores for them."""
+def warm_up(later: Sequence[str] = ()) -> None:
+    """Start the interpreter from which processes are forked, where there are cores for them.
+
+    Args:
+        later: Modules that it imports when it has forked the first, so that others have them.
+    """
     if cores() > 1:
         with _lock:
-            _control()
+            _control(later)
 
 
-def _control() -> connection.Connection:
+def _control(later: Sequence[str] = ()) -> connection.Connection:
     """The way to the interpreter, which is started where it is not there.
 
     Raises:
@@ -79,7 +86,8 @@ def _control() -> connection.Connection:
         path = os.pathsep.join(filter(None, sys.path))  # it imports what this one can
         with its:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", ENTRY],  # no file of the working folder is a module
+                # no file of the working folder is a module
+                [sys.executable, "-P", "-m", ENTRY, *later],
                 stdin=its.fileno(),
                 env={**os.environ, ALONE: "1", "PYTHONPATH": path},
                 start_new_session=True,
@@ -171,8 +179,12 @@ def beside(
             yield asked[done], done.result()
 
 
-def serve_forks() -> None:
-    """Fork a process for each pipe that comes through the standard input; end with that."""
+def serve_forks(later: list[str]) -> None:
+    """Fork a process for each pipe that comes through the standard input; end with that.
+
+    Args:
+        later: Modules to import when the first are forked.
+    """
     control = connection.Connection(sys.stdin.fileno())
     fork = multiprocessing.get_context("fork").Process
     with suppress(EOFError, OSError):
@@ -180,6 +192,8 @@ def serve_forks() -> None:
             handle = reduction.recv_handle(control)
             fork(target=_serve, args=(handle,)).start()
             os.close(handle)
+            while later and not control.poll(_IDLE_S):
+                import_module(later.pop(0))
     os.killpg(0, signal.SIGKILL)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError, NoEffectError, NoEffectWarning, check_choice
 from fednas_flwr.base.foreign import read_yaml, terminal
-from fednas_flwr.base.processes import warm_up
+from fednas_flwr.base.processes import LATER, warm_up
 from fednas_flwr.cli import RUN_FAILED, Handler, fail, take_files
 from fednas_flwr.report.templates import duration
 from fednas_flwr.runs.numbers import EVENTS_FILE, METRICS, SEARCH_LOSS, is_complete, read_run
@@ -98,7 +98,7 @@ def run(*, dry_run: bool = False, overrides: Sequence[str]) -> int:
         return 0
     helps = config.clients > 1 or config.evaluation.baselines
     if helps and config.runtime.name == "inline" and config.runtime.device != "cuda":
-        warm_up()
+        warm_up(LATER if config.evaluation.baselines else ())
     api.run(config, quiet=False)
     return 0
 

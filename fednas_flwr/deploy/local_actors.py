@@ -7,6 +7,7 @@ longer than starting others would. Replies have the same bits wherever a client 
     python -m fednas_flwr.deploy.local_actors
 """
 
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from importlib import import_module
 import torch
 from flwr.app import Message
 
-from fednas_flwr.base.processes import Forks, at_once, cores, is_warm, serve_forks
+from fednas_flwr.base.processes import LATER, Forks, at_once, cores, is_warm, serve_forks
 from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid, Taken, WorkerGrid
 from fednas_flwr.settings import Config, dump_config, registry
@@ -25,13 +26,12 @@ from fednas_flwr.settings.configuration import load_config
 
 PATIENCE_S = 5.0  # of a run in one process; to start others takes about as long
 IMPORTED = "fednas_flwr.deploy.whole_run"  # all that clients need
-LATER = "sklearn.metrics"  # what this process needs later, imported while the others start
 
 
 def main() -> None:
     """Import what clients need, and fork what is asked for."""
     import_module(IMPORTED)
-    serve_forks()
+    serve_forks(sys.argv[1:])
 
 
 def side_by_side(config: Config) -> int:
@@ -81,7 +81,7 @@ class LocalGrid(WorkerGrid):
         """Return the replies that are there; where there will be no workers, that of one client."""
         if not self.threads and (is_warm() or self._spent_s > PATIENCE_S):
             self.begin()
-            threading.Thread(target=import_module, args=(LATER,), daemon=True).start()
+            threading.Thread(target=list, args=(map(import_module, LATER),), daemon=True).start()
         soon = is_warm() and not self.has_failed
         if not (self.num_workers or soon) and (taken := self._next(0.0)):
             started = time.monotonic()

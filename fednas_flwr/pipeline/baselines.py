@@ -341,7 +341,7 @@ def _nearest_resnet(shape: tuple[int, ...], num_classes: int, wanted: int) -> st
     """Return the name of the ResNet-8 whose multiply-adds are nearest, by their ratio."""
 
     def distance(name: str) -> float:
-        with torch.device("meta"):
+        with torch.random.fork_rng(devices=[]):  # not on meta, where norms import a compiler: 1 s
             other = FIXED_NETWORKS[name](shape, num_classes, norm=BATCH)
         return abs(math.log(count_multiply_adds(other, shape) / max(wanted, 1)))
 
