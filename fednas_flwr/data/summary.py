@@ -97,12 +97,16 @@ def summary(
         lines.append(
             f"{'labels' if records.multi_label else 'classes'}: {listed(_classes(records), _MOST)}"
         )
+    ends: dict[str, list[str]] = {}
     for column in records.schema:
         number = missing[column.name]
         end = f", {'all' if number == len(records) else f'{number:,}'} missing" if number else ""
-        lines.append(f"column {column.name}: {_contents(records, column)}{end}")
+        values = _values(records, column)
+        lines.append(f"column {column.name}: {_contents(values, column)}{end}")
+        if len(values):
+            ends[column.name] = _ends(values, column)
     lines += _division(records, parts, names, key=key, fractions=fractions)
-    return lines + [f"suggestion: {line}" for line in _suggestions(prepared)]
+    return lines + [f"suggestion: {line}" for line in _suggestions(prepared, ends)]
 
 
 def missing_counts(records: rd.Records) -> dict[str, int]:
@@ -120,11 +124,10 @@ def missing_counts(records: rd.Records) -> dict[str, int]:
     }
 
 
-def _contents(records: rd.Records, column: rd.Column) -> str:
-    """Values of a column, without the number of missing cells."""
+def _contents(values: np.ndarray, column: rd.Column) -> str:
+    """What is in a column, without the number of missing cells."""
     if column.kind == rd.CATEGORY:
         return f"one of {listed(column.categories, _MOST)}"
-    values = _values(records, column)
     if not len(values):
         return column.kind
     if column.kind == rd.DATE:
@@ -133,7 +136,9 @@ def _contents(records: rd.Records, column: rd.Column) -> str:
 
 
 def _values(records: rd.Records, column: rd.Column) -> np.ndarray:
-    """Values of a column of numbers or dates that are not missing."""
+    """Values of a column that are not missing; none of categories."""
+    if column.kind == rd.CATEGORY:
+        return np.empty(0)
     values = records.features[:, records.feature_names.index(column.name)].numpy().astype(float)
     return values[~np.isnan(values)]
 
@@ -177,14 +182,14 @@ def _division(
         if lacking:
             odd.append(f"{client} has no record of {listed(lacking, _MOST)}")
     if not records.by_person:
-        doubled = len(records) - len({*records.ids.tolist()})
+        doubled = int((np.diff(np.sort(rd.keys_of(records.ids))) == 0).sum())
         if doubled:
             equal = "record equals another" if doubled == 1 else "records equal others"
             odd.append(f"{doubled:,} {equal}; equal ones stay in one part")
     return lines + [f"note: {line}" for line in odd]
 
 
-def _suggestions(prepared: Prepared) -> list[str]:
+def _suggestions(prepared: Prepared, ends: Mapping[str, list[str]]) -> list[str]:
     records = prepared.train
     lines = []
     if len(prepared.input_shape) == 1:
@@ -204,9 +209,7 @@ def _suggestions(prepared: Prepared) -> list[str]:
     if one_class and float(shares[rare]) < RARE / prepared.num_classes:
         share = f"{100 * float(shares[rare]):.1f} %"
         lines.append(f"training.class_factors: {rarest} is {share} of the records")
-    found = [(c, _values(records, c)) for c in records.schema if c.kind != rd.CATEGORY]
-    ends = [(c.name, _ends(values, c)) for c, values in found if len(values)]
-    pairs = [(name, ",".join(pair)) for name, pair in ends if len({*pair}) == 2]
+    pairs = [(name, ",".join(pair)) for name, pair in ends.items() if len({*pair}) == 2]
     keys = {name: typed(name) for name, _ in pairs}
     odd = [name for name in keys if not re.fullmatch(r"[\w \\()\[\]{}:=,/+.$%*@?|-]+", name, re.A)]
     ranges = ",".join(f"{keys[name]}:[{pair}]" for name, pair in pairs if name not in odd)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +231,11 @@ def encode_rows(
         if column.kind == CATEGORY:
             places = notation.places_among(cells, column.categories)
             categories += [places == i for i in range(len(column.categories))]
-    features = np.stack([*numbers, *indicators, *categories], dtype=np.float32)
-    return np.ascontiguousarray(features.T)  # faster than to stack them so
+    columns = [*numbers, *indicators, *categories]
+    features = np.empty((len(columns[0]), len(columns)), np.float32)
+    for rows in records.chunks(len(features)):  # faster than all at once
+        features[rows] = np.stack([column[rows] for column in columns]).T
+    return features
 
 
 def _parts(root: Path) -> tuple[Path, Path | None]:
@@ -599,10 +603,14 @@ def _feature_ids(
     names = feature_names(schema)
     numbers = [names.index(name) for name in sorted(c.name for c in schema if c.kind == NUMBER)]
     others = sorted(column.name for column in schema if column.kind != NUMBER)
-    parts = [texts[name].each(str.encode, object).tolist() for name in others]
-    rows: Iterable[bytes] = map(b"\x1f".join, zip(*parts, strict=True))
-    if numbers:
-        values = np.ascontiguousarray(records.canonical(features[:, numbers]))
+    parts = [texts[name].each(str.encode, object) for name in others]
+
+    def contents(rows: slice) -> Iterable[bytes]:
+        words = map(b"\x1f".join, zip(*(part[rows].tolist() for part in parts), strict=True))
+        if not numbers:
+            return words
+        values = np.ascontiguousarray(records.canonical(features[rows, numbers]))
         values = values.view(f"V{4 * len(numbers)}")[:, 0].tolist()
-        rows = map(operator.add, values, rows) if others else values
-    return records.record_ids(rows)
+        return map(operator.add, values, words) if others else values
+
+    return records.record_ids(chain.from_iterable(map(contents, records.chunks(len(features)))))
