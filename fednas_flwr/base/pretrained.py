@@ -144,25 +144,34 @@ class Frozen(Pretrained):
     photographs, and others need textures, too. Each of these parts has mean 0 and one length, all
     together ``LENGTH``, whatever their number: the curvature of a classifier's loss grows with the
     square of the length, and at that of layer norm, sqrt(K), the default rates of training
-    overshoot. Its batch norm is in evaluation mode everywhere.
+    overshoot. Its batch norm is in evaluation mode everywhere. Or they are the map of the last
+    stage, of mean 0 and variance 1 over a record, rounded to the float16 that it is kept as.
 
     Attributes:
-        is_mirrored: True if features are the mean of those of an image and of its mirror image.
-        output_shape: ``(K,)`` of one record.
+        is_mirrored: True if features are the mean of those of an image and of its mirror image,
+            mirrored back where they have places.
+        is_map: True if they are the last stage's map.
+        output_shape: ``(K,)`` of one record; ``(C, h, w)`` of a map.
         stage_widths: Channels of the output of each of :meth:`stages`.
     """
 
-    def __init__(self, name: str, image_size: int | None, *, is_mirrored: bool = False) -> None:
+    def __init__(
+        self, name: str, image_size: int | None, *, is_mirrored: bool = False, is_map: bool = False
+    ) -> None:
         """Build the network; weights are loaded afterwards."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             super().__init__(name, image_size=image_size)
-        self.is_mirrored = is_mirrored
+        self.is_mirrored, self.is_map = is_mirrored, is_map
         self.requires_grad_(False).eval()
         side, widths = self.image_size, dict[nn.Module, int]()
+        last_map: tuple[int, ...] = ()
 
         def tell(stage: nn.Module, _: Any, out: Any) -> None:
+            nonlocal last_map
             if isinstance(out, Tensor) and out.dim() in (3, 4):
-                widths[stage] = out.shape[-1 if has_channels_last(out) else 1]
+                is_last = has_channels_last(out)
+                widths[stage] = out.shape[-1 if is_last else 1]
+                last_map = () if is_last else tuple(out.shape[1:])
 
         with hooked(_stages(self.network), tell):
             pooled = super().forward(torch.zeros(1, 3, side, side, device="cpu"))
@@ -173,7 +182,14 @@ class Frozen(Pretrained):
                 "as tf_efficientnet_lite0."
             )
         last = self.stage_widths[-STAGES:]
-        self.output_shape = (pooled.shape[1] + 2 * sum(last),)
+        self.output_shape: tuple[int, ...] = (pooled.shape[1] + 2 * sum(last),)
+        if is_map:
+            self.output_shape = last_map
+        if not self.output_shape:
+            raise ConfigError(
+                f"dataset.backbone.output=map needs a network whose last stage has a map of "
+                f"channels, rows and columns, which {name} has not: choose a convolutional network."
+            )
         length = torch.tensor(LENGTH / math.sqrt(1 + 2 * len(last)), device="cpu")
         self.register_buffer("length", length)
 
@@ -192,8 +208,20 @@ class Frozen(Pretrained):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[B, K]``, float32 as its tensors, of images ``[B, C, H, W]`` scaled to 0..1."""
-        return (self._of(x) + self._of(x.flip(-1))) / 2 if self.is_mirrored else self._of(x)
+        """Return features, float32 as its tensors, of images ``[B, C, H, W]`` scaled to 0..1."""
+        features = self._map_of if self.is_map else self._of
+        found = features(x)
+        if self.is_mirrored:
+            mirrored = features(x.flip(-1))
+            found = (found + (mirrored.flip(-1) if self.is_map else mirrored)) / 2
+        return found.half().to(found.dtype) if self.is_map else found
+
+    def _map_of(self, x: Tensor) -> Tensor:
+        maps = list[Tensor]()
+        with hooked(self.stages()[-1:], lambda _, __, out: maps.append(out)):
+            super().forward(x)
+        variance, mean = torch.var_mean(maps[0], (1, 2, 3), correction=0, keepdim=True)
+        return (maps[0] - mean) / (variance + SMALLEST_VARIANCE).sqrt()
 
     def _of(self, x: Tensor) -> Tensor:
         parts, dtype = list[Tensor](), self.get_buffer("length").dtype
@@ -246,30 +274,28 @@ def _stages(network: nn.Module) -> list[nn.Module]:
     return learnt if len(learnt) > 2 else _stages(largest)
 
 
-def load_frozen(
-    name: str, image_size: int | None, path: Path | None, *, is_mirrored: bool = False
-) -> Frozen:
+def load_frozen(name: str, image_size: int | None, path: Path | None, **of_images: bool) -> Frozen:
     """Return a frozen network with its weights, which are read once per process.
 
     Args:
         name: See :class:`Pretrained`.
         image_size: The same.
         path: See :meth:`Pretrained.load_weights`.
-        is_mirrored: See :class:`Frozen`.
+        of_images: ``is_mirrored`` and ``is_map``, see :class:`Frozen`.
 
     Raises:
         ConfigError: They cannot be read, or are not of that network.
     """
     changed_ns = path.stat().st_mtime_ns if path is not None and path.is_file() else 0
-    return _loaded(name, image_size, path, changed_ns, is_mirrored)
+    return _loaded(name, image_size, path, changed_ns, **of_images)
 
 
 @functools.lru_cache(maxsize=2)
 def _loaded(
-    name: str, image_size: int | None, path: Path | None, changed_ns: int, is_mirrored: bool
+    name: str, image_size: int | None, path: Path | None, changed_ns: int, **of_images: bool
 ) -> Frozen:
     """Return a network by its file, which was changed at a time in ns."""
-    frozen = Frozen(name, image_size, is_mirrored=is_mirrored)
+    frozen = Frozen(name, image_size, **of_images)
     frozen.load_weights(path)
     return frozen
 

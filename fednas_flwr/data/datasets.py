@@ -25,7 +25,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.files import make_folder, sync, walk
 from fednas_flwr.data import records as rd
 from fednas_flwr.data.decoding import beside, sites_in
-from fednas_flwr.data.features import make_transform, transform_of, transformed
+from fednas_flwr.data.features import kept_as, make_transform, transform_of, transformed
 from fednas_flwr.data.images import read_torchvision
 from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.readers import DATA_SETS, check_sites
@@ -209,9 +209,11 @@ def _built(dataset: Dataset, read: rd.RecordsPair) -> dict[str, rd.Records]:
     if dataset.server_test and test is not None:
         parts["server_test"] = _limited(test, dataset.limit_test)
     shape, settings = tuple(parts["train"].features.shape[1:]), dataset.transform
-    made = make_transform(transform_of(dataset), shape, settings)
+    described = transform_of(dataset)
+    made = make_transform(described, shape, settings)
     if made is not None:
-        parts = {part: transformed(records, made) for part, records in parts.items()}
+        dtype = kept_as(described)
+        parts = {part: transformed(records, made, dtype) for part, records in parts.items()}
     return parts
 
 

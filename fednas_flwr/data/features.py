@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import torch
 from rich.console import Console
@@ -24,7 +25,7 @@ from fednas_flwr.settings import Dataset, expanded
 from fednas_flwr.settings import data_settings as ds
 
 BACKBONE, SCATTERING = KINDS = ("backbone", "scattering")
-MIRRORED = "mirrored"
+MIRRORED, MAP = "mirrored", "map"
 Description = tuple[str, ...]  # kind and sizes of a transform; of a backbone with its hash
 
 
@@ -32,7 +33,8 @@ def transform_of(dataset: Dataset) -> Description:
     """Describe what makes features of images; empty where networks take the records.
 
     It is ``("scattering", scales, angles)`` or ``("backbone", name, image size, hash)``, before
-    the hash ``"mirrored"`` where ``dataset.flip`` says that mirror images mean the same.
+    the hash ``"mirrored"`` where ``dataset.flip`` says that mirror images mean the same, and
+    ``"map"`` where features have places.
 
     Raises:
         ConfigError: The backbone's weights cannot be read.
@@ -42,9 +44,15 @@ def transform_of(dataset: Dataset) -> Description:
         return SCATTERING, str(settings.scales), str(settings.angles)
     if settings is None:
         return ()
-    mirrored = (MIRRORED,) if isinstance(dataset, ds.Images) and dataset.flip else ()
-    backbone = load_backbone(settings, is_mirrored=bool(mirrored))
-    return BACKBONE, settings.name, str(backbone.image_size), *mirrored, backbone.digest
+    is_mirrored = isinstance(dataset, ds.Images) and dataset.flip
+    backbone = load_backbone(settings, is_mirrored=is_mirrored)
+    more = compress((MIRRORED, MAP), (is_mirrored, backbone.is_map))
+    return BACKBONE, settings.name, str(backbone.image_size), *more, backbone.digest
+
+
+def kept_as(described: Description) -> torch.dtype:
+    """The type of features that are kept: half the memory of maps."""
+    return torch.float16 if MAP in described[3:] else torch.float32
 
 
 def make_transform(
@@ -73,7 +81,7 @@ def make_transform(
     is_mirrored = MIRRORED in sizes[2:]
     if isinstance(settings, ds.Backbone):
         return load_backbone(settings, is_mirrored=is_mirrored)
-    return Frozen(sizes[0], int(sizes[1]), is_mirrored=is_mirrored)
+    return Frozen(sizes[0], int(sizes[1]), is_mirrored=is_mirrored, is_map=MAP in sizes[2:])
 
 
 def load_backbone(settings: ds.Backbone, *, is_mirrored: bool = False) -> Frozen:
@@ -83,12 +91,16 @@ def load_backbone(settings: ds.Backbone, *, is_mirrored: bool = False) -> Frozen
         ConfigError: They cannot be read, or are not of that network.
     """
     path = settings.weights and expanded("dataset.backbone.weights", settings.weights)
-    return load_frozen(settings.name, settings.image_size, path or None, is_mirrored=is_mirrored)
+    path, is_map = path or None, settings.output == MAP
+    of_images = {"is_mirrored": is_mirrored, "is_map": is_map}
+    return load_frozen(settings.name, settings.image_size, path, **of_images)
 
 
 @torch.no_grad()
-def transformed(records: Records, transform: Scattering | Frozen) -> Records:
-    """Return the records with float32 features in place of uint8 images.
+def transformed(
+    records: Records, transform: Scattering | Frozen, dtype: torch.dtype = torch.float32
+) -> Records:
+    """Return the records with features of some type in place of uint8 images.
 
     A note tells how large they are, and how long they have taken.
 
@@ -98,14 +110,10 @@ def transformed(records: Records, transform: Scattering | Frozen) -> Records:
     shape, number = transform.output_shape, len(records)
     kind = BACKBONE if isinstance(transform, Frozen) else SCATTERING
     smaller = "lower dataset.scattering.scales or angles, or " if kind == SCATTERING else ""
-    check_fits(
-        4 * number * math.prod(shape),
-        f"dataset.{kind} of {number} images",
-        f"{smaller}set dataset.limit_train",
-    )
+    size = number * math.prod(shape) * dtype.itemsize
+    check_fits(size, f"dataset.{kind} of {number} images", f"{smaller}set dataset.limit_train")
     started = time.monotonic()
-    features = torch.empty(number, *shape)
-    size_mb = 4 * features.numel() / 1e6
+    features, size_mb = torch.empty(number, *shape, dtype=dtype), size / 1e6
     console = Console(stderr=True)
     for row in track(
         range(number),

@@ -22,7 +22,7 @@ from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.base.randomness import derive_seed
 from fednas_flwr.data.datasets import Prepared, intensity_of, prepare
-from fednas_flwr.data.features import BACKBONE, transform_of
+from fednas_flwr.data.features import BACKBONE, kept_as, transform_of
 from fednas_flwr.data.readers import check_sites
 from fednas_flwr.data.records import Records, check_alike, select_records
 from fednas_flwr.settings import Config, expanded
@@ -129,8 +129,9 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     if schema and isinstance(settings, ds.LabelTable) and settings.names_label:
         label = settings.label
     form = [len(classes)] if properties["multi_label"] else []
+    dtype = kept_as(transform) if schema or transform else torch.uint8
     empty = Records(
-        torch.empty(0, *shape, dtype=torch.float32 if schema or transform else torch.uint8),
+        torch.empty(0, *shape, dtype=dtype),
         torch.empty(0, *form, dtype=torch.float32 if target else torch.int64),
         np.empty(0, "S32"),
         classes,

@@ -88,11 +88,13 @@ class Backbone(Checked):
             ``torchvision/<name>`` where both have one of that name.
         weights: Its file, of safetensors or a state dict; null fetches it from the Hub.
         image_size: Side in pixels to which images are brought; null is that of its training.
+        output: ``pooled`` features for heads, or the ``map`` of its last stage for spaces of cells.
     """
 
     name: Text
     weights: Text | None = None
     image_size: ImageSize | None = None
+    output: Annotated[str, OneOf(names.OUTPUTS)] = names.OUTPUTS[0]
 
 
 Transform = Scattering | Backbone

@@ -40,8 +40,8 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
 
     An override replaces single values; ``key={}`` empties a mapping. Whether there is such a
     setting, the parser of settings knows. ``config=<file>`` takes the settings of a finished run in
-    place of ``conf/``. Where a backbone is named, the search space is that of its features, unless
-    another is chosen.
+    place of ``conf/``. Where a backbone is named, the search space is that of its pooled features,
+    unless another is chosen.
 
     Raises:
         ConfigError: An override is malformed, or names a file that does not exist.
@@ -51,7 +51,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     if files:
         return _repeated(files[-1].removeprefix("config="), overrides)
     named = any(text.startswith("dataset.backbone") and text[-5:] != "=null" for text in overrides)
-    chosen = any(text.startswith("search_space=") for text in overrides)
+    chosen = any(re.search(r"^search_space=|\boutput[=:] ?map\b", text) for text in overrides)
     of_features = ["search_space=mlp_small"] if named and not chosen else []
     with _initialized():
         try:

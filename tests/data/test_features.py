@@ -18,10 +18,17 @@ from fednas_flwr.api import run
 from fednas_flwr.base import pretrained
 from fednas_flwr.base.errors import ConfigError, NoEffectError
 from fednas_flwr.base.pretrained import LENGTH, Frozen, forget_frozen
-from fednas_flwr.data.features import KINDS, SCATTERING, load_backbone, transform_of, transformed
+from fednas_flwr.data.features import (
+    KINDS,
+    SCATTERING,
+    kept_as,
+    load_backbone,
+    transform_of,
+    transformed,
+)
 from fednas_flwr.data.prepared import make_data, make_server_data
 from fednas_flwr.data.readers import data_settings
-from fednas_flwr.data.records import Records
+from fednas_flwr.data.records import Records, normalised
 from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.data.summary import reading_notes, summary
 from fednas_flwr.deploy.dry_run import estimate
@@ -66,6 +73,38 @@ def test_features_depend_on_no_other_record_in_any_bit(weights, kind, channels):
 def some_records(images):
     ids = np.array([f"{row:032d}" for row in range(len(images))], "S32")
     return Records(torch.from_numpy(images), torch.zeros(len(images)).long(), ids, ("a", "b"))
+
+
+def test_maps_are_of_the_last_stage_kept_in_half_and_mirrored_back(weights):
+    images = np.random.default_rng(0).integers(0, 256, (5, 1, 64, 64), np.uint8)
+    settings = Settings(**named(weights, image_size=64, output="map"))
+    for is_mirrored in (False, True):
+        backbone = load_backbone(settings, is_mirrored=is_mirrored)
+        kept = transformed(some_records(images), backbone, kept_as(described(is_mirrored)))
+        x = torch.from_numpy(images).float() / 255
+        expected = map_of(backbone, x)
+        if is_mirrored:
+            expected = (expected + map_of(backbone, x.flip(-1)).flip(-1)) / 2
+        assert kept.features.dtype == torch.float16
+        assert kept.features.shape[1:] == backbone.output_shape
+        assert min(backbone.output_shape[1:]) > 1
+        torch.testing.assert_close(kept.features.float(), expected, rtol=2e-3, atol=2e-3)
+        alone = torch.cat([backbone(image[None]) for image in x])
+        assert torch.equal(kept.features.float(), alone)  # what is exported sees what was kept
+        assert torch.equal(normalised(kept.features, (0.0,), (1.0,)), alone)
+
+
+def described(is_mirrored):
+    return ("backbone", TINY, "64", *(["mirrored"] if is_mirrored else []), "map", "0" * 64)
+
+
+def map_of(backbone, x):
+    """Stage by stage; mean 0 and variance 1 over each record."""
+    x = (x.expand(-1, 3, -1, -1) - backbone.mean) / backbone.std
+    network = backbone.network
+    x = network.blocks(network.bn1(network.conv_stem(x)))
+    mean, std = x.mean((1, 2, 3), keepdim=True), x.std((1, 2, 3), correction=0, keepdim=True)
+    return (x - mean) / std
 
 
 def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights):
@@ -155,6 +194,9 @@ def test_prepared_features_are_those_of_the_raw_images_and_of_the_weights(tmp_pa
     other = prepared(**settings, backbone=named(tmp_path / "other.safetensors"))
     assert other.transform[:3] == made.transform[:3] == ("backbone", TINY, "32")
     assert other.transform != made.transform
+    maps = prepared(**settings, backbone=named(weights, image_size=64, output="map"))
+    assert maps.transform[2:4] == ("64", "map")
+    assert maps.train.features.dtype == torch.float16
     assert not torch.equal(other.train.features, made.train.features)
 
 
@@ -209,6 +251,8 @@ def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weight
             config = parse_config(compose_tree(chosen), user=user_settings(chosen))
         assert config.search_space.name == "mlp"
         assert isinstance(config.dataset.transform, Settings)
+    maps = compose_tree(["dataset.backbone.name=a", "dataset.backbone.output=map"])
+    assert maps["search_space"]["name"] == "nasbench201"
     other = compose_tree([*overrides(weights), "search_space=mlp"])
     assert other["search_space"]["num_cells"] == 3
     assert compose_tree(["dataset.backbone=null"])["search_space"]["name"] == "nasbench201"
@@ -216,6 +260,11 @@ def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weight
         typed = [*overrides(weights), setting]
         with pytest.raises(NoEffectError, match="no effect with dataset.backbone="):
             parse_config(compose_tree(typed), user=user_settings(typed))
+
+
+def test_networks_whose_last_stage_has_no_places_have_no_map():
+    with pytest.raises(ConfigError, match="which torchvision/vit_b_16 has not: choose a convolut"):
+        Frozen("torchvision/vit_b_16", None, is_map=True)
 
 
 def test_tables_have_no_backbone(tmp_path, weights):
@@ -265,6 +314,22 @@ def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
         metadata = file.metadata()
     save_file({**state, name: state[name] + 1}, path, metadata=metadata)
     refuses("holds another backbone", load, result.folder)
+
+
+@pytest.mark.run
+def test_cells_are_searched_on_maps_and_the_exported_model_takes_raw_images(
+    compose_config, made_data, tmp_path, weights
+):
+    own = [text.replace("32}", "64, output: map}") for text in overrides(weights)]
+    cells = ("search_space.channels=4", "search_space.num_cells=1", "retrain.channels=4")
+    result = run(compose_config(*own, *cells, "dataset.flip=true", f"run_dir={tmp_path / 'run'}"))
+    assert result.genotype is not None
+    model = load(result.folder)
+    with np.load(made_data) as file:
+        images = dict(file)
+    names = [model.class_names[label] for label in images["y_test"]]
+    right = np.array(model.predict(images["x_test"]).labels) == names
+    assert right.mean() == pytest.approx(result.scores["central"]["accuracy"])
 
 
 @pytest.mark.run
