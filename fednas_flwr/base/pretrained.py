@@ -163,33 +163,26 @@ class Frozen(Pretrained):
             super().__init__(name, image_size=image_size)
         self.is_mirrored, self.is_map = is_mirrored, is_map
         self.requires_grad_(False).eval()
-        side, widths = self.image_size, dict[nn.Module, int]()
-        last_map: tuple[int, ...] = ()
+        side, shapes = self.image_size, dict[nn.Module, tuple[int, ...]]()
 
         def tell(stage: nn.Module, _: Any, out: Any) -> None:
-            nonlocal last_map
             if isinstance(out, Tensor) and out.dim() in (3, 4):
                 is_last = has_channels_last(out)
-                widths[stage] = out.shape[-1 if is_last else 1]
-                last_map = () if is_last else tuple(out.shape[1:])
+                shapes[stage] = (out.shape[-1],) if is_last else tuple(out.shape[1:])
 
         with hooked(_stages(self.network), tell):
             pooled = super().forward(torch.zeros(1, 3, side, side, device="cpu"))
-        self._stages, self.stage_widths = [*widths], [*widths.values()]
-        if not widths:
+        self._stages, self.stage_widths = [*shapes], [shape[0] for shape in shapes.values()]
+        last_shape = next(reversed(shapes.values()), ())
+        if len(last_shape) < (3 if is_map else 1):
+            needed = (
+                "a last stage of channels, rows and columns" if is_map else "stages of channels"
+            )
             raise ConfigError(
-                f"{name} has no stages whose outputs are maps of channels: choose a network such "
-                "as tf_efficientnet_lite0."
+                f"{name} does not have {needed}: choose a network such as tf_efficientnet_lite0."
             )
         last = self.stage_widths[-STAGES:]
-        self.output_shape: tuple[int, ...] = (pooled.shape[1] + 2 * sum(last),)
-        if is_map:
-            self.output_shape = last_map
-        if not self.output_shape:
-            raise ConfigError(
-                f"dataset.backbone.output=map needs a network whose last stage has a map of "
-                f"channels, rows and columns, which {name} has not: choose a convolutional network."
-            )
+        self.output_shape = last_shape if is_map else (pooled.shape[1] + 2 * sum(last),)
         length = torch.tensor(LENGTH / math.sqrt(1 + 2 * len(last)), device="cpu")
         self.register_buffer("length", length)
 

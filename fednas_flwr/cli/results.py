@@ -126,31 +126,23 @@ def report(run_folder: Path) -> None:
     print(write_report(run_folder))
 
 
-def watch(run_folder: Path, *, host: str = "127.0.0.1", port: int = 8642) -> None:
-    """Show a run's report in the browser, renewed as it goes on, until Ctrl-C.
+def watch(run_folder: Path) -> None:
+    """Write report.html of a run again as it goes on, on a page that reloads itself, until Ctrl-C.
 
     Args:
         run_folder: folder of a run
-        host: name or address by which the page is opened; 127.0.0.1 is this machine alone
-        port: TCP port
     """
-    import socket
+    import time
 
-    import uvicorn
+    from fednas_flwr.report.html_report import RENEW_S, write_report
 
-    from fednas_flwr.report.watch import make_app
-
-    read_run(run_folder)
-    Between(1, 65535).check("--port", port)
+    print(f"{write_report(run_folder, renews=True)} renews itself; Ctrl-C ends it", flush=True)
     try:
-        with socket.create_server((host, port)):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--host={host} --port={port} cannot be served ({error}): choose another."
-        ) from error
-    print(f"http://{host}:{port} shows {run_folder}; Ctrl-C ends it", flush=True)
-    uvicorn.run(make_app(run_folder, host=host), host=host, port=port, log_level="warning")
+        while read_run(run_folder).status == "unfinished":
+            time.sleep(RENEW_S)
+            write_report(run_folder, renews=True)
+    finally:
+        write_report(run_folder)
 
 
 def compare(

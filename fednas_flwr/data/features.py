@@ -91,9 +91,8 @@ def load_backbone(settings: ds.Backbone, *, is_mirrored: bool = False) -> Frozen
         ConfigError: They cannot be read, or are not of that network.
     """
     path = settings.weights and expanded("dataset.backbone.weights", settings.weights)
-    path, is_map = path or None, settings.output == MAP
-    of_images = {"is_mirrored": is_mirrored, "is_map": is_map}
-    return load_frozen(settings.name, settings.image_size, path, **of_images)
+    of_images = {"is_mirrored": is_mirrored, "is_map": settings.output == MAP}
+    return load_frozen(settings.name, settings.image_size, path or None, **of_images)
 
 
 @torch.no_grad()

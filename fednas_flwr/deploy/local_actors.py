@@ -25,12 +25,11 @@ from fednas_flwr.settings import Config, dump_config, registry
 from fednas_flwr.settings.configuration import load_config
 
 PATIENCE_S = 5.0  # of a run in one process; to start others takes about as long
-IMPORTED = "fednas_flwr.deploy.whole_run"  # all that clients need
 
 
 def main() -> None:
     """Import what clients need, and fork what is asked for."""
-    import_module(IMPORTED)
+    import_module("fednas_flwr.deploy.whole_run")  # and so all that clients need
     serve_forks(sys.argv[1:])
 
 

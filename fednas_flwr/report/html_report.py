@@ -21,15 +21,24 @@ from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, read_run
 from fednas_flwr.settings.names import MOST_SHOWN, SPLITS
 
 WIDEST_IN_PAIRS = 640
+RENEW_S = 5
 
 
-def write_report(run_folder: Path) -> Path:
+def write_report(run_folder: Path, *, renews: bool = False) -> Path:
     """Write the run's report.html and return its path.
+
+    Args:
+        run_folder: Of the run.
+        renews: True if an open page loads itself anew every ``RENEW_S``, in the place where it is.
 
     Raises:
         ConfigError: The folder holds no events.jsonl.
     """
-    return write_atomically(run_folder / "report.html", render_report(run_folder))
+    page = render_report(run_folder)
+    if renews:
+        head, _, tail = page.rpartition("</body>")
+        page = head + templates.read_part("watch.html") % (RENEW_S * 1000) + tail
+    return write_atomically(run_folder / "report.html", page)
 
 
 def render_report(run_folder: Path) -> str:

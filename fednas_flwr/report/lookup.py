@@ -172,16 +172,12 @@ def _read(path: Path) -> Any:
 
     try:
         if path.suffix == ".parquet":
-            frame = pd.read_parquet(path).reset_index()
-        else:
-            heads = {mark: pd.read_csv(path, sep=mark, nrows=0) for mark in ",;\t"}
-            frame = pd.read_csv(path, sep=max(heads, key=lambda mark: heads[mark].shape[1]))
-    except OSError as error:
-        raise ConfigError(f"the table {path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, EOFError, ImportError) as error:
+            return pd.read_parquet(path).reset_index()
+        heads = {mark: pd.read_csv(path, sep=mark, nrows=0) for mark in ",;\t"}
+        return pd.read_csv(path, sep=max(heads, key=lambda mark: heads[mark].shape[1]))
+    except (OSError, ValueError, EOFError, ImportError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"{path} is not a table that pandas reads: {reason}.") from error
-    return frame
+        raise ConfigError(f"{path} cannot be read as a table by pandas: {reason}.") from error
 
 
 def _holds_cells(column: Any) -> bool:

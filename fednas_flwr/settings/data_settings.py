@@ -11,39 +11,28 @@ from typing import Annotated, Any
 
 from fednas_flwr.base.errors import show
 from fednas_flwr.settings import names
+from fednas_flwr.settings import parser as ps
 from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share, ShareAbove0
-from fednas_flwr.settings.parser import (
-    Between,
-    Checked,
-    Day,
-    Distinct,
-    Length,
-    Names,
-    OneOf,
-    Text,
-    Where,
-    Word,
-    Words,
-    expanded,
-)
 
 # of one side, in pixels: an image of more takes 800 MB
-ImageSize = Annotated[int, Between(1, 16_384, reason="in pixels")]
+ImageSize = Annotated[int, ps.Between(1, 16_384, reason="in pixels")]
 Fractions = Annotated[
     dict[str, Share],
-    Where(
+    ps.Where(
         lambda shares: shares.keys() == {*names.SPLITS} and abs(sum(shares.values()) - 1) <= 1e-6,
         "shares of train, validation and test that sum to 1",
     ),
 ]
-_ENDS = Where(
+_ENDS = ps.Where(
     lambda ends: len(ends) == 2 and 0 < ends[1] - ends[0] < math.inf,
     "finite [low, high], low below high",
 )
 Ends = Annotated[list[float], _ENDS]
-Span = Annotated[list[Day], _ENDS]
-_MEAN_AND_STD = Where(lambda pair: len(pair) == 2 and pair[1] > 0, "[mean, std] with std above 0")
-_GRAY_OR_COLOUR = Where(lambda channels: channels in (1, 3), "1 or 3")
+Span = Annotated[list[ps.Day], _ENDS]
+_MEAN_AND_STD = ps.Where(
+    lambda pair: len(pair) == 2 and pair[1] > 0, "[mean, std] with std above 0"
+)
+_GRAY_OR_COLOUR = ps.Where(lambda channels: channels in (1, 3), "1 or 3")
 
 
 def uniform(ends: Sequence[float]) -> list[float]:
@@ -59,15 +48,15 @@ def _is_encoding(name: str) -> bool:
         return False
 
 
-_ENCODING = Where(_is_encoding, "one that Python knows, such as utf-8, utf-16 or cp1252")
-_IN_ROOT = Where(
+_ENCODING = ps.Where(_is_encoding, "one that Python knows, such as utf-8, utf-16 or cp1252")
+_IN_ROOT = ps.Where(
     lambda name: Path(name).name == name,
     "the name of a file in dataset.root, or in its folders train and test",
 )
 
 
 @dataclass(frozen=True)
-class Scattering(Checked):
+class Scattering(ps.Checked):
     """Sizes of the scattering transform (``data.scattering``).
 
     Attributes:
@@ -75,12 +64,12 @@ class Scattering(Checked):
         angles: Angles of wavelets (L).
     """
 
-    scales: Annotated[int, Between(1, 5, reason="every one halves the sides")]
-    angles: Annotated[int, Between(1, 16, reason="channels grow with its square")]
+    scales: Annotated[int, ps.Between(1, 5, reason="every one halves the sides")]
+    angles: Annotated[int, ps.Between(1, 16, reason="channels grow with its square")]
 
 
 @dataclass(frozen=True)
-class Backbone(Checked):
+class Backbone(ps.Checked):
     """A frozen network that was trained on public images (``data.features``).
 
     Attributes:
@@ -91,17 +80,17 @@ class Backbone(Checked):
         output: ``pooled`` features for heads, or the ``map`` of its last stage for spaces of cells.
     """
 
-    name: Text
-    weights: Text | None = None
+    name: ps.Text
+    weights: ps.Text | None = None
     image_size: ImageSize | None = None
-    output: Annotated[str, OneOf(names.OUTPUTS)] = names.OUTPUTS[0]
+    output: Annotated[str, ps.OneOf(names.OUTPUTS)] = names.OUTPUTS[0]
 
 
 Transform = Scattering | Backbone
 
 
 @dataclass(frozen=True)
-class Dataset(Checked):
+class Dataset(ps.Checked):
     """Settings that every data set has; the classes below add those of one way of reading.
 
     Attributes:
@@ -120,12 +109,12 @@ class Dataset(Checked):
     """
 
     name: str
-    cache: Text
+    cache: ps.Text
     server_test: bool
     limit_train: Count | None
     limit_test: Count | None
     fractions: Fractions
-    split_key: Annotated[str, Length(Between(1, 64))]
+    split_key: Annotated[str, ps.Length(ps.Between(1, 64))]
     linear_baseline: bool
 
     @property
@@ -181,12 +170,12 @@ class Stored(Dataset):
         root: File or folder of the data.
     """
 
-    root: Text | None
+    root: ps.Text | None
 
     @property
     def place(self) -> Path | None:
         """File or folder of the data; None where none is set."""
-        return None if self.root is None else expanded("dataset.root", self.root)
+        return None if self.root is None else ps.expanded("dataset.root", self.root)
 
     def at(self, root: str) -> Dataset:
         """The same settings of data in another place."""
@@ -248,8 +237,8 @@ class EncodedImages(Images):
 
     image_size: ImageSize | None
     channels: Annotated[int, _GRAY_OR_COLOUR] | None
-    class_names: Words
-    corrupt: Annotated[str, OneOf(names.CORRUPT_RULES)]
+    class_names: ps.Words
+    corrupt: Annotated[str, ps.OneOf(names.CORRUPT_RULES)]
     intensity: Ends | None
 
     @property
@@ -320,12 +309,12 @@ class LabelTable(Dataset):
             export; no feature. The person is then the unit of privacy.
     """
 
-    task: Annotated[str, OneOf(names.TASKS)] | None
+    task: Annotated[str, ps.OneOf(names.TASKS)] | None
     target_range: Ends | None
-    class_names: Words
+    class_names: ps.Words
     label: str
-    labels: Names
-    label_separator: Text | None
+    labels: ps.Names
+    label_separator: ps.Text | None
     id_column: str | None
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
@@ -397,7 +386,7 @@ class ImageFolder(EncodedImages, Stored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableForm(Checked):
+class TableForm(ps.Checked):
     """Format of a table's file, and what becomes of rows that do not fit it.
 
     Attributes:
@@ -422,19 +411,19 @@ class TableForm(Checked):
             ``skip`` leaves each out by itself, as private sites always do.
     """
 
-    separator: Annotated[str, Length(Between(1, 1))] | None = None
-    encoding: Annotated[Text, _ENCODING] | None = None
-    header: Annotated[bool, Where(bool, "true")] | None = None
-    column_names: Names = field(default_factory=list)
-    decimal: Annotated[str, OneOf(names.DECIMALS)] | None = None
-    thousands: Annotated[str, OneOf(names.THOUSANDS)] | None = None
-    date_order: Annotated[str, OneOf(names.DATE_ORDERS)] | None = None
-    missing_values: Words = field(default_factory=list)
-    missing_in: dict[str, Words] = field(default_factory=dict)
-    rename: dict[str, Text] = field(default_factory=dict)
-    map: dict[str, dict[str, Word]] = field(default_factory=dict)
+    separator: Annotated[str, ps.Length(ps.Between(1, 1))] | None = None
+    encoding: Annotated[ps.Text, _ENCODING] | None = None
+    header: Annotated[bool, ps.Where(bool, "true")] | None = None
+    column_names: ps.Names = field(default_factory=list)
+    decimal: Annotated[str, ps.OneOf(names.DECIMALS)] | None = None
+    thousands: Annotated[str, ps.OneOf(names.THOUSANDS)] | None = None
+    date_order: Annotated[str, ps.OneOf(names.DATE_ORDERS)] | None = None
+    missing_values: ps.Words = field(default_factory=list)
+    missing_in: dict[str, ps.Words] = field(default_factory=dict)
+    rename: dict[str, ps.Text] = field(default_factory=dict)
+    map: dict[str, dict[str, ps.Word]] = field(default_factory=dict)
     scale: dict[str, Positive] = field(default_factory=dict)
-    corrupt: Annotated[str, OneOf(names.CORRUPT_RULES)] = "refuse"
+    corrupt: Annotated[str, ps.OneOf(names.CORRUPT_RULES)] = "refuse"
 
     @property
     def strict(self) -> bool:
@@ -466,7 +455,7 @@ class LabelledImages(LabelTable, EncodedImages, Stored, TableForm):
             the table's folder on, or their bare names where no two images share one.
     """
 
-    labels_file: Annotated[Text, _IN_ROOT]
+    labels_file: Annotated[ps.Text, _IN_ROOT]
 
 
 @dataclass(frozen=True)
@@ -494,12 +483,12 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
             flags it (``indicator``).
     """
 
-    numeric: Names
-    dates: Names
-    categorical: Names
-    categories: dict[str, Words]
-    ignore: Names
-    missing: Annotated[str, OneOf(names.MISSING_RULES)]
+    numeric: ps.Names
+    dates: ps.Names
+    categorical: ps.Names
+    categories: dict[str, ps.Words]
+    ignore: ps.Names
+    missing: Annotated[str, ps.OneOf(names.MISSING_RULES)]
 
     def __post_init__(self) -> None:
         """Check that no column has two uses."""
@@ -511,7 +500,7 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
             "label, dataset.labels, dataset.id_column, dataset.numeric, dataset.dates, "
             "dataset.categorical and dataset.ignore"
         )
-        Distinct().check(uses, columns, "")
+        ps.Distinct().check(uses, columns, "")
 
     @property
     def declared(self) -> dict[str, bool]:
@@ -524,7 +513,7 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
 
 
 @dataclass(frozen=True)
-class Partition(Checked):
+class Partition(ps.Checked):
     """``sites``: one folder or file of ``dataset.root`` per client, as at real sites."""
 
     name: str
@@ -538,7 +527,7 @@ class SavedPartition(Partition):
         file: The partition.json.
     """
 
-    file: Text
+    file: ps.Text
 
 
 @dataclass(frozen=True)

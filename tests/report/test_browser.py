@@ -7,17 +7,12 @@ the one that ``FEDNAS_BROWSER`` names.
 from __future__ import annotations
 
 import os
-import socket
-import threading
-import time
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from fednas_flwr.report.comparison import compare_runs, write_comparison
 from fednas_flwr.report.html_report import write_report
-from fednas_flwr.report.watch import make_app
 
 from .conftest import with_config, with_events
 
@@ -111,23 +106,12 @@ CUT = """() => [...document.querySelectorAll(".plot svg text")].filter(t => {
 
 @pytest.fixture
 def watched(make_run):
-    """The address at which ``fednas watch`` shows a run that is in its second round."""
+    """The page that ``fednas watch`` writes of a run that is in its second round."""
     folder = make_run("live")
     events = (folder / "events.jsonl").read_text().splitlines(keepends=True)
     rounds = [place for place, line in enumerate(events) if '"event": "round"' in line]
     (folder / "events.jsonl").write_text("".join(events[: rounds[1] + 1]))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    served = {"log_level": "warning", "lifespan": "off", "ws": "none"}
-    server = uvicorn.Server(uvicorn.Config(make_app(folder), port=port, **served))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.05)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = server.force_exit = True
-    thread.join()
+    return write_report(folder, renews=True).as_uri()
 
 
 @pytest.mark.parametrize("width", [1280, 390])
