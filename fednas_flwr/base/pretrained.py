@@ -175,9 +175,7 @@ class Frozen(Pretrained):
         self._stages, self.stage_widths = [*shapes], [shape[0] for shape in shapes.values()]
         last_shape = next(reversed(shapes.values()), ())
         if len(last_shape) < (3 if is_map else 1):
-            needed = (
-                "a last stage of channels, rows and columns" if is_map else "stages of channels"
-            )
+            needed = "a last stage with rows and columns" if is_map else "stages of channels"
             raise ConfigError(
                 f"{name} does not have {needed}: choose a network such as tf_efficientnet_lite0."
             )

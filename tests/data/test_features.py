@@ -263,9 +263,7 @@ def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weight
 
 
 def test_networks_whose_last_stage_has_no_places_have_no_map():
-    with pytest.raises(
-        ConfigError, match="vit_b_16 does not have a last stage with rows"
-    ):
+    with pytest.raises(ConfigError, match="vit_b_16 does not have a last stage with rows"):
         Frozen("torchvision/vit_b_16", None, is_map=True)
 
 
