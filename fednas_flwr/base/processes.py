@@ -29,7 +29,6 @@ ALONE = "FEDNAS_ALONE"  # in the environment of processes that must not start ot
 STARTS = 3  # of the interpreter, which may have died
 ENTRY = "fednas_flwr.deploy.local_actors"  # a module that imports what is needed, then forks
 LATER = ("sklearn.metrics", "torch.onnx")  # what runs need in their end: more than a second
-_IDLE_S = 0.2  # without being asked for a process
 _lock = threading.Lock()
 _started: list[tuple[subprocess.Popen[bytes], connection.Connection]] = []  # those so far
 
@@ -192,7 +191,7 @@ def serve_forks(later: list[str]) -> None:
             handle = reduction.recv_handle(control)
             fork(target=_serve, args=(handle,)).start()
             os.close(handle)
-            while later and not control.poll(_IDLE_S):
+            while later and not control.poll(0.2):  # seconds without being asked
                 import_module(later.pop(0))
     os.killpg(0, signal.SIGKILL)
 

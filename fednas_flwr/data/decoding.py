@@ -7,15 +7,18 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError, listed
 from fednas_flwr.base.files import walk
 from fednas_flwr.base.memory import check_fits
+from fednas_flwr.base.processes import cores
 from fednas_flwr.data.features import load_backbone
 from fednas_flwr.data.records import ID, record_id
 from fednas_flwr.settings.data_settings import EncodedImages
@@ -47,6 +50,7 @@ _VALIDATION = {"val", "valid", "validation", "eval", "dev"}
 _MASK = re.compile(r"(.+)[ _.-]+(masks?|seg|segmentation|gt|annotation|label|overlay)\b", re.I)
 _MASK_FOLDERS = {"masks", "ground_truth"}
 _MOST_NAMED = 20
+_LARGE, _AT_ONCE = 8192, 64  # bytes of an image, and how many are opened before their turn
 _FEWEST = 10  # files of each form, about, by which it may tell a label
 
 Form = tuple[tuple[int, ...], tuple[str, ...], str]  # width and height, what is said, and suffix
@@ -117,24 +121,35 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     forms: list[Form] = []
     ends: list[float] = []  # of values in images that are refused for theirs, and in others
     spans: list[float] = []
-    for i in range(count):
+
+    def opened(i: int) -> tuple[str, Any]:
+        """Name, and size, image, id and what is said of it, or why it is broken."""
         name, content = source(i)
         try:
             image, pixels, said = _open(content, name, settings.intensity)
         except _BrokenError as error:
-            broken.setdefault(str(error), []).append(name)
-            ends += error.ends
-            continue
-        forms.append((image.shape[1::-1], tuple(said), os.path.splitext(name)[1].lower()))
-        spans += [] if pixels.dtype == np.uint8 else [pixels.min(), pixels.max()]
+            return name, error
         wanted = channels or (3 if _COLOUR in said else 1)
+        fitted = _fitted(image, (wanted, *((side, side) if side else image.shape[:2])))
+        spans = [] if pixels.dtype == np.uint8 else [pixels.min(), pixels.max()]
+        return name, (image.shape[1::-1], wanted, fitted, record_id(_own(pixels)), said, spans)
+
+    for i, (name, found) in enumerate(_in_turn(opened, count, source)):
+        if isinstance(found, _BrokenError):
+            broken.setdefault(str(found), []).append(name)
+            ends += found.ends
+            continue
+        size, wanted, fitted, own_id, said, of_pixels = found
+        forms.append((size, tuple(said), os.path.splitext(name)[1].lower()))
+        spans += of_pixels
         if len(images) == 0 or wanted > images.shape[1]:
             width, height = (side, side) if side else forms[0][0]
             of_one_form = _room(count, wanted, height, width)
             of_one_form[: len(rows)] = images[: len(rows)]
             images = of_one_form
-        images[len(rows)] = _fitted(image, images.shape[1:])
-        ids.append(record_id(_own(pixels)))
+        if fitted.shape[-2:] == images.shape[2:]:  # else their sizes are told
+            images[len(rows)] = fitted
+        ids.append(own_id)
         rows.append(i)
     sizes = Counter(size for size, *_ in forms)
     kinds = Counter(fact for _, facts, _ in forms for fact in facts)
@@ -170,6 +185,17 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     notes += [f"{kinds[words]} {words}" for words in _TOLD if kinds[words]]
     arrays = images[: len(rows)], np.array(ids, ID), np.array(rows, np.int64)
     return Decoded(*arrays, tuple(notes), forms)
+
+
+def _in_turn(opened: Callable[[int], Any], count: int, source: Source) -> Iterator[Any]:
+    """What is found of each image, in their order; large ones are opened side by side."""
+    threads = cores() if count and len(source(0)[1]) > _LARGE else 1
+    if threads == 1:  # small ones take longer to hand over than to open
+        yield from map(opened, range(count))
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for first in range(0, count, _AT_ONCE):
+            yield from pool.map(opened, range(count)[first : first + _AT_ONCE])
 
 
 def _room(count: int, channels: int, height: int, width: int) -> np.ndarray:

@@ -129,9 +129,8 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     if schema and isinstance(settings, ds.LabelTable) and settings.names_label:
         label = settings.label
     form = [len(classes)] if properties["multi_label"] else []
-    dtype = kept_as(transform) if schema or transform else torch.uint8
     empty = Records(
-        torch.empty(0, *shape, dtype=dtype),
+        torch.empty(0, *shape, dtype=kept_as(transform) if schema or transform else torch.uint8),
         torch.empty(0, *form, dtype=torch.float32 if target else torch.int64),
         np.empty(0, "S32"),
         classes,

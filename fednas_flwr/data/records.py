@@ -273,8 +273,7 @@ def keys_of(ids: np.ndarray) -> np.ndarray:
     Returns:
         uint64 ``[N]``, which numpy sorts far faster.
     """
-    words = np.ascontiguousarray(ids, ID).view(np.uint64).reshape(-1, 4)
-    return words @ _FACTORS
+    return np.ascontiguousarray(ids, ID).view(np.uint64).reshape(-1, 4) @ _FACTORS
 
 
 def record_id(content: bytes) -> str:

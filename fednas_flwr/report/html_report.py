@@ -36,8 +36,7 @@ def write_report(run_folder: Path, *, renews: bool = False) -> Path:
     """
     page = render_report(run_folder)
     if renews:
-        head, _, tail = page.rpartition("</body>")
-        page = head + templates.read_part("watch.html") % (RENEW_S * 1000) + tail
+        page = page.replace("</body>", templates.read_part("watch.html") % (RENEW_S * 1000))
     return write_atomically(run_folder / "report.html", page)
 
 

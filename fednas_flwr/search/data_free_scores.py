@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError, check_choice
+from fednas_flwr.base.layers import hooked
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.optimizer_step import PlainSGD
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
@@ -306,16 +307,8 @@ def _features(network: nn.Module, x: Tensor) -> list[Tensor]:
     """The outputs of the modules of the chain."""
     chain: list[nn.Module] = network.chain()  # type: ignore[operator]
     outputs: dict[nn.Module, Tensor] = {}
-
-    def record(module: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
-        outputs[module] = output
-
-    handles = [module.register_forward_hook(record) for module in chain]
-    try:
+    with hooked(chain, lambda module, _, output: outputs.update({module: output})):
         network(x)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [outputs[module] for module in chain]
 
 

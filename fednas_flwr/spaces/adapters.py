@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fednas_flwr.base.pretrained import Frozen, has_channels_last, hooked, load_frozen
+from fednas_flwr.base.layers import hooked
+from fednas_flwr.base.pretrained import Frozen, has_channels_last, load_frozen
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.operations import Choice, OpWeights, SkipNetwork, drop_path
 from fednas_flwr.spaces.space import CELL, SearchSpace

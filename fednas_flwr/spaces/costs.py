@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fednas_flwr.base.errors import ConfigError, check_choice
+from fednas_flwr.base.layers import hooked
 from fednas_flwr.settings import Hardware, expanded
 from fednas_flwr.spaces import latency_tables as lt
 from fednas_flwr.spaces.genotype import Genotype
@@ -190,7 +191,8 @@ def layers_of(
     layers: list[dict[str, Any]] = []
     cells = {} if genotype is None else genotype.cells
 
-    def note(name: str, module: nn.Module, output: Any) -> None:
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        name = names[module]
         wiring = getattr(module, "wiring", None)
         kind = next((k for k, edges in cells.items() if wiring and [*edges] == [*wiring]), "")
         kind = kind or (next(iter(cells), "") if len(cells) == 1 and "stage" in name else "")
@@ -209,15 +211,11 @@ def layers_of(
         elif not isinstance(module, nn.Identity):
             yield name.replace("_", " "), module
 
-    hooks = [
-        module.register_forward_hook(lambda m, _, out, name=name: note(name, m, out))
-        for name, module in parts("", network)
-    ]
+    names = {module: name for name, module in parts("", network)}
     was_training = network.training
-    network.eval()(torch.zeros(1, *input_shape))
+    with hooked(names, note):
+        network.eval()(torch.zeros(1, *input_shape))
     network.train(was_training)
-    for hook in hooks:
-        hook.remove()
     return layers
 
 

@@ -1,4 +1,5 @@
 import struct
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from PIL import Image
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data import decoding
 from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.raw import read_raw
 from fednas_flwr.data.records import Inputs, record_ids
@@ -166,6 +168,41 @@ def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path):
     (tmp_path / "none" / "c").mkdir(parents=True)
     (tmp_path / "none" / "c" / "1.png").write_bytes(b"")
     refuses("1 of 1 files cannot be read", read, "image_folder", tmp_path / "none", corrupt="skip")
+
+
+@pytest.mark.parametrize("settings", [{"image_size": 40}, {"image_size": 40, "channels": 1}, {}])
+def test_large_images_are_opened_side_by_side_as_one_after_the_other(
+    tmp_path, monkeypatch, settings
+):
+    rng = np.random.default_rng(0)
+    for i in range(decoding._AT_ONCE + 6):
+        shape = (96, 96, 3) if i % 5 == 3 else (96, 96)
+        path = tmp_path / "ab"[i % 2] / f"{i:03d}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(path)
+        if i % 7 == 2:
+            path.write_bytes(path.read_bytes()[:-5000])
+    assert (tmp_path / "a" / "000.png").stat().st_size > decoding._LARGE
+    found, meetings, opened = [], [], decoding._open
+
+    def noted(*of):
+        if meetings:
+            meetings.pop().wait(60)  # for a second thread
+        return opened(*of)
+
+    monkeypatch.setattr(decoding, "_open", noted)
+    settings = {**settings, "corrupt": "skip", "class_names": ["a", "b"]}
+    for number in (1, 3):
+        monkeypatch.setattr(decoding, "cores", lambda number=number: number)
+        meetings += [threading.Barrier(2)] * 2 if number > 1 else []
+        found.append(read("image_folder", tmp_path, **settings)[0])
+    assert not meetings
+    one, other = found
+    assert torch.equal(one.features, other.features)
+    assert torch.equal(one.labels, other.labels)
+    assert (one.ids == other.ids).all()
+    assert one.notes == other.notes
+    assert "10 broken images left out" in one.notes[0]
 
 
 def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path):

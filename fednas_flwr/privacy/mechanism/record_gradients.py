@@ -11,8 +11,8 @@ Tensor suffixes: B records of a batch, I inputs and O outputs of a linear layer.
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.layers import computed, group_norm, linear, own_linear_layers, stacking
+from fednas_flwr.base import layers
 from fednas_flwr.privacy.self_test import Watch
 
 Parameters = Mapping[str, nn.Parameter]  # by name
@@ -104,7 +104,7 @@ class RecordWeights:
 
     def linear(self, x_BI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output [B, O] of a layer whose gradients are to be kept as factors."""
-        out_BO = linear(x_BI, weight.detach(), bias)
+        out_BO = layers.linear(x_BI, weight.detach(), bias)
         leaf_BO = torch.zeros_like(out_BO[:1, :1]).expand_as(out_BO).requires_grad_()
         self.factors.setdefault(self._names[id(weight)], []).append((leaf_BO, x_BI.detach()))
         return out_BO + leaf_BO
@@ -133,10 +133,10 @@ def record_gradients(
     if not module.training:
         raise ValueError("the module must be in training mode: call train() first")
     records = _Records(module, parameters, loss, watch)
-    layers = _layers(module, parameters)
-    if any("forward" in vars(layer) for layer in layers):
+    chosen = _layers(module, parameters)
+    if any("forward" in vars(layer) for layer in chosen):
         raise ValueError("a layer's forward was replaced: per-sample gradients would miss it")
-    if all(map(_is_covered, layers)):
+    if all(map(_is_covered, chosen)):
         return records.from_leaves
     if getattr(module, "takes_stack", False):
         raise ValueError(
@@ -179,7 +179,7 @@ class _Records:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         stack = RecordWeights(len(x_B), names)
         with torch.enable_grad():
-            with stacking(stack), _computed_with(stack, self.module, self.parameters):
+            with layers.stacking(stack), _computed_with(stack, self.module, self.parameters):
                 output = self.module(x_B)
             by: dict[Any, Tensor] = {**stack.leaves, **self.parameters}
             for name, calls in stack.factors.items():
@@ -207,7 +207,7 @@ class _Records:
         parts = (*self.module.modules(), *self.module.parameters())
         before = [(part, dict(vars(part))) for part in parts]
         hooked = _hooks()[1](self.module, loss_reduction="sum")
-        rounding = own_linear_layers(self.module)  # which round all rows alike
+        rounding = layers.own_linear_layers(self.module)  # which round all rows alike
         gradients: list[Group] = []
         try:
             with torch.enable_grad(), warnings.catch_warnings(), rounding:
@@ -247,24 +247,17 @@ def _layers(module: nn.Module, parameters: Parameters) -> list[Any]:
     ]
 
 
-@contextmanager
 def _computed_with(
     stack: RecordWeights, module: nn.Module, parameters: Parameters
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let layers compute with their weights as ``stack`` returns them, inside the block."""
     pools = [
         submodule
         for submodule in module.modules()
         if type(submodule) in (nn.MaxPool2d, nn.AvgPool2d) and "forward" not in vars(submodule)
     ]
-    layers = [*_layers(module, parameters), *pools]
-    for layer in layers:
-        layer.forward = partial(_pool if layer in pools else _forward, layer, stack)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
+    forwards = {layer: partial(_forward, layer, stack) for layer in _layers(module, parameters)}
+    return layers.with_forwards(forwards | {pool: partial(_pool, pool, stack) for pool in pools})
 
 
 def _pool(layer: Any, _: RecordWeights, x: Tensor) -> Tensor:
@@ -299,8 +292,8 @@ def _forward(layer: Any, stack: RecordWeights, x: Tensor) -> Tensor:
         return stack.linear(x, layer.weight, _own(layer.bias, stack))
     if isinstance(layer, nn.GroupNorm):
         weight, bias = _own(layer.weight, stack), _own(layer.bias, stack)
-        return group_norm(x, layer.num_groups, weight, bias, eps=layer.eps)
-    return computed(layer, x)
+        return layers.group_norm(x, layer.num_groups, weight, bias, eps=layer.eps)
+    return layers.computed(layer, x)
 
 
 def _own(parameter: Any, stack: RecordWeights) -> Any:
