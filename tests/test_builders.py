@@ -53,9 +53,10 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "overrides", [form.format(name) for form, names in BUILDS.items() for name in names.split()]
-)
+OF_FILES = [form.format(name) for form, names in BUILDS.items() for name in names.split()]
+
+
+@pytest.mark.parametrize("overrides", OF_FILES)
 def test_files_build_on_embedded_data(overrides):
     check_buildable(composed(*overrides.split()))
 
@@ -129,9 +130,10 @@ def test_what_the_data_rules_out_is_refused_before_a_run(compose_config, overrid
     refuses_run(sentence, compose_config, *overrides.split())
 
 
-@pytest.mark.parametrize(
-    "given", ["privacy.delta=.9 privacy.large_delta=true", "privacy.delta=.0124 clients=1"]
-)
+LARGE_DELTAS = ["privacy.delta=.9 privacy.large_delta=true", "privacy.delta=.0124 clients=1"]
+
+
+@pytest.mark.parametrize("given", LARGE_DELTAS)
 def test_a_delta_of_one_over_records_is_asked_for_by_name(compose_config, given):
     check_buildable(compose_config(*PRIVATE.split(), *given.split()))
 

@@ -187,16 +187,16 @@ def test_cache_folder_comes_from_the_environment(monkeypatch):
     assert Path(compose_tree([])["dataset"]["cache"]).name == "fednas_flwr"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("name: npz\nlimit_train: 5\n", "limit_train=5"),
-        ("name: npz\nclass_nmaes: [a]\n", "dataset.class_nmaes is unknown"),
-        ("- npz\n", "must be a mapping"),
-        ("name: csv\nlabel: ill\n", "lacks id_column: name the column .* null if there is none"),
-        (None, "cannot be read"),
-    ],
-)
+DATASET_FILES = [
+    ("name: npz\nlimit_train: 5\n", "limit_train=5"),
+    ("name: npz\nclass_nmaes: [a]\n", "dataset.class_nmaes is unknown"),
+    ("- npz\n", "must be a mapping"),
+    ("name: csv\nlabel: ill\n", "lacks id_column: name the column .* null if there is none"),
+    (None, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), DATASET_FILES)
 def test_a_sites_dataset_file_is_checked(tmp_path, text, words):
     path = tmp_path / "dataset.yaml"
     if text is not None:
@@ -469,23 +469,23 @@ TABLE = ("dataset=csv", "dataset.label=died", "search_space=mlp_small")
 PRIVATE_TABLE = ("experiment=search/recommended_private", *TABLE)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (PRIVATE_TABLE, (32, "none", 1.0, 0.5, 1024)),
-        ((*PRIVATE_TABLE, "retrain.channels=16"), (16, "none", 1.0, 0.5, 1024)),
-        ((*PRIVATE_TABLE, "retrain.norm=group"), (32, "group", 1.0, 0.5, 1024)),
-        ((*PRIVATE_TABLE, "retrain.batch_size=8"), (32, "none", None, 0.5, 1024)),
-        ((*TABLE, "privacy=dp", "privacy.micro_batch_size=4"), (32, "none", 1.0, 0.5, 4)),
-        (("experiment=search/recommended_private",), (8, "group", 0.125, 0.2, 64)),
-        (("experiment=feathers/fraud_private", *TABLE), (48, "group", None, 0.5, 48)),
-        ((*PRIVATE_TABLE, "retrain=darts"), (32, "none", 1.0, 0.5, 1024)),
-        (
-            (*TABLE, "privacy=dp", "privacy.unit=client", "privacy.retrain.max_grad_norm=2"),
-            (16, "group", 0.125, 0.2, 8),
-        ),
-    ],
-)
+OF_TABLES = [
+    (PRIVATE_TABLE, (32, "none", 1.0, 0.5, 1024)),
+    ((*PRIVATE_TABLE, "retrain.channels=16"), (16, "none", 1.0, 0.5, 1024)),
+    ((*PRIVATE_TABLE, "retrain.norm=group"), (32, "group", 1.0, 0.5, 1024)),
+    ((*PRIVATE_TABLE, "retrain.batch_size=8"), (32, "none", None, 0.5, 1024)),
+    ((*TABLE, "privacy=dp", "privacy.micro_batch_size=4"), (32, "none", 1.0, 0.5, 4)),
+    (("experiment=search/recommended_private",), (8, "group", 0.125, 0.2, 64)),
+    (("experiment=feathers/fraud_private", *TABLE), (48, "group", None, 0.5, 48)),
+    ((*PRIVATE_TABLE, "retrain=darts"), (32, "none", 1.0, 0.5, 1024)),
+    (
+        (*TABLE, "privacy=dp", "privacy.unit=client", "privacy.retrain.max_grad_norm=2"),
+        (16, "group", 0.125, 0.2, 8),
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), OF_TABLES)
 def test_private_training_of_a_table_is_of_all_its_records(overrides, expected, tmp_path):
     more = ("secure_sum=true",) if "privacy.unit=client" in overrides else ()
     config = parse_config(compose_tree((*overrides, *more)), user=user_settings(overrides))
@@ -498,10 +498,10 @@ def test_private_training_of_a_table_is_of_all_its_records(overrides, expected, 
     assert (retrain.channels, retrain.norm, *terms) == expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    rows(WITHOUT_EFFECT, DP=DP, SITES=SITES, ARM=ARM, LOCAL=LOCAL, CELLS=CELLS),
-)
+NO_EFFECT = rows(WITHOUT_EFFECT, DP=DP, SITES=SITES, ARM=ARM, LOCAL=LOCAL, CELLS=CELLS)
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), NO_EFFECT)
 def test_a_setting_without_effect_is_refused_by_name(overrides, sentence):
     with pytest.raises(ConfigError) as told:
         compose(*overrides.split())
@@ -620,19 +620,19 @@ def test_a_mapping_that_was_null_is_checked_as_a_whole(tmp_path):
 # --- the last learning rate
 
 
-@pytest.mark.parametrize(
-    ("overrides", "rates"),
-    [
-        ("", (0.1, 0.01)),
-        ("algorithm.weights.lr=.2", (0.2, 0.01)),
-        ("algorithm.weights.lr=.01", (0.01, 0.01)),
-        ("algorithm.weights.lr=.005", (0.005, 0.005)),
-        ("algorithm.weights={lr:.005}", (0.005, 0.005)),
-        ("algorithm.weights.lr=.005 algorithm.weights.min_lr=.001", (0.005, 0.001)),
-        ("experiment=fed_darts/published", (0.025, 0.001)),
-        ("experiment=fed_darts/published algorithm.weights.lr=.0005", (0.0005, 0.0005)),
-    ],
-)
+LAST_RATES = [
+    ("", (0.1, 0.01)),
+    ("algorithm.weights.lr=.2", (0.2, 0.01)),
+    ("algorithm.weights.lr=.01", (0.01, 0.01)),
+    ("algorithm.weights.lr=.005", (0.005, 0.005)),
+    ("algorithm.weights={lr:.005}", (0.005, 0.005)),
+    ("algorithm.weights.lr=.005 algorithm.weights.min_lr=.001", (0.005, 0.001)),
+    ("experiment=fed_darts/published", (0.025, 0.001)),
+    ("experiment=fed_darts/published algorithm.weights.lr=.0005", (0.0005, 0.0005)),
+]
+
+
+@pytest.mark.parametrize(("overrides", "rates"), LAST_RATES)
 def test_a_default_of_the_last_learning_rate_follows_a_lower_first_one(overrides, rates):
     weights = compose(*overrides.split()).algorithm.weights
     assert (weights.lr, weights.min_lr) == rates

@@ -158,19 +158,19 @@ def test_requests_are_checked_like_settings():
             assert issubclass(kind, Checked)
 
 
-@pytest.mark.parametrize(
-    ("range_", "text", "inside", "outside"),
-    [
-        (Between(1), "1 or more", [1, 10**400], [0, math.inf, math.nan]),
-        (Between(0, above=True), "above 0", [5e-324, 1e308], [0, -1, math.inf]),
-        (Between(0, 1), "0 to 1", [0, 0.5, 1], [-5e-324, 1 + 1e-15, math.nan]),
-        (Between(0, 1, above=True), "above 0, at most 1", [5e-324, 1], [0, 1.1]),
-        (Between(0, 1, below=True), "0 to below 1", [0, 1 - 1e-15], [-1, 1]),
-        (Between(0, 1, above=True, below=True), "above 0, below 1", [0.5], [0, 1]),
-        (Between(1e-3, 1e30), "0.001 to 1e+30", [1e-3, 1e30], [9.99e-4, 1.01e30]),
-        (Between(2, 10**6), "2 to 1000000", [2, 10**6], [1, 10**6 + 1]),
-    ],
-)
+HELD = [
+    (Between(1), "1 or more", [1, 10**400], [0, math.inf, math.nan]),
+    (Between(0, above=True), "above 0", [5e-324, 1e308], [0, -1, math.inf]),
+    (Between(0, 1), "0 to 1", [0, 0.5, 1], [-5e-324, 1 + 1e-15, math.nan]),
+    (Between(0, 1, above=True), "above 0, at most 1", [5e-324, 1], [0, 1.1]),
+    (Between(0, 1, below=True), "0 to below 1", [0, 1 - 1e-15], [-1, 1]),
+    (Between(0, 1, above=True, below=True), "above 0, below 1", [0.5], [0, 1]),
+    (Between(1e-3, 1e30), "0.001 to 1e+30", [1e-3, 1e30], [9.99e-4, 1.01e30]),
+    (Between(2, 10**6), "2 to 1000000", [2, 10**6], [1, 10**6 + 1]),
+]
+
+
+@pytest.mark.parametrize(("range_", "text", "inside", "outside"), HELD)
 def test_a_range_says_what_it_holds(range_, text, inside, outside):
     assert str(range_) == text
     assert [number for number in inside if number not in range_] == []
@@ -192,17 +192,17 @@ PLAIN = SGD(0.1, 0.0, 0.9, 0.0, None)
 GOOD = {"some": None, "listed": ["left"], "named": {"a": 1.0}, "text": "é", "nested": (PLAIN,)}
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"some": 0}, "some=0 is out of range: expected 1 or more, or null."),
-        ({"listed": []}, "listed=[] is out of range: expected 1 to 2 entries."),
-        ({"listed": 3 * ["left"]}, "expected 1 to 2 entries."),
-        ({"listed": ["left", "rigt"]}, "listed=rigt is unknown: choose one of left, right (neare"),
-        ({"named": {"a": 0.0, "b": 2.0}}, "named.b=2.0 is out of range: expected 0 to 1."),
-        ({"text": "éàü"}, "text=éàü is out of range: expected 0 to 4 bytes."),
-    ],
-)
+WRONG_FIELDS = [
+    ({"some": 0}, "some=0 is out of range: expected 1 or more, or null."),
+    ({"listed": []}, "listed=[] is out of range: expected 1 to 2 entries."),
+    ({"listed": 3 * ["left"]}, "expected 1 to 2 entries."),
+    ({"listed": ["left", "rigt"]}, "listed=rigt is unknown: choose one of left, right (neare"),
+    ({"named": {"a": 0.0, "b": 2.0}}, "named.b=2.0 is out of range: expected 0 to 1."),
+    ({"text": "éàü"}, "text=éàü is out of range: expected 0 to 4 bytes."),
+]
+
+
+@pytest.mark.parametrize(("changed", "sentence"), WRONG_FIELDS)
 def test_what_fields_hold_is_checked(changed, sentence):
     assert Every(**GOOD).some is None
     with pytest.raises(ConfigError) as direct:
@@ -222,9 +222,10 @@ def test_what_holds_between_fields_is_checked_after_each():
     refuses("^lr=-1.0 is out of range: expected 0 to 10000 ", Adam, lr=-1.0, weight_decay=0.0)
 
 
-@pytest.mark.parametrize(
-    ("lr", "most", "above"), [(0.1, 10.0, 10.01), (2.0, 0.5, 0.51), (1e-3, 1000.0, 1001.0)]
-)
+DECAYS = [(0.1, 10.0, 10.01), (2.0, 0.5, 0.51), (1e-3, 1000.0, 1001.0)]
+
+
+@pytest.mark.parametrize(("lr", "most", "above"), DECAYS)
 def test_a_decay_that_turns_weights_round_is_refused_everywhere(lr, most, above):
     arm = {"momentum": 0.0, "alpha_lr": 0.0, "alpha_weight_decay": 0.0, "dropout": 0.0}
     sentence = rf"weight_decay={above} is out of range: expected 0 to {1 / lr:.4g}, which is 1 / lr"
@@ -341,17 +342,17 @@ def test_a_missing_key_is_named(key):
     assert refusal.value.key == f"net.{key}"
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"nam": "x"}, "setting=nam is unknown: choose one of .* .nearest: name"),
-        ({5: "x"}, "setting=5 is unknown"),
-        ({"optimizer": {"lr": 1.0, "steps": 1, "lrr": 1}}, "setting=optimizer.lrr is unknown"),
-        ({"maybe": {"lr": 1.0}}, "maybe.steps is missing"),
-        ({"stages": [{"lr": 1.0, "steps": 1}, {"lr": 1.0}]}, r"stages\[1\].steps is missing"),
-        ({"x" * 10**5: 1}, "setting=x{80} is unknown"),
-    ],
-)
+WRONG_KEYS = [
+    ({"nam": "x"}, "setting=nam is unknown: choose one of .* .nearest: name"),
+    ({5: "x"}, "setting=5 is unknown"),
+    ({"optimizer": {"lr": 1.0, "steps": 1, "lrr": 1}}, "setting=optimizer.lrr is unknown"),
+    ({"maybe": {"lr": 1.0}}, "maybe.steps is missing"),
+    ({"stages": [{"lr": 1.0, "steps": 1}, {"lr": 1.0}]}, r"stages\[1\].steps is missing"),
+    ({"x" * 10**5: 1}, "setting=x{80} is unknown"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), WRONG_KEYS)
 def test_unknown_and_missing_keys_are_named_wherever_they_are(change, sentence):
     given = {str(key) if key == "x" else key: value for key, value in values().items()} | change
     with pytest.raises(ConfigError, match=f"^{sentence}") as refusal:
@@ -407,9 +408,10 @@ def test_a_value_of_another_type_is_refused_in_one_short_sentence(change, senten
     assert refused(**change).startswith(sentence)
 
 
-@pytest.mark.parametrize(
-    ("key", "expected"), [("limit", "a number"), ("optimizer", "a group of settings")]
-)
+ASKED_FOR = [("limit", "a number"), ("optimizer", "a group of settings")]
+
+
+@pytest.mark.parametrize(("key", "expected"), ASKED_FOR)
 def test_what_only_the_user_can_give_is_asked_for(key, expected):
     with pytest.raises(ConfigError, match=f"^net.{key} must be given: net.{key}=<{expected}>.$"):
         parse(Network, values(**{key: parser.MISSING}), key="net")

@@ -92,14 +92,14 @@ def test_check_says_whether_the_readme_is_stale(results, tmp_path, capsys):
     assert main([*arguments, "--check"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("readme", "message"),
-    [
-        ("<!-- table:digits -->\n", "has no partner"),
-        ("<!-- table:digits -->\n<!-- /table:other -->\n", "is followed by"),
-        ("<!-- table:other -->\n<!-- /table:other -->\n", "there is no"),
-    ],
-)
+WRONG_MARKS = [
+    ("<!-- table:digits -->\n", "has no partner"),
+    ("<!-- table:digits -->\n<!-- /table:other -->\n", "is followed by"),
+    ("<!-- table:other -->\n<!-- /table:other -->\n", "there is no"),
+]
+
+
+@pytest.mark.parametrize(("readme", "message"), WRONG_MARKS)
 def test_marks_that_do_not_fit_are_refused(results, readme, message):
     refuses(message, render_tables, readme, results.parent, error=ValueError)
 

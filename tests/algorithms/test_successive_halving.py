@@ -300,15 +300,15 @@ def test_one_client_of_three_does_not_choose(settings, compose_config, federate)
     assert claims.quantile(0.5, dim=0).argmax() == 3  # and so would a median of raw rewards
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["search_space=darts_small", "algorithm.pool.by=[]"],
-        ["search_space=dp_cells_small", "algorithm.pool.by=[synflow]", "retrain=dp_cells"],
-        ["search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"],
-        ["dataset=digits", "dataset.limit_train=60"],
-    ],
-)
+SPACES_TOO = [
+    ["search_space=darts_small", "algorithm.pool.by=[]"],
+    ["search_space=dp_cells_small", "algorithm.pool.by=[synflow]", "retrain=dp_cells"],
+    ["search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"],
+    ["dataset=digits", "dataset.limit_train=60"],
+]
+
+
+@pytest.mark.parametrize("overrides", SPACES_TOO)
 def test_it_searches_every_space(overrides, compose_config, federate):
     pool = ["algorithm.pool.draws=3", "algorithm.pool.keep=2", "rounds=1"]
     federation = federate(compose_config(*SEARCH, *pool, *overrides))
@@ -321,18 +321,18 @@ MBCONV = ["search_space=mbconv_small", "search_space.width=0.25", "retrain=mbcon
 UNSET = ["algorithm.pool.by=null", "algorithm.pool.keep=null", "rounds=1"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "scores", "size"),
-    [
-        ([], AZ_NAS, 8),
-        (MBCONV, (), 16),
-        (["search_space=darts_small"], (), 16),
-        (["algorithm.pool.by=[]"], [], 16),
-        ([*MBCONV, "algorithm.pool.by=[synflow]"], ["synflow"], 8),
-        ([*MBCONV, "algorithm.pool.draws=5"], (), 5),
-        ([*MBCONV, "algorithm.pool.keep=4"], (), 4),
-    ],
-)
+RANKED_BY = [
+    ([], AZ_NAS, 8),
+    (MBCONV, (), 16),
+    (["search_space=darts_small"], (), 16),
+    (["algorithm.pool.by=[]"], [], 16),
+    ([*MBCONV, "algorithm.pool.by=[synflow]"], ["synflow"], 8),
+    ([*MBCONV, "algorithm.pool.draws=5"], (), 5),
+    ([*MBCONV, "algorithm.pool.keep=4"], (), 4),
+]
+
+
+@pytest.mark.parametrize(("overrides", "scores", "size"), RANKED_BY)
 def test_pools_are_chosen_by_scores_that_rank_their_space(overrides, scores, size, compose_config):
     config = compose_config(*SEARCH, "algorithm.pool.draws=20", *UNSET, *overrides)
     pool, space = config.algorithm.pool, config.search_space.name

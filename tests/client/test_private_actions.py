@@ -556,13 +556,13 @@ def test_squared_errors_are_released_within_the_squared_range(make_site, network
     assert reply.metrics["accuracy"] == pytest.approx(closeness, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("bad", "every"),
-    [
-        *((math.nan, 7), (1e38, 1), seldom(math.inf, 7), seldom(1e30, 7)),
-        *(seldom(-math.inf, 1), seldom(1e-45, 1)),
-    ],
-)
+WILD_WEIGHTS = [
+    *((math.nan, 7), (1e38, 1), seldom(math.inf, 7), seldom(1e30, 7)),
+    *(seldom(-math.inf, 1), seldom(1e-45, 1)),
+]
+
+
+@pytest.mark.parametrize(("bad", "every"), WILD_WEIGHTS)
 def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, every, make_site, totals):
     site = make_site()
     for action in RELEASING:
@@ -618,9 +618,10 @@ def test_moments_follow_from_what_is_released(action, make_site, networks, noise
         assert {v.item() for v in steps} == {1.0}
 
 
-@pytest.mark.parametrize(
-    "action", ["train.search", seldom("train.candidate"), seldom("train.weights")]
-)
+GOING_ON = ["train.search", seldom("train.candidate"), seldom("train.weights")]
+
+
+@pytest.mark.parametrize("action", GOING_ON)
 def test_a_search_with_moments_goes_on_where_the_last_request_ended(action, make_site, totals):
     """Two requests of one step each are one request of two."""
     site = make_site(committed=EVERYTHING)

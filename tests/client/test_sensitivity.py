@@ -381,10 +381,11 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
         assert check(ask, totals, kit, action, asked) >= least(action)
 
 
+FIXED = [action for action in NETWORK_ACTIONS if action != "evaluate.candidates"]
+
+
 @pytest.mark.run
-@pytest.mark.parametrize(
-    "action", [action for action in NETWORK_ACTIONS if action != "evaluate.candidates"]
-)
+@pytest.mark.parametrize("action", FIXED)
 @pytest.mark.parametrize("name", sorted(networks.FIXED_NETWORKS))
 def test_fixed_networks(name, action, kits, ask, totals):
     kit = kits("nasbench201")

@@ -61,11 +61,10 @@ def check_near(found):
     assert 0.5 < joined[BFLOAT16].norm() / joined[FLOAT32].norm() < 2
 
 
-@pytest.mark.parametrize(
-    ("norm", "several"),
-    [("batch", True), seldom("group", False)],
-    ids=["several labels", "one class"],
-)
+NORMS = [("batch", True), seldom("group", False)]
+
+
+@pytest.mark.parametrize(("norm", "several"), NORMS, ids=["several labels", "one class"])
 def test_gradients_of_weights(space, norm, several):
     supernet = make(replace(space, norm=norm))
     found = {}

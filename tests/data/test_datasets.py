@@ -124,15 +124,15 @@ def test_sites_become_a_partition(cache, tmp_path):
     assert [data.train.features[part, 0].tolist() for part in parts] == [[3, 4, 5], [1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"label": "ill"}, "setting=dataset.label is unknown"),
-        ({"mean": (0.5, 0.5)}, "do not fit images of 3 channels"),
-        ({"std": (0.5, 0.5)}, "do not fit images of 3 channels"),
-        ({"statistics": {"a": (0, 1)}}, "are for tables: these are images"),
-    ],
-)
+UNFIT_SETTINGS = [
+    ({"label": "ill"}, "setting=dataset.label is unknown"),
+    ({"mean": (0.5, 0.5)}, "do not fit images of 3 channels"),
+    ({"std": (0.5, 0.5)}, "do not fit images of 3 channels"),
+    ({"statistics": {"a": (0, 1)}}, "are for tables: these are images"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNFIT_SETTINGS)
 def test_settings_that_do_not_fit(cache, npz, settings, message):
     refuses(message, prepared, **{"cache": cache, "name": "npz", "root": npz} | settings)
 
@@ -201,16 +201,16 @@ def test_a_root_that_cannot_be_looked_at_is_one_sentence(cache):
 FINITE = r"expected finite \[low, high\], low below high"
 
 
-@pytest.mark.parametrize(
-    ("ranges", "message"),
-    [
-        ({"age": [80, 20]}, rf"dataset.ranges.age=\[80.0, 20.0\] .* {FINITE}"),
-        ({"age": [1]}, FINITE),
-        ({"age": [-1e308, 1e308]}, FINITE),
-        ({"age": [1, float("nan")]}, r"dataset.ranges.age\[1\]=nan has the wrong type"),
-        ({"weight": [40, 120]}, "dataset.ranges.weight has no effect beside dataset.statistics.w"),
-    ],
-)
+NO_RANGES = [
+    ({"age": [80, 20]}, rf"dataset.ranges.age=\[80.0, 20.0\] .* {FINITE}"),
+    ({"age": [1]}, FINITE),
+    ({"age": [-1e308, 1e308]}, FINITE),
+    ({"age": [1, float("nan")]}, r"dataset.ranges.age\[1\]=nan has the wrong type"),
+    ({"weight": [40, 120]}, "dataset.ranges.weight has no effect beside dataset.statistics.w"),
+]
+
+
+@pytest.mark.parametrize(("ranges", "message"), NO_RANGES)
 def test_ranges_that_are_none_are_refused(ranges, message):
     given = {"cache": "none", "statistics": {"weight": [70, 10]}, "ranges": ranges}
     refuses(message, lambda: data_settings("csv", given).column_statistics)

@@ -288,15 +288,15 @@ def bands(pixels, path, extra=1):
     path.write_bytes(head + data + struct.pack("<H", len(tags)) + entries + bytes(4))
 
 
-@pytest.mark.parametrize(
-    ("save", "suffix", "seen", "note"),
-    [
-        (ink, ".png", 255 - PIXELS, "4 images with an alpha channel are laid on white"),
-        (floats, ".tif", PIXELS, "4 float images: 0..1 become 0..255"),
-        (pages, ".tif", PIXELS, "4 files have several pages, of which only the first is read"),
-        (bands, ".tif", PIXELS, "4 images have more than three bands, of which the first three"),
-    ],
-)
+FILES = [
+    (ink, ".png", 255 - PIXELS, "4 images with an alpha channel are laid on white"),
+    (floats, ".tif", PIXELS, "4 float images: 0..1 become 0..255"),
+    (pages, ".tif", PIXELS, "4 files have several pages, of which only the first is read"),
+    (bands, ".tif", PIXELS, "4 images have more than three bands, of which the first three"),
+]
+
+
+@pytest.mark.parametrize(("save", "suffix", "seen", "note"), FILES)
 def test_what_a_file_holds_is_read_and_told(tmp_path, save, suffix, seen, note):
     records, _ = read("image_folder", write(tmp_path, save, suffix), image_size=8, channels=1)
     assert records.features[0, 0].tolist() == seen.tolist()

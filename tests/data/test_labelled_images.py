@@ -135,19 +135,19 @@ def test_a_broken_image_takes_its_row_with_it(tmp_path):
     assert train.columns["Patient ID"].tolist() == ["p1", "p2", "p3"]
 
 
-@pytest.mark.parametrize(
-    ("line", "settings", "sentence"),
-    [
-        ("gone.png,p9,Mass", {}, "names 1 of 5 images that are not in"),
-        ("a.png,p9,Mass", {}, "names the image a.png in more than one row"),
-        ("", {"labels_file": "other.csv"}, r"other\.csv does not exist"),
-        ("", {"labels_file": "../labels.csv"}, "expected the name of a file in dataset.root"),
-        ("", {"label": "Finding"}, "Finding"),
-        ("", {"label": "Image Index"}, "begins with the column Image Index"),
-        ("", {"class_names": ["Mass", "Mess"]}, "has the label Nodule, which is not in"),
-        ("", {"labels": ["Patient ID", "Finding Labels"]}, "dataset.label_separator has no effect"),
-    ],
-)
+UNFIT_TABLES = [
+    ("gone.png,p9,Mass", {}, "names 1 of 5 images that are not in"),
+    ("a.png,p9,Mass", {}, "names the image a.png in more than one row"),
+    ("", {"labels_file": "other.csv"}, r"other\.csv does not exist"),
+    ("", {"labels_file": "../labels.csv"}, "expected the name of a file in dataset.root"),
+    ("", {"label": "Finding"}, "Finding"),
+    ("", {"label": "Image Index"}, "begins with the column Image Index"),
+    ("", {"class_names": ["Mass", "Mess"]}, "has the label Nodule, which is not in"),
+    ("", {"labels": ["Patient ID", "Finding Labels"]}, "dataset.label_separator has no effect"),
+]
+
+
+@pytest.mark.parametrize(("line", "settings", "sentence"), UNFIT_TABLES)
 def test_a_table_that_does_not_fit_is_one_sentence(line, settings, sentence, tmp_path):
     root = by_findings(tmp_path)
     if line:

@@ -162,17 +162,17 @@ def test_a_table_is_read_alike_with_and_without_leaving_out(tmp_path):
         assert cells == strictly
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (",".join(HEADER) + '\np1,50,2024-05-31,"north,x,left\np2,60,,,x,died\n', "quote in row 1"),
-        (",".join(HEADER) + '\np1,50,2024-05-31,"no"rth,x,left\n', "quote in row 1 is open"),
-        (",".join(HEADER) + "\np1,50,2024-05-31,north,x,left,\n", "row 1 has 7 cells"),
-        (",".join(HEADER) + "\np1,50,,north,x,left\np2,60\n", "row 2 has 2 cells, .* header 6"),
-        (",".join(HEADER) + "\np1,50,,north,caf\xe9,left\n", "'utf-8' codec"),
-        (",".join(HEADER[:-1]) + "\np1,50,2024-05-31,north,x\n", "no column outcome"),
-    ],
-)
+NOT_OF_ONE_RECORD = [
+    (",".join(HEADER) + '\np1,50,2024-05-31,"north,x,left\np2,60,,,x,died\n', "quote in row 1"),
+    (",".join(HEADER) + '\np1,50,2024-05-31,"no"rth,x,left\n', "quote in row 1 is open"),
+    (",".join(HEADER) + "\np1,50,2024-05-31,north,x,left,\n", "row 1 has 7 cells"),
+    (",".join(HEADER) + "\np1,50,,north,x,left\np2,60\n", "row 2 has 2 cells, .* header 6"),
+    (",".join(HEADER) + "\np1,50,,north,caf\xe9,left\n", "'utf-8' codec"),
+    (",".join(HEADER[:-1]) + "\np1,50,2024-05-31,north,x\n", "no column outcome"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), NOT_OF_ONE_RECORD)
 def test_what_is_not_of_one_record_is_refused(tmp_path, text, message):
     path = tmp_path / "table.csv"
     path.write_bytes(text.encode("latin-1"))

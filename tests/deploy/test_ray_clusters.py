@@ -47,13 +47,13 @@ def test_clients_that_fit_on_no_machine_are_refused(compose_config, kind):
     check_cluster(compose_config("runtime=ray"))
 
 
-@pytest.mark.parametrize(
-    ("text", "good", "known"),
-    [
-        (None, "local", "local, supergrid"),  # as Flower writes it then
-        ('[superlink]\ndefault = "a"\n[superlink.a]\naddress = "x"', "a", "a"),
-    ],
-)
+SUPERLINKS = [
+    (None, "local", "local, supergrid"),  # as Flower writes it then
+    ('[superlink]\ndefault = "a"\n[superlink.a]\naddress = "x"', "a", "a"),
+]
+
+
+@pytest.mark.parametrize(("text", "good", "known"), SUPERLINKS)
 def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
     compose_config, tmp_path, monkeypatch, text, good, known
 ):

@@ -243,14 +243,14 @@ def add(folder, name, score, *, parameters=1, noise=0.0, metric="auroc"):
     (folder / name / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in lines))
 
 
-@pytest.mark.parametrize(
-    ("linear", "small", "expected"),
-    [
-        (0.70, 0.89, "large"),  # the others are clearly worse
-        (0.70, 0.8985, "small"),  # worse by less than the spread of the difference
-        (0.899, 0.89, "linear"),
-    ],
-)
+SIMPLEST = [
+    (0.70, 0.89, "large"),  # the others are clearly worse
+    (0.70, 0.8985, "small"),  # worse by less than the spread of the difference
+    (0.899, 0.89, "linear"),
+]
+
+
+@pytest.mark.parametrize(("linear", "small", "expected"), SIMPLEST)
 def test_the_simplest_within_a_standard_error_of_the_best_wins(tmp_path, linear, small, expected):
     scores = {"large": 0.9, "small": small, "linear": linear}
     sizes = {"large": 900, "small": 90, "linear": 1000}
@@ -288,9 +288,10 @@ def test_a_smaller_log_loss_is_better(tmp_path):
     assert (choice.name, choice.row()["validation"]) == ("a", 0.4)
 
 
-@pytest.mark.parametrize(
-    ("long", "short", "counts"), [(2, 5, BASELINES_FOLDER), (5, 5, FINALISTS_FOLDER)]
-)
+LONGER = [(2, 5, BASELINES_FOLDER), (5, 5, FINALISTS_FOLDER)]
+
+
+@pytest.mark.parametrize(("long", "short", "counts"), LONGER)
 def test_of_a_training_that_time_has_cut_the_longer_one_counts(tmp_path, long, short, counts):
     for place, rounds in ((BASELINES_FOLDER, short), (FINALISTS_FOLDER, long)):
         add(tmp_path / place, "linear", 0.8)

@@ -315,16 +315,16 @@ def assert_sound(run):
 # --- what is sent
 
 
-@pytest.mark.parametrize(
-    ("action", "value", "overrides"),
-    [
-        ("train.weight_gradient", 1e3, SEARCHES["train.weight_gradient"]),
-        ("train.search", 1e16, SEARCHES["train.search"]),
-        ("train.weights", 10, SEARCHES["train.weights"]),
-        ("train.weights", 1e3, EXACT),
-        ("train.weights", -1.0, EXACT),
-    ],
-)
+IMPOSSIBLE = [
+    ("train.weight_gradient", 1e3, SEARCHES["train.weight_gradient"]),
+    ("train.search", 1e16, SEARCHES["train.search"]),
+    ("train.weights", 10, SEARCHES["train.weights"]),
+    ("train.weights", 1e3, EXACT),
+    ("train.weights", -1.0, EXACT),
+]
+
+
+@pytest.mark.parametrize(("action", "value", "overrides"), IMPOSSIBLE)
 def test_values_that_no_client_can_have_spoil_nothing(action, value, overrides, lie, run_inline):
     lie(action, filled(value, ["buffers"]) if value < 0 else filled(value))
     run = run_inline(*overrides)
@@ -383,13 +383,13 @@ def test_moments_that_are_far_are_named(lie, table, run_inline, site_files):
     assert "declare dataset.statistics" in warning
 
 
-@pytest.mark.parametrize(
-    "properties",
-    [
-        {"tag": ["a"]},  # at the guard
-        {"tag": "../../etc"},  # where groups are made
-    ],
-)
+NO_TAGS = [
+    {"tag": ["a"]},  # at the guard
+    {"tag": "../../etc"},  # where groups are made
+]
+
+
+@pytest.mark.parametrize("properties", NO_TAGS)
 def test_a_tag_that_names_no_group_leaves_a_client_out(properties, lie, run_inline):
     lie("query.describe", saying(**properties))
     run = run_inline(*CFDNAS, "algorithm.inherit=false stages=[search] algorithm.group_rounds=1")
@@ -407,9 +407,10 @@ def test_the_metrics_of_every_action_are_its_own():
         assert action.releases & named <= action.metrics
 
 
-@pytest.mark.parametrize(
-    "label", ["../x", "", ".hidden", "a" * 65, "a/b", "a\nb", "\U00010400" * 64, ["a"], None]
-)
+NO_FOLDERS = ["../x", "", ".hidden", "a" * 65, "a/b", "a\nb", "\U00010400" * 64, ["a"], None]
+
+
+@pytest.mark.parametrize("label", NO_FOLDERS)
 def test_only_what_names_a_folder_names_a_group(label):
     refuses("", group_name, {"tag": label}, BAD, "tag")
     assert group_name({"tag": "ward 3.b-C_4"}, BAD, "tag") == "ward 3.b-C_4"

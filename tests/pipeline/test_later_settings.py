@@ -52,13 +52,13 @@ def test_auto_is_bfloat16_where_the_network_is_large_enough_and_the_processor_ha
     assert content(trained("auto", least=10**9)) == single
 
 
-@pytest.mark.parametrize(
-    ("alike", "as_well", "other"),
-    [
-        (["training.precision=auto"], ["training.precision=bfloat16"], []),
-        (["dataset.flip=true", "retrain.unaugmented=0.5"], [], ["dataset.flip=true"]),
-    ],
-)
+ALIKE = [
+    (["training.precision=auto"], ["training.precision=bfloat16"], []),
+    (["dataset.flip=true", "retrain.unaugmented=0.5"], [], ["dataset.flip=true"]),
+]
+
+
+@pytest.mark.parametrize(("alike", "as_well", "other"), ALIKE)
 def test_what_a_client_trains_for_itself_is_trained_as_in_the_last_round(
     alike, as_well, other, trained
 ):

@@ -83,19 +83,19 @@ def test_clients_release_one_update_an_exchange(algorithm, run_inline):
     assert "per record" not in card
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ("secure_sum=false", "secure_sum=null: each client would add all of the noise"),
-        ("algorithm=dp_fnas", "unit=client with algorithm=dp_fnas is not possible"),
-        ("algorithm=dpnas search_space=dp_cells retrain=dp_cells", "algorithm=dpnas is not"),
-        ("training.momentum=averaged", "averaged: the moments would be further releases"),
-        ("privacy.metrics_noise_multiplier=9", "no metric of a whole client is defined"),
-        ("retrain.exchange=gradients", "updates of several steps are released"),
-        ("privacy.delta=.3", "privacy.delta=0.3 with 4 clients: expected below 1 / 4"),
-        ("privacy.unit=person", "privacy.unit=person"),
-    ],
-)
+TELLING_MORE = [
+    ("secure_sum=false", "secure_sum=null: each client would add all of the noise"),
+    ("algorithm=dp_fnas", "unit=client with algorithm=dp_fnas is not possible"),
+    ("algorithm=dpnas search_space=dp_cells retrain=dp_cells", "algorithm=dpnas is not"),
+    ("training.momentum=averaged", "averaged: the moments would be further releases"),
+    ("privacy.metrics_noise_multiplier=9", "no metric of a whole client is defined"),
+    ("retrain.exchange=gradients", "updates of several steps are released"),
+    ("privacy.delta=.3", "privacy.delta=0.3 with 4 clients: expected below 1 / 4"),
+    ("privacy.unit=person", "privacy.unit=person"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), TELLING_MORE)
 def test_what_tells_more_than_an_update_is_refused(overrides, said, compose_config):
     names = {override.partition("=")[0] for override in overrides.split()}
     base = [o for o in CLIENTS if o.partition("=")[0] not in names]

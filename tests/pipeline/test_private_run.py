@@ -222,10 +222,10 @@ def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, sta
 # --- DP-FNAS
 
 
-@pytest.mark.parametrize(
-    ("local_steps", "fused", "clients"),
-    [(1, False, 1), (2, True, 3), seldom(1, True, 1), seldom(2, False, 3)],
-)
+SEARCHES = [(1, False, 1), (2, True, 3), seldom(1, True, 1), seldom(2, False, 3)]
+
+
+@pytest.mark.parametrize(("local_steps", "fused", "clients"), SEARCHES)
 def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fused, clients):
     run = start(
         *SEARCH,
@@ -410,16 +410,16 @@ def test_what_a_policy_refuses_is_told_and_a_quorum_goes_on(start, tmp_path, quo
 EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "gdp")}
 
 
-@pytest.mark.parametrize(
-    ("name", "malformed"),
-    [
-        ("covered_steps", {"search": -1}),  # all that is malformed: tests/server/test_reply_checks
-        ("epsilons", EPSILON | {"prv": {"train": 10**400, "validation": 1.0}}),
-        ("epsilons", {name: {} for name in EPSILON}),  # nothing of what is committed
-        ("epsilons", {name: {"train": 1.0} for name in EPSILON}),
-        ("epsilons", EPSILON | {"rdp": {"train": 1.0, "test": 1.0}}),
-    ],
-)
+NONSENSE = [
+    ("covered_steps", {"search": -1}),  # all that is malformed: tests/server/test_reply_checks
+    ("epsilons", EPSILON | {"prv": {"train": 10**400, "validation": 1.0}}),
+    ("epsilons", {name: {} for name in EPSILON}),  # nothing of what is committed
+    ("epsilons", {name: {"train": 1.0} for name in EPSILON}),
+    ("epsilons", EPSILON | {"rdp": {"train": 1.0, "test": 1.0}}),
+]
+
+
+@pytest.mark.parametrize(("name", "malformed"), NONSENSE)
 def test_a_client_that_answers_nonsense_leaves(
     compose_config, tmp_path, monkeypatch, name, malformed
 ):
@@ -462,9 +462,10 @@ def test_noise_is_not_calibrated_below_what_most_sites_accept(others, quorum, st
     assert all("least_noise_multiplier" in reason for _, reason in reasons)
 
 
-@pytest.mark.parametrize(
-    "fact", ["splits", "spent", seldom("budget"), seldom("secure_noise"), seldom("unit")]
-)
+FACTS = ["splits", "spent", seldom("budget"), seldom("secure_noise"), seldom("unit")]
+
+
+@pytest.mark.parametrize("fact", FACTS)
 def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, monkeypatch, fact):
     def describe(client, request, asked):
         reply = told(client, request, asked)
@@ -643,14 +644,14 @@ def write_site(folder, kind, wrong, alone):
     return folder / "site.csv", own | {"id_column": None if kind == "csv" else "patient"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "alone"),
-    [
-        *(("csv", False), ("persons", True), ("npz", True), ("image_folder", False)),
-        *(seldom("csv", True), seldom("persons", False)),
-        *(seldom("npz", False), seldom("image_folder", True)),
-    ],
-)
+UNREADABLE = [
+    *(("csv", False), ("persons", True), ("npz", True), ("image_folder", False)),
+    *(seldom("csv", True), seldom("persons", False)),
+    *(seldom("npz", False), seldom("image_folder", True)),
+]
+
+
+@pytest.mark.parametrize(("kind", "alone"), UNREADABLE)
 def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys, kind, alone):
     """Nor do they where no other is left (``alone``); the site's log tells how many they are."""
     sizes = [f"search_space.{size}" for size in SIZES]

@@ -63,14 +63,14 @@ def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whol
     assert len(tested["clients"]) <= 2
 
 
+SEARCHES = [
+    algorithm if algorithm in ("feathers", "dpnas") else seldom(algorithm)
+    for algorithm in sorted({*SETTINGS} - {"vanilla_nas"})
+]
+
+
 @pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        algorithm if algorithm in ("feathers", "dpnas") else seldom(algorithm)
-        for algorithm in sorted({*SETTINGS} - {"vanilla_nas"})
-    ],
-)
+@pytest.mark.parametrize("algorithm", SEARCHES)
 def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, federate):
     own = (f"algorithm={algorithm}", "clients=4", "sampling.per_round=2")
     config = compose_config(*own, *SETTINGS[algorithm])
@@ -112,22 +112,22 @@ FEDAVG = "algorithm=fedavg algorithm.network=linear"
 DP_FNAS = "algorithm=dp_fnas privacy=dp"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "stage", "sizes"),
-    [
-        (FEDAVG, "retrain", [13, 26, 39, 52]),
-        (f"{FEDAVG} retrain.evaluate_every=1", "retrain", [10, 20, 30, 40]),
-        (
-            f"{FEDAVG} retrain.exchange=gradients retrain.batch_size=20",
-            "retrain",
-            [13, 20, 20, 20],  # what a batch can hold
-        ),
-        ("algorithm=fedex algorithm.network=linear", "retrain", [10, 20, 30, 40]),
-        (f"{DP_FNAS} algorithm.batch_size=15", "search", [10, 15, 15, 15]),
-        (f"{DP_FNAS} privacy.rate=0.5", "search", [10, 20, 30, 40]),  # a share of all
-        (f"{DP_FNAS} privacy.rate=1", "search", [10, 20, 30, 40]),
-    ],
-)
+WEIGHTS = [
+    (FEDAVG, "retrain", [13, 26, 39, 52]),
+    (f"{FEDAVG} retrain.evaluate_every=1", "retrain", [10, 20, 30, 40]),
+    (
+        f"{FEDAVG} retrain.exchange=gradients retrain.batch_size=20",
+        "retrain",
+        [13, 20, 20, 20],  # what a batch can hold
+    ),
+    ("algorithm=fedex algorithm.network=linear", "retrain", [10, 20, 30, 40]),
+    (f"{DP_FNAS} algorithm.batch_size=15", "search", [10, 15, 15, 15]),
+    (f"{DP_FNAS} privacy.rate=0.5", "search", [10, 20, 30, 40]),  # a share of all
+    (f"{DP_FNAS} privacy.rate=1", "search", [10, 20, 30, 40]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "stage", "sizes"), WEIGHTS)
 def test_a_clients_size_is_the_weight_of_its_reply(overrides, stage, sizes, compose_config):
     records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
     config = compose_config(overrides, "clients=4", "sampling.per_round=2")

@@ -71,34 +71,34 @@ ON_PATHS = ("search", "train.search", "weights", "train")
 TESTED = {("evaluate", "evaluate.model", "metrics", "test"): 1}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "done", "expected"),
-    [
-        ([], {}, SEARCH | RETRAIN),
-        (["algorithm.fused=true", "algorithm.local_steps=3"], {}, FUSED | RETRAIN),
-        ([METRICS], {}, SEARCH | {MEASURED: 1} | RETRAIN | TESTED),
-        ([METRICS, "algorithm.evaluate_every=4"], {}, SEARCH | {MEASURED: 2} | RETRAIN | TESTED),
-        (
-            [METRICS, "stages=[search,retrain]", "algorithm.evaluate_every=2"],
-            {"search": 4},
-            dict.fromkeys(SEARCH, 2) | {MEASURED: 1} | RETRAIN,
-        ),
-        ([], {"search": 6, "retrain": 3}, {RETRAINED: 8}),
-        (["stages=[search]"], {}, SEARCH),
-        (["algorithm=fedavg", "algorithm.network=plain_cnn"], {}, RETRAIN),
-        (WARM, {}, {ON_PATHS: 6}),
-        (
-            ["stages=[search]", "algorithm.warm_up_rounds=4"],
-            {},
-            {key: 2 if "alphas" in key else 6 for key in SEARCH},
-        ),
-        (
-            [*WARM, "algorithm.warm_up_rounds=4"],
-            {},
-            {ON_PATHS: 6, ("search", "train.search", "alphas", "validation"): 2},
-        ),
-    ],
-)
+STEPS_LEFT = [
+    ([], {}, SEARCH | RETRAIN),
+    (["algorithm.fused=true", "algorithm.local_steps=3"], {}, FUSED | RETRAIN),
+    ([METRICS], {}, SEARCH | {MEASURED: 1} | RETRAIN | TESTED),
+    ([METRICS, "algorithm.evaluate_every=4"], {}, SEARCH | {MEASURED: 2} | RETRAIN | TESTED),
+    (
+        [METRICS, "stages=[search,retrain]", "algorithm.evaluate_every=2"],
+        {"search": 4},
+        dict.fromkeys(SEARCH, 2) | {MEASURED: 1} | RETRAIN,
+    ),
+    ([], {"search": 6, "retrain": 3}, {RETRAINED: 8}),
+    (["stages=[search]"], {}, SEARCH),
+    (["algorithm=fedavg", "algorithm.network=plain_cnn"], {}, RETRAIN),
+    (WARM, {}, {ON_PATHS: 6}),
+    (
+        ["stages=[search]", "algorithm.warm_up_rounds=4"],
+        {},
+        {key: 2 if "alphas" in key else 6 for key in SEARCH},
+    ),
+    (
+        [*WARM, "algorithm.warm_up_rounds=4"],
+        {},
+        {ON_PATHS: 6, ("search", "train.search", "alphas", "validation"): 2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "done", "expected"), STEPS_LEFT)
 def test_as_many_steps_as_the_rounds_still_to_do_take(compose_config, overrides, done, expected):
     steps = steps_of_releases(compose_config(*DP_FNAS, GIVEN, *overrides), done)
     assert steps == expected
@@ -116,15 +116,15 @@ def test_noise_is_shared_in_single_steps_alone(compose_config, steps):
     }
 
 
-@pytest.mark.parametrize(
-    ("overrides", "batch"),
-    [
-        (["privacy.rate=0.125"], 500.0),
-        (["privacy.rate=1"], 4000.0),
-        (["privacy.rate=null", "algorithm.batch_size=20"], 20.0),
-        (["privacy.rate=null", "algorithm.batch_size=null"], 4000.0),
-    ],
-)
+BATCHES = [
+    (["privacy.rate=0.125"], 500.0),
+    (["privacy.rate=1"], 4000.0),
+    (["privacy.rate=null", "algorithm.batch_size=20"], 20.0),
+    (["privacy.rate=null", "algorithm.batch_size=null"], 4000.0),
+]
+
+
+@pytest.mark.parametrize(("overrides", "batch"), BATCHES)
 def test_a_searchs_batch_is_a_share_of_the_records_or_a_number(compose_config, overrides, batch):
     schedule = make_schedule(compose_config(*DP_FNAS, GIVEN, *overrides), RECORDS, done={})
     (weights,) = (p for p in schedule if (p.stage, p.kind) == ("search", "weights"))
@@ -225,14 +225,14 @@ FEATHERS = [
 TRIALS = 3  # round(1.5 ln 8)
 
 
-@pytest.mark.parametrize(
-    ("done", "rounds", "phases"),
-    [
-        ({}, (5, 4), (3, 2)),
-        ({"search": 2, "retrain": 3}, (3, 1), (2, 0)),
-        (None, (6, 5), (4, 3)),  # calibration: an interrupted one to spare
-    ],
-)
+TRIALS_LEFT = [
+    ({}, (5, 4), (3, 2)),
+    ({"search": 2, "retrain": 3}, (3, 1), (2, 0)),
+    (None, (6, 5), (4, 3)),  # calibration: an interrupted one to spare
+]
+
+
+@pytest.mark.parametrize(("done", "rounds", "phases"), TRIALS_LEFT)
 def test_every_step_of_trials_of_feathers_is_committed_to(compose_config, done, rounds, phases):
     noises = [f"privacy.{k}.noise_multiplier=2" for k in ("weights", "alphas", "rewards")]
     config = compose_config(*FEATHERS, *noises, GIVEN)
@@ -269,17 +269,17 @@ def test_a_search_shares_the_target_between_rewards_and_the_rest(compose_config,
     assert algorithm == "dpnas" or 0.98 * 4 < min(costs)
 
 
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        (["privacy.epsilon=.001", "stages=[retrain]", "genotype=a.json"], "privacy.epsilon=0.001"),
-        (["privacy.retrain.epsilon=.001"], "privacy.retrain.epsilon=0.001"),
-        (
-            ["privacy.weights.noise_multiplier=null", "privacy.weights.epsilon=.002"],
-            "privacy.weights.epsilon=0.002",
-        ),
-    ],
-)
+TOO_LITTLE = [
+    (["privacy.epsilon=.001", "stages=[retrain]", "genotype=a.json"], "privacy.epsilon=0.001"),
+    (["privacy.retrain.epsilon=.001"], "privacy.retrain.epsilon=0.001"),
+    (
+        ["privacy.weights.noise_multiplier=null", "privacy.weights.epsilon=.002"],
+        "privacy.weights.epsilon=0.002",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "key"), TOO_LITTLE)
 def test_an_epsilon_that_no_noise_keeps_is_refused_by_its_setting(compose_config, given, key):
     config = compose_config(*DP_FNAS, "privacy.delta=1e-300", *given)
     with pytest.raises(ConfigError, match=f"^{key}: no noise keeps .* raise {key.split('=')[0]}"):
@@ -329,16 +329,16 @@ DPNAS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("done", "steps", "measured", "retrained"),
-    [
-        ({}, 36, 5, 20),  # 4 of 6 rounds teach, the last one also chooses
-        ({"search": 1}, 30, 5, 20),
-        ({"search": 5, "retrain": 2}, 6, 2, 10),
-        ({"search": 6}, 0, 0, 20),
-        (None, 42, 7, 25),  # to spare: a round that teaches and chooses
-    ],
-)
+ROUNDS_DONE = [
+    ({}, 36, 5, 20),  # 4 of 6 rounds teach, the last one also chooses
+    ({"search": 1}, 30, 5, 20),
+    ({"search": 5, "retrain": 2}, 6, 2, 10),
+    ({"search": 6}, 0, 0, 20),
+    (None, 42, 7, 25),  # to spare: a round that teaches and chooses
+]
+
+
+@pytest.mark.parametrize(("done", "steps", "measured", "retrained"), ROUNDS_DONE)
 def test_every_step_on_a_candidate_and_every_vector_of_rewards_is_committed_to(
     compose_config, done, steps, measured, retrained
 ):

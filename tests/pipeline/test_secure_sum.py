@@ -73,18 +73,15 @@ def weights(folder):
     return load_file(folder / "checkpoints" / "retrain-000001.safetensors")
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algorithm=fed_darts", "training.momentum=averaged"),
-        ("algorithm=fnas", "algorithm.evaluate_every=1", "retrain.exchange=gradients"),
-        pytest.param(
-            ("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow
-        ),
-        seldom(("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch")),
-    ],
-    ids=lambda overrides: overrides[0],
-)
+ALIKE = [
+    ("algorithm=fed_darts", "training.momentum=averaged"),
+    ("algorithm=fnas", "algorithm.evaluate_every=1", "retrain.exchange=gradients"),
+    pytest.param(("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow),
+    seldom(("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch")),
+]
+
+
+@pytest.mark.parametrize("overrides", ALIKE, ids=lambda overrides: overrides[0])
 def test_runs_by_secure_sums_are_those_without(overrides, run):
     plain = (*SHORT, "clients=4", "partition=quantity", "runtime.largest_share=1", *overrides)
     runs = run(*plain), run(*(o for o in plain if o != "clients=4"), *SUMS)
@@ -203,20 +200,20 @@ def test_the_total_of_survivors_is_theirs_alone(run):
         torch.testing.assert_close(tensor, summed[name], rtol=1e-4, atol=1e-6)
 
 
+FAILING_SUMS = [
+    (lost_at("query.sign_survivors", {3}), "not signed the list of survivors (client 3)"),
+    (lost_at("query.open_masks", {0, 1, 2}), "with 1 of 4 survivors' openings"),
+    (lost_at("query.open_masks", {0, 1, 2, 3}), "with 0 of 4 survivors' openings"),
+    (lost_at("train.search", {0, 1}), "rule secure_sum: survivors=[2, 3], not 3 or more"),
+    (
+        lambda v, c, _: (v, c) in {("train.search", 0), ("query.open_masks", 1)},
+        "site 1 has dropped out after site 0",
+    ),
+]
+
+
 @pytest.mark.run
-@pytest.mark.parametrize(
-    ("lost", "said"),
-    [
-        (lost_at("query.sign_survivors", {3}), "not signed the list of survivors (client 3)"),
-        (lost_at("query.open_masks", {0, 1, 2}), "with 1 of 4 survivors' openings"),
-        (lost_at("query.open_masks", {0, 1, 2, 3}), "with 0 of 4 survivors' openings"),
-        (lost_at("train.search", {0, 1}), "rule secure_sum: survivors=[2, 3], not 3 or more"),
-        (
-            lambda v, c, _: (v, c) in {("train.search", 0), ("query.open_masks", 1)},
-            "site 1 has dropped out after site 0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("lost", "said"), FAILING_SUMS)
 def test_sums_that_fail_say_so_and_leave_no_trace(lost, said, run):
     ran = run(*SHORT, *SUMS, "algorithm=fed_darts", "stages=[search]", lost=lost, fails=True)
     assert said in str(ran.error) + " ".join(e["reason"] for e in ran.failed)
@@ -265,16 +262,17 @@ def telling(**properties):
     return change
 
 
+DAMAGES = [
+    (other_masks, "the total of 4 sites is beyond 4 times their range"),
+    (shorter, "masked vectors of"),
+    (telling(context="ab" * 32), "answered another request than the clients before it"),
+    (lambda content, kept: kept[0], None),
+]
+
+
 @pytest.mark.run
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (other_masks, "the total of 4 sites is beyond 4 times their range"),
-        (shorter, "masked vectors of"),
-        (telling(context="ab" * 32), "answered another request than the clients before it"),
-        (lambda content, kept: kept[0], None),
-    ],
-    ids=["other masks", "shorter", "another request", "replayed"],
+    ("change", "said"), DAMAGES, ids=["other masks", "shorter", "another request", "replayed"]
 )
 def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, run):
     rounds, fails = 1 if said else 2, change is other_masks

@@ -354,15 +354,14 @@ def test_only_the_delivered_network_of_a_whole_run_has_the_importance_of_columns
     assert not any("importance" in one.scores("central") for one in record.baselines())
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("experiment=search/recommended_private", "privacy.metrics_noise_multiplier=5"),
-        ("algorithm=dp_fnas", "dataset.target_range=[0,5]"),
-        ("experiment=search/halving_private",),
-    ],
-    ids=["recommended", "dp_fnas", "halving"],
-)
+PRIVATELY = [
+    ("experiment=search/recommended_private", "privacy.metrics_noise_multiplier=5"),
+    ("algorithm=dp_fnas", "dataset.target_range=[0,5]"),
+    ("experiment=search/halving_private",),
+]
+
+
+@pytest.mark.parametrize("overrides", PRIVATELY, ids=["recommended", "dp_fnas", "halving"])
 def test_private_clients_learn_within_the_declared_range(overrides, finished_run, tmp_path):
     private = ("privacy=dp", "privacy.epsilon=8", "evaluation.baselines=0")
     given = (*halves(tmp_path), *RANGES, *TINY, *SMALL, *private)
@@ -413,24 +412,23 @@ def test_numbers_are_predicted_of_images(finished_run, tmp_path):
     assert metrics.r2_score(truth, found.labels) > 0.8
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algorithm=dpnas", *DP_CELLS),
-        ("algorithm=dpnas", *DP_CELLS, "privacy=dp", "privacy.epsilon=8"),
-        ("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
-        (
-            *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
-            *("clients=4", "rounds=2", "algorithm.num_groups=2", "algorithm.group_rounds=1"),
-        ),
-        ("algorithm=fedex",),
-        ("algorithm=fedprox", "algorithm.network=resnet8_8"),
-        ("algorithm=random_search", "evaluation.personalised=true"),
-        ("experiment=search/recommended", "evaluation.metric=rmse"),
-        *((name,) for name in OF_TABLES[2:]),
-    ],
-    ids=lambda overrides: overrides[0].split("=")[1],
-)
+ALGORITHMS = [
+    ("algorithm=dpnas", *DP_CELLS),
+    ("algorithm=dpnas", *DP_CELLS, "privacy=dp", "privacy.epsilon=8"),
+    ("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
+    (
+        *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
+        *("clients=4", "rounds=2", "algorithm.num_groups=2", "algorithm.group_rounds=1"),
+    ),
+    ("algorithm=fedex",),
+    ("algorithm=fedprox", "algorithm.network=resnet8_8"),
+    ("algorithm=random_search", "evaluation.personalised=true"),
+    ("experiment=search/recommended", "evaluation.metric=rmse"),
+    *((name,) for name in OF_TABLES[2:]),
+]
+
+
+@pytest.mark.parametrize("overrides", ALGORITHMS, ids=lambda overrides: overrides[0].split("=")[1])
 def test_all_algorithms_predict_numbers(overrides, finished_run, tmp_path):
     given = (*photographs(tmp_path)[1], "clients=2", "rounds=1", "retrain.rounds=1")
     if overrides[0] in OF_TABLES:
@@ -481,17 +479,19 @@ def test_whole_numbers_that_may_be_classes_are_asked_about(number, compose_confi
         assert torch.is_floating_point(make_data(config)[0].train.labels) == is_number
 
 
+LABELS = [
+    (np.arange(STAYS) % 10, False),
+    (np.arange(STAYS) % 4 / 2, False),
+    (np.arange(STAYS) % 400, True),
+    (np.arange(STAYS) % 30 / 10, True),
+]
+
+
+DAYS = LABELS
+
+
 @pytest.mark.run
-@pytest.mark.parametrize(
-    ("days", "is_number"),
-    [
-        (np.arange(STAYS) % 10, False),
-        (np.arange(STAYS) % 4 / 2, False),
-        (np.arange(STAYS) % 400, True),
-        (np.arange(STAYS) % 30 / 10, True),
-    ],
-    ids=["few", "few halves", "many", "decimals"],
-)
+@pytest.mark.parametrize(("days", "is_number"), DAYS, ids=["few", "few halves", "many", "decimals"])
 def test_the_kind_of_the_label_tells_the_task(days, is_number, compose_config, tmp_path):
     given = halves(tmp_path, stays().assign(days=days))
     assert make_data(compose_config(*given, *LINEAR_OF_THREE))[0].train.is_regression == is_number

@@ -213,10 +213,10 @@ def test_added_noise_hides_the_low_bits_of_the_total():
     assert torch.equal(*(noised(torch.tensor([x]), sigma=0.5) for x in (1.0, 1.0 + 1e-9)))
 
 
-@pytest.mark.parametrize(
-    ("noise_multiplier", "count"),
-    [(1.0, 10), (0.9999999, 9), (30.0, 4096), (1.0, 10**6), (1e6, 1), (None, 1)],
-)
+MULTIPLIERS = [(1.0, 10), (0.9999999, 9), (30.0, 4096), (1.0, 10**6), (1e6, 1), (None, 1)]
+
+
+@pytest.mark.parametrize(("noise_multiplier", "count"), MULTIPLIERS)
 @pytest.mark.parametrize("norm", [0.25, 0.3, 1e-5])
 def test_noise_is_enlarged_by_what_rounding_adds(noise_multiplier, count, norm, monkeypatch):
     """In fractions: (sigma^2 - 4^2) grid^2 covers the multiplier times the rounded sensitivity.
@@ -448,9 +448,10 @@ class Reference:
         return samples
 
 
-@pytest.mark.parametrize(
-    "sigma", [2, 3, 1000, 2**24, 2**25 - 1, 3 * 2**24 + 1, noise.LARGEST_SIGMA]
-)
+SIGMAS = [2, 3, 1000, 2**24, 2**25 - 1, 3 * 2**24 + 1, noise.LARGEST_SIGMA]
+
+
+@pytest.mark.parametrize("sigma", SIGMAS)
 def test_it_draws_what_the_algorithms_in_fractions_draw(sigma):
     got = noise.sample_discrete_gaussian(keystream(), 5000, sigma=sigma)
     assert got.dtype == np.int64

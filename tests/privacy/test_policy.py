@@ -124,9 +124,10 @@ def test_a_rate_too_small_to_book_is_refused_naming_rule_value_and_limit():
         assert plan(WARD_SET, batch_size=size).expected_batch(WARD_SET.by_split) >= 1
 
 
-@pytest.mark.parametrize(
-    "splits", [[], ["train", "train"], ["secret"], ["train", "secret"], ["train+validation"], [""]]
-)
+OTHER_SPLITS = [[], ["train", "train"], ["secret"], ["train", "secret"], ["train+validation"], [""]]
+
+
+@pytest.mark.parametrize("splits", OTHER_SPLITS)
 def test_splits_other_than_the_sites_are_refused(splits):
     refuses(r"^releases\[0\].splits=.*(expected|choose one of)", plan, WARD_SET, splits=splits)
 

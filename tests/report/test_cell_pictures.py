@@ -15,6 +15,7 @@ from fednas_flwr.report.terminal import print_summary
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
+from ..refusals import refuses
 from .conftest import cell_of, printed
 
 
@@ -106,8 +107,7 @@ def test_names_are_escaped():
 
 
 def test_a_cell_without_edges_is_refused():
-    with pytest.raises(ValueError, match="without edges"):
-        cell_svg([], title="empty")
+    refuses("without edges", cell_svg, [], error=ValueError, title="empty")
 
 
 # --- how decided edges are

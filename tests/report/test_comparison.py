@@ -14,6 +14,7 @@ from fednas_flwr.report.plots import fronts
 from fednas_flwr.report.templates import DASH, sentence
 from fednas_flwr.runs.numbers import Run
 
+from ..refusals import refuses
 from .conftest import lacking, printed, with_config, with_events
 
 
@@ -122,8 +123,7 @@ def test_differences_are_of_runs_with_the_same_seed(make_run, tmp_path):
     assert head[2] == "difference from fnas (95 %)"
     half = 12.706 * statistics.stdev([5.0, 3.0]) / math.sqrt(2)  # Student's t of 1 degree
     assert [row[2] for row in rows] == [f"+4.0 ± {half:.1f}", "–"]
-    with pytest.raises(ConfigError, match="--against"):
-        compare_runs([tmp_path / "sweep"], against="feathers")
+    refuses("--against", compare_runs, [tmp_path / "sweep"], against="feathers")
 
 
 def test_a_name_has_what_differs_most_first(make_run, tmp_path):
@@ -147,9 +147,10 @@ def test_latex_has_the_table_and_escapes(make_run):
     assert all(line.endswith(r"\\") for line in (lines[2], lines[4], lines[5]))
 
 
-@pytest.mark.parametrize(
-    ("suffix", "over"), [("pdf", "rounds"), ("svg", "time"), ("png", "traffic")]
-)
+PICTURES = [("pdf", "rounds"), ("svg", "time"), ("png", "traffic")]
+
+
+@pytest.mark.parametrize(("suffix", "over"), PICTURES)
 def test_curves_are_a_picture(make_run, tmp_path, suffix, over):
     pytest.importorskip("matplotlib")
     runs = [make_run(f"run{seed}", seed=seed) for seed in (1, 2)]
@@ -185,13 +186,13 @@ def with_resamples(folder, values, **config):
     return with_config(with_events(folder, resampled), dataset=config)
 
 
-@pytest.mark.parametrize(
-    ("root", "shown", "of"),
-    [
-        ("patients.csv", "+10.0 (+8.0 to +12.0)", "test records"),
-        ("others.csv", "+10.0 (one seed)", ""),
-    ],
-)
+INTERVALS = [
+    ("patients.csv", "+10.0 (+8.0 to +12.0)", "test records"),
+    ("others.csv", "+10.0 (one seed)", ""),
+]
+
+
+@pytest.mark.parametrize(("root", "shown", "of"), INTERVALS)
 def test_one_seed_has_the_interval_of_its_test_records_or_says_that_it_has_none(
     make_run, tmp_path, root, shown, of
 ):

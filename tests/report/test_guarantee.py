@@ -18,13 +18,13 @@ def _client(client, prv, *, delta=1e-5, train=300, **more):
     }
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "text"),
-    [
-        *[(3.1, "3.10"), (3.1000001, "3.11"), (9.999, "10.00"), (0.00123456, "0.00124")],
-        *[(12345.6, "12400"), (0.0, "0"), (8, "8.00"), (None, "∞")],
-    ],
-)
+SHOWN = [
+    *[(3.1, "3.10"), (3.1000001, "3.11"), (9.999, "10.00"), (0.00123456, "0.00124")],
+    *[(12345.6, "12400"), (0.0, "0"), (8, "8.00"), (None, "∞")],
+]
+
+
+@pytest.mark.parametrize(("epsilon", "text"), SHOWN)
 def test_an_epsilon_is_never_shown_smaller_than_it_is(epsilon, text):
     assert epsilon_text(epsilon) == text
 
@@ -71,15 +71,15 @@ def test_the_warning_names_every_client_whose_noise_is_known():
     assert "clients 2, 4 come" in sentence("test_seed", {"clients": [safe, one, unknown]})
 
 
-@pytest.mark.parametrize(
-    ("release", "rates", "batch", "rate"),
-    [
-        ({}, [0.02, 0.16], "16", "0.02 to 0.16"),
-        ({}, [0.160001, 0.16], "16", "0.16"),
-        ({"batch_size": None}, [1.0, 1.0], "every record", "1"),
-        ({}, [], "16", "not recorded"),  # nobody has accepted
-    ],
-)
+RATES = [
+    ({}, [0.02, 0.16], "16", "0.02 to 0.16"),
+    ({}, [0.160001, 0.16], "16", "0.16"),
+    ({"batch_size": None}, [1.0, 1.0], "every record", "1"),
+    ({}, [], "16", "not recorded"),  # nobody has accepted
+]
+
+
+@pytest.mark.parametrize(("release", "rates", "batch", "rate"), RATES)
 def test_the_rate_is_that_of_the_clients(release, rates, batch, rate):
     clients = [_client(client, {}, rates=[0.5, rate]) for client, rate in enumerate(rates)]
     schedule = [SEARCH_RELEASE, SEARCH_RELEASE | release]

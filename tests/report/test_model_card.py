@@ -69,14 +69,14 @@ def test_the_card_tells_what_the_statement_does_not_hold(make_run):
     assert lacking(card_of(folder), *parts, "simulated") == ["simulated"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({}, True),
-        ({"privacy": {"name": "dp", "sites": "kept"}}, False),
-        ({"runtime": {"name": "deployment"}}, False),
-    ],
-)
+OWN_LEDGERS = [
+    ({}, True),
+    ({"privacy": {"name": "dp", "sites": "kept"}}, False),
+    ({"runtime": {"name": "deployment"}}, False),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), OWN_LEDGERS)
 def test_a_run_that_made_its_ledgers_says_that_earlier_uses_are_not_counted(
     make_run, changes, told
 ):

@@ -179,10 +179,10 @@ def test_the_error_names_every_missing_client_with_its_reason(federation):
     refuses(message, list, shaky.ask(7), error=QuorumError)
 
 
-@pytest.mark.parametrize(
-    ("failing", "answering"),
-    [([], [1, 4, 6]), ([4], [1, 6, 9]), ([1, 9], [4, 6, 2]), ([1, 4, 6, 9], [2, 3])],
-)
+FAILING = [([], [1, 4, 6]), ([4], [1, 6, 9]), ([1, 9], [4, 6, 2]), ([1, 4, 6, 9], [2, 3])]
+
+
+@pytest.mark.parametrize(("failing", "answering"), FAILING)
 def test_clients_that_fail_are_replaced_by_the_next_in_order(federation, failing, answering):
     shaky = federation(10, damage=dict.fromkeys(failing, fail_by_error), quorum_share=0.6)
     participants = Participants((1, 4, 6), (9, 2, 3))
@@ -269,10 +269,10 @@ def test_a_site_with_other_columns_is_named_with_the_lines_that_join_it(federati
 SHAPE = {"input_shape": [3, 8, 8], "class_names": ["0", "1", "2"]}
 
 
-@pytest.mark.parametrize(
-    "said",
-    [{"input_shape": [1, 8, 8]}, {"class_names": ["0", "1"]}, {"class_names": ["2", "1", "0"]}],
-)
+UNLIKE = [{"input_shape": [1, 8, 8]}, {"class_names": ["0", "1"]}, {"class_names": ["2", "1", "0"]}]
+
+
+@pytest.mark.parametrize("said", UNLIKE)
 @pytest.mark.parametrize("strange", [0, 1, 2])
 def test_a_client_whose_data_is_not_like_that_of_most_is_left_out(said, strange, federation):
     properties = dict.fromkeys(range(3), SHAPE) | {strange: SHAPE | said}
