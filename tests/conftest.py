@@ -165,9 +165,8 @@ def compose_config(tiny_overrides):
         own_size = ("search_space=mbconv", "search_space=dp_cells")
         if any(override.startswith(own_size) for override in overrides):
             tiny = [o for o in tiny if not o.startswith(("search_space.", "retrain.channels"))]
-        return parse_config(
-            yielded(compose_tree([*tiny, *overrides]), user_settings([*tiny, *overrides]))
-        )
+        given = [*tiny, *overrides]
+        return parse_config(yielded(compose_tree(given), user_settings(given)))
 
     return composed
 

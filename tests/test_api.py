@@ -328,9 +328,8 @@ def make_wide(*, width, **settings):
 
 @pytest.mark.run
 def test_a_search_space_with_settings_of_its_own_gives_its_networks_size(tiny):
-    register_search_space(
-        "wide", make_wide, settings=WidthSettings, defaults={"width": 2, "norm": "batch"}
-    )
+    defaults = {"width": 2, "norm": "batch"}
+    register_search_space("wide", make_wide, settings=WidthSettings, defaults=defaults)
     kept = others(tiny, "search_space.", "retrain.channels")
     refuses("its networks have the supernet's size", run, compose(*kept, "search_space=wide"))
     null = ["retrain.channels=null", "retrain.num_cells=null"]

@@ -337,9 +337,8 @@ def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config,
     assert (split.mean, split.std) == ((0.2, 0.3, 0.4), (0.3, 0.2, 0.1))
     for number in (1, 2):
         sgd = config.retrain.weights.at_round(number, 2)
-        optimizer = torch.optim.SGD(
-            twin.parameters(), sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay
-        )
+        own = {"momentum": sgd.momentum, "weight_decay": sgd.weight_decay}
+        optimizer = torch.optim.SGD(twin.parameters(), sgd.lr, **own)
         generator = make_generator(config.seed, "retrain", number, 0, "weights")
         twin.drop_path_prob = 0.6 * (number - 1) / 2
         torch.manual_seed(derive_seed(config.seed, "retrain", number, 0, "train.weights"))
@@ -416,9 +415,7 @@ def site_of(folder, **changes):
     return dict.fromkeys(PRIVATE_SITE_KEYS, "read elsewhere") | {k: str(v) for k, v in own.items()}
 
 
-def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuses_them(
-    compose_config, tmp_path
-):
+def test_a_policy_says_whether_its_node_has_a_part_in_sums(compose_config, tmp_path):
     """The policy of a site says whether it has a part in sums, not the run."""
     site = site_of(tmp_path)
     config = compose_config(*SITES, "clients=1", *DP, "dataset.class_names=['0','1','2']")
@@ -503,9 +500,8 @@ def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
         def inputs(images):
             return ((torch.from_numpy(images) / 255 - MEAN) / STD).flatten(1).numpy()
 
-        model = LogisticRegression(max_iter=1000).fit(
-            inputs(data["x_train"][rows]), data["y_train"][rows]
-        )
+        model = LogisticRegression(max_iter=1000)
+        model.fit(inputs(data["x_train"][rows]), data["y_train"][rows])
         decisions = model.decision_function(inputs(data["x_test"]))
         odds = [
             decisions[:, c] - np.logaddexp.reduce(np.delete(decisions, c, 1), axis=1)

@@ -171,9 +171,8 @@ def test_command_exits_with_2_and_no_trace():
     done = subprocess.run([*FEDNAS, "run", "algorithm=fed_dart"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     names = ", ".join(sorted(algorithms()))
-    assert done.stderr == (
-        f"fednas: algorithm=fed_dart is unknown: choose one of {names} (nearest: fed_darts).\n"
-    )
+    words = f"algorithm=fed_dart is unknown: choose one of {names} (nearest: fed_darts)."
+    assert done.stderr == f"fednas: {words}\n"
 
 
 def test_other_commands_take_no_overrides(capsys):

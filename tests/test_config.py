@@ -45,9 +45,7 @@ NEEDS = {  # what a file needs beside itself
         "retrain=mbconv_small",
     ],
     "aggregate=trimmed_mean": ["runtime.quorum=1"],
-    **dict.fromkeys(
-        [f"server_optimizer={name}" for name in ("adam", "yogi", "adagrad")], ["algorithm=fedavg"]
-    ),
+    **{f"server_optimizer={name}": ["algorithm=fedavg"] for name in ("adam", "yogi", "adagrad")},
 }
 
 
@@ -336,9 +334,7 @@ EXPERIMENTS_WITHOUT_EFFECT = [
 
 
 @pytest.mark.parametrize(("tree", "settings", "cause"), EXPERIMENTS_WITHOUT_EFFECT)
-def test_what_an_experiment_sets_without_effect_is_listed_in_one_warning(
-    own_experiment, tree, settings, cause
-):
+def test_what_an_experiment_sets_idly_is_in_one_warning(own_experiment, tree, settings, cause):
     with pytest.warns(NoEffectWarning) as told:
         compose(own_experiment(tree), "seed=2")
     (one,) = told

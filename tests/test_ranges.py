@@ -235,10 +235,8 @@ def test_a_decay_that_turns_weights_round_is_refused_everywhere(lr, most, above)
     for algorithm in ("feathers", "fedex"):
         entry = {**arm, "lr": lr, "weight_decay": above}
         text = str(entry).replace("'", "")
-        with pytest.raises(ConfigError, match=rf"^algorithm\.configurations\[0\]\.{sentence}"):
-            parse_config(
-                compose_tree([f"algorithm={algorithm}", f"algorithm.configurations=[{text}]"])
-            )
+        given = [f"algorithm={algorithm}", f"algorithm.configurations=[{text}]"]
+        refuses(rf"^algorithm\.configurations\[0\]\.{sentence}", parse_config, compose_tree(given))
 
 
 @dataclass(frozen=True)

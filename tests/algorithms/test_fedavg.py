@@ -48,9 +48,7 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize(("records", "input_shape", "rounds", "passes"), LENGTHS)
-def test_retraining_is_as_long_as_the_clients_records_ask_for(
-    compose_config, records, input_shape, rounds, passes
-):
+def test_retraining_lasts_as_the_records_ask(compose_config, records, input_shape, rounds, passes):
     config = compose_config("retrain.batch_size=32", "retrain.rounds=7")
     assert planned(config, records, input_shape) == config.retrain
     config = replace(config, retrain=replace(config.retrain, rounds=None))

@@ -44,9 +44,8 @@ class Plain:
         sgd, adam = config.algorithm.weights, config.algorithm.alphas
         self.sgd = sgd
         self.weight_optimizer = make_sgd(self.weights, sgd)
-        self.alpha_optimizer = torch.optim.Adam(
-            self.alphas, lr=adam.lr, betas=(0.5, 0.999), weight_decay=adam.weight_decay
-        )
+        own = {"lr": adam.lr, "weight_decay": adam.weight_decay}
+        self.alpha_optimizer = torch.optim.Adam(self.alphas, betas=(0.5, 0.999), **own)
 
     def lr(self, step):
         return rate_of_round(self.sgd, 1 + step, ROUNDS)

@@ -106,13 +106,10 @@ def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate)
 
 
 def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
-    asked = [
-        (action, len(sent_genotypes(s))) for action, s, _, _ in searched.asked if s is not None
-    ]
+    asked = [(name, len(sent_genotypes(s))) for name, s, _, _ in searched.asked if s is not None]
     train, measured = "train.weights", "evaluate.candidates"
-    assert [one for one in asked if one[1]] == [
-        *((train, 4), (train, 4), (measured, 4), (train, 2), (train, 2), (measured, 2))
-    ]
+    rungs = [*((train, 4), (train, 4), (measured, 4), (train, 2), (train, 2), (measured, 2))]
+    assert [one for one in asked if one[1]] == rungs
     rounds = searched.named("round")
     assert [event["exchanges"] for event in rounds] == [1, 2, 1, 2]
     assert [event["metrics"]["candidates"] for event in rounds] == [4, 4, 2, 2]

@@ -86,11 +86,9 @@ GONE = object()  # as the new value of a key: the key is taken out
 def schedule(steps=50, **changes):
     """Return the plan of every kind of release of every action."""
     return [
-        replace(
-            PlannedRelease(stage, action, kind, splits, steps=steps, **TERMS_OF[kind]), **changes
-        )
+        replace(PlannedRelease(stage, action, kind, of, steps=steps, **TERMS_OF[kind]), **changes)
         for action, (stage, kinds) in ASKED.items()
-        for kind, splits in kinds.items()
+        for kind, of in kinds.items()
     ]
 
 

@@ -365,9 +365,7 @@ def test_a_record_moves_one_count_by_one_whatever_the_others_are(counting, total
         assert moved.sum() == moved.abs().sum() == 1
 
 
-def test_counts_that_were_not_committed_to_or_are_not_covered_are_refused_unread(
-    counting, no_record
-):
+def test_counts_that_are_not_committed_to_or_not_covered_are_refused_unread(counting, no_record):
     client, _, request = counting
     words = "of private clients and of two classes"
     refuses(words, answer, replace(client, guard=None), request)
@@ -381,9 +379,7 @@ def test_counts_that_were_not_committed_to_or_are_not_covered_are_refused_unread
 
 @pytest.mark.run
 @pytest.mark.parametrize("summed", [(), ("secure_sum=true", "clients=4")])
-def test_a_run_books_them_once_and_tells_auroc_and_a_threshold(
-    scored, tmp_path, summed, monkeypatch
-):
+def test_a_run_books_them_once_and_tells_auroc_and_threshold(scored, tmp_path, summed, monkeypatch):
     folder, noises, real = tmp_path / "run", list[float](), stages.scores_of_counts
 
     def told_of(counts, *, noise):

@@ -164,9 +164,8 @@ ONCE = [action if action in OFTEN else seldom(action) for action in RELEASING]
 def test_a_person_counts_once_however_many_records(action, make_site):
     """The same noise and draws: a person's mean is that of each of three equal records."""
     made = {"committed": [p for p in EVERYTHING if p.action == action], "test_seed": b"7"}
-    once, thrice = (
-        sums(make_site(hold=of_persons(copies), **made).ask(action), action) for copies in (1, 3)
-    )
+    sites = [make_site(hold=of_persons(copies), **made) for copies in (1, 3)]
+    once, thrice = (sums(site.ask(action), action) for site in sites)
     for kind, released in once.items():
         assert torch.equal(released, thrice[kind])
 
@@ -290,9 +289,7 @@ MOVED = [
 
 
 @pytest.mark.parametrize(("action", "of_form", "objective"), MOVED)
-def test_a_record_moves_releases_by_the_clipping_norm_at_most(
-    action, of_form, objective, make_site
-):
+def test_a_record_moves_releases_by_the_norm_at_most(action, of_form, objective, make_site):
     """The same noise on neighbouring data: the difference is what one record contributes."""
     _, kinds = ASKED[action]
     plan = [p for p in EVERYTHING if p.action == action]
@@ -527,14 +524,12 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("hold", "objective", "bound", "measured_by"), MEASURED)
-def test_measures_are_bounded_sums(
-    hold, objective, bound, measured_by, make_site, networks, totals
-):
+@pytest.mark.parametrize(("hold", "objective", "bound", "measure"), MEASURED)
+def test_measures_are_bounded_sums(hold, objective, bound, measure, make_site, networks, totals):
     site = make_site(hold=hold, objective=objective)
     reply, logits, y = measured_large(site, networks)
     assert scales(totals) == [(METRICS["noise_multiplier"], math.sqrt(2))]
-    losses, right = measured_by(logits, y)
+    losses, right = measure(logits, y)
     assert losses.max() > bound > losses.min()
     assert len(y) != 20
     assert reply.metrics["loss"] == pytest.approx(losses.clamp(max=bound).sum().item() / 20, 1e-5)
@@ -789,9 +784,7 @@ HELD = {
     "nobody": of_splits(lambda s: replace(s, rows=s.rows[:0], persons=s.rows[:0])),
     "none": of_splits(lambda s: replace(s, rows=s.rows[:0])),
     "one": of_splits(lambda s: replace(s, rows=s.rows[:1])),
-    "no record of the last class": of_splits(
-        lambda s: replace(s, rows=s.rows[s.labels[s.rows] < 2])
-    ),
+    "none of the last class": of_splits(lambda s: replace(s, rows=s.rows[s.labels[s.rows] < 2])),
 }
 
 
@@ -802,9 +795,7 @@ def differing(make_site):
 
 
 @pytest.mark.parametrize(("action", "change"), TRAPS)
-def test_whether_a_request_fails_does_not_depend_on_the_records(
-    action, change, differing, networks
-):
+def test_whether_a_request_fails_does_not_depend_on_records(action, change, differing, networks):
     """An error would be a release: that there is a record of a class, or any record at all."""
     outcomes = {}
     for name, site in differing.items():
@@ -944,9 +935,8 @@ def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hos
         path = data.draw(st.sampled_from(sorted([*paths_of(values), *((key,) for key in ADDED)])))
         value = data.draw(st.sampled_from(JUNK_OF.get(path[-1], JUNK)))
         if value is not wards.GONE or path[-1] not in ADDED:
-            wards.put(
-                values, ".".join(path), value if value is wards.GONE else copy.deepcopy(value)
-            )
+            given = value if value is wards.GONE else copy.deepcopy(value)
+            wards.put(values, ".".join(path), given)
     before = len(site.rows())
     noised.clear(), read.clear()
     try:

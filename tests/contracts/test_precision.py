@@ -119,8 +119,7 @@ def test_sums_of_gradients(space):
         found = {}
         for precision in PRECISIONS:
             batches = iter([(x, LABELS[False])])
-            found[precision], size = ExactSums(batches, batches, precision=precision).sums(
-                state, supernet
-            )
+            exact = ExactSums(batches, batches, precision=precision)
+            found[precision], size = exact.sums(state, supernet)
             assert size == 16
         check_near(found)

@@ -101,9 +101,8 @@ def test_sites_may_write_numbers_in_their_own_notation(tmp_path):
     how = {"labels_file": "labels.csv", "target_range": [0, 2000], "server_test": False}
     for site, lines in (("a", "p;g a;1.250 b;2,5 c;3,5"), ("b", "p,g a,1.250 b,2.5 c,3.5")):
         written(tmp_path / "sites" / site, lines.split())
-    data = prepared(
-        "labelled_images", sites=True, root=tmp_path / "sites", cache=tmp_path / "cache", **how
-    )
+    given = {"root": tmp_path / "sites", "cache": tmp_path / "cache", **how}
+    data = prepared("labelled_images", sites=True, **given)
     assert data.train.labels.tolist() == [1250, 2.5, 3.5, 1.25, 2.5, 3.5]
     again = (read_raw(tmp_path / "sites" / s / "labels.csv", data.inputs).labels for s in "ab")
     assert torch.cat([*again]).tolist() == data.train.labels.tolist()

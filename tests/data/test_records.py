@@ -190,9 +190,7 @@ def test_unusable_keys_are_refused(key):
 
 
 @given(ids=some_ids, other=some_ids, key=keys, fractions=shares(), data=st.data())
-def test_the_digest_of_an_assignment_is_equal_where_the_assignment_is(
-    ids, other, key, fractions, data
-):
+def test_the_digest_is_equal_where_the_assignment_is(ids, other, key, fractions, data):
     def digest(ids, key=key, fractions=fractions, id_column=""):
         ids = np.array(ids, dtype="S32")
         return assignment_digest(ids, key=key, fractions=fractions, id_column=id_column)

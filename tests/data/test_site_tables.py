@@ -104,9 +104,8 @@ def test_what_would_join_sites_is_proposed(tmp_path):
         "c": {"rename": {"cholesterol": "chol"}, "map": {"sex": {"F": "?", "M": "?"}}},
         "d": {"missing_in": {"chol": ["0"]}},
     }
-    (tmp_path / SITES_FILE).write_text(
-        "\n".join(site_tables.as_yaml({"c": {"rename": {"cholesterol": "chol"}}}))
-    )
+    lines = site_tables.as_yaml({"c": {"rename": {"cholesterol": "chol"}}})
+    (tmp_path / SITES_FILE).write_text("\n".join(lines))
     tables = read_site_tables(data_settings("csv", {"cache": "none"}), tmp_path)
     assert proposals(tables)["c"]["scale"] == {"chol": 38.67}
     rows_shown = side_by_side(tables)

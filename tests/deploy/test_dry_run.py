@@ -154,6 +154,5 @@ def test_number_of_steps_of_every_action():
     ):
         local = replace(train.local, amount=amount, split=split)
         assert replace(train, local=local).num_steps(RECORDS) == expected
-    assert Evaluate(network={"name": "x"}, split="test").with_steps(9) == Evaluate(
-        network={"name": "x"}, split="test"
-    )
+    evaluate = Evaluate(network={"name": "x"}, split="test")
+    assert evaluate.with_steps(9) == evaluate

@@ -54,9 +54,7 @@ SUPERLINKS = [
 
 
 @pytest.mark.parametrize(("text", "good", "known"), SUPERLINKS)
-def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
-    compose_config, tmp_path, monkeypatch, text, good, known
-):
+def test_an_unknown_superlink_is_refused(compose_config, tmp_path, monkeypatch, text, good, known):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     if text is not None:
         (tmp_path / "config.toml").write_text(text)

@@ -210,9 +210,7 @@ def test_found_hyper_parameters_are_taken_over(compose_config, tmp_path, low, hi
 
 
 @pytest.mark.parametrize(("side", "rounds"), [(15, 10), seldom(16, 20)])
-def test_a_run_and_what_it_is_compared_with_train_images_as_long(
-    compose_config, tmp_path, side, rounds
-):
+def test_a_run_and_what_it_is_compared_with_train_as_long(compose_config, tmp_path, side, rounds):
     """The median client has 45 batches of a record in a round."""
     pixels = np.random.default_rng(0).integers(0, 256, (100, side, side), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", x_train=pixels, y_train=np.arange(100) % 2)
@@ -345,9 +343,7 @@ def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path
 
 
 @pytest.mark.run
-def test_the_linear_model_of_sites_that_differ_is_that_of_their_pooled_records(
-    compose_config, tmp_path, monkeypatch
-):
+def test_the_linear_model_of_unlike_sites_is_the_pooled_one(compose_config, tmp_path, monkeypatch):
     """Averages of local models lost .005."""
     drawn, site = np.random.default_rng(0), np.repeat([0, 1, 2], [400, 60, 140])
     x = drawn.normal(size=(600, 6)) + (site[:, None] - 1) * [1, 1, 0, 0, 0, 0]

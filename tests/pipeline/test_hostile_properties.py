@@ -218,9 +218,7 @@ BOUNDED = {"moments", "class_counts", "scores", "histogram"}  # who says so stay
 
 
 @pytest.mark.parametrize("number", [*NUMBERS, 10**29, 1e29], ids=str)
-def test_no_number_of_a_client_spoils_a_whole_run(
-    number, honest, table, run_inline, site_files, lie
-):
+def test_no_number_of_a_client_spoils_a_run(number, honest, table, run_inline, site_files, lie):
     """In place of all numbers of its moments, counts, scores and histogram, and of its metrics."""
 
     def false(reply):

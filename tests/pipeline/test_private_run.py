@@ -308,9 +308,7 @@ def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tm
         assert after == 0
 
 
-def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optimisers(
-    compose_config, federate, monkeypatch, tmp_path
-):
+def test_one_round_is_the_loop_of_single_records(compose_config, federate, monkeypatch, tmp_path):
     """DP-FNAS, Eq. 3 and 4 and Alg. 1, in float64, at p = 1 and without the noise."""
     monkeypatch.setattr(release_guard, "add_noise", lambda total, generator, **terms: total)
     norms = {"weights": 0.8, "alphas": 0.01}
@@ -419,15 +417,11 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "malformed"), NONSENSE)
-def test_a_client_that_answers_nonsense_leaves(
-    compose_config, tmp_path, monkeypatch, name, malformed
-):
+@pytest.mark.parametrize(("name", "wrong"), NONSENSE)
+def test_a_client_that_answers_nonsense_leaves(compose_config, tmp_path, monkeypatch, name, wrong):
     def told(guard, _):
         is_first = guard._ledger.path.is_relative_to(tmp_path / "client-0")
-        return (
-            {"covered_steps": {"search": 1}, "epsilons": EPSILON}[name] if is_first else malformed
-        )
+        return {"covered_steps": {"search": 1}, "epsilons": EPSILON}[name] if is_first else wrong
 
     monkeypatch.setattr(release_guard.ReleaseGuard, name, told)
     config = compose_config(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
@@ -735,9 +729,8 @@ def test_errors_keep_their_text_at_the_site(start, site, monkeypatch, tmp_path, 
 
 
 DATA_SET = "records"
-PLANNED = PlannedRelease(
-    "search", "train.weight_gradient", "weights", ("train",), 8, 2, 1.0, noise_multiplier=1.0
-)
+TERMS = {"batch_size": 8, "steps": 2, "max_grad_norm": 1.0, "noise_multiplier": 1.0}
+PLANNED = PlannedRelease("search", "train.weight_gradient", "weights", ("train",), **TERMS)
 OF_SITE = smallest(DATA_SET)
 ASKED = OF_SITE["train.weight_gradient"]
 NORMED = {"name": "mobilenet_v2"}

@@ -339,9 +339,7 @@ ROUNDS_DONE = [
 
 
 @pytest.mark.parametrize(("done", "steps", "measured", "retrained"), ROUNDS_DONE)
-def test_every_step_on_a_candidate_and_every_vector_of_rewards_is_committed_to(
-    compose_config, done, steps, measured, retrained
-):
+def test_steps_and_rewards_are_committed_to(compose_config, done, steps, measured, retrained):
     config = compose_config(*DPNAS, GIVEN, "privacy.rewards.noise_multiplier=20")
     found = steps_of_releases(config, done)
     expected = {

@@ -80,6 +80,11 @@ def lists(folder):
     return (*own, "dataset.label_separator=';'", "evaluation.positive=prime")
 
 
+def named(has):
+    """Return the names of the labels that each record has."""
+    return [{n for n, own in zip(NAMES, row, strict=True) if own} for row in has]
+
+
 KINDS = {made.__name__: made for made in (images, columns, lists)}
 
 
@@ -103,12 +108,8 @@ def test_python_says_what_is_reported(finished):
     assert found.accuracy == pytest.approx(accuracy)
     assert finished.central["accuracy"] == pytest.approx(accuracy)
     assert accuracy > 0.6
-    assert [{*names} for names in found.labels] == [
-        {n for n, p in zip(NAMES, row, strict=True) if p >= 0.5} for row in shares
-    ]
-    assert [{*names} for names in found.truth or ()] == [
-        {n for n, has in zip(NAMES, row, strict=True) if has} for row in y
-    ]
+    assert [{*names} for names in found.labels] == named(shares >= 0.5)
+    assert [{*names} for names in found.truth or ()] == named(y == 1)
     of, kinds = (2, {}) if finished.kind == "lists" else (slice(None), {"average": "macro"})
     expected = {
         "f1": metrics.f1_score(y[:, of], shares[:, of] >= 0.5, **kinds),
@@ -117,9 +118,8 @@ def test_python_says_what_is_reported(finished):
     }
     assert {name: finished.central[name] for name in expected} == pytest.approx(expected, abs=1e-3)
     for label, row in enumerate(finished.central["per_class"]):
-        assert row["auroc"] == pytest.approx(
-            metrics.roc_auc_score(y[:, label], shares[:, label]), abs=1e-3
-        )
+        auroc = metrics.roc_auc_score(y[:, label], shares[:, label])
+        assert row["auroc"] == pytest.approx(auroc, abs=1e-3)
         assert row["count"] == y[:, label].sum()
     assert (finished.central["sensitivity"] is not None) == (finished.kind == "lists")
     assert "confusion" not in finished.central
@@ -272,9 +272,8 @@ def test_predictions_are_in_the_targets_unit_as_are_their_scores(of_numbers):
         "rmse": metrics.root_mean_squared_error(truth, y),
         "mae": metrics.mean_absolute_error(truth, y),
     }
-    assert {name: of_numbers.central[name] for name in expected} == pytest.approx(
-        expected, rel=1e-4
-    )
+    told = {name: of_numbers.central[name] for name in expected}
+    assert told == pytest.approx(expected, rel=1e-4)
     assert expected["r2"] > 0.6
     for name, value in expected.items():
         low, high = of_numbers.central["intervals"][name]
@@ -284,9 +283,8 @@ def test_predictions_are_in_the_targets_unit_as_are_their_scores(of_numbers):
     for simpler in ("linear", "trees"):
         assert of_numbers.evaluated[simpler]["r2"] > 0.6
         assert of_numbers.evaluated[simpler].keys() == expected.keys() | {"intervals", "resamples"}
-    assert [tuple(pair) for pair in of_numbers.central["pairs"]] == [
-        (pytest.approx(a), pytest.approx(b, rel=1e-3)) for a, b in zip(truth, y, strict=True)
-    ]
+    pairs = [(pytest.approx(a), pytest.approx(b, rel=1e-3)) for a, b in zip(truth, y, strict=True)]
+    assert [tuple(pair) for pair in of_numbers.central["pairs"]] == pairs
 
 
 def test_what_standardises_is_of_all_clients_or_public(of_numbers):
@@ -314,9 +312,8 @@ def test_onnxruntime_predicts_as_python_does(of_numbers):
 
 def test_the_command_writes_numbers_and_prints_scores(of_numbers, tmp_path, capsys):
     output = tmp_path / "found.csv"
-    assert (
-        main(["predict", str(of_numbers.folder), str(of_numbers.raw), "--output", str(output)]) == 0
-    )
+    given = [str(of_numbers.folder), str(of_numbers.raw), "--output", str(output)]
+    assert main(["predict", *given]) == 0
     printed = capsys.readouterr().out
     assert f"{of_numbers.central['rmse']:.4g}" in printed
     assert "accuracy" not in printed

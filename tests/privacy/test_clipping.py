@@ -277,9 +277,8 @@ def test_a_network_of_torchvision_with_group_norms():
 @pytest.mark.parametrize("shape", [(3, 6, 5), (3, 1, 1), (1, 4, 4), (3, 4, 1)])
 def test_convolutions_of_channels_last_inputs(shape):
     # Opacus 1.6.0 reads these with the strides of contiguous tensors and gives wrong gradients.
-    network = nn.Sequential(
-        nn.Conv2d(shape[0], 4, 3, padding=1, stride=2), nn.Flatten(), nn.LazyLinear(CLASSES)
-    ).double()
+    convolution = nn.Conv2d(shape[0], 4, 3, padding=1, stride=2)
+    network = nn.Sequential(convolution, nn.Flatten(), nn.LazyLinear(CLASSES)).double()
     x, y = make_batch(shape, torch.float64)
     x = x.clone(memory_format=torch.channels_last)
     network(x)
@@ -297,9 +296,8 @@ def test_the_module_is_left_as_it_was():
 
     def state():
         owners = [*network.modules(), *network.parameters()]
-        return [{k: repr(v) for k, v in vars(o).items()} for o in owners], [
-            (p.requires_grad, p.grad is None) for p in weights.values()
-        ]
+        kept = [(p.requires_grad, p.grad is None) for p in weights.values()]
+        return [{k: repr(v) for k, v in vars(o).items()} for o in owners], kept
 
     def broken(logits, y):
         raise KeyError("labels")
@@ -531,9 +529,8 @@ def test_a_record_without_finite_gradient_is_as_if_absent(kind, bad, monkeypatch
 
 
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-320, 1e-30, 1e4, 1e30, 1e200, 1e308)
-numbers = st.one_of(
-    st.floats(-3, 3), st.floats(allow_nan=True, allow_infinity=True), st.sampled_from(SPECIAL)
-)
+any_float = st.floats(allow_nan=True, allow_infinity=True)
+numbers = st.one_of(st.floats(-3, 3), any_float, st.sampled_from(SPECIAL))
 
 
 @st.composite
@@ -591,9 +588,8 @@ def test_products_are_cut_towards_zero_and_added_up_exactly(rows, scale):
         [[int(one) * int(other) for other in right_row] for one in left_row]
         for left_row, right_row in zip(*(factor.tolist() for factor in cut), strict=True)
     ]
-    assert sums.tolist() == [
-        [sum(product[o][i] for product in whole) for i in range(3)] for o in range(2)
-    ]
+    added = [[sum(product[o][i] for product in whole) for i in range(3)] for o in range(2)]
+    assert sums.tolist() == added
     contributions = micro_batches.from_units(torch.tensor(whole), bound=bound)
     expected = factors[:, None, None] * each
     assert (contributions.abs() <= expected.abs() * (1 + 1e-14)).all()

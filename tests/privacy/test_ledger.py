@@ -264,9 +264,7 @@ BOOKED_UNITS = ("record", PERSON_A, PERSON_B, "client")
     asked=st.sampled_from(BOOKED_UNITS),
     epsilon=st.sampled_from([4.0, 20.0]),
 )
-def test_no_unit_is_charged_less_than_its_rows_under_policies_that_change(
-    plan, mixed, asked, epsilon
-):
+def test_no_unit_is_charged_less_than_its_rows_when_policies_change(plan, mixed, asked, epsilon):
     """The sum of what is booked never exceeds the budget, and nothing below it is refused."""
     budget = {"epsilon": epsilon, "delta": 1e-5}
     rows = []
@@ -857,9 +855,8 @@ LARGE_BUDGET = {"epsilon": 50.0, "delta": 1e-5}
 STEP = Release(noise_multiplier=2.0, sample_rate=0.05, steps=10)
 ALPHA_STEP = Release(noise_multiplier=4.0, sample_rate=1.0, steps=1)
 WEIGHTS = Entry("ward", "a", "first", "search", 1, "train.weight_gradient", ("train",), STEP, 100)
-ALPHAS = replace(
-    WEIGHTS, action="train.alpha_gradient", splits=("validation",), release=ALPHA_STEP, round=2
-)
+OF_ALPHAS = {"action": "train.alpha_gradient", "splits": ("validation",), "release": ALPHA_STEP}
+ALPHAS = replace(WEIGHTS, **OF_ALPHAS, round=2)
 
 
 @pytest.fixture

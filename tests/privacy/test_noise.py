@@ -305,9 +305,8 @@ def test_a_sum_of_shares_is_a_discrete_gaussian_up_to_the_bound(sigma, sites):
         for _ in range(sites - 1):
             total = np.convolve(total, one, "same")  # of -reach to reach
         expected = gaussian(Decimal(sites * sigma**2), reach)
-        worst = max(
-            abs((total[k + reach] / expected[k + reach]).ln()) for k in range(-inside, inside + 1)
-        )
+        near = range(-inside, inside + 1)
+        worst = max(abs((total[k + reach] / expected[k + reach]).ln()) for k in near)
     bound = sum_divergence(1, sigma=sigma, sites=sites)
     assert 0 < float(worst) <= bound * (1 + 1e-9)
     if sites == 2:

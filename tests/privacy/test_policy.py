@@ -183,9 +183,8 @@ numbers = st.one_of(
     st.floats(1e-9, 2),
 )
 counts = st.one_of(st.integers(-2, 12), st.sampled_from([1.0, True, None, 10**30]))
-hostile_terms = st.fixed_dictionaries(
-    {"noise_multiplier": numbers, "batch_size": numbers, "steps": counts, "max_grad_norm": numbers}
-)
+hostile = {"noise_multiplier": numbers, "batch_size": numbers, "max_grad_norm": numbers}
+hostile_terms = st.fixed_dictionaries(hostile | {"steps": counts})
 data_set_policies = st.builds(
     lambda randomness, **others: DataSetPolicy(**others, **randomness),
     randomness=st.sampled_from(

@@ -166,9 +166,8 @@ def accepted(reply, wire, base, tensors=None):
     InProcessGrid(ClientApp(), 1)  # Flower makes messages for a task only
     message = Message(encode_reply(HEADER, reply), dst_node_id=1, message_type="train.search")
     layouts = {name: Layout.of(own) for name, own in (tensors or made(0)).items()}
-    exchange = Exchange(
-        "train.search", stage="search", settings=SEARCH, states=base or {}, layouts=layouts
-    )
+    given = {"settings": SEARCH, "states": base or {}, "layouts": layouts}
+    exchange = Exchange("train.search", stage="search", **given)
     return accept_reply(message, exchange, header=HEADER, wire=wire)
 
 
@@ -229,9 +228,8 @@ def test_rounding_is_unbiased(values, wire, seed):
     block = torch.zeros(BLOCK)
     block[: len(values)] = torch.tensor(values)
     draws = 4000
-    rounded, scales = messages.round_vector(
-        block.repeat(draws), wire=wire, generator=generator_of(seed)
-    )
+    generator, repeated = generator_of(seed), block.repeat(draws)
+    rounded, scales = messages.round_vector(repeated, wire=wire, generator=generator)
     found = restore_vector(rounded, scales).view(draws, BLOCK).double()
     error = (found.mean(dim=0) - block).abs()
     step = STEP[wire] * max(block.abs().max().item(), 1e-30)

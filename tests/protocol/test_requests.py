@@ -219,9 +219,8 @@ def test_a_key_that_is_missing_or_too_many_is_refused_by_name(action, data, adde
 
 AT_LEAST = smallest("a")
 AT_LEAST["train.candidate"] = replace(AT_LEAST["train.candidate"], dp_aware=DPAware(0.1, 0.0))
-AT_LEAST["train.probe"] = replace(
-    AT_LEAST["train.probe"], search=None, training=AT_LEAST["train.weights"].local, loss_bound=1e-3
-)
+TRIED = {"search": None, "training": AT_LEAST["train.weights"].local, "loss_bound": 1e-3}
+AT_LEAST["train.probe"] = replace(AT_LEAST["train.probe"], **TRIED)
 
 
 def check_refused(action, values, place):

@@ -165,9 +165,8 @@ def test_curves_are_a_picture(make_run, tmp_path, suffix, over):
 def test_the_front_has_what_no_other_beats(sign, front):
     points = [("a", 1.0, 0.5), ("b", 2.0, 0.4), ("c", 3.0, 0.9), ("d", 3.0, 0.8), ("e", 4.0, 0.9)]
     rows = [{"network": name, "latency_ms": x, "test": y} for name, x, y in points]
-    (name, figure), *others = fronts(
-        rows, ("latency_ms", "epsilon"), "F1", "score", sign=sign
-    ).items()
+    found = fronts(rows, ("latency_ms", "epsilon"), "F1", "score", sign=sign)
+    (name, figure), *others = found.items()
     assert (name, others) == ("latency_ms", [])  # no epsilon differs
     dots, line = figure["data"]
     assert line["x"] == front
@@ -193,9 +192,7 @@ INTERVALS = [
 
 
 @pytest.mark.parametrize(("root", "shown", "of"), INTERVALS)
-def test_one_seed_has_the_interval_of_its_test_records_or_says_that_it_has_none(
-    make_run, tmp_path, root, shown, of
-):
+def test_one_seed_has_the_interval_of_its_test_records_or_none(make_run, tmp_path, root, shown, of):
     plain = with_resamples(make_run("plain"), [0.88 + 0.001 * k for k in range(41)], root=root)
     private = make_run("eps8", accuracy=0.8, algorithm="fnas")
     with_resamples(private, [0.8] * 41, root="patients.csv")

@@ -111,9 +111,8 @@ def test_each_client_has_its_epsilons_and_what_its_filter_spent():
 
 def test_the_kind_of_search_and_its_own_epsilon_are_told():
     plain = {"algorithm": {"name": "dpnas", "dp_aware": None}}
-    assert sentence("search_privacy", plain, None) == (
-        "without clipping or noise, no claim of privacy: its epsilon is infinite"
-    )
+    words = "without clipping or noise, no claim of privacy: its epsilon is infinite"
+    assert sentence("search_privacy", plain, None) == words
     aware = {"algorithm": {"dp_aware": {"max_grad_norm": 0.1, "noise_multiplier": 0.2}}}
     text = sentence("search_privacy", aware, None)
     assert lacking(text, "clipped to 0.1", "multiplier 0.2") == []

@@ -77,9 +77,7 @@ OWN_LEDGERS = [
 
 
 @pytest.mark.parametrize(("changes", "told"), OWN_LEDGERS)
-def test_a_run_that_made_its_ledgers_says_that_earlier_uses_are_not_counted(
-    make_run, changes, told
-):
+def test_a_run_that_made_its_ledgers_says_that_earlier_uses_do_not_count(make_run, changes, told):
     folder = with_config(make_run("run", private=True), **changes)
     for text in (card_of(folder), write_report(folder).read_text()):
         assert ("Earlier uses of the same data are not counted" in text) == told

@@ -111,9 +111,7 @@ def test_a_number_that_is_missing_is_left_out(tmp_path):
 def test_reports_do_not_load_torch():
     modules = ("comparison", "model_card", "terminal", "html_report", "trackers")
     code = "".join(f"import fednas_flwr.report.{name}\n" for name in modules)
-    code += (
-        "import sys\nprint([name for name in ('torch', 'flwr', 'pandas') if name in sys.modules])"
-    )
+    code += "import sys\nprint([n for n in ('torch', 'flwr', 'pandas') if n in sys.modules])"
     assert told("-c", code).strip() == "[]"
 
 

@@ -94,9 +94,8 @@ def test_replies_come_in_client_order_once_whatever_the_arrival(federation):
 def test_a_client_is_who_it_says_it_is_not_where_its_node_stands(federation):
     swapped = federation(3, claims={0: 2, 1: 0, 2: 1})
     assert train_losses(swapped.ask()) == [(0, 1.0), (1, 2.0), (2, 3.0)]
-    assert [
-        properties["client"] for _, properties in sorted(swapped.cohort.properties.items())
-    ] == [0, 1, 2]
+    told = [properties["client"] for _, properties in sorted(swapped.cohort.properties.items())]
+    assert told == [0, 1, 2]
 
 
 def test_a_client_answers_only_when_the_reply_before_is_consumed(federation):
@@ -302,9 +301,8 @@ def test_connecting_can_be_tried_again(federation):
 def test_bytes_are_counted_per_client_and_direction(federation):
     counted = federation(3)
     states = client_reply(0).states
-    replies = counted.cohort.ask(
-        Exchange("train.search", stage="search", settings=SEARCH, states=states)
-    )
+    exchange = Exchange("train.search", stage="search", settings=SEARCH, states=states)
+    replies = counted.cohort.ask(exchange)
     refuses("were asked for", list, replies, error=QuorumError)
     sent, received = counted.cohort.bytes_sent, counted.cohort.bytes_received
     assert sent == received
@@ -328,7 +326,6 @@ def test_a_dismissed_client_is_not_asked_unless_it_is_meant(federation):
     smaller.cohort.dismiss(1, "it is late")
     assert smaller.cohort.clients == [0, 2]
     assert smaller.answering() == [0, 2]
-    everyone = smaller.cohort.ask(
-        Exchange("query.describe", stage="evaluate", settings=Describe(), also_left=True)
-    )
+    again = Exchange("query.describe", stage="evaluate", settings=Describe(), also_left=True)
+    everyone = smaller.cohort.ask(again)
     assert [client for client, _ in everyone] == [0, 1, 2]

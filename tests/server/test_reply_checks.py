@@ -227,9 +227,8 @@ def test_a_client_far_from_most_in_what_it_declares_is_an_outlier():
     assert list(reply_checks.outliers(usual | {2: {"": 1001.0}}, fewest=0.1, most=10)) == [2]
     edge = {1: {"": 10.0, "train ": 6.0}, 2: {"": 1000.0, "train ": 600.0}}
     assert reply_checks.outliers(usual | edge, fewest=0.1, most=10) == {}
-    assert (
-        reply_checks.outliers({0: {"": 1.0}, 1: {"": 1e9}}, fewest=0.1, most=10) == {}
-    )  # whom to believe?
+    two = {0: {"": 1.0}, 1: {"": 1e9}}  # whom to believe?
+    assert reply_checks.outliers(two, fewest=0.1, most=10) == {}
     none = {client: {"test ": 0.0} for client in range(4)} | {3: {"test ": 2.0}}
     assert reply_checks.outliers(none, fewest=0, most=10) == {}  # few have a test record
 
@@ -391,9 +390,8 @@ def test_three_strikes_and_a_client_is_asked_no_more(federation):
     assert [event["event"] for event in bad.events] == ["client_failed"] * 2 + ["client_left"]
     assert [event.get("expelled", False) for event in bad.events] == [False, False, True]
     assert bad.events[-1]["reason"].startswith("3 of its replies were refused, the last one for: ")
-    asked_all = bad.cohort.ask(
-        Exchange("train.search", stage="evaluate", settings=SEARCH, also_left=True)
-    )
+    asked_all = Exchange("train.search", stage="evaluate", settings=SEARCH, also_left=True)
+    asked_all = bad.cohort.ask(asked_all)
     refuses("client 1: 3 of its replies were refused", list, asked_all, error=QuorumError)
     assert len(asked) == 3
 
@@ -442,9 +440,8 @@ def limits(action, settings, *, sizes, sent=None, examples=550.0, planned=()):
         layouts={name: SimpleNamespace(sizes={"float32": size}) for name, size in sizes.items()},
         planned={release.kind: release for release in planned},
     )
-    return reply_checks.honest_limits(
-        exchange, settings, sent=sent or {}, examples=examples, records=RECORDS if planned else {}
-    )
+    given = {"sent": sent or {}, "examples": examples, "records": RECORDS if planned else {}}
+    return reply_checks.honest_limits(exchange, settings, **given)
 
 
 # the bounds, against what can be worst
@@ -455,9 +452,8 @@ def test_a_noised_sum_of_twice_the_declared_records_all_of_one_gradient(batch, s
     """The norms of 2,000 draws, of records that all pull the same way."""
     generator = torch.Generator().manual_seed(1)
     release = plan(batch=batch, sigma=sigma)
-    records = torch.full(
-        (2000, int(reply_checks.MORE_RECORDS * RECORDS["train"])), release.rate(RECORDS)
-    )
+    most = int(reply_checks.MORE_RECORDS * RECORDS["train"])
+    records = torch.full((2000, most), release.rate(RECORDS))
     drawn = torch.bernoulli(records, generator=generator).sum(1, keepdim=True).double()
     noise = torch.randn(2000, num_values, generator=generator, dtype=torch.float64)
     noise *= sigma * release.max_grad_norm
@@ -547,9 +543,8 @@ def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
     sizes, sent = {"weights": 100, "buffers": 3}, {"weights": 5.0}
     epochs, steps = rq.Amount(2, None, 50), rq.Amount(None, 22, None)
     clipped = limits("train.weights", training(1.0, epochs), sizes=sizes, sent=sent)
-    assert clipped.norms["weights"] == pytest.approx(
-        1.25 * reply_checks.largest_move(22, SGD(0.1, 0.0, 0.9, 0.0, 1.0), 1.0, 5.0, 0.0), rel=1e-3
-    )
+    moved = 1.25 * reply_checks.largest_move(22, SGD(0.1, 0.0, 0.9, 0.0, 1.0), 1.0, 5.0, 0.0)
+    assert clipped.norms["weights"] == pytest.approx(moved, rel=1e-3)
     free = limits("train.weights", training(None, epochs), sizes=sizes, sent=sent)
     assert free.norms["weights"] == 1e6 * (10 + 5)
     noised = [plan()]
@@ -578,9 +573,8 @@ def test_running_variances_of_deep_sums_are_honest():
 def test_candidates_move_the_weights_as_the_same_steps_of_training_do():
     sgd = SGD(0.1, 0.0, 0.9, 0.0, 1.0)
     sizes, sent = {"weights": 100}, {"weights": 5.0}
-    request = rq.TrainCandidates(
-        candidates=[[0], [1]], step=0, local_steps=11, batch_size=50, weights=sgd, dp_aware=None
-    )
+    steps = {"step": 0, "local_steps": 11, "batch_size": 50}
+    request = rq.TrainCandidates(candidates=[[0], [1]], **steps, weights=sgd, dp_aware=None)
     found = limits("train.candidate", request, sizes=sizes, sent=sent)
     same = limits("train.weights", training(1.0, rq.Amount(None, 22, 50)), sizes=sizes, sent=sent)
     assert found.norms == same.norms

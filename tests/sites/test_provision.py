@@ -175,9 +175,10 @@ def zipped(files):
     return packed.getvalue()
 
 
-@given(
-    st.sampled_from([*FILES, "fednas_flwr/__init__.py", "x.py"]), st.one_of(st.none(), st.binary())
-)
+names = st.sampled_from([*FILES, "fednas_flwr/__init__.py", "x.py"])
+
+
+@given(names, st.one_of(st.none(), st.binary()))
 def test_a_bundle_with_other_files_is_refused(name, content):
     files = {**FILES, name: content}
     left = {name: content for name, content in files.items() if content is not None}
