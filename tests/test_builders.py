@@ -24,7 +24,6 @@ from fednas_flwr.models import networks
 from fednas_flwr.models.networks import describe_network, load, make_network, supernet_space
 from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.pipeline.feasible import check_buildable
-from fednas_flwr.privacy.policy import template
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import Amount, LocalTraining, Personalise
 from fednas_flwr.search.candidate import Candidate
@@ -37,6 +36,7 @@ from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 
 from .asked import PLAIN, smallest
 from .client.conftest import flat, packed
+from .policies import policy_of
 from .refusals import refuses, refuses_run
 from .rows import rows
 
@@ -407,9 +407,8 @@ def test_class_factors_weigh_the_steps_of_candidates(compose_config, federate):
 
 def site_of(folder, **changes):
     """Return a node's settings with a policy of 80 records."""
-    policy = yaml.safe_load(template())
-    policy["data_sets"]["my-data"] |= {"records": 80, **changes}
-    (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
+    policy = policy_of(records=80, **changes)
+    (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": {"my-data": policy}}))
     own = {"policy": folder / "policy.yaml", "ledger": folder / "ledger" / "rows"}
     own |= {"ledger-key": folder / "key", "data-set": "my-data"}
     return dict.fromkeys(PRIVATE_SITE_KEYS, "read elsewhere") | {k: str(v) for k, v in own.items()}

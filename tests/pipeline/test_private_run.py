@@ -52,6 +52,7 @@ from ..asked import SUPERNET, smallest
 from ..booked import booked
 from ..conftest import sound
 from ..finished_runs import Told, named
+from ..policies import policy_of
 from ..refusals import refuses
 from ..rows import seldom
 
@@ -113,23 +114,9 @@ def reopened():
 
 def write_policy(sites, client, **changes):
     """Write a simulated site's policy before its first run."""
-    section = {
-        "epsilon": 1000.0,
-        "delta": 1e-5,
-        "least_noise_multiplier": 0.1,
-        "largest_grad_norm": 1.0,
-        "largest_steps": 1000,
-        "actions": list(PRIVATE_ACTIONS),
-        "unit": "record",
-        "records": 40,
-        "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
-        "threads": 1,
-        "micro_batch_size": 8,
-        "secure_noise": True,
-        "test_seed": False,
-        "approve": "automatic",
-        **changes,
-    }
+    own = {"epsilon": 1000.0, "least_noise_multiplier": 0.1, "largest_steps": 1000, "records": 40}
+    own |= {"fractions": {"train": 0.5, "validation": 0.4, "test": 0.1}}
+    section = policy_of(**own | {"actions": list(PRIVATE_ACTIONS)} | changes)
     path = sites / f"client-{client}" / "policy.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump({"data_sets": {"records": section}}))
