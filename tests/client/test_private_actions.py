@@ -128,8 +128,8 @@ def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replace
     assert len({tuple(map(len, vars(site.client.data).values())) for site in sites}) >= 3
     left_out = {"query.latency", *SUM_ACTIONS}  # these sites take no part in secure sums
     left_out |= {"query.keep_model", *IN_FILES_OF_THEIR_OWN}
-    asked = [(action, {}) for action in (*PRIVATE_ACTIONS, "query.describe")]
-    asked = [(action, changes) for action, changes in asked if action not in left_out]
+    asked = [(action, {}) for action in PRIVATE_ACTIONS if action not in left_out]
+    asked.append(("query.describe", {}))  # once more, after all releases
     asked += [(action, {"moments": True}) for action in MOVING]
     for action, changes in asked:
         again = {"run": "second", "releases": plan[:1]} if action == "query.commit" else changes
@@ -265,12 +265,8 @@ def test_gradients_of_other_labels_are_clipped_sums_of_records(loss, make_site, 
         if is_several:
             return functional.multilabel_soft_margin_loss(logits, y.double())
         far = logits[:, 0] - (y.double().clamp(0, 20) - 10) / (20 / 12**0.5)
-        by_name = {
-            "squared": far**2,
-            "absolute": far.abs(),
-            "huber": torch.where(far.abs() < 1, far**2 / 2, far.abs() - 0.5),
-        }
-        return by_name[loss].mean()
+        huber = torch.where(far.abs() < 1, far**2 / 2, far.abs() - 0.5)
+        return {"squared": far**2, "absolute": far.abs(), "huber": huber}[loss].mean()
 
     for state, split in (("weights", "train"), ("alphas", "validation"))[: 2 if is_several else 1]:
         parameters, own = list(getattr(supernet, state)().values()), site.client.split(split)
@@ -329,10 +325,10 @@ def test_gradients_are_clipped_sums_at_the_same_point(steps, make_site, networks
     supernet, moves = doubled(networks), dict.fromkeys(lrs, 0.0)
     own = {state: list(getattr(supernet, state)().values()) for state in lrs}
     for _ in range(steps):
-        means = {
-            state: clipped(supernet, site.client.split(split), own[state], norms[state]) / size
-            for state, split, size in (("weights", "train", 40), ("alphas", "validation", 20))
-        }
+        means = {}
+        for state, split, size in (("weights", "train", 40), ("alphas", "validation", 20)):
+            total = clipped(supernet, site.client.split(split), own[state], norms[state])
+            means[state] = total / size
         for state, mean in means.items():
             moves[state] = moves[state] + mean
             wards.step_along(torch.optim.SGD(own[state], lr=lrs[state]), own[state], mean, 1)
@@ -480,10 +476,8 @@ def test_trials_of_a_derived_network_read_what_is_booked(split, make_site, netwo
     site, ask = derived_probe(make_site, networks, committed=split, split=split)
     assert set(ask().states) == {"rewards"}
     rows = {row for records, places in read for row in records.rows[places].tolist()}
-    booked = [
-        set(getattr(site.client.data, name).rows.tolist())
-        for name in {*split.split("+"), "validation"}
-    ]
+    named = {*split.split("+"), "validation"}
+    booked = [set(getattr(site.client.data, name).rows.tolist()) for name in named]
     assert rows <= set().union(*booked)
     assert all(rows & own for own in booked)
     assert [row.splits for row in site.rows()] == [tuple(split.split("+"))] * 2 + [("validation",)]
@@ -551,10 +545,8 @@ def test_squared_errors_are_released_within_the_squared_range(make_site, network
     assert reply.metrics["accuracy"] == pytest.approx(closeness, rel=1e-4)
 
 
-WILD_WEIGHTS = [
-    *((math.nan, 7), (1e38, 1), seldom(math.inf, 7), seldom(1e30, 7)),
-    *(seldom(-math.inf, 1), seldom(1e-45, 1)),
-]
+WILD_WEIGHTS = [(math.nan, 7), (1e38, 1)]
+WILD_WEIGHTS += [seldom(math.inf, 7), seldom(1e30, 7), seldom(-math.inf, 1), seldom(1e-45, 1)]
 
 
 @pytest.mark.parametrize(("bad", "every"), WILD_WEIGHTS)
@@ -603,12 +595,9 @@ def test_moments_follow_from_what_is_released(action, make_site, networks, noise
     assert not any(buffers[n].any() for n in {*weights} - {*moved})
     if action == "train.search":
         gradient = noised[0][2].float() / RECORDS["validation"]
-        first, second = (
-            flat(v for n, v in moments.items() if n.startswith(f"alphas.{moment}."))
-            for moment in ("exp_avg", "exp_avg_sq")
-        )
-        torch.testing.assert_close(first, 0.5 * gradient)
-        torch.testing.assert_close(second, 0.001 * gradient**2)
+        for moment, expected in (("exp_avg", 0.5 * gradient), ("exp_avg_sq", 0.001 * gradient**2)):
+            found = flat(v for n, v in moments.items() if n.startswith(f"alphas.{moment}."))
+            torch.testing.assert_close(found, expected)
         steps = [v for n, v in moments.items() if n.startswith("alphas.step.")]
         assert {v.item() for v in steps} == {1.0}
 
@@ -640,30 +629,26 @@ def refusing(make_site):
     return make_site(committed=EVERYTHING)
 
 
+SEARCHING = ("train.search", "train.probe")
+IN_STEPS = "epochs=1: a private client takes steps"
+COMMITTED = "batch_size=8: .* batches are those committed to"
+UNPLANNED = "rule committed values: release="
 OUTSIDE = [
     ("train.gradients", {"order": 2}, "rule first order only: order=2"),
     ("train.search", {"rule": "second_order"}, "rule first order only: rule=second_order"),
-    ("train.search", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
-    ("train.probe", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
+    *((a, {"rule": "mixed_level"}, "rule first order only: rule=mixed_level") for a in SEARCHING),
     ("train.weights", {"raw_metrics": True}, "setting=raw_metrics is unknown"),
     ("train.weights", {"validates": True}, "validates=True would tell a loss without noise"),
     ("train.gradients", {"local_steps": 51}, "rule committed values: steps=51"),
     ("train.gradients", {"local_steps": 0}, "local_steps=0 is out of range"),
     ("train.weights", {"steps": 51}, "rule committed values: steps=51"),
-    ("train.weights", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
-    ("train.search", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
-    ("train.probe", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
-    ("train.weights", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
-    ("train.search", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
-    ("train.probe", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
-    ("train.gradients", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+    *((a, {"steps": None, "epochs": 1}, IN_STEPS) for a in ("train.weights", *SEARCHING)),
+    *((a, {"batch_size": 8}, COMMITTED) for a in ("train.weights", "train.gradients", *SEARCHING)),
     ("train.candidate", {"batch_size": 8}, "dp_aware and batch_size must be null"),
     ("train.candidate", {"dp_aware": DPAware(1.0, 1.0)}, "dp_aware and batch_size must be"),
     ("train.weights", {"split": "test"}, "rule committed values: release=retrain/train.we"),
-    ("train.weights", {"split": "train"}, "rule committed values: release="),
-    ("train.weights", {"split": "validation+train"}, "rule committed values: release="),
-    ("evaluate.model", {"split": "train"}, "rule committed values: release="),
-    ("evaluate.model", {"split": "train+validation"}, "rule committed values: release="),
+    *(("train.weights", {"split": split}, UNPLANNED) for split in ("train", "validation+train")),
+    *(("evaluate.model", {"split": split}, UNPLANNED) for split in ("train", "train+validation")),
     ("evaluate.model", {"network": {"name": "nothing"}}, "do not fit evaluate.model"),
     ("train.probe", {"trials": 3 * [TRIAL], "steps": 17}, "committed values: steps=51"),
     ("train.probe", {"trials": 51 * [TRIAL]}, "committed values: steps=51"),
@@ -714,13 +699,10 @@ def test_every_action_refuses_what_its_run_has_not_committed_to(make_site, no_re
         for kind in kinds:
             others = [p for p in schedule() if (p.action, p.kind) != (action, kind)]
             (own,) = (p for p in schedule() if (p.action, p.kind) == (action, kind))
-            for plan in (
-                others,
-                [*others, replace(own, stage="evaluate")],
-                [*others, replace(own, splits=("test",))],
-                [*others, replace(own, splits=(*own.splits, "test"))],
-                [*others, replace(own, kind="rewards" if kind == "metrics" else "metrics")],
-            ):
+            another = "rewards" if kind == "metrics" else "metrics"
+            changes = [{"stage": "evaluate"}, {"kind": another}, {"splits": ("test",)}]
+            changes.append({"splits": (*own.splits, "test")})
+            for plan in (others, *([*others, replace(own, **change)] for change in changes)):
                 site = make_site(committed=plan)
                 key = f"release={stage}/{action}/{kind}/"
                 refuses(f"rule committed values: {key}", site.ask, action)
@@ -749,24 +731,19 @@ def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_recor
     assert site.rows() == []
 
 
+WRONG_RATES = [{}, {"alphas": "x"}, {"weights": 0.1}, {"alphas": 0.1, "betas": 0.1}]
 TRAPS = [  # requests that could fail on some records and not on others, and sound ones
     *((action, {}) for action in RELEASING),
     *((action, {"moments": True}) for action in MOVING),
     ("train.probe", {"trials": [TRIAL, TRIAL], "steps": 2}),
     ("evaluate.model", {"network": {"num_classes": 2}}),
     ("train.weights", {"network": {"num_classes": 2}}),
-    ("train.weights", {"network": {"input_shape": [1, 8, 8]}}),
-    ("train.weights", {"network": {"input_shape": [3, 4, 4]}}),
-    ("train.weights", {"drop_path_prob": "x"}),
-    ("train.weights", {"drop_path_prob": 1}),
-    ("train.weights", {"auxiliary_weight": "x"}),
-    ("train.weights", {"auxiliary_weight": -1}),
+    *(("train.weights", {"network": {"input_shape": size}}) for size in ([1, 8, 8], [3, 4, 4])),
+    *(("train.weights", {"drop_path_prob": probability}) for probability in ("x", 1)),
+    *(("train.weights", {"auxiliary_weight": weight}) for weight in ("x", -1)),
     ("train.weights", {"micro_batch_size": 4}),  # the policy's
     ("train.alpha_gradient", {"threads": 1}),
-    ("train.alpha_gradient", {"local_lrs": {"alphas": "x"}}),
-    ("train.alpha_gradient", {"local_lrs": {}}),
-    ("train.alpha_gradient", {"local_lrs": {"weights": 0.1}}),
-    ("train.alpha_gradient", {"local_lrs": {"alphas": 0.1, "betas": 0.1}}),
+    *(("train.alpha_gradient", {"local_lrs": rates}) for rates in WRONG_RATES),
     ("train.alpha_gradient", {"inner_lr": -1}),
     ("train.search", {"alphas": {"lr": "x", "weight_decay": 0.0}}),
     ("train.search", {"validation_weight": -1}),
