@@ -24,6 +24,7 @@ from ..finished_runs import looked_at
 from ..refusals import refuses, refuses_run
 
 NAMES = ("even", "large", "prime")
+SCORES = {"auroc": metrics.roc_auc_score, "average_precision": metrics.average_precision_score}
 LINEAR = (
     *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
     *("clients=2", "retrain.rounds=8", "retrain.weights.lr=0.05"),
@@ -111,11 +112,9 @@ def test_python_says_what_is_reported(finished):
     assert [{*names} for names in found.labels] == named(shares >= 0.5)
     assert [{*names} for names in found.truth or ()] == named(y == 1)
     of, kinds = (2, {}) if finished.kind == "lists" else (slice(None), {"average": "macro"})
-    expected = {
-        "f1": metrics.f1_score(y[:, of], shares[:, of] >= 0.5, **kinds),
-        "auroc": metrics.roc_auc_score(y[:, of], shares[:, of], **kinds),
-        "average_precision": metrics.average_precision_score(y[:, of], shares[:, of], **kinds),
-    }
+    expected = {"f1": metrics.f1_score(y[:, of], shares[:, of] >= 0.5, **kinds)}
+    for name, score in SCORES.items():
+        expected[name] = score(y[:, of], shares[:, of], **kinds)
     assert {name: finished.central[name] for name in expected} == pytest.approx(expected, abs=1e-3)
     for label, row in enumerate(finished.central["per_class"]):
         auroc = metrics.roc_auc_score(y[:, label], shares[:, label])
@@ -267,11 +266,8 @@ def test_predictions_are_in_the_targets_unit_as_are_their_scores(of_numbers):
     found = load(of_numbers.folder).predict(of_numbers.raw)
     assert found.truth == pytest.approx(truth)
     y = np.array(found.labels)
-    expected = {
-        "r2": metrics.r2_score(truth, y),
-        "rmse": metrics.root_mean_squared_error(truth, y),
-        "mae": metrics.mean_absolute_error(truth, y),
-    }
+    expected = {"r2": metrics.r2_score(truth, y), "mae": metrics.mean_absolute_error(truth, y)}
+    expected["rmse"] = metrics.root_mean_squared_error(truth, y)
     told = {name: of_numbers.central[name] for name in expected}
     assert told == pytest.approx(expected, rel=1e-4)
     assert expected["r2"] > 0.6
@@ -409,14 +405,13 @@ def test_numbers_are_predicted_of_images(finished_run, tmp_path):
     assert metrics.r2_score(truth, found.labels) > 0.8
 
 
+MBCONV = ("search_space=mbconv_small", "retrain=mbconv_small")
+IN_GROUPS = ("algorithm.num_groups=2", "algorithm.group_rounds=1")
 ALGORITHMS = [
     ("algorithm=dpnas", *DP_CELLS),
     ("algorithm=dpnas", *DP_CELLS, "privacy=dp", "privacy.epsilon=8"),
-    ("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
-    (
-        *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
-        *("clients=4", "rounds=2", "algorithm.num_groups=2", "algorithm.group_rounds=1"),
-    ),
+    ("algorithm=fdnas", *MBCONV),
+    ("algorithm=cfdnas", *MBCONV, "clients=4", "rounds=2", *IN_GROUPS),
     ("algorithm=fedex",),
     ("algorithm=fedprox", "algorithm.network=resnet8_8"),
     ("algorithm=random_search", "evaluation.personalised=true"),
@@ -441,13 +436,12 @@ def test_all_algorithms_predict_numbers(overrides, finished_run, tmp_path):
         assert np.isfinite(load(folder).predict(tmp_path / "labels.csv").labels).all()
 
 
+OF_NUMBERS = "metric=r2 is for records with a number to predict, not of one class each"
 NUMERIC = "column ward of .* is numeric but"
 REFUSED_OF_NUMBERS = {
     "evaluation.positive=icu": "positive=icu is for records with classes, not with a number",
     "evaluation.metric=auroc": "metric=auroc is for records with classes, not with a",
-    "dataset.label=ward evaluation.metric=r2": (
-        "metric=r2 is for records with a number to predict, not of one class each"
-    ),
+    "dataset.label=ward evaluation.metric=r2": OF_NUMBERS,
     "dataset.label=ward training.loss=huber": "loss=huber is for records with a number",
     "dataset.label=ward dataset.task=regression": NUMERIC,
     "dataset.label=ward dataset.target_range=[0,1]": NUMERIC,
@@ -476,15 +470,12 @@ def test_whole_numbers_that_may_be_classes_are_asked_about(number, compose_confi
         assert torch.is_floating_point(make_data(config)[0].train.labels) == is_number
 
 
-LABELS = [
+DAYS = [
     (np.arange(STAYS) % 10, False),
     (np.arange(STAYS) % 4 / 2, False),
     (np.arange(STAYS) % 400, True),
     (np.arange(STAYS) % 30 / 10, True),
 ]
-
-
-DAYS = LABELS
 
 
 @pytest.mark.run
