@@ -32,14 +32,10 @@ from ..rows import seldom
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
 
-PRIVATE = (
-    "algorithm=dp_fnas privacy=dp privacy.epsilon=50 clients=2 "
-    "search_space.norm=group retrain.norm=group"
-)
-RANGES = {
-    **dict.fromkeys(("lr", "momentum", "alpha_lr", "dropout"), (0.02, 0.03)),
-    **dict.fromkeys(("weight_decay", "alpha_weight_decay"), (1e-4, 2e-4)),
-}
+GROUP = "search_space.norm=group retrain.norm=group"
+PRIVATE = f"algorithm=dp_fnas privacy=dp privacy.epsilon=50 clients=2 {GROUP}"
+RANGES = dict.fromkeys(("lr", "momentum", "alpha_lr", "dropout"), (0.02, 0.03))
+RANGES |= dict.fromkeys(("weight_decay", "alpha_weight_decay"), (1e-4, 2e-4))
 
 
 @pytest.fixture
@@ -214,13 +210,11 @@ def test_a_run_and_what_it_is_compared_with_train_as_long(compose_config, tmp_pa
     """The median client has 45 batches of a record in a round."""
     pixels = np.random.default_rng(0).integers(0, 256, (100, side, side), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", x_train=pixels, y_train=np.arange(100) % 2)
-    config = compose_config(
-        *("algorithm=fedavg", "algorithm.network=linear", "clients=2", "dataset=npz"),
-        *(f"dataset.root={tmp_path / 'a.npz'}", "dataset.server_test=false", "stages=[retrain]"),
-        *("dataset.fractions={train:0.5,validation:0.4,test:0.1}", "retrain.batch_size=1"),
-    )
+    own = ["dataset.fractions={train:0.5,validation:0.4,test:0.1}", "retrain.batch_size=1"]
+    own += ["algorithm=fedavg algorithm.network=linear clients=2 stages=[retrain] dataset=npz"]
+    own += [f"dataset.root={tmp_path / 'a.npz'} dataset.server_test=false"]
+    config = compose_config(*own, f"run_dir={tmp_path / 'run'}")
     config = replace(config, retrain=replace(config.retrain, rounds=None))
-    config = replace(config, run_dir=str(tmp_path / "run"))
     assert len(read_run(run(config, quiet=True).folder).rounds("retrain")) == rounds
     assert baselines._planned_retraining(config).rounds == rounds
 

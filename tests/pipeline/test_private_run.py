@@ -49,7 +49,7 @@ from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
-from ..booked import booked
+from ..booked import booked, promised_steps
 from ..conftest import sound
 from ..finished_runs import Told, named
 from ..policies import policy_of
@@ -146,10 +146,7 @@ def test_a_whole_run_books_every_step_of_its_schedule_and_no_other(whole):
             "validation": 2 + 2 + 2 * 3,  # alphas, metrics of every round, retraining
             "test": 1,
         }
-        promised = {
-            (i["stage"], f"{i['action']}:{i['kind']}", tuple(i["splits"])): i["steps"]
-            for i in whole.the("privacy")["schedule"]
-        }
+        promised = promised_steps(whole.the("privacy"))
         keys = [(row.stage, row.action, row.splits) for row in rows]
         assert [row.committed_steps for row in rows] == [promised[key] for key in keys]
         assert Counter(keys) == promised  # retraining has reached its last step
