@@ -283,11 +283,9 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     register_data_set("one", lambda path: train)
     register_data_set("wrong", lambda path: iter(train))
     for name in ("loaders", "one"):
-        config = compose(
-            *(f"dataset={name}", "algorithm=fedavg", "algorithm.network=small", "clients=2"),
-            *("retrain.rounds=1", f"dataset.cache={tmp_path}", f"run_dir={tmp_path / name}"),
-        )
-        result = run(config)
+        own = ("algorithm=fedavg", "algorithm.network=small", "clients=2", "retrain.rounds=1")
+        places = (f"dataset.cache={tmp_path}", f"run_dir={tmp_path / name}")
+        result = run(compose(f"dataset={name}", *own, *places))
         assert result.model.class_names == ("0", "1")
         assert result.scores["central"]["accuracy"] >= 0
     with pytest.raises(ConfigError, match="expected Records, or torch data sets"):

@@ -146,19 +146,15 @@ def test_a_member_is_trained_as_it_would_be_alone(momentum, searched, compose_co
             for index, genotype in enumerate(described["genotypes"]):
                 alone = {k: v for k, v in described.items() if k != "genotypes"}
                 alone |= {"name": "derived", "genotype": genotype}
-                states = {
-                    s: pack(member(sent[s], layouts[s], index)) for s in ("weights", "buffers")
-                }
+                kept = ("weights", "buffers")
+                states = {s: pack(member(sent[s], layouts[s], index)) for s in kept}
                 if momentum == "averaged":
                     moments = unpack(sent[MOMENTS], Layout.of(no_moments(pool)))
                     own = f"weights.momentum_buffer.members.{index}."
                     states[MOMENTS] = pack({n: t for n, t in moments.items() if own in n})
-                request = Request(
-                    "train.weights",
-                    Header("run", "search", number, 1, client.index, "nonce"),
-                    Train(local=replace(settings.local, network=alone)),
-                    states,
-                )
+                header = Header("run", "search", number, 1, client.index, "nonce")
+                asked = Train(local=replace(settings.local, network=alone))
+                request = Request("train.weights", header, asked, states)
                 expected = answer(client, request).states
                 for state in ("weights", "buffers"):
                     found = pack(member(replies[client.index].states[state], layouts[state], index))
@@ -189,14 +185,10 @@ def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
             correct = sum(accuracy * count for accuracy, count in own)
             assert reward == pytest.approx(correct / sum(map(len, splits)))
         kept, (_, after) = check_kept(searched, event), searched.after[event["round"] - 1]
-        before = {
-            f"{state}.{name}": tensor
-            for state, named in network_states(pool).items()
-            for name, tensor in named.items()
-        }
+        before = network_states(pool)
         for name, tensor in after.items():
             state, _, index, own = name.split(".", 3)
-            assert torch.equal(tensor, before[f"{state}.members.{kept[int(index)]}.{own}"])
+            assert torch.equal(tensor, before[state][f"members.{kept[int(index)]}.{own}"])
     assert to_json(searched.strategy.derive()) == searched.after[-1][0][0]
 
 
@@ -385,8 +377,6 @@ def test_one_network_is_left_and_rungs_divide_by_eta(private, keep, eta, rounds)
     first = PrivateRound(private, private.privacy, "search", 1, rounds)
     pool = SimpleNamespace(size=lambda space: keep)
     settings = SimpleNamespace(pool=pool, eta=eta)
-    measured = sum(
-        len(SuccessiveHalving.releases(settings, replace(first, number=number))) - 1
-        for number in range(1, rounds + 1)
-    )
+    each = [replace(first, number=number) for number in range(1, rounds + 1)]
+    measured = sum(len(SuccessiveHalving.releases(settings, one)) - 1 for one in each)
     assert measured == len(set(left)) - 1

@@ -8,6 +8,7 @@ import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -278,11 +279,13 @@ DAMAGES = {
     "an index without files": lambda folder: (folder / "index.json").write_text("{}"),
     "an index of bytes": lambda folder: (folder / "index.json").write_bytes(b"\xff"),
     "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
-    "a folder in a file's place": lambda folder: (
-        (folder / "train-ids.npy").unlink(),
-        (folder / "train-ids.npy").mkdir(),
-    ),
+    "a folder in a file's place": lambda folder: make_folder(folder / "train-ids.npy"),
 }
+
+
+def make_folder(path):
+    path.unlink()
+    path.mkdir()
 
 
 def overwrite(path, position, count):
@@ -361,12 +364,7 @@ def _is_mapped(path):
     return not maps.exists() or str(path) in maps.read_text()
 
 
-def read_csv(path):
-    return read("csv", path)
-
-
-def read_folder(path):
-    return read("image_folder", path)
+read_csv, read_folder = (partial(read, name) for name in ("csv", "image_folder"))
 
 
 def test_a_folder_of_images_per_site(tmp_path):
