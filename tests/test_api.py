@@ -320,10 +320,9 @@ class WidthSettings(SearchSpaceSettings):
 
 
 def make_wide(*, width, **settings):
-    sizes = {"channels": 2 * width, "num_cells": 1}
-    return dataclasses.make_dataclass(
-        "Wide", [], bases=(Small201,), namespace={"name": "wide"}, frozen=True, kw_only=True
-    )(**sizes, **settings)
+    kind = {"bases": (Small201,), "namespace": {"name": "wide"}, "frozen": True, "kw_only": True}
+    made = dataclasses.make_dataclass("Wide", [], **kind)
+    return made(channels=2 * width, num_cells=1, **settings)
 
 
 @pytest.mark.run
@@ -346,10 +345,9 @@ def made_arrays(seed):
     labels = rng.integers(0, 2, 60)
     images = rng.integers(0, 120, (60, 1, 8, 8))
     images[labels == 1] += 100
-    parts = {"train": slice(40), "test": slice(40, None)}
-    return {f"x_{name}": images[rows].astype(np.uint8) for name, rows in parts.items()} | {
-        f"y_{name}": labels[rows] for name, rows in parts.items()
-    }
+    images = images.astype(np.uint8)
+    arrays = {"x_train": images[:40], "y_train": labels[:40]}
+    return arrays | {"x_test": images[40:], "y_test": labels[40:]}
 
 
 def test_a_data_set_of_arrays(tiny):
@@ -477,18 +475,14 @@ if __name__ == "__main__":
     register_data_set("own_data", {"x_train": images.astype(np.uint8), "y_train": labels})
     sizes = {"channels": 4, "norm": "batch", "depth": None}
     register_search_space("own_space", make_space, settings=OwnSizes, defaults=sizes)
-    register_algorithm(
-        "own",
-        Algorithm(OwnSettings, FedDARTS),
-        defaults={"defaults": ["fed_darts"]},
-    )
+    like_darts = {"defaults": ["fed_darts"]}
+    register_algorithm("own", Algorithm(OwnSettings, FedDARTS), defaults=like_darts)
     own = ["algorithm=own", "search_space=own_space", "dataset=own_data"]
     result = run(compose(*own, *sys.argv[1:]))
     print(result.genotype.space)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.ray
 def test_rays_workers_know_what_is_registered(tiny, tmp_path):

@@ -240,12 +240,8 @@ def test_shipped_genotypes_are_given_by_name(compose_config):
 def test_mbconv_networks_have_the_size_of_the_search_space(compose_config, tmp_path):
     """Also where a genotype is transferred: there ``search_space`` is what gives the size."""
     path, retrain = tmp_path / "genotype.json", ["stages=[retrain]", "retrain=mbconv"]
-    space = MBConvSpace(
-        input_shape=(3, 32, 32),
-        num_classes=10,
-        skeleton=SKELETONS["fdnas"],
-        candidates=CANDIDATES["fdnas"],
-    )
+    sizes = {"skeleton": SKELETONS["fdnas"], "candidates": CANDIDATES["fdnas"]}
+    space = MBConvSpace(input_shape=(3, 32, 32), num_classes=10, **sizes)
     genotype = space.random_genotype(torch.Generator().manual_seed(0))
     save_genotype(path, genotype)
     sizes = ["search_space.skeleton=fdnas_imagenet", "search_space.width=.5", f"genotype={path}"]
@@ -362,10 +358,8 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
     fnas = federate(config)
     client, supernet = fnas.clients[0], supernet_space(fnas.config, fnas.data[0]).supernet().train()
     reply = ask(client, "train.gradients", smallest()["train.gradients"], packed(supernet))
-    for state, name, tensors in (
-        ("weights", "train", supernet.weights()),
-        ("alphas", "validation", supernet.alphas()),
-    ):
+    for state, name in (("weights", "train"), ("alphas", "validation")):
+        tensors = getattr(supernet, state)()
         split = getattr(client.data, name)
         generator = make_generator(config.seed, "search", 1, 0, name)
         x, y = augmented(split, torch.arange(len(split)), generator)
@@ -501,11 +495,9 @@ def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
 
         model = LogisticRegression(max_iter=1000)
         model.fit(inputs(data["x_train"][rows]), data["y_train"][rows])
-        decisions = model.decision_function(inputs(data["x_test"]))
-        odds = [
-            decisions[:, c] - np.logaddexp.reduce(np.delete(decisions, c, 1), axis=1)
-            for c in range(3)
-        ]
+        by_class = model.decision_function(inputs(data["x_test"])).T
+        others = [np.logaddexp.reduce(np.delete(by_class, c, 0)) for c in range(3)]
+        odds = by_class - others
         return np.mean([roc_auc_score(data["y_test"] == c, odds[c]) for c in range(3)])
 
     assert evaluated["linear"]["auroc"] == pytest.approx(area(parts < 2), rel=1e-4)

@@ -31,19 +31,17 @@ DP = "privacy=dp search_space.norm=group retrain.norm=group"
 SITES = f"runtime=deployment runtime.superlink=a partition=sites algorithm=dp_fnas {DP}"
 ARM = "{lr:.1,weight_decay:0,momentum:0,alpha_lr:0,alpha_weight_decay:0,dropout:0}"
 LOCAL = "algorithm=successive_halving algorithm.rewarded=local rounds=3"
+BACKBONE = ["search_space.backbone=resnet18", "search_space.weights=weights.pth"]
+MBCONV = ["search_space=mbconv", "retrain=mbconv"]
 NEEDS = {  # what a file needs beside itself
-    "algorithm=fdnas": ["search_space=mbconv", "retrain=mbconv"],
-    "algorithm=cfdnas": ["search_space=mbconv", "retrain=mbconv"],
+    **dict.fromkeys(("algorithm=fdnas", "algorithm=cfdnas"), MBCONV),
     "algorithm=dpnas": ["search_space=dp_cells", "retrain=dp_cells"],
     "algorithm=vanilla_nas": ["clients=1"],
     "algorithm=dp_fnas": ["privacy=dp", *GROUP],
     "privacy=dp": ["algorithm=dp_fnas", *GROUP],
     "runtime=deployment": ["runtime.superlink=site"],
     "partition=saved": ["partition.file=partition.json"],
-    "search_space=adapters": [
-        *("search_space.backbone=resnet18", "search_space.weights=weights.pth"),
-        "retrain=mbconv_small",
-    ],
+    "search_space=adapters": [*BACKBONE, "retrain=mbconv_small"],
     "aggregate=trimmed_mean": ["runtime.quorum=1"],
     **{f"server_optimizer={name}": ["algorithm=fedavg"] for name in ("adam", "yogi", "adagrad")},
 }
@@ -136,11 +134,11 @@ def test_ranges_are_checked_before_anything_is_drawn(algorithm):
         ({"momentum": {"low": 0.5, "high": 3.0, "log": False}}, "algorithm.ranges.momentum=2.99"),
         ({"lr": {"low": 0.0, "high": 3.0, "log": False}}, "algorithm.ranges.lr=0.0 is out of"),
     ):
-        with pytest.raises(ConfigError, match="^" + re.escape(words)):
-            parse_config(changed(tree, "algorithm.ranges", {**LIST, **wrong}))
+        given = changed(tree, "algorithm.ranges", {**LIST, **wrong})
+        refuses("^" + re.escape(words), parse_config, given)
     lacking = {name: given for name, given in LIST.items() if name != "lr"}
-    with pytest.raises(ConfigError, match=r"^algorithm\.ranges=.* has no value for lr: give"):
-        parse_config(changed(tree, "algorithm.ranges", lacking))
+    given = changed(tree, "algorithm.ranges", lacking)
+    refuses(r"^algorithm\.ranges=.* has no value for lr: give", parse_config, given)
     assert parse_config(changed(tree, "algorithm.ranges", LIST)).algorithm.name == algorithm
     if algorithm != "random_search":
         with pytest.raises(ConfigError, match=r"num_configurations=1000000000 .* 1 to 100000"):
@@ -274,10 +272,8 @@ def test_every_algorithm_has_one_entry_and_a_file():
 
 
 def test_the_algorithms_own_refusals_come_before_the_general_ones():
-    for algorithm, words in (
-        ("fed_darts", "aggregate=median with a round of 2 clients"),
-        ("fnas", "sums of gradients"),
-    ):
+    both = {"fed_darts": "aggregate=median with a round of 2 clients", "fnas": "sums of gradients"}
+    for algorithm, words in both.items():
         config = compose(f"algorithm={algorithm}", "clients=2")
         refuses(words, check_combinations, replace(config, aggregate=AggregateSettings("median")))
 
@@ -319,16 +315,15 @@ def own_experiment():
 
 PRIVATE = {"defaults": [{"override /privacy": "dp"}]}
 PRIVATE |= dict.fromkeys(("search_space", "retrain"), {"norm": "group"})
+OF_FIXED = {"defaults": [{"override /search_space": "darts"}, {"override /algorithm": "fedavg"}]}
+RETRAINING = {"algorithm": {"weights": {"lr": 0.3}, "batch_size": 9}, "stages": ["retrain"]}
+RETRAINING["genotype"] = "a.json"
 EXPERIMENTS_WITHOUT_EFFECT = [
     ({**PRIVATE, "algorithm": {"local_epochs": 7}}, "algorithm.local_epochs", "privacy=dp, whose"),
+    (OF_FIXED, "search_space", "algorithm.network=mobilenet_v2, a network that is fixed."),
     (
-        {"defaults": [{"override /search_space": "darts"}, {"override /algorithm": "fedavg"}]},
-        *("search_space", "algorithm.network=mobilenet_v2, a network that is fixed."),
-    ),
-    (
-        {"algorithm": {"weights": {"lr": 0.3}, "batch_size": 9}, "stages": ["retrain"]}
-        | {"genotype": "a.json"},
-        *("algorithm.weights.lr, algorithm.batch_size", "stages=[retrain], which lack search."),
+        *(RETRAINING, "algorithm.weights.lr, algorithm.batch_size"),
+        "stages=[retrain], which lack search.",
     ),
 ]
 
@@ -465,6 +460,7 @@ TABLE = ("dataset=csv", "dataset.label=died", "search_space=mlp_small")
 PRIVATE_TABLE = ("experiment=search/recommended_private", *TABLE)
 
 
+BY_CLIENT = ("privacy=dp", "privacy.unit=client", "privacy.retrain.max_grad_norm=2")
 OF_TABLES = [
     (PRIVATE_TABLE, (32, "none", 1.0, 0.5, 1024)),
     ((*PRIVATE_TABLE, "retrain.channels=16"), (16, "none", 1.0, 0.5, 1024)),
@@ -474,10 +470,7 @@ OF_TABLES = [
     (("experiment=search/recommended_private",), (8, "group", 0.125, 0.2, 64)),
     (("experiment=feathers/fraud_private", *TABLE), (48, "group", None, 0.5, 48)),
     ((*PRIVATE_TABLE, "retrain=darts"), (32, "none", 1.0, 0.5, 1024)),
-    (
-        (*TABLE, "privacy=dp", "privacy.unit=client", "privacy.retrain.max_grad_norm=2"),
-        (16, "group", 0.125, 0.2, 8),
-    ),
+    ((*TABLE, *BY_CLIENT), (16, "group", 0.125, 0.2, 8)),
 ]
 
 

@@ -14,8 +14,8 @@ from fednas_flwr.report.plots import fronts
 from fednas_flwr.report.templates import DASH, sentence
 from fednas_flwr.runs.numbers import Run
 
-from ..refusals import refuses
-from .conftest import lacking, printed, with_config, with_events
+from ..refusals import lacking, refuses
+from .conftest import printed, with_config, with_events
 
 
 def test_seeds_are_one_group_with_mean_and_deviation(make_run, tmp_path):

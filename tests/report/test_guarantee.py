@@ -4,7 +4,8 @@ from fednas_flwr.report import score_tables
 from fednas_flwr.report.templates import epsilon_text, paragraphs, sentence
 from fednas_flwr.runs.numbers import overall
 
-from .conftest import SEARCH_RELEASE, lacking
+from ..refusals import lacking
+from .conftest import SEARCH_RELEASE
 
 
 def _client(client, prv, *, delta=1e-5, train=300, **more):

@@ -12,9 +12,9 @@ from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
-from ..refusals import refuses
+from ..refusals import lacking, refuses
 from . import conftest as made
-from .conftest import emit, emit_rounds, lacking, make_hostile, with_config, with_events
+from .conftest import emit, emit_rounds, make_hostile, with_config, with_events
 
 VOID = {"meta", "link", "input", "br", "img", "hr", "path", "rect", "circle"}
 OUTSIDE = re.compile(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", re.IGNORECASE)

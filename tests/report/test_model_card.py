@@ -11,7 +11,8 @@ from fednas_flwr.report.model_card import export_model, write_model_card
 from fednas_flwr.report.score_tables import setting_rows
 from fednas_flwr.runs.numbers import read_run
 
-from .conftest import EVIL, emit, lacking, make_hostile, with_config
+from ..refusals import lacking
+from .conftest import EVIL, emit, make_hostile, with_config
 
 
 def card_of(folder):

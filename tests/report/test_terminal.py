@@ -10,7 +10,8 @@ from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.terminal import ProgressDisplay, print_summary
 from fednas_flwr.runs.events import read_events
 
-from .conftest import EVIL, lacking, make_hostile, printed, with_events
+from ..refusals import lacking
+from .conftest import EVIL, make_hostile, printed, with_events
 
 
 def _round(number, rounds, elapsed):
