@@ -30,7 +30,6 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline import beginning
 from fednas_flwr.pipeline.beginning import commit, make_cohort
-from fednas_flwr.pipeline.schedule import make_schedules
 from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
@@ -55,12 +54,7 @@ from ..finished_runs import Told, named
 from ..policies import policy_of
 from ..refusals import refuses
 from ..rows import seldom
-
-
-def make_schedule(*args, **settings):
-    """The releases of a client that is asked in every round."""
-    return make_schedules(*args, **settings)[0]
-
+from .test_schedule import make_schedule
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 DP = [
@@ -211,12 +205,8 @@ SEARCHES = [(1, False, 1), (2, True, 3), seldom(1, True, 1), seldom(2, False, 3)
 
 @pytest.mark.parametrize(("local_steps", "fused", "clients"), SEARCHES)
 def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fused, clients):
-    run = start(
-        *SEARCH,
-        f"algorithm.local_steps={local_steps}",
-        f"algorithm.fused={str(fused).lower()}",
-        f"clients={clients}",
-    )
+    own = (f"algorithm.local_steps={local_steps}", f"algorithm.fused={str(fused).lower()}")
+    run = start(*SEARCH, *own, f"clients={clients}")
     event = run.the("privacy")
     whole_search = [{"stage": "search", "rounds": 2, "of": 2}]
     assert [client["covers"] for client in event["clients"]] == [whole_search] * clients
@@ -314,14 +304,9 @@ def test_one_round_is_the_loop_of_single_records(compose_config, federate, monke
     strategy.load_into(plain)
     plain.double().train()
     strategy.start(fed.grid, num_rounds=1)
-    parameters = {
-        "weights": list(plain.weights().values()),
-        "alphas": list(plain.alphas().values()),
-    }
-    optimizers = {
-        "weights": make_sgd(parameters["weights"], config.algorithm.weights),
-        "alphas": make_adam(parameters["alphas"], config.algorithm.alphas),
-    }
+    parameters = {state: list(getattr(plain, state)().values()) for state in norms}
+    optimizers = {"weights": make_sgd(parameters["weights"], config.algorithm.weights)}
+    optimizers["alphas"] = make_adam(parameters["alphas"], config.algorithm.alphas)
     for state, name in (("weights", "train"), ("alphas", "validation")):
         total, clipped = [torch.zeros_like(p) for p in parameters[state]], 0
         for client in fed.clients:
@@ -329,8 +314,8 @@ def test_one_round_is_the_loop_of_single_records(compose_config, federate, monke
             for row in range(len(split)):
                 x, y = split.batch(torch.tensor([row]), "cpu")
                 loss = functional.cross_entropy(plain(x.double()), y)
-                gradients = torch.autograd.grad(loss, parameters[state], allow_unused=True)
-                gradients = [torch.zeros(()) if g is None else g for g in gradients]
+                unused = {"allow_unused": True, "materialize_grads": True}
+                gradients = torch.autograd.grad(loss, parameters[state], **unused)
                 norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item()
                 clipped += norm > norms[state]
                 scale = min(1.0, norms[state] / norm)
@@ -352,13 +337,8 @@ def test_one_round_is_the_loop_of_single_records(compose_config, federate, monke
 
 def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, tmp_path):
     write_policy(tmp_path, 0, epsilon=10.0)
-    run = start(
-        *SEARCH,
-        "rounds=3",
-        "privacy.alphas.noise_multiplier=0.6",
-        "runtime.quorum=0.5",
-        f"privacy.sites={tmp_path}",
-    )
+    own = ("rounds=3", "privacy.alphas.noise_multiplier=0.6", "runtime.quorum=0.5")
+    run = start(*SEARCH, *own, f"privacy.sites={tmp_path}")
     left = run.the("client_left")
     assert left["client"] == 0
     assert "the budget is 10" in left["reason"]
@@ -497,16 +477,11 @@ def site(compose_config, start, tmp_path, made_data):
             write_policy(folder, 0, **policy)
             dataset = {"name": "npz", "class_names": ["red", "green", "blue"]}
             (folder / "dataset.yaml").write_text(yaml.safe_dump(dataset))
-            context.node_config |= {
-                "policy": str(folder / "client-0" / "policy.yaml"),
-                "data-set": "records",
-                "ledger": str(folder / "ledger" / "rows"),
-                "ledger-key": str(folder / "key"),
-                "data-path": str(made_data),
-                "dataset": str(folder / "dataset.yaml"),
-                "cache": str(folder / "cache"),
-                "split-key": "ours",
-            }
+            own = {"policy": folder / "client-0" / "policy.yaml", "data-path": made_data}
+            own |= {"ledger": folder / "ledger" / "rows", "ledger-key": folder / "key"}
+            own |= {"dataset": folder / "dataset.yaml", "cache": folder / "cache"}
+            context.node_config |= {key: str(path) for key, path in own.items()}
+            context.node_config |= {"data-set": "records", "split-key": "ours"}
 
         def connected():
             cohort = make_cohort(config, run="run")
@@ -608,12 +583,8 @@ def write_site(folder, kind, wrong, alone):
         f"p{i},{a:.3f},{b:.3f},2020-01-{1 + i % 28:02},{'ns'[i % 2]},,{i % 2}"
         for i, (a, b) in enumerate(rng.normal(0, 1, (60 * (not alone), 2)))
     ]
-    rows = [
-        *WRONG_ROWS[kind == "csv" : 5] * wrong,
-        *rows,
-        *FAR_ROWS * (not alone),
-        *WRONG_ROWS[5:] * wrong,
-    ]
+    rows = [*WRONG_ROWS[kind == "csv" : 5] * wrong, *rows, *FAR_ROWS * (not alone)]
+    rows += WRONG_ROWS[5:] * wrong
     text = "\n".join(["patient,x,y,seen,ward,note,ill", *rows])
     (folder / "site.csv").write_text(text + "\n")
     own = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": ["x", "y"]}
@@ -622,11 +593,8 @@ def write_site(folder, kind, wrong, alone):
     return folder / "site.csv", own | {"id_column": None if kind == "csv" else "patient"}
 
 
-UNREADABLE = [
-    *(("csv", False), ("persons", True), ("npz", True), ("image_folder", False)),
-    *(seldom("csv", True), seldom("persons", False)),
-    *(seldom("npz", False), seldom("image_folder", True)),
-]
+UNREADABLE = [("csv", False), ("persons", True), ("npz", True), ("image_folder", False)]
+UNREADABLE += [seldom(kind, not alone) for kind, alone in UNREADABLE]
 
 
 @pytest.mark.parametrize(("kind", "alone"), UNREADABLE)

@@ -88,10 +88,8 @@ def test_no_folder_holds_a_secret_of_another(tmp_path):
     output = tmp_path / "out"
     assert main(["provision", str(tmp_path / "sites.yaml"), "--output", str(output)]) == 0
     assert (output / "server" / "server.key").stat().st_mode & 0o777 == 0o600
-    secrets = {
-        path.relative_to(output).as_posix(): path.read_bytes().splitlines()[1]
-        for path in output.rglob("*.key")
-    }
+    keys = {path.relative_to(output).as_posix(): path for path in output.rglob("*.key")}
+    secrets = {name: path.read_bytes().splitlines()[1] for name, path in keys.items()}
     signing = {"ca/signing.key", "server/signing.key"}  # the operator keeps it for later
     assert set(secrets) == {"ca/ca.key", "server/server.key", *signing}
     public = {path.read_bytes() for path in output.glob("*/signing.pub")}
