@@ -22,6 +22,14 @@ def booked(sites, client=0):
     return [row.entry for row in entries]
 
 
+def promised_steps(event):
+    """Return the steps of a schedule that is told, by stage, action with kind, and splits."""
+    return {
+        (i["stage"], f"{i['action']}:{i['kind']}", tuple(i["splits"])): i["steps"]
+        for i in event["schedule"]
+    }
+
+
 @contextmanager
 def decoded_totals():
     """Keep the totals with shared noise that secure sums decode inside the block."""

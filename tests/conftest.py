@@ -61,7 +61,7 @@ OTHER_RUNS = ("ray", "browser")  # and those with such a marker
 @pytest.fixture(autouse=True)
 def no_processes_of_earlier_tests(monkeypatch):
     """Let every run begin in this process, and what it has started end with the test."""
-    monkeypatch.setattr("fednas_flwr.cli.run.warm_up", lambda: None)
+    monkeypatch.setattr("fednas_flwr.cli.run.warm_up", lambda *_: None)
     yield
     while processes._started:
         interpreter, _ = processes._started.pop()
@@ -165,9 +165,8 @@ def compose_config(tiny_overrides):
         own_size = ("search_space=mbconv", "search_space=dp_cells")
         if any(override.startswith(own_size) for override in overrides):
             tiny = [o for o in tiny if not o.startswith(("search_space.", "retrain.channels"))]
-        return parse_config(
-            yielded(compose_tree([*tiny, *overrides]), user_settings([*tiny, *overrides]))
-        )
+        given = [*tiny, *overrides]
+        return parse_config(yielded(compose_tree(given), user_settings(given)))
 
     return composed
 
@@ -199,19 +198,11 @@ def federate():
             made["description"] = described
         else:
             made["strategy"] = make_search(config, data[0], cohort, folder)
-        return Told(
-            config=config,
-            data=data,
-            clients=[
-                make_client(config, index, data=data, networks={})
-                for index in range(config.clients)
-            ],
-            grid=InProcessGrid(make_client_app(dump_config(config)), config.clients),
-            cohort=cohort,
-            checkpoints=folder,
-            events=events,
-            **made,
-        )
+        numbers = range(config.clients)
+        made["clients"] = [make_client(config, i, data=data, networks={}) for i in numbers]
+        made["grid"] = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        made |= {"config": config, "data": data, "cohort": cohort}
+        return Told(checkpoints=folder, events=events, **made)
 
     return federation
 

@@ -19,6 +19,11 @@ def refuses(words, call, /, *given, error=ConfigError, **named):
     return str(told.value)
 
 
+def lacking(text, *parts):
+    """Return the parts that a text does not contain."""
+    return [part for part in parts if part not in text]
+
+
 def refuses_run(words, compose, *overrides):
     """Check that a configuration is refused, when it is composed or by what it names."""
     return refuses(words, lambda: check_buildable(compose(*overrides)))

@@ -17,9 +17,8 @@ SPACES = {
     "mlp": MLPSpace(input_shape=(7,), num_classes=CLASSES, channels=8, num_cells=2),
     "mbconv": MBConvSpace(**IMAGES, skeleton=SKELETONS["small"], width=0.5),
 }
-WITH_ZERO = MBConvSpace(
-    **IMAGES, skeleton=SKELETONS["small"], width=0.5, candidates=CANDIDATES["proxyless"]
-)
+PROXYLESS = {"skeleton": SKELETONS["small"], "candidates": CANDIDATES["proxyless"]}
+WITH_ZERO = MBConvSpace(**IMAGES, width=0.5, **PROXYLESS)
 
 # Two blocks may be zero, the third changes the channels.
 PATH_SPACE = MBConvSpace(

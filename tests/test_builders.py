@@ -24,7 +24,6 @@ from fednas_flwr.models import networks
 from fednas_flwr.models.networks import describe_network, load, make_network, supernet_space
 from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.pipeline.feasible import check_buildable
-from fednas_flwr.privacy.policy import template
 from fednas_flwr.protocol.messages import Header, Reply, Request
 from fednas_flwr.protocol.requests import Amount, LocalTraining, Personalise
 from fednas_flwr.search.candidate import Candidate
@@ -37,6 +36,7 @@ from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 
 from .asked import PLAIN, smallest
 from .client.conftest import flat, packed
+from .policies import policy_of
 from .refusals import refuses, refuses_run
 from .rows import rows
 
@@ -53,9 +53,10 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "overrides", [form.format(name) for form, names in BUILDS.items() for name in names.split()]
-)
+OF_FILES = [form.format(name) for form, names in BUILDS.items() for name in names.split()]
+
+
+@pytest.mark.parametrize("overrides", OF_FILES)
 def test_files_build_on_embedded_data(overrides):
     check_buildable(composed(*overrides.split()))
 
@@ -129,9 +130,10 @@ def test_what_the_data_rules_out_is_refused_before_a_run(compose_config, overrid
     refuses_run(sentence, compose_config, *overrides.split())
 
 
-@pytest.mark.parametrize(
-    "given", ["privacy.delta=.9 privacy.large_delta=true", "privacy.delta=.0124 clients=1"]
-)
+LARGE_DELTAS = ["privacy.delta=.9 privacy.large_delta=true", "privacy.delta=.0124 clients=1"]
+
+
+@pytest.mark.parametrize("given", LARGE_DELTAS)
 def test_a_delta_of_one_over_records_is_asked_for_by_name(compose_config, given):
     check_buildable(compose_config(*PRIVATE.split(), *given.split()))
 
@@ -238,12 +240,8 @@ def test_shipped_genotypes_are_given_by_name(compose_config):
 def test_mbconv_networks_have_the_size_of_the_search_space(compose_config, tmp_path):
     """Also where a genotype is transferred: there ``search_space`` is what gives the size."""
     path, retrain = tmp_path / "genotype.json", ["stages=[retrain]", "retrain=mbconv"]
-    space = MBConvSpace(
-        input_shape=(3, 32, 32),
-        num_classes=10,
-        skeleton=SKELETONS["fdnas"],
-        candidates=CANDIDATES["fdnas"],
-    )
+    sizes = {"skeleton": SKELETONS["fdnas"], "candidates": CANDIDATES["fdnas"]}
+    space = MBConvSpace(input_shape=(3, 32, 32), num_classes=10, **sizes)
     genotype = space.random_genotype(torch.Generator().manual_seed(0))
     save_genotype(path, genotype)
     sizes = ["search_space.skeleton=fdnas_imagenet", "search_space.width=.5", f"genotype={path}"]
@@ -335,9 +333,8 @@ def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config,
     assert (split.mean, split.std) == ((0.2, 0.3, 0.4), (0.3, 0.2, 0.1))
     for number in (1, 2):
         sgd = config.retrain.weights.at_round(number, 2)
-        optimizer = torch.optim.SGD(
-            twin.parameters(), sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay
-        )
+        own = {"momentum": sgd.momentum, "weight_decay": sgd.weight_decay}
+        optimizer = torch.optim.SGD(twin.parameters(), sgd.lr, **own)
         generator = make_generator(config.seed, "retrain", number, 0, "weights")
         twin.drop_path_prob = 0.6 * (number - 1) / 2
         torch.manual_seed(derive_seed(config.seed, "retrain", number, 0, "train.weights"))
@@ -361,10 +358,8 @@ def test_fnas_and_dpnas_augment_their_batches(compose_config, federate):
     fnas = federate(config)
     client, supernet = fnas.clients[0], supernet_space(fnas.config, fnas.data[0]).supernet().train()
     reply = ask(client, "train.gradients", smallest()["train.gradients"], packed(supernet))
-    for state, name, tensors in (
-        ("weights", "train", supernet.weights()),
-        ("alphas", "validation", supernet.alphas()),
-    ):
+    for state, name in (("weights", "train"), ("alphas", "validation")):
+        tensors = getattr(supernet, state)()
         split = getattr(client.data, name)
         generator = make_generator(config.seed, "search", 1, 0, name)
         x, y = augmented(split, torch.arange(len(split)), generator)
@@ -406,17 +401,14 @@ def test_class_factors_weigh_the_steps_of_candidates(compose_config, federate):
 
 def site_of(folder, **changes):
     """Return a node's settings with a policy of 80 records."""
-    policy = yaml.safe_load(template())
-    policy["data_sets"]["my-data"] |= {"records": 80, **changes}
-    (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
+    policy = policy_of(records=80, **changes)
+    (folder / "policy.yaml").write_text(yaml.safe_dump({"data_sets": {"my-data": policy}}))
     own = {"policy": folder / "policy.yaml", "ledger": folder / "ledger" / "rows"}
     own |= {"ledger-key": folder / "key", "data-set": "my-data"}
     return dict.fromkeys(PRIVATE_SITE_KEYS, "read elsewhere") | {k: str(v) for k, v in own.items()}
 
 
-def test_a_policy_with_secure_sums_needs_the_nodes_roster_and_one_without_refuses_them(
-    compose_config, tmp_path
-):
+def test_a_policy_says_whether_its_node_has_a_part_in_sums(compose_config, tmp_path):
     """The policy of a site says whether it has a part in sums, not the run."""
     site = site_of(tmp_path)
     config = compose_config(*SITES, "clients=1", *DP, "dataset.class_names=['0','1','2']")
@@ -501,14 +493,11 @@ def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
         def inputs(images):
             return ((torch.from_numpy(images) / 255 - MEAN) / STD).flatten(1).numpy()
 
-        model = LogisticRegression(max_iter=1000).fit(
-            inputs(data["x_train"][rows]), data["y_train"][rows]
-        )
-        decisions = model.decision_function(inputs(data["x_test"]))
-        odds = [
-            decisions[:, c] - np.logaddexp.reduce(np.delete(decisions, c, 1), axis=1)
-            for c in range(3)
-        ]
+        model = LogisticRegression(max_iter=1000)
+        model.fit(inputs(data["x_train"][rows]), data["y_train"][rows])
+        by_class = model.decision_function(inputs(data["x_test"])).T
+        others = [np.logaddexp.reduce(np.delete(by_class, c, 0)) for c in range(3)]
+        odds = by_class - others
         return np.mean([roc_auc_score(data["y_test"] == c, odds[c]) for c in range(3)])
 
     assert evaluated["linear"]["auroc"] == pytest.approx(area(parts < 2), rel=1e-4)

@@ -35,7 +35,7 @@ from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, user_s
 from fednas_flwr.settings.registry import algorithms
 
 from .processes import told
-from .refusals import refuses
+from .refusals import lacking, refuses
 from .rows import rows
 
 DP = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
@@ -62,11 +62,6 @@ def sentence_of(capsys):
     (sentence,) = re.findall(r"\Afednas: (.*\.)\n\Z", output.err)
     assert output.out == ""
     return sentence
-
-
-def lacking(text, *parts):
-    """Return the parts that a text does not contain."""
-    return [part for part in parts if part not in text]
 
 
 MISTAKES = """
@@ -156,13 +151,12 @@ def test_debug_shows_the_trace(capsys):
 
 
 def test_mistakes_are_told_without_torch():
-    code = (
-        "import sys; from fednas_flwr.cli import main\n"
-        "codes = [main(['run', *o.split()]) for o in "
-        "('roundz=1', 'seed=x', 'resume=nowhere', 'algorithm=fed_dart', 'runtime=deployment')]\n"
-        "print(codes, sorted({'torch', 'flwr', 'sklearn', 'ray'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = "import sys; from fednas_flwr.cli import main\n"
+    code += "codes = [main(['run', *o.split()]) for o in sys.argv[1:]]\n"
+    code += "print(codes, sorted({'torch', 'flwr', 'sklearn', 'ray'} & set(sys.modules)))"
+    mistakes = "roundz=1 seed=x resume=nowhere algorithm=fed_dart runtime=deployment".split()
+    command = [sys.executable, "-c", code, *mistakes]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "[2, 2, 2, 2, 2] []\n"
     assert len(done.stderr.splitlines()) == 5
 
@@ -171,9 +165,8 @@ def test_command_exits_with_2_and_no_trace():
     done = subprocess.run([*FEDNAS, "run", "algorithm=fed_dart"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     names = ", ".join(sorted(algorithms()))
-    assert done.stderr == (
-        f"fednas: algorithm=fed_dart is unknown: choose one of {names} (nearest: fed_darts).\n"
-    )
+    words = f"algorithm=fed_dart is unknown: choose one of {names} (nearest: fed_darts)."
+    assert done.stderr == f"fednas: {words}\n"
 
 
 def test_other_commands_take_no_overrides(capsys):
@@ -237,10 +230,10 @@ def test_a_run_of_a_version_without_a_setting_is_not_resumed(key, capsys):
     del tree[group][last]
     Path("old").mkdir()
     Path("old/config.yaml").write_text(yaml.safe_dump(tree))
-    assert refused(capsys, "resume=old") == (
-        "resume=old: it was started by another version, which had no setting "
-        f"`{key}`; it cannot be continued."
+    told = (
+        f"it was started by another version, which had no setting `{key}`; it cannot be continued."
     )
+    assert refused(capsys, "resume=old") == f"resume=old: {told}"
 
 
 def test_resume_of_a_finished_run_adds_nothing(finished, capsys):
@@ -338,10 +331,9 @@ def test_a_setting_without_effect_refuses_that_job_of_a_sweep_only(tiny_override
 def test_what_typing_takes_from_an_experiment_is_told_in_one_line(capsys):
     command = ["run", "--cfg", "job", "experiment=fdnas/fashion_mnist"]
     assert cli.main([*command, *DP, "evaluation.personalised=false"]) == 0
-    assert capsys.readouterr().err == (
-        "fednas: warning: the experiment sets retrain.local_epochs, algorithm.local_epochs, "
-        "without effect with privacy=dp, whose clients take noised steps.\n"
-    )
+    told = "the experiment sets retrain.local_epochs, algorithm.local_epochs, without effect with "
+    told += "privacy=dp, whose clients take noised steps."
+    assert capsys.readouterr().err == f"fednas: warning: {told}\n"
     assert cli.main(command) == 0
     assert capsys.readouterr().err == ""
 
@@ -632,10 +624,8 @@ def test_a_runs_configuration_repeats_it(brief, tmp_path, capsys):
     assert cli.main(["run", config, f"run_dir={tmp_path / 'second'}"]) == 0
     first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
     assert first.read_bytes() == second.read_bytes()
-    for more, words in (
-        ("seeed=2", "(nearest: seed)"),
-        ("algorithm=fnas", "only single values are"),
-    ):
+    wrong = {"seeed=2": "(nearest: seed)", "algorithm=fnas": "only single values are"}
+    for more, words in wrong.items():
         assert cli.main(["run", config, more]) == cli.USER_ERROR
         assert words in capsys.readouterr().err
 

@@ -8,21 +8,20 @@ from fednas_flwr.settings.hydra_config import compose_tree
 
 from .conftest import compose_by_hydra
 
+COMPOSED = [
+    "",
+    "algorithm=feathers seed=3 rounds=2 algorithm.ranges.lr={low:.1,high:1,log:true}",
+    "experiment=dp_fnas/fashion_mnist privacy.weights.noise_multiplier=2 trackers=[]",
+    "privacy=dp secure_sum={least_sites:3} dataset.cache=${oc.env:HOME} nothing.like=it",
+    "dataset.class_names={} hydra.run.dir=here",
+    "seed=1,2",
+    "algorithm=fedavgg",
+    "++algorithm=fedavg",
+    "~trackers",
+]
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "",
-        "algorithm=feathers seed=3 rounds=2 algorithm.ranges.lr={low:.1,high:1,log:true}",
-        "experiment=dp_fnas/fashion_mnist privacy.weights.noise_multiplier=2 trackers=[]",
-        "privacy=dp secure_sum={least_sites:3} dataset.cache=${oc.env:HOME} nothing.like=it",
-        "dataset.class_names={} hydra.run.dir=here",
-        "seed=1,2",
-        "algorithm=fedavgg",
-        "++algorithm=fedavg",
-        "~trackers",
-    ],
-)
+
+@pytest.mark.parametrize("overrides", COMPOSED)
 def test_what_is_remembered_is_what_hydra_composes(overrides, monkeypatch):
     def composed():
         try:

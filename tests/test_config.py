@@ -31,23 +31,19 @@ DP = "privacy=dp search_space.norm=group retrain.norm=group"
 SITES = f"runtime=deployment runtime.superlink=a partition=sites algorithm=dp_fnas {DP}"
 ARM = "{lr:.1,weight_decay:0,momentum:0,alpha_lr:0,alpha_weight_decay:0,dropout:0}"
 LOCAL = "algorithm=successive_halving algorithm.rewarded=local rounds=3"
+BACKBONE = ["search_space.backbone=resnet18", "search_space.weights=weights.pth"]
+MBCONV = ["search_space=mbconv", "retrain=mbconv"]
 NEEDS = {  # what a file needs beside itself
-    "algorithm=fdnas": ["search_space=mbconv", "retrain=mbconv"],
-    "algorithm=cfdnas": ["search_space=mbconv", "retrain=mbconv"],
+    **dict.fromkeys(("algorithm=fdnas", "algorithm=cfdnas"), MBCONV),
     "algorithm=dpnas": ["search_space=dp_cells", "retrain=dp_cells"],
     "algorithm=vanilla_nas": ["clients=1"],
     "algorithm=dp_fnas": ["privacy=dp", *GROUP],
     "privacy=dp": ["algorithm=dp_fnas", *GROUP],
     "runtime=deployment": ["runtime.superlink=site"],
     "partition=saved": ["partition.file=partition.json"],
-    "search_space=adapters": [
-        *("search_space.backbone=resnet18", "search_space.weights=weights.pth"),
-        "retrain=mbconv_small",
-    ],
+    "search_space=adapters": [*BACKBONE, "retrain=mbconv_small"],
     "aggregate=trimmed_mean": ["runtime.quorum=1"],
-    **dict.fromkeys(
-        [f"server_optimizer={name}" for name in ("adam", "yogi", "adagrad")], ["algorithm=fedavg"]
-    ),
+    **{f"server_optimizer={name}": ["algorithm=fedavg"] for name in ("adam", "yogi", "adagrad")},
 }
 
 
@@ -138,11 +134,11 @@ def test_ranges_are_checked_before_anything_is_drawn(algorithm):
         ({"momentum": {"low": 0.5, "high": 3.0, "log": False}}, "algorithm.ranges.momentum=2.99"),
         ({"lr": {"low": 0.0, "high": 3.0, "log": False}}, "algorithm.ranges.lr=0.0 is out of"),
     ):
-        with pytest.raises(ConfigError, match="^" + re.escape(words)):
-            parse_config(changed(tree, "algorithm.ranges", {**LIST, **wrong}))
+        given = changed(tree, "algorithm.ranges", {**LIST, **wrong})
+        refuses("^" + re.escape(words), parse_config, given)
     lacking = {name: given for name, given in LIST.items() if name != "lr"}
-    with pytest.raises(ConfigError, match=r"^algorithm\.ranges=.* has no value for lr: give"):
-        parse_config(changed(tree, "algorithm.ranges", lacking))
+    given = changed(tree, "algorithm.ranges", lacking)
+    refuses(r"^algorithm\.ranges=.* has no value for lr: give", parse_config, given)
     assert parse_config(changed(tree, "algorithm.ranges", LIST)).algorithm.name == algorithm
     if algorithm != "random_search":
         with pytest.raises(ConfigError, match=r"num_configurations=1000000000 .* 1 to 100000"):
@@ -187,16 +183,16 @@ def test_cache_folder_comes_from_the_environment(monkeypatch):
     assert Path(compose_tree([])["dataset"]["cache"]).name == "fednas_flwr"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("name: npz\nlimit_train: 5\n", "limit_train=5"),
-        ("name: npz\nclass_nmaes: [a]\n", "dataset.class_nmaes is unknown"),
-        ("- npz\n", "must be a mapping"),
-        ("name: csv\nlabel: ill\n", "lacks id_column: name the column .* null if there is none"),
-        (None, "cannot be read"),
-    ],
-)
+DATASET_FILES = [
+    ("name: npz\nlimit_train: 5\n", "limit_train=5"),
+    ("name: npz\nclass_nmaes: [a]\n", "dataset.class_nmaes is unknown"),
+    ("- npz\n", "must be a mapping"),
+    ("name: csv\nlabel: ill\n", "lacks id_column: name the column .* null if there is none"),
+    (None, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), DATASET_FILES)
 def test_a_sites_dataset_file_is_checked(tmp_path, text, words):
     path = tmp_path / "dataset.yaml"
     if text is not None:
@@ -276,10 +272,8 @@ def test_every_algorithm_has_one_entry_and_a_file():
 
 
 def test_the_algorithms_own_refusals_come_before_the_general_ones():
-    for algorithm, words in (
-        ("fed_darts", "aggregate=median with a round of 2 clients"),
-        ("fnas", "sums of gradients"),
-    ):
+    both = {"fed_darts": "aggregate=median with a round of 2 clients", "fnas": "sums of gradients"}
+    for algorithm, words in both.items():
         config = compose(f"algorithm={algorithm}", "clients=2")
         refuses(words, check_combinations, replace(config, aggregate=AggregateSettings("median")))
 
@@ -321,24 +315,21 @@ def own_experiment():
 
 PRIVATE = {"defaults": [{"override /privacy": "dp"}]}
 PRIVATE |= dict.fromkeys(("search_space", "retrain"), {"norm": "group"})
+OF_FIXED = {"defaults": [{"override /search_space": "darts"}, {"override /algorithm": "fedavg"}]}
+RETRAINING = {"algorithm": {"weights": {"lr": 0.3}, "batch_size": 9}, "stages": ["retrain"]}
+RETRAINING["genotype"] = "a.json"
 EXPERIMENTS_WITHOUT_EFFECT = [
     ({**PRIVATE, "algorithm": {"local_epochs": 7}}, "algorithm.local_epochs", "privacy=dp, whose"),
+    (OF_FIXED, "search_space", "algorithm.network=mobilenet_v2, a network that is fixed."),
     (
-        {"defaults": [{"override /search_space": "darts"}, {"override /algorithm": "fedavg"}]},
-        *("search_space", "algorithm.network=mobilenet_v2, a network that is fixed."),
-    ),
-    (
-        {"algorithm": {"weights": {"lr": 0.3}, "batch_size": 9}, "stages": ["retrain"]}
-        | {"genotype": "a.json"},
-        *("algorithm.weights.lr, algorithm.batch_size", "stages=[retrain], which lack search."),
+        *(RETRAINING, "algorithm.weights.lr, algorithm.batch_size"),
+        "stages=[retrain], which lack search.",
     ),
 ]
 
 
 @pytest.mark.parametrize(("tree", "settings", "cause"), EXPERIMENTS_WITHOUT_EFFECT)
-def test_what_an_experiment_sets_without_effect_is_listed_in_one_warning(
-    own_experiment, tree, settings, cause
-):
+def test_what_an_experiment_sets_idly_is_in_one_warning(own_experiment, tree, settings, cause):
     with pytest.warns(NoEffectWarning) as told:
         compose(own_experiment(tree), "seed=2")
     (one,) = told
@@ -469,23 +460,21 @@ TABLE = ("dataset=csv", "dataset.label=died", "search_space=mlp_small")
 PRIVATE_TABLE = ("experiment=search/recommended_private", *TABLE)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (PRIVATE_TABLE, (32, "none", 1.0, 0.5, 1024)),
-        ((*PRIVATE_TABLE, "retrain.channels=16"), (16, "none", 1.0, 0.5, 1024)),
-        ((*PRIVATE_TABLE, "retrain.norm=group"), (32, "group", 1.0, 0.5, 1024)),
-        ((*PRIVATE_TABLE, "retrain.batch_size=8"), (32, "none", None, 0.5, 1024)),
-        ((*TABLE, "privacy=dp", "privacy.micro_batch_size=4"), (32, "none", 1.0, 0.5, 4)),
-        (("experiment=search/recommended_private",), (8, "group", 0.125, 0.2, 64)),
-        (("experiment=feathers/fraud_private", *TABLE), (48, "group", None, 0.5, 48)),
-        ((*PRIVATE_TABLE, "retrain=darts"), (32, "none", 1.0, 0.5, 1024)),
-        (
-            (*TABLE, "privacy=dp", "privacy.unit=client", "privacy.retrain.max_grad_norm=2"),
-            (16, "group", 0.125, 0.2, 8),
-        ),
-    ],
-)
+BY_CLIENT = ("privacy=dp", "privacy.unit=client", "privacy.retrain.max_grad_norm=2")
+OF_TABLES = [
+    (PRIVATE_TABLE, (32, "none", 1.0, 0.5, 1024)),
+    ((*PRIVATE_TABLE, "retrain.channels=16"), (16, "none", 1.0, 0.5, 1024)),
+    ((*PRIVATE_TABLE, "retrain.norm=group"), (32, "group", 1.0, 0.5, 1024)),
+    ((*PRIVATE_TABLE, "retrain.batch_size=8"), (32, "none", None, 0.5, 1024)),
+    ((*TABLE, "privacy=dp", "privacy.micro_batch_size=4"), (32, "none", 1.0, 0.5, 4)),
+    (("experiment=search/recommended_private",), (8, "group", 0.125, 0.2, 64)),
+    (("experiment=feathers/fraud_private", *TABLE), (48, "group", None, 0.5, 48)),
+    ((*PRIVATE_TABLE, "retrain=darts"), (32, "none", 1.0, 0.5, 1024)),
+    ((*TABLE, *BY_CLIENT), (16, "group", 0.125, 0.2, 8)),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), OF_TABLES)
 def test_private_training_of_a_table_is_of_all_its_records(overrides, expected, tmp_path):
     more = ("secure_sum=true",) if "privacy.unit=client" in overrides else ()
     config = parse_config(compose_tree((*overrides, *more)), user=user_settings(overrides))
@@ -498,10 +487,10 @@ def test_private_training_of_a_table_is_of_all_its_records(overrides, expected, 
     assert (retrain.channels, retrain.norm, *terms) == expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    rows(WITHOUT_EFFECT, DP=DP, SITES=SITES, ARM=ARM, LOCAL=LOCAL, CELLS=CELLS),
-)
+NO_EFFECT = rows(WITHOUT_EFFECT, DP=DP, SITES=SITES, ARM=ARM, LOCAL=LOCAL, CELLS=CELLS)
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), NO_EFFECT)
 def test_a_setting_without_effect_is_refused_by_name(overrides, sentence):
     with pytest.raises(ConfigError) as told:
         compose(*overrides.split())
@@ -620,19 +609,19 @@ def test_a_mapping_that_was_null_is_checked_as_a_whole(tmp_path):
 # --- the last learning rate
 
 
-@pytest.mark.parametrize(
-    ("overrides", "rates"),
-    [
-        ("", (0.1, 0.01)),
-        ("algorithm.weights.lr=.2", (0.2, 0.01)),
-        ("algorithm.weights.lr=.01", (0.01, 0.01)),
-        ("algorithm.weights.lr=.005", (0.005, 0.005)),
-        ("algorithm.weights={lr:.005}", (0.005, 0.005)),
-        ("algorithm.weights.lr=.005 algorithm.weights.min_lr=.001", (0.005, 0.001)),
-        ("experiment=fed_darts/published", (0.025, 0.001)),
-        ("experiment=fed_darts/published algorithm.weights.lr=.0005", (0.0005, 0.0005)),
-    ],
-)
+LAST_RATES = [
+    ("", (0.1, 0.01)),
+    ("algorithm.weights.lr=.2", (0.2, 0.01)),
+    ("algorithm.weights.lr=.01", (0.01, 0.01)),
+    ("algorithm.weights.lr=.005", (0.005, 0.005)),
+    ("algorithm.weights={lr:.005}", (0.005, 0.005)),
+    ("algorithm.weights.lr=.005 algorithm.weights.min_lr=.001", (0.005, 0.001)),
+    ("experiment=fed_darts/published", (0.025, 0.001)),
+    ("experiment=fed_darts/published algorithm.weights.lr=.0005", (0.0005, 0.0005)),
+]
+
+
+@pytest.mark.parametrize(("overrides", "rates"), LAST_RATES)
 def test_a_default_of_the_last_learning_rate_follows_a_lower_first_one(overrides, rates):
     weights = compose(*overrides.split()).algorithm.weights
     assert (weights.lr, weights.min_lr) == rates

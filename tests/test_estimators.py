@@ -23,6 +23,8 @@ from fednas_flwr.runs.run_folder import read_config_file
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.configuration import parse_config
 
+from .refusals import refuses
+
 TINY = ["algorithm.draws=2", "retrain.rounds=4"]
 EXPECTED = {
     "check_fit2d_1feature": "of its ten records a client keeps one to train on, which batch norm "
@@ -88,8 +90,7 @@ def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_pat
     assert stopped.value.__notes__ == [f"to go on: fednas run resume={tmp_path / 'run'}"]
     model = run(tmp_path / "run").model
     assert [column.name for column in model.inputs.schema] == ["age", "label", "site"]
-    with pytest.raises(ConfigError, match="run_dir="):
-        fit(tmp_path, table[["age"]], table["died"])
+    refuses("run_dir=", fit, tmp_path, table[["age"]], table["died"])
     assert len([*(tmp_path / "cache").glob("fit-*/records")]) == 1
 
 
@@ -114,8 +115,7 @@ def test_predictions_are_the_targets_own_values(fitted):
     assert (fitted.predict_proba(bare) == shares).all()
     of_arrow = pyarrow.Table.from_pandas(bare.astype({"ward": str}))  # as polars'
     assert (fitted.predict_proba(of_arrow) == shares).all()
-    with pytest.raises(ValueError, match="yet now missing:\n- age"):
-        fitted.predict(bare.drop(columns="age"))
+    refuses("yet now missing:\n- age", fitted.predict, bare.drop(columns="age"), error=ValueError)
 
 
 def test_what_a_run_shows_is_there(fitted, tmp_path):
@@ -138,8 +138,7 @@ def test_a_pickle_predicts_without_the_run_folder(fitted, tmp_path):
         table = patients(20)
         assert (again.predict_proba(table) == fitted.predict_proba(table)).all()
         assert not hasattr(clone(again), "classes_")
-        with pytest.raises(ConfigError, match="is gone: only predictions work without it"):
-            again.leaderboard()
+        refuses("is gone: only predictions work without it", again.leaderboard)
     finally:
         shutil.move(away, fitted.run_folder_)
 
@@ -196,20 +195,19 @@ def test_settings_reach_the_run(tmp_path):
     assert model.leaderboard()["epsilon"][0] <= 8
 
 
-@pytest.mark.parametrize(
-    ("keys", "label", "message"),
-    [
-        ({"clients": "ward 3"}, "died", "X has no column ward 3: it has age, "),
-        ({}, "dead", "X has no column dead: it has age, "),
-        ({"preset": "slow"}, "died", "preset=slow is unknown: choose one of best, default, fast"),
-        ({}, None, "the target y is None: give y, or label"),
-        ({"time_limit": "soon"}, "died", "runtime.time_limit=soon"),
-        ({"time_limit": 600}, "died", "runtime.time_limit=600 .* expected a time .*: 45s, 30min"),
-    ],
-)
+WRONG = [
+    ({"clients": "ward 3"}, "died", "X has no column ward 3: it has age, "),
+    ({}, "dead", "X has no column dead: it has age, "),
+    ({"preset": "slow"}, "died", "preset=slow is unknown: choose one of best, default, fast"),
+    ({}, None, "the target y is None: give y, or label"),
+    ({"time_limit": "soon"}, "died", "runtime.time_limit=soon"),
+    ({"time_limit": 600}, "died", "runtime.time_limit=600 .* expected a time .*: 45s, 30min"),
+]
+
+
+@pytest.mark.parametrize(("keys", "label", "message"), WRONG)
 def test_what_is_wrong_is_told_in_one_sentence(keys, label, message):
-    with pytest.raises(ValueError, match=message):
-        FedClassifier(**keys).fit(patients(), label=label)
+    refuses(message, FedClassifier(**keys).fit, patients(), error=ValueError, label=label)
 
 
 @pytest.mark.parametrize("preset", estimators.PRESETS)
@@ -223,8 +221,7 @@ def test_every_preset_is_a_run_with_and_without_privacy(preset, epsilon, tmp_pat
     monkeypatch.setattr(estimators, "run", checked)
     own = [f"dataset.cache={tmp_path}"] + epsilon * ["dataset.ranges={age: [0, 100]}"]
     model = FedClassifier(preset=preset, epsilon=8 if epsilon else None, settings=own)
-    with pytest.raises(InterruptedError):
-        model.fit(patients()[["age", "died"]], label="died")
+    refuses("", model.fit, patients()[["age", "died"]], error=InterruptedError, label="died")
 
 
 def test_settings_are_taken_as_they_are_given(tmp_path, monkeypatch):
@@ -240,8 +237,7 @@ def test_settings_are_taken_as_they_are_given(tmp_path, monkeypatch):
     records = table[["age", "hospital"]].rename(columns={"hospital": "label"})
     with pytest.raises(InterruptedError):
         FedClassifier(clients="label", random_state=0, **own).fit(records, table["sex"])
-    with pytest.raises(ConfigError, match="clients=0"):
-        FedClassifier(clients=0, **own).fit(records, table["sex"])
+    refuses("clients=0", FedClassifier(clients=0, **own).fit, records, table["sex"])
 
 
 def test_a_number_is_predicted_in_its_own_unit(tmp_path):

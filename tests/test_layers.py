@@ -92,9 +92,8 @@ def test_a_layer_and_its_gradients(name, batch, size, dtype, tolerance):
         assert_near(one, other, tolerance)
     if not parameters:
         return
-    per_record = record_gradients(
-        lambda x, *leaves: call(oracle, x, *leaves), shared, x.to(dtype), direction.to(dtype)
-    )
+    given = shared, x.to(dtype), direction.to(dtype)
+    per_record = record_gradients(lambda x, *leaves: call(oracle, x, *leaves), *given)
     for i in range(batch):
         alone = (oracle(x[i : i + 1]) * direction[i]).sum()
         for gradient, other in zip(per_record, torch.autograd.grad(alone, parameters), strict=True):

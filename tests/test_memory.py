@@ -51,9 +51,10 @@ def test_every_process_that_answers_keeps_it():
     assert keep_freed_memory.cache_info().misses == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "amount"), [(torch.empty, "4000000000000000 bytes"), (np.empty, "7.11 PiB")]
-)
+TOO_LARGE = [(torch.empty, "4000000000000000 bytes"), (np.empty, "7.11 PiB")]
+
+
+@pytest.mark.parametrize(("make", "amount"), TOO_LARGE)
 def test_who_runs_out_of_memory_is_told_what_to_lower(make, amount):
     with pytest.raises((RuntimeError, MemoryError)) as error:
         make(10**15)

@@ -148,14 +148,14 @@ class Mixing(nn.Module):
         return x - x.mean(0, keepdim=True)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda channels, stride: nn.Conv2d(channels, 3, 1), r"expected \[2, 4, 5, 5\]"),
-        (lambda channels, stride: nn.Linear(7, 7), "the op wrong of your own fails: "),
-        (lambda channels, stride: Mixing(), "each record computed by itself"),
-    ],
-)
+WRONG_OPS = [
+    (lambda channels, stride: nn.Conv2d(channels, 3, 1), r"expected \[2, 4, 5, 5\]"),
+    (lambda channels, stride: nn.Linear(7, 7), "the op wrong of your own fails: "),
+    (lambda channels, stride: Mixing(), "each record computed by itself"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG_OPS)
 def test_an_op_that_is_wrong_is_told_in_one_sentence(make, message):
     register_op("wrong", make)
     refuses(message, space_of("nasbench201", ops=("wrong",)).supernet)
@@ -283,11 +283,9 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     register_data_set("one", lambda path: train)
     register_data_set("wrong", lambda path: iter(train))
     for name in ("loaders", "one"):
-        config = compose(
-            *(f"dataset={name}", "algorithm=fedavg", "algorithm.network=small", "clients=2"),
-            *("retrain.rounds=1", f"dataset.cache={tmp_path}", f"run_dir={tmp_path / name}"),
-        )
-        result = run(config)
+        own = ("algorithm=fedavg", "algorithm.network=small", "clients=2", "retrain.rounds=1")
+        places = (f"dataset.cache={tmp_path}", f"run_dir={tmp_path / name}")
+        result = run(compose(f"dataset={name}", *own, *places))
         assert result.model.class_names == ("0", "1")
         assert result.scores["central"]["accuracy"] >= 0
     with pytest.raises(ConfigError, match="expected Records, or torch data sets"):
@@ -347,15 +345,15 @@ def test_a_data_set_and_a_score_of_ones_own_are_used(mine, tmp_path):
     assert main(again) == 0  # in this process nothing is registered twice
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "is no file: give one of Python"),
-        ("import fednas_flwr\nx = 1\nfednas_flwr.registr()\n", "fails in line 3: AttributeError"),
-        ("def f(:\n", "fails: SyntaxError"),
-        ("import fednas_flwr\nfednas_flwr.register_data_set('digits', {})\n", "digits exists: ch"),
-    ],
-)
+WRONG_FILES = [
+    (None, "is no file: give one of Python"),
+    ("import fednas_flwr\nx = 1\nfednas_flwr.registr()\n", "fails in line 3: AttributeError"),
+    ("def f(:\n", "fails: SyntaxError"),
+    ("import fednas_flwr\nfednas_flwr.register_data_set('digits', {})\n", "digits exists: ch"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_FILES)
 def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, capsys):
     path = tmp_path / "mine.py"
     if text is not None:

@@ -65,9 +65,8 @@ def test_a_metric_that_some_runs_did_not_reach_is_marked(results):
 
 
 def test_a_row_is_compared_with_another_by_the_seeds_of_both(results):
-    start_results(
-        results, title="Digits", command="x", columns=COLUMNS, against={"algorithm": "random"}
-    )
+    given = {"title": "Digits", "command": "x", "columns": COLUMNS}
+    start_results(results, **given, against={"algorithm": "random"})
     for seed, accuracy in ((1, 0.88), (2, 0.94), (3, 0.5)):
         append_result(results, _run("random", seed, accuracy))
     lines = render_tables(README, results.parent).splitlines()
@@ -92,14 +91,14 @@ def test_check_says_whether_the_readme_is_stale(results, tmp_path, capsys):
     assert main([*arguments, "--check"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("readme", "message"),
-    [
-        ("<!-- table:digits -->\n", "has no partner"),
-        ("<!-- table:digits -->\n<!-- /table:other -->\n", "is followed by"),
-        ("<!-- table:other -->\n<!-- /table:other -->\n", "there is no"),
-    ],
-)
+WRONG_MARKS = [
+    ("<!-- table:digits -->\n", "has no partner"),
+    ("<!-- table:digits -->\n<!-- /table:other -->\n", "is followed by"),
+    ("<!-- table:other -->\n<!-- /table:other -->\n", "there is no"),
+]
+
+
+@pytest.mark.parametrize(("readme", "message"), WRONG_MARKS)
 def test_marks_that_do_not_fit_are_refused(results, readme, message):
     refuses(message, render_tables, readme, results.parent, error=ValueError)
 
@@ -161,9 +160,8 @@ def test_runs_count_while_the_code_that_made_them_stays(tmp_path):
 
     def git(*arguments):
         own = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
-        done = subprocess.run(
-            ["git", "-C", str(tmp_path), *own, *arguments], capture_output=True, text=True
-        )
+        command = ["git", "-C", str(tmp_path), *own, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

@@ -120,9 +120,8 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
     event = explored(searched)[0]
     exchange, *_ = of_action(searched, "train.probe")
     drawn = sorted(map(int, event["rewards"]))
-    assert drawn == Bandit.of(6, config.algorithm.bandit).draw(
-        event["kappa"], make_generator(config.seed, "bandit", "search", 1)
-    )
+    generator = make_generator(config.seed, "bandit", "search", 1)
+    assert drawn == Bandit.of(6, config.algorithm.bandit).draw(event["kappa"], generator)
     decreases, sizes = [], []
     for client in searched.clients:
         header = Header("test", "search", 1, 1, client.index, "nonce")
@@ -140,9 +139,8 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
         sizes.append(len(client.data.validation))
     mean = sum(d * n for d, n in zip(decreases, sizes, strict=True)) / sum(sizes)
     assert event["rewards"][str(drawn[0])] == pytest.approx(mean, abs=1e-6)
-    learnt = Bandit.of(6, config.algorithm.bandit).updated(
-        {int(arm): reward for arm, reward in event["rewards"].items()}
-    )
+    rewards = {int(arm): reward for arm, reward in event["rewards"].items()}
+    learnt = Bandit.of(6, config.algorithm.bandit).updated(rewards)
     assert event["estimates"] == pytest.approx(learnt.estimates_N.tolist())
     assert strategy.configurations[event["best"]] == strategy.configurations[learnt.best()]
 
@@ -150,9 +148,8 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
 def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(search):
     federation = search(*SETTINGS, "algorithm.beta_decay=0.8", rounds=ROUNDS)
     searched = [exchange.settings.local for exchange in of_action(federation, "train.search")]
-    assert [local.alternating.beta_decay for local in searched] == pytest.approx(
-        [0.8 * number / ROUNDS for number in range(1, ROUNDS + 1)]
-    )
+    expected = pytest.approx([0.8 * number / ROUNDS for number in range(1, ROUNDS + 1)])
+    assert [local.alternating.beta_decay for local in searched] == expected
     tried = of_action(federation, "train.probe")
     assert len(tried) == len(explored(federation)) > 1
     for event, exchange in zip(explored(federation), tried, strict=True):
@@ -161,9 +158,8 @@ def test_the_regulariser_rises_over_rounds_and_is_that_of_their_trials(search):
 
 
 def test_the_best_configuration_searches(searched):
-    drawn = draw_configurations(
-        6, searched.config.algorithm.ranges, make_generator(searched.config.seed, "configurations")
-    )
+    generator = make_generator(searched.config.seed, "configurations")
+    drawn = draw_configurations(6, searched.config.algorithm.ranges, generator)
     best = {event["round"]: drawn[event["best"]] for event in explored(searched)}
     for exchange in of_action(searched, "train.search"):
         chosen = best[1 if exchange.server_round < 3 else 3]

@@ -63,16 +63,16 @@ def alternate(supernet, client, server_round, config, sgd, adam):
     return sum(value * count for value, count in losses) / len(client.data.train)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        seldom(["fed_darts"]),
-        ["fed_darts", "algorithm.beta_decay=5"],
-        pytest.param(["fednas"], marks=pytest.mark.slow),
-        ["fednas", "algorithm.validation_weight=3"],
-        ["fed_darts", "training.momentum=averaged", "clients=1"],
-    ],
-)
+ALGORITHMS = [
+    seldom(["fed_darts"]),
+    ["fed_darts", "algorithm.beta_decay=5"],
+    pytest.param(["fednas"], marks=pytest.mark.slow),
+    ["fednas", "algorithm.validation_weight=3"],
+    ["fed_darts", "training.momentum=averaged", "clients=1"],
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_config, federate):
     name, *given = algorithm
     clients = [] if "clients=1" in given else UNEQUAL

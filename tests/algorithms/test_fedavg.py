@@ -33,24 +33,22 @@ def trained(search, request):
     return federation
 
 
-@pytest.mark.parametrize(
-    ("records", "input_shape", "rounds", "passes"),
-    [
-        (479, (1, 8, 8), 20, 1),  # 15 batches of 32 in a pass
-        (479, (1, 16, 16), 20 * LONGER, 1),
-        (479, (256,), 20, 1),  # a table, or features
-        (150, (13,), 40, 1),
-        (128, (13,), 38, 2),  # 8 steps in a round
-        (60, (13,), 40, 3),
-        (20, (13,), 40, 5),
-        (60, (1, 8, 8), 40, 1),
-        (60, (3, 32, 32), 40 * LONGER, 1),
-        (20_000, (3, 32, 32), 10, 1),
-    ],
-)
-def test_retraining_is_as_long_as_the_clients_records_ask_for(
-    compose_config, records, input_shape, rounds, passes
-):
+LENGTHS = [
+    (479, (1, 8, 8), 20, 1),  # 15 batches of 32 in a pass
+    (479, (1, 16, 16), 20 * LONGER, 1),
+    (479, (256,), 20, 1),  # a table, or features
+    (150, (13,), 40, 1),
+    (128, (13,), 38, 2),  # 8 steps in a round
+    (60, (13,), 40, 3),
+    (20, (13,), 40, 5),
+    (60, (1, 8, 8), 40, 1),
+    (60, (3, 32, 32), 40 * LONGER, 1),
+    (20_000, (3, 32, 32), 10, 1),
+]
+
+
+@pytest.mark.parametrize(("records", "input_shape", "rounds", "passes"), LENGTHS)
+def test_retraining_lasts_as_the_records_ask(compose_config, records, input_shape, rounds, passes):
     config = compose_config("retrain.batch_size=32", "retrain.rounds=7")
     assert planned(config, records, input_shape) == config.retrain
     config = replace(config, retrain=replace(config.retrain, rounds=None))

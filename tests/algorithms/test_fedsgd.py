@@ -39,9 +39,8 @@ DP = (
 
 
 def start(federation, description, *, rounds=ROUNDS):
-    strategy, network = make_retraining(
-        federation.config, description, federation.cohort, federation.checkpoints
-    )
+    cohort, checkpoints = federation.cohort, federation.checkpoints
+    strategy, network = make_retraining(federation.config, description, cohort, checkpoints)
     strategy.start(federation.grid, num_rounds=rounds)
     strategy.load_into(network)
     return strategy, network

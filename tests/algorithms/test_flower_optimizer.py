@@ -24,9 +24,10 @@ def message_of(reply):
     return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), 1, "train")
 
 
-@pytest.mark.parametrize(
-    ("name", "network"), [("adam", "resnet8_4"), ("yogi", "plain_cnn"), ("adagrad", "plain_cnn")]
-)
+OPTIMIZERS = [("adam", "resnet8_4"), ("yogi", "plain_cnn"), ("adagrad", "plain_cnn")]
+
+
+@pytest.mark.parametrize(("name", "network"), OPTIMIZERS)
 def test_rounds_are_those_of_flowers_strategy(name, network, search):
     federation = search(
         *("algorithm=fedavg", f"algorithm.network={network}", "retrain.batch_size=32", *UNEQUAL),
@@ -55,14 +56,14 @@ def test_rounds_are_those_of_flowers_strategy(name, network, search):
 PRIVATE = ["privacy=dp", "privacy.epsilon=30", "clients=5", "runtime.quorum=1"]
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        ["algorithm=fedavg", "aggregate=median", "server_optimizer=yogi", *PRIVATE],
-        ["algorithm=fedprox", "aggregate=trimmed_mean", *PRIVATE],
-        ["algorithm=fedavg", "secure_sum=true", "server_optimizer=adam", "clients=4"],
-    ],
-)
+TOO = [
+    ["algorithm=fedavg", "aggregate=median", "server_optimizer=yogi", *PRIVATE],
+    ["algorithm=fedprox", "aggregate=trimmed_mean", *PRIVATE],
+    ["algorithm=fedavg", "secure_sum=true", "server_optimizer=adam", "clients=4"],
+]
+
+
+@pytest.mark.parametrize("chosen", TOO)
 def test_private_runs_and_secure_sums_have_them_too(chosen, finished_run):
     """What the server makes of releases, and a term without records, cost nothing."""
     run = finished_run(*chosen, "algorithm.network=linear", "retrain.rounds=2")

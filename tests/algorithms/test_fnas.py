@@ -44,9 +44,8 @@ class Plain:
         sgd, adam = config.algorithm.weights, config.algorithm.alphas
         self.sgd = sgd
         self.weight_optimizer = make_sgd(self.weights, sgd)
-        self.alpha_optimizer = torch.optim.Adam(
-            self.alphas, lr=adam.lr, betas=(0.5, 0.999), weight_decay=adam.weight_decay
-        )
+        own = {"lr": adam.lr, "weight_decay": adam.weight_decay}
+        self.alpha_optimizer = torch.optim.Adam(self.alphas, betas=(0.5, 0.999), **own)
 
     def lr(self, step):
         return rate_of_round(self.sgd, 1 + step, ROUNDS)
@@ -106,13 +105,13 @@ def test_mean_over_unequal_clients_equals_vanilla_nas_on_the_pooled_data(mean_ru
     plain.assert_equals(mean_run.strategy)
 
 
-@pytest.mark.parametrize(
-    ("fused", "clients", "waits"),  # the rounds of a warm-up
-    [
-        *(("false", UNEQUAL, 0), ("true", ["clients=1"], 2)),
-        *(seldom("false", UNEQUAL, 2), seldom("true", ["clients=1"], 0)),
-    ],
-)
+EXCHANGES = [
+    *(("false", UNEQUAL, 0), ("true", ["clients=1"], 2)),
+    *(seldom("false", UNEQUAL, 2), seldom("true", ["clients=1"], 0)),
+]
+
+
+@pytest.mark.parametrize(("fused", "clients", "waits"), EXCHANGES)
 def test_the_server_adds_the_regulariser_that_rises_over_the_rounds(fused, clients, waits, search):
     beta = ["algorithm.beta_decay=0.3", f"algorithm.fused={fused}"]
     beta.append(f"algorithm.warm_up_rounds={waits}")

@@ -128,9 +128,8 @@ def test_hyper_parameters_are_drawn_tried_and_retrained_with(search):
     best = drawn[accuracies(federation).index(max(accuracies(federation)))]
     found = federation.strategy.configuration()
     assert found == best
-    strategy, _ = make_retraining(
-        config, trained[0].network, federation.cohort, None, configuration=found
-    )
+    retrained = config, trained[0].network, federation.cohort, None
+    strategy, _ = make_retraining(*retrained, configuration=found)
     rates = {"lr": best.lr, "min_lr": min(best.lr, config.retrain.weights.min_lr)}
     constants = {"momentum": best.momentum, "weight_decay": best.weight_decay}
     assert strategy.weights == replace(config.retrain.weights, **rates, **constants)

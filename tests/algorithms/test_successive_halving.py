@@ -106,13 +106,10 @@ def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate)
 
 
 def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
-    asked = [
-        (action, len(sent_genotypes(s))) for action, s, _, _ in searched.asked if s is not None
-    ]
+    asked = [(name, len(sent_genotypes(s))) for name, s, _, _ in searched.asked if s is not None]
     train, measured = "train.weights", "evaluate.candidates"
-    assert [one for one in asked if one[1]] == [
-        *((train, 4), (train, 4), (measured, 4), (train, 2), (train, 2), (measured, 2))
-    ]
+    rungs = [*((train, 4), (train, 4), (measured, 4), (train, 2), (train, 2), (measured, 2))]
+    assert [one for one in asked if one[1]] == rungs
     rounds = searched.named("round")
     assert [event["exchanges"] for event in rounds] == [1, 2, 1, 2]
     assert [event["metrics"]["candidates"] for event in rounds] == [4, 4, 2, 2]
@@ -149,19 +146,15 @@ def test_a_member_is_trained_as_it_would_be_alone(momentum, searched, compose_co
             for index, genotype in enumerate(described["genotypes"]):
                 alone = {k: v for k, v in described.items() if k != "genotypes"}
                 alone |= {"name": "derived", "genotype": genotype}
-                states = {
-                    s: pack(member(sent[s], layouts[s], index)) for s in ("weights", "buffers")
-                }
+                kept = ("weights", "buffers")
+                states = {s: pack(member(sent[s], layouts[s], index)) for s in kept}
                 if momentum == "averaged":
                     moments = unpack(sent[MOMENTS], Layout.of(no_moments(pool)))
                     own = f"weights.momentum_buffer.members.{index}."
                     states[MOMENTS] = pack({n: t for n, t in moments.items() if own in n})
-                request = Request(
-                    "train.weights",
-                    Header("run", "search", number, 1, client.index, "nonce"),
-                    Train(local=replace(settings.local, network=alone)),
-                    states,
-                )
+                header = Header("run", "search", number, 1, client.index, "nonce")
+                asked = Train(local=replace(settings.local, network=alone))
+                request = Request("train.weights", header, asked, states)
                 expected = answer(client, request).states
                 for state in ("weights", "buffers"):
                     found = pack(member(replies[client.index].states[state], layouts[state], index))
@@ -192,14 +185,10 @@ def test_the_best_by_pooled_accuracy_stay_with_what_they_have_learnt(searched):
             correct = sum(accuracy * count for accuracy, count in own)
             assert reward == pytest.approx(correct / sum(map(len, splits)))
         kept, (_, after) = check_kept(searched, event), searched.after[event["round"] - 1]
-        before = {
-            f"{state}.{name}": tensor
-            for state, named in network_states(pool).items()
-            for name, tensor in named.items()
-        }
+        before = network_states(pool)
         for name, tensor in after.items():
             state, _, index, own = name.split(".", 3)
-            assert torch.equal(tensor, before[f"{state}.members.{kept[int(index)]}.{own}"])
+            assert torch.equal(tensor, before[state][f"members.{kept[int(index)]}.{own}"])
     assert to_json(searched.strategy.derive()) == searched.after[-1][0][0]
 
 
@@ -300,15 +289,15 @@ def test_one_client_of_three_does_not_choose(settings, compose_config, federate)
     assert claims.quantile(0.5, dim=0).argmax() == 3  # and so would a median of raw rewards
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["search_space=darts_small", "algorithm.pool.by=[]"],
-        ["search_space=dp_cells_small", "algorithm.pool.by=[synflow]", "retrain=dp_cells"],
-        ["search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"],
-        ["dataset=digits", "dataset.limit_train=60"],
-    ],
-)
+SPACES_TOO = [
+    ["search_space=darts_small", "algorithm.pool.by=[]"],
+    ["search_space=dp_cells_small", "algorithm.pool.by=[synflow]", "retrain=dp_cells"],
+    ["search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"],
+    ["dataset=digits", "dataset.limit_train=60"],
+]
+
+
+@pytest.mark.parametrize("overrides", SPACES_TOO)
 def test_it_searches_every_space(overrides, compose_config, federate):
     pool = ["algorithm.pool.draws=3", "algorithm.pool.keep=2", "rounds=1"]
     federation = federate(compose_config(*SEARCH, *pool, *overrides))
@@ -321,18 +310,18 @@ MBCONV = ["search_space=mbconv_small", "search_space.width=0.25", "retrain=mbcon
 UNSET = ["algorithm.pool.by=null", "algorithm.pool.keep=null", "rounds=1"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "scores", "size"),
-    [
-        ([], AZ_NAS, 8),
-        (MBCONV, (), 16),
-        (["search_space=darts_small"], (), 16),
-        (["algorithm.pool.by=[]"], [], 16),
-        ([*MBCONV, "algorithm.pool.by=[synflow]"], ["synflow"], 8),
-        ([*MBCONV, "algorithm.pool.draws=5"], (), 5),
-        ([*MBCONV, "algorithm.pool.keep=4"], (), 4),
-    ],
-)
+RANKED_BY = [
+    ([], AZ_NAS, 8),
+    (MBCONV, (), 16),
+    (["search_space=darts_small"], (), 16),
+    (["algorithm.pool.by=[]"], [], 16),
+    ([*MBCONV, "algorithm.pool.by=[synflow]"], ["synflow"], 8),
+    ([*MBCONV, "algorithm.pool.draws=5"], (), 5),
+    ([*MBCONV, "algorithm.pool.keep=4"], (), 4),
+]
+
+
+@pytest.mark.parametrize(("overrides", "scores", "size"), RANKED_BY)
 def test_pools_are_chosen_by_scores_that_rank_their_space(overrides, scores, size, compose_config):
     config = compose_config(*SEARCH, "algorithm.pool.draws=20", *UNSET, *overrides)
     pool, space = config.algorithm.pool, config.search_space.name
@@ -388,8 +377,6 @@ def test_one_network_is_left_and_rungs_divide_by_eta(private, keep, eta, rounds)
     first = PrivateRound(private, private.privacy, "search", 1, rounds)
     pool = SimpleNamespace(size=lambda space: keep)
     settings = SimpleNamespace(pool=pool, eta=eta)
-    measured = sum(
-        len(SuccessiveHalving.releases(settings, replace(first, number=number))) - 1
-        for number in range(1, rounds + 1)
-    )
+    each = [replace(first, number=number) for number in range(1, rounds + 1)]
+    measured = sum(len(SuccessiveHalving.releases(settings, one)) - 1 for one in each)
     assert measured == len(set(left)) - 1

@@ -25,9 +25,10 @@ def round_with(compose_config, federate, wire, *, sent=None):
     return before, after, (fed.cohort.bytes_sent, fed.cohort.bytes_received)
 
 
-@pytest.mark.parametrize(
-    ("wire", "bytes_share", "error"), [("float16", 0.52, 2e-3), ("int8", 0.28, 2e-2)]
-)
+WIRES = [("float16", 0.52, 2e-3), ("int8", 0.28, 2e-2)]
+
+
+@pytest.mark.parametrize(("wire", "bytes_share", "error"), WIRES)
 def test_a_rounded_round_is_alike_but_for_noise(compose_config, federate, wire, bytes_share, error):
     """Clients train what rounding leaves; their updates are added to what it was before."""
     before, rounded, few = round_with(compose_config, federate, wire)

@@ -43,9 +43,10 @@ def test_the_best_ranked_of_all_drawn_architectures_is_derived(searched):
     assert rounds[-1]["scored"] == len(drawn) > 4
 
 
-@pytest.mark.parametrize(
-    ("space", "scores"), [("nasbench201", AZ_NAS), ("darts", SYNFLOW), ("mbconv", SYNFLOW)]
-)
+RANKED_BY = [("nasbench201", AZ_NAS), ("darts", SYNFLOW), ("mbconv", SYNFLOW)]
+
+
+@pytest.mark.parametrize(("space", "scores"), RANKED_BY)
 def test_scores_that_are_not_set_are_those_that_rank_the_space(space, scores, search):
     settings = ["algorithm.scores=null", "algorithm.draws=2", f"search_space={space}_small"]
     federation = search(*SEARCH, *settings)
@@ -117,14 +118,15 @@ DIGITS += ["search_space.num_cells=1", "retrain.channels=8"]
 POOL = ["algorithm.pool.draws=6", "algorithm.pool.keep=2", "algorithm.pool.by=[parameters]"]
 
 
+LIMITED = [
+    ([*SEARCH, "rounds=2"], "algorithm.limits", "multiply_adds"),
+    ([*SEARCH, "rounds=2"], "algorithm.limits", "parameters"),
+    (["algorithm=successive_halving", *POOL], "algorithm.pool.limits", "parameters"),
+]
+
+
 @pytest.mark.parametrize(
-    ("own", "limits", "cost"),
-    [
-        ([*SEARCH, "rounds=2"], "algorithm.limits", "multiply_adds"),
-        ([*SEARCH, "rounds=2"], "algorithm.limits", "parameters"),
-        (["algorithm=successive_halving", *POOL], "algorithm.pool.limits", "parameters"),
-    ],
-    ids=["multiply-adds", "parameters", "pool"],
+    ("own", "limits", "cost"), LIMITED, ids=["multiply-adds", "parameters", "pool"]
 )
 def test_limits_are_those_of_what_is_retrained(own, limits, cost, compose_config, finished_run):
     """Real runs, whose networks would all be within the limit at the size of the search."""

@@ -33,25 +33,15 @@ from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.settings.optimizers import SGD
 
 from ..asked import ALPHAS, smallest
+from ..policies import policy_of
 from ..refusals import refuses
 
 RECORDS = {"train": 40, "validation": 20, "test": 12}  # declared: not what the data holds
-POLICY = {
-    "epsilon": 1e5,
-    "delta": 1e-5,
-    "least_noise_multiplier": 0.1,
-    "largest_grad_norm": 2.0,
-    "largest_steps": 1000,
-    "actions": list(PRIVATE_ACTIONS),
-    "unit": "record",
-    "records": sum(RECORDS.values()),
-    "fractions": {split: count / sum(RECORDS.values()) for split, count in RECORDS.items()},
-    "threads": 1,
-    "micro_batch_size": 8,
-    "secure_noise": True,
-    "test_seed": False,
-    "approve": "automatic",
-}
+ALL_RECORDS = sum(RECORDS.values())
+FRACTIONS = {split: count / ALL_RECORDS for split, count in RECORDS.items()}
+LIMITS = {"epsilon": 1e5, "least_noise_multiplier": 0.1, "largest_grad_norm": 2.0}
+LIMITS |= {"largest_steps": 1000, "actions": list(PRIVATE_ACTIONS)}
+POLICY = policy_of(**LIMITS, records=ALL_RECORDS, fractions=FRACTIONS)
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 TERMS = {"noise_multiplier": 1.5, "batch_size": 8.0, "max_grad_norm": 0.5}
 METRICS = {"noise_multiplier": 4.0, "batch_size": None, "max_grad_norm": 1.0}
@@ -86,11 +76,9 @@ GONE = object()  # as the new value of a key: the key is taken out
 def schedule(steps=50, **changes):
     """Return the plan of every kind of release of every action."""
     return [
-        replace(
-            PlannedRelease(stage, action, kind, splits, steps=steps, **TERMS_OF[kind]), **changes
-        )
+        replace(PlannedRelease(stage, action, kind, of, steps=steps, **TERMS_OF[kind]), **changes)
         for action, (stage, kinds) in ASKED.items()
-        for kind, splits in kinds.items()
+        for kind, of in kinds.items()
     ]
 
 

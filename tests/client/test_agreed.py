@@ -35,17 +35,11 @@ from ..asked import smallest
 from ..refusals import refuses
 
 SETTINGS = smallest("records")["train.weight_gradient"]
-PLANNED = PlannedRelease(
-    "search", "train.weight_gradient", "weights", ("train",), 8.0, 20, 0.5, 1.5, shared=True
-)
-REQUEST = Request(
-    "train.weight_gradient",
-    Header("run", "search", 1, 1, 0, "nonce"),
-    SETTINGS,
-    {"weights": {"float32": torch.zeros(3)}},
-    Statistics((0.0,), (1.0,)),
-    Summed("attempt", (0, 1, 2, 3), {"weights": 8.0}),
-)
+ACTION, HEADER = "train.weight_gradient", Header("run", "search", 1, 1, 0, "nonce")
+PLANNED = PlannedRelease("search", ACTION, "weights", ("train",), 8.0, 20, 0.5, 1.5, shared=True)
+STATES, STATISTICS = {"weights": {"float32": torch.zeros(3)}}, Statistics((0.0,), (1.0,))
+SUMMED = Summed("attempt", (0, 1, 2, 3), {"weights": 8.0})
+REQUEST = Request(ACTION, HEADER, SETTINGS, STATES, STATISTICS, SUMMED)
 
 
 def of_header(**change):
@@ -75,27 +69,17 @@ OWN_REQUEST = {
     "header.nonce": of_header(nonce="other"),  # which message it is
 }
 # Of the release that a site has committed to, everything.
-SHARED_RELEASE = {
-    "stage": "retrain",
-    "action": "train.network_gradient",
-    "kind": "alphas",
-    "splits": ("validation",),
-    "batch_size": 9.0,
-    "steps": 21,
-    "max_grad_norm": 1e-6,  # the attack: others' clipped sums and noise vanish
-    "noise_multiplier": 1.49,
-    "shared": False,
-    "of_client": True,
-}
+SHARED_RELEASE = {"stage": "retrain", "action": "train.network_gradient", "kind": "alphas"}
+SHARED_RELEASE |= {"splits": ("validation",), "batch_size": 9.0, "steps": 21, "shared": False}
+SHARED_RELEASE |= {"noise_multiplier": 1.49, "of_client": True}
+SHARED_RELEASE["max_grad_norm"] = 1e-6  # the attack: others' clipped sums and noise vanish
 SHARED_COMMITMENT = {"releases"}
 # assignment: which records of its own are in which split; by_split: what a release is charged to;
 # data_set: a request that names another id is refused; sizes: refuses what is larger; unit: what
 # the ledger books, the policy's is shared, the column of persons its own
 OWN_COMMITMENT = {"assignment", "by_split", "data_set", "sizes", "unit"}
-SHARED_POLICY = {
-    "unit": "client",
-    "secure_sum": SumTerms("ab" * 32, 4, 0),  # h = 4 instead of 3: smaller shares of the noise
-}
+# h = 4 instead of 3: smaller shares of the noise
+SHARED_POLICY = {"unit": "client", "secure_sum": SumTerms("ab" * 32, 4, 0)}
 OWN_POLICY = {
     # they decide whether there is a reply, never what is in it
     *("account", "epsilon", "delta", "largest_grad_norm", "largest_steps", "approve"),
@@ -118,13 +102,9 @@ BY_SETTINGS = {
     "wire": {"runtime": {"wire": "int8"}},
 }
 SHARED_CLIENT = {"settings_digest": "other"}
-SHARED_INPUTS = {
-    "class_names": ("a", "b"),
-    "schema": (Column("age", "number"),),
-    "transform": ("scattering", "2", "8"),
-    "multi_label": True,
-    "target": (0.0, 1.0, -2.0, 2.0),
-}
+SHARED_INPUTS = {"class_names": ("a", "b"), "schema": (Column("age", "number"),)}
+SHARED_INPUTS |= {"transform": ("scattering", "2", "8"), "multi_label": True}
+SHARED_INPUTS["target"] = (0.0, 1.0, -2.0, 2.0)
 OWN_INPUTS = {
     # shared as those of the records, see below, and of the images before a transform
     *("shape", "mean", "std"),
@@ -149,10 +129,8 @@ INSIDE = {"guard", "sums", "inputs"}
 
 @pytest.fixture
 def config(compose_config, tmp_path):
-    return compose_config(
-        *("algorithm=dp_fnas", "privacy=dp", "clients=4"),
-        *("secure_sum={least_sites: 4, colluding: 1}", f"run_dir={tmp_path / 'run'}"),
-    )
+    sums = ("secure_sum={least_sites: 4, colluding: 1}", "clients=4")
+    return compose_config("algorithm=dp_fnas privacy=dp", *sums, f"run_dir={tmp_path / 'run'}")
 
 
 @pytest.fixture

@@ -159,9 +159,10 @@ def test_a_whole_trail_of_another_key_and_one_without_its_mark_are_found(tmp_pat
     refuses("ends at line 0 and its mark names line 5", add_line, a, error=DamagedError)
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"{", b"3", b"null", b"[]", b"[1, 2]", b'["\\ud800"]', b"\xff", b"[0, NaN, ''"]
-)
+NO_MARKS = [b"", b"{", b"3", b"null", b"[]", b"[1, 2]", b'["\\ud800"]', b"\xff", b"[0, NaN, ''"]
+
+
+@pytest.mark.parametrize("text", NO_MARKS)
 def test_a_mark_that_is_none_was_edited(path, text):
     written(path)
     mark_of(path).write_bytes(text)

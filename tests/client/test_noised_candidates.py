@@ -160,9 +160,8 @@ def train_pool(pool_site, pool, steps=1, **changes):
     described = pool.described | changes
     amount = Amount(None, steps, None)
     local = LocalTraining(described, "train+validation", amount, STEP, 0.0, 0.0)
-    return ask_pool(
-        pool_site, "train.weights", "retrain", Train(local=local, data_set=DATA_SET), pool.states
-    )
+    asked = Train(local=local, data_set=DATA_SET)
+    return ask_pool(pool_site, "train.weights", "retrain", asked, pool.states)
 
 
 @pytest.fixture

@@ -40,11 +40,8 @@ from .conftest import check_refusals, check_release
 
 SEARCH = (
     *("algorithm=dp_fnas", "rounds=1", "retrain.rounds=1", "search_space=mlp_small"),
-    *(
-        f"{part}.{size}"
-        for part in ("search_space", "retrain")
-        for size in ("channels=8", "norm=group")
-    ),
+    *("search_space.channels=8", "retrain.channels=8"),
+    *("search_space.norm=group", "retrain.norm=group"),
 )
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
 NOISE = "privacy.statistics_noise_multiplier=2"
@@ -60,10 +57,8 @@ def table(tmp_path_factory):
     ages[0] = 1e6
     doses = np.where(rng.random(150) < 0.1, "", rng.uniform(0, 0.2, 150).round(4).astype(str))
     sexes = rng.choice(["f", "m"], 150)
-    rows = [
-        f"{age:.3f},{dose},{sex},{'yes' if age > 70 else 'no'}"
-        for age, dose, sex in zip(ages, doses, sexes, strict=True)
-    ]
+    columns = zip(ages, doses, sexes, strict=True)
+    rows = [f"{a:.3f},{dose},{sex},{'yes' if a > 70 else 'no'}" for a, dose, sex in columns]
     path = tmp_path_factory.mktemp("patients") / "patients.csv"
     path.write_text("\n".join(["age,dose,sex,ill", *rows]) + "\n")
     return path
@@ -194,15 +189,14 @@ def test_a_private_client_takes_statistics_within_its_ranges_alone(site):
 
     assert own.mean == (60.0, 0.0, 0.0, 0.0)
     assert answer(client, asked(good)).properties["mean"] == list(good.mean)
-    wrong = {
-        "a mean beyond the range": replace(good, mean=(121.0, 0.1, 0.0, 0.0)),
-        "a deviation that no numbers have": replace(good, std=(5.0, 1.01, 1.0, 1.0)),
-        "one that makes features huge": replace(good, std=(5.0, 1e-4, 1.0, 1.0)),
-        "a category that is moved": replace(good, mean=(70.0, 0.1, 0.5, 0.0)),
-        "one that is scaled": replace(good, std=(5.0, 0.06, 1.0, 2.0)),
-    }
-    for statistics in wrong.values():
-        refuses("beyond this site's dataset.ranges", answer, client, asked(statistics))
+    for wrong in (
+        {"mean": (121.0, 0.1, 0.0, 0.0)},  # beyond the range
+        {"std": (5.0, 1.01, 1.0, 1.0)},  # that no numbers have
+        {"std": (5.0, 1e-4, 1.0, 1.0)},  # that makes features huge
+        {"mean": (70.0, 0.1, 0.5, 0.0)},  # a category that is moved, and one that is scaled
+        {"std": (5.0, 0.06, 1.0, 2.0)},
+    ):
+        refuses("beyond this site's dataset.ranges", answer, client, asked(replace(good, **wrong)))
     refuses("statistics of 2 features", answer, client, asked(Statistics((70.0, 0.1), (5.0, 0.06))))
     with pytest.raises(ConfigError, match="standardises by its own dataset.statistics"):
         answer(replace(client, from_ranges=False), asked(good))
@@ -365,9 +359,7 @@ def test_a_record_moves_one_count_by_one_whatever_the_others_are(counting, total
         assert moved.sum() == moved.abs().sum() == 1
 
 
-def test_counts_that_were_not_committed_to_or_are_not_covered_are_refused_unread(
-    counting, no_record
-):
+def test_counts_that_are_not_committed_to_or_not_covered_are_refused_unread(counting, no_record):
     client, _, request = counting
     words = "of private clients and of two classes"
     refuses(words, answer, replace(client, guard=None), request)
@@ -381,9 +373,7 @@ def test_counts_that_were_not_committed_to_or_are_not_covered_are_refused_unread
 
 @pytest.mark.run
 @pytest.mark.parametrize("summed", [(), ("secure_sum=true", "clients=4")])
-def test_a_run_books_them_once_and_tells_auroc_and_a_threshold(
-    scored, tmp_path, summed, monkeypatch
-):
+def test_a_run_books_them_once_and_tells_auroc_and_threshold(scored, tmp_path, summed, monkeypatch):
     folder, noises, real = tmp_path / "run", list[float](), stages.scores_of_counts
 
     def told_of(counts, *, noise):

@@ -128,8 +128,8 @@ def test_unreleased_fields_do_not_move_when_a_record_is_added_removed_or_replace
     assert len({tuple(map(len, vars(site.client.data).values())) for site in sites}) >= 3
     left_out = {"query.latency", *SUM_ACTIONS}  # these sites take no part in secure sums
     left_out |= {"query.keep_model", *IN_FILES_OF_THEIR_OWN}
-    asked = [(action, {}) for action in (*PRIVATE_ACTIONS, "query.describe")]
-    asked = [(action, changes) for action, changes in asked if action not in left_out]
+    asked = [(action, {}) for action in PRIVATE_ACTIONS if action not in left_out]
+    asked.append(("query.describe", {}))  # once more, after all releases
     asked += [(action, {"moments": True}) for action in MOVING]
     for action, changes in asked:
         again = {"run": "second", "releases": plan[:1]} if action == "query.commit" else changes
@@ -164,9 +164,8 @@ ONCE = [action if action in OFTEN else seldom(action) for action in RELEASING]
 def test_a_person_counts_once_however_many_records(action, make_site):
     """The same noise and draws: a person's mean is that of each of three equal records."""
     made = {"committed": [p for p in EVERYTHING if p.action == action], "test_seed": b"7"}
-    once, thrice = (
-        sums(make_site(hold=of_persons(copies), **made).ask(action), action) for copies in (1, 3)
-    )
+    sites = [make_site(hold=of_persons(copies), **made) for copies in (1, 3)]
+    once, thrice = (sums(site.ask(action), action) for site in sites)
     for kind, released in once.items():
         assert torch.equal(released, thrice[kind])
 
@@ -266,12 +265,8 @@ def test_gradients_of_other_labels_are_clipped_sums_of_records(loss, make_site, 
         if is_several:
             return functional.multilabel_soft_margin_loss(logits, y.double())
         far = logits[:, 0] - (y.double().clamp(0, 20) - 10) / (20 / 12**0.5)
-        by_name = {
-            "squared": far**2,
-            "absolute": far.abs(),
-            "huber": torch.where(far.abs() < 1, far**2 / 2, far.abs() - 0.5),
-        }
-        return by_name[loss].mean()
+        huber = torch.where(far.abs() < 1, far**2 / 2, far.abs() - 0.5)
+        return {"squared": far**2, "absolute": far.abs(), "huber": huber}[loss].mean()
 
     for state, split in (("weights", "train"), ("alphas", "validation"))[: 2 if is_several else 1]:
         parameters, own = list(getattr(supernet, state)().values()), site.client.split(split)
@@ -290,9 +285,7 @@ MOVED = [
 
 
 @pytest.mark.parametrize(("action", "of_form", "objective"), MOVED)
-def test_a_record_moves_releases_by_the_clipping_norm_at_most(
-    action, of_form, objective, make_site
-):
+def test_a_record_moves_releases_by_the_norm_at_most(action, of_form, objective, make_site):
     """The same noise on neighbouring data: the difference is what one record contributes."""
     _, kinds = ASKED[action]
     plan = [p for p in EVERYTHING if p.action == action]
@@ -332,10 +325,10 @@ def test_gradients_are_clipped_sums_at_the_same_point(steps, make_site, networks
     supernet, moves = doubled(networks), dict.fromkeys(lrs, 0.0)
     own = {state: list(getattr(supernet, state)().values()) for state in lrs}
     for _ in range(steps):
-        means = {
-            state: clipped(supernet, site.client.split(split), own[state], norms[state]) / size
-            for state, split, size in (("weights", "train", 40), ("alphas", "validation", 20))
-        }
+        means = {}
+        for state, split, size in (("weights", "train", 40), ("alphas", "validation", 20)):
+            total = clipped(supernet, site.client.split(split), own[state], norms[state])
+            means[state] = total / size
         for state, mean in means.items():
             moves[state] = moves[state] + mean
             wards.step_along(torch.optim.SGD(own[state], lr=lrs[state]), own[state], mean, 1)
@@ -483,10 +476,8 @@ def test_trials_of_a_derived_network_read_what_is_booked(split, make_site, netwo
     site, ask = derived_probe(make_site, networks, committed=split, split=split)
     assert set(ask().states) == {"rewards"}
     rows = {row for records, places in read for row in records.rows[places].tolist()}
-    booked = [
-        set(getattr(site.client.data, name).rows.tolist())
-        for name in {*split.split("+"), "validation"}
-    ]
+    named = {*split.split("+"), "validation"}
+    booked = [set(getattr(site.client.data, name).rows.tolist()) for name in named]
     assert rows <= set().union(*booked)
     assert all(rows & own for own in booked)
     assert [row.splits for row in site.rows()] == [tuple(split.split("+"))] * 2 + [("validation",)]
@@ -527,14 +518,12 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("hold", "objective", "bound", "measured_by"), MEASURED)
-def test_measures_are_bounded_sums(
-    hold, objective, bound, measured_by, make_site, networks, totals
-):
+@pytest.mark.parametrize(("hold", "objective", "bound", "measure"), MEASURED)
+def test_measures_are_bounded_sums(hold, objective, bound, measure, make_site, networks, totals):
     site = make_site(hold=hold, objective=objective)
     reply, logits, y = measured_large(site, networks)
     assert scales(totals) == [(METRICS["noise_multiplier"], math.sqrt(2))]
-    losses, right = measured_by(logits, y)
+    losses, right = measure(logits, y)
     assert losses.max() > bound > losses.min()
     assert len(y) != 20
     assert reply.metrics["loss"] == pytest.approx(losses.clamp(max=bound).sum().item() / 20, 1e-5)
@@ -556,13 +545,11 @@ def test_squared_errors_are_released_within_the_squared_range(make_site, network
     assert reply.metrics["accuracy"] == pytest.approx(closeness, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("bad", "every"),
-    [
-        *((math.nan, 7), (1e38, 1), seldom(math.inf, 7), seldom(1e30, 7)),
-        *(seldom(-math.inf, 1), seldom(1e-45, 1)),
-    ],
-)
+WILD_WEIGHTS = [(math.nan, 7), (1e38, 1)]
+WILD_WEIGHTS += [seldom(math.inf, 7), seldom(1e30, 7), seldom(-math.inf, 1), seldom(1e-45, 1)]
+
+
+@pytest.mark.parametrize(("bad", "every"), WILD_WEIGHTS)
 def test_weights_that_blow_up_the_loss_release_bounded_sums(bad, every, make_site, totals):
     site = make_site()
     for action in RELEASING:
@@ -608,19 +595,17 @@ def test_moments_follow_from_what_is_released(action, make_site, networks, noise
     assert not any(buffers[n].any() for n in {*weights} - {*moved})
     if action == "train.search":
         gradient = noised[0][2].float() / RECORDS["validation"]
-        first, second = (
-            flat(v for n, v in moments.items() if n.startswith(f"alphas.{moment}."))
-            for moment in ("exp_avg", "exp_avg_sq")
-        )
-        torch.testing.assert_close(first, 0.5 * gradient)
-        torch.testing.assert_close(second, 0.001 * gradient**2)
+        for moment, expected in (("exp_avg", 0.5 * gradient), ("exp_avg_sq", 0.001 * gradient**2)):
+            found = flat(v for n, v in moments.items() if n.startswith(f"alphas.{moment}."))
+            torch.testing.assert_close(found, expected)
         steps = [v for n, v in moments.items() if n.startswith("alphas.step.")]
         assert {v.item() for v in steps} == {1.0}
 
 
-@pytest.mark.parametrize(
-    "action", ["train.search", seldom("train.candidate"), seldom("train.weights")]
-)
+GOING_ON = ["train.search", seldom("train.candidate"), seldom("train.weights")]
+
+
+@pytest.mark.parametrize("action", GOING_ON)
 def test_a_search_with_moments_goes_on_where_the_last_request_ended(action, make_site, totals):
     """Two requests of one step each are one request of two."""
     site = make_site(committed=EVERYTHING)
@@ -644,30 +629,26 @@ def refusing(make_site):
     return make_site(committed=EVERYTHING)
 
 
+SEARCHING = ("train.search", "train.probe")
+IN_STEPS = "epochs=1: a private client takes steps"
+COMMITTED = "batch_size=8: .* batches are those committed to"
+UNPLANNED = "rule committed values: release="
 OUTSIDE = [
     ("train.gradients", {"order": 2}, "rule first order only: order=2"),
     ("train.search", {"rule": "second_order"}, "rule first order only: rule=second_order"),
-    ("train.search", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
-    ("train.probe", {"rule": "mixed_level"}, "rule first order only: rule=mixed_level"),
+    *((a, {"rule": "mixed_level"}, "rule first order only: rule=mixed_level") for a in SEARCHING),
     ("train.weights", {"raw_metrics": True}, "setting=raw_metrics is unknown"),
     ("train.weights", {"validates": True}, "validates=True would tell a loss without noise"),
     ("train.gradients", {"local_steps": 51}, "rule committed values: steps=51"),
     ("train.gradients", {"local_steps": 0}, "local_steps=0 is out of range"),
     ("train.weights", {"steps": 51}, "rule committed values: steps=51"),
-    ("train.weights", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
-    ("train.search", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
-    ("train.probe", {"steps": None, "epochs": 1}, "epochs=1: a private client takes steps"),
-    ("train.weights", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
-    ("train.search", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
-    ("train.probe", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
-    ("train.gradients", {"batch_size": 8}, "batch_size=8: .* batches are those committed to"),
+    *((a, {"steps": None, "epochs": 1}, IN_STEPS) for a in ("train.weights", *SEARCHING)),
+    *((a, {"batch_size": 8}, COMMITTED) for a in ("train.weights", "train.gradients", *SEARCHING)),
     ("train.candidate", {"batch_size": 8}, "dp_aware and batch_size must be null"),
     ("train.candidate", {"dp_aware": DPAware(1.0, 1.0)}, "dp_aware and batch_size must be"),
     ("train.weights", {"split": "test"}, "rule committed values: release=retrain/train.we"),
-    ("train.weights", {"split": "train"}, "rule committed values: release="),
-    ("train.weights", {"split": "validation+train"}, "rule committed values: release="),
-    ("evaluate.model", {"split": "train"}, "rule committed values: release="),
-    ("evaluate.model", {"split": "train+validation"}, "rule committed values: release="),
+    *(("train.weights", {"split": split}, UNPLANNED) for split in ("train", "validation+train")),
+    *(("evaluate.model", {"split": split}, UNPLANNED) for split in ("train", "train+validation")),
     ("evaluate.model", {"network": {"name": "nothing"}}, "do not fit evaluate.model"),
     ("train.probe", {"trials": 3 * [TRIAL], "steps": 17}, "committed values: steps=51"),
     ("train.probe", {"trials": 51 * [TRIAL]}, "committed values: steps=51"),
@@ -718,13 +699,10 @@ def test_every_action_refuses_what_its_run_has_not_committed_to(make_site, no_re
         for kind in kinds:
             others = [p for p in schedule() if (p.action, p.kind) != (action, kind)]
             (own,) = (p for p in schedule() if (p.action, p.kind) == (action, kind))
-            for plan in (
-                others,
-                [*others, replace(own, stage="evaluate")],
-                [*others, replace(own, splits=("test",))],
-                [*others, replace(own, splits=(*own.splits, "test"))],
-                [*others, replace(own, kind="rewards" if kind == "metrics" else "metrics")],
-            ):
+            another = "rewards" if kind == "metrics" else "metrics"
+            changes = [{"stage": "evaluate"}, {"kind": another}, {"splits": ("test",)}]
+            changes.append({"splits": (*own.splits, "test")})
+            for plan in (others, *([*others, replace(own, **change)] for change in changes)):
                 site = make_site(committed=plan)
                 key = f"release={stage}/{action}/{kind}/"
                 refuses(f"rule committed values: {key}", site.ask, action)
@@ -753,24 +731,19 @@ def test_batch_norm_is_refused_before_data_is_read(make_site, networks, no_recor
     assert site.rows() == []
 
 
+WRONG_RATES = [{}, {"alphas": "x"}, {"weights": 0.1}, {"alphas": 0.1, "betas": 0.1}]
 TRAPS = [  # requests that could fail on some records and not on others, and sound ones
     *((action, {}) for action in RELEASING),
     *((action, {"moments": True}) for action in MOVING),
     ("train.probe", {"trials": [TRIAL, TRIAL], "steps": 2}),
     ("evaluate.model", {"network": {"num_classes": 2}}),
     ("train.weights", {"network": {"num_classes": 2}}),
-    ("train.weights", {"network": {"input_shape": [1, 8, 8]}}),
-    ("train.weights", {"network": {"input_shape": [3, 4, 4]}}),
-    ("train.weights", {"drop_path_prob": "x"}),
-    ("train.weights", {"drop_path_prob": 1}),
-    ("train.weights", {"auxiliary_weight": "x"}),
-    ("train.weights", {"auxiliary_weight": -1}),
+    *(("train.weights", {"network": {"input_shape": size}}) for size in ([1, 8, 8], [3, 4, 4])),
+    *(("train.weights", {"drop_path_prob": probability}) for probability in ("x", 1)),
+    *(("train.weights", {"auxiliary_weight": weight}) for weight in ("x", -1)),
     ("train.weights", {"micro_batch_size": 4}),  # the policy's
     ("train.alpha_gradient", {"threads": 1}),
-    ("train.alpha_gradient", {"local_lrs": {"alphas": "x"}}),
-    ("train.alpha_gradient", {"local_lrs": {}}),
-    ("train.alpha_gradient", {"local_lrs": {"weights": 0.1}}),
-    ("train.alpha_gradient", {"local_lrs": {"alphas": 0.1, "betas": 0.1}}),
+    *(("train.alpha_gradient", {"local_lrs": rates}) for rates in WRONG_RATES),
     ("train.alpha_gradient", {"inner_lr": -1}),
     ("train.search", {"alphas": {"lr": "x", "weight_decay": 0.0}}),
     ("train.search", {"validation_weight": -1}),
@@ -788,9 +761,7 @@ HELD = {
     "nobody": of_splits(lambda s: replace(s, rows=s.rows[:0], persons=s.rows[:0])),
     "none": of_splits(lambda s: replace(s, rows=s.rows[:0])),
     "one": of_splits(lambda s: replace(s, rows=s.rows[:1])),
-    "no record of the last class": of_splits(
-        lambda s: replace(s, rows=s.rows[s.labels[s.rows] < 2])
-    ),
+    "none of the last class": of_splits(lambda s: replace(s, rows=s.rows[s.labels[s.rows] < 2])),
 }
 
 
@@ -801,9 +772,7 @@ def differing(make_site):
 
 
 @pytest.mark.parametrize(("action", "change"), TRAPS)
-def test_whether_a_request_fails_does_not_depend_on_the_records(
-    action, change, differing, networks
-):
+def test_whether_a_request_fails_does_not_depend_on_records(action, change, differing, networks):
     """An error would be a release: that there is a record of a class, or any record at all."""
     outcomes = {}
     for name, site in differing.items():
@@ -943,9 +912,8 @@ def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hos
         path = data.draw(st.sampled_from(sorted([*paths_of(values), *((key,) for key in ADDED)])))
         value = data.draw(st.sampled_from(JUNK_OF.get(path[-1], JUNK)))
         if value is not wards.GONE or path[-1] not in ADDED:
-            wards.put(
-                values, ".".join(path), value if value is wards.GONE else copy.deepcopy(value)
-            )
+            given = value if value is wards.GONE else copy.deepcopy(value)
+            wards.put(values, ".".join(path), given)
     before = len(site.rows())
     noised.clear(), read.clear()
     try:

@@ -56,10 +56,8 @@ LARGE = 3.0  # times what a network starts with
 # How a space is made small; a space that is new here must say it, too.
 SPACES = {n: f"{n}_small" for n in ("darts", "dp_cells", "mbconv", "mlp", "nasbench201")}
 SPACES["dp_cells_darts"] = "dp_cells_darts"
-SIZES = {
-    "darts": ("search_space.channels=2", "search_space.num_cells=3"),
-    "mlp": ("search_space.channels=8",),
-}
+SIZES = {"darts": ("search_space.channels=2", "search_space.num_cells=3")}
+SIZES["mlp"] = ("search_space.channels=8",)
 OF_TABLES = ("mlp",)
 WITH_AUXILIARY_HEADS = ("darts",)
 
@@ -99,15 +97,12 @@ def of_supernet(action, kit):
     if action == "train.search" and kit.name == "mbconv":
         costs = space_costs(kit.space, None)
         target = (costs.lowest + costs.highest) / 2
-        losses = [
-            HardwareLoss.of(costs, Hardware(None, "multiply_adds", target, form, 0.5, 0.7))
-            for form in ("additive", "multiplicative")
-        ]
-        paths = [SampledPaths(warm_up=False, hardware=loss) for loss in (None, *losses)]
-        paths.append(SampledPaths(warm_up=True, hardware=None))
-        return [
-            replace(asked, local=rq.LocalSearch(TWO_STEPS, STEP, ALPHAS, paths=p)) for p in paths
-        ]
+        paths = [SampledPaths(warm_up=warm, hardware=None) for warm in (False, True)]
+        for form in ("additive", "multiplicative"):
+            hardware = Hardware(None, "multiply_adds", target, form, 0.5, 0.7)
+            paths.append(SampledPaths(warm_up=False, hardware=HardwareLoss.of(costs, hardware)))
+        searches = [replace(SEARCHED, alternating=None, paths=drawn) for drawn in paths]
+        return [replace(asked, local=search) for search in searches]
     if action == "train.search":
         return [replace(asked, local=SEARCHED)]
     if action == "train.probe":
@@ -151,14 +146,9 @@ def data_overrides(tmp_path_factory):
     table["age"] = table["age"].str.replace(",", ".")
     table.to_csv(folder / "patients.csv", index=False)
     cache = f"dataset.cache={folder / 'cache'}"
-    return {
-        "digits": [cache],
-        "table": [
-            *("dataset=csv", f"dataset.root={folder / 'patients.csv'}", cache),
-            *("dataset.ranges={age: [0, 120]}", "dataset.server_test=false"),
-            "dataset.categories={ward: [north, south, west]}",
-        ],
-    }
+    own = ["dataset=csv", f"dataset.root={folder / 'patients.csv'}", "dataset.server_test=false"]
+    own += ["dataset.ranges={age: [0, 120]}", "dataset.categories={ward: [north, south, west]}"]
+    return {"digits": [cache], "table": [*own, cache]}
 
 
 @pytest.fixture(scope="module")
@@ -305,10 +295,8 @@ def ask(tmp_path, totals):
         common = {"batch_size": None, "steps": 50, "max_grad_norm": NORM, "noise_multiplier": SIGMA}
         common["of_client"] = unit == "client"
         plan = [
-            PlannedRelease(
-                "search", action, kind, splits, shared=sums and kind != "rewards", **common
-            )
-            for kind, (splits, _) in kinds.items()
+            PlannedRelease("search", action, k, splits, shared=sums and k != "rewards", **common)
+            for k, (splits, _) in kinds.items()
         ]
         client.guard.commit("run", plan)
         if sums:
@@ -381,10 +369,11 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
         assert check(ask, totals, kit, action, asked) >= least(action)
 
 
+FIXED = [action for action in NETWORK_ACTIONS if action != "evaluate.candidates"]
+
+
 @pytest.mark.run
-@pytest.mark.parametrize(
-    "action", [action for action in NETWORK_ACTIONS if action != "evaluate.candidates"]
-)
+@pytest.mark.parametrize("action", FIXED)
 @pytest.mark.parametrize("name", sorted(networks.FIXED_NETWORKS))
 def test_fixed_networks(name, action, kits, ask, totals):
     kit = kits("nasbench201")

@@ -61,11 +61,10 @@ def check_near(found):
     assert 0.5 < joined[BFLOAT16].norm() / joined[FLOAT32].norm() < 2
 
 
-@pytest.mark.parametrize(
-    ("norm", "several"),
-    [("batch", True), seldom("group", False)],
-    ids=["several labels", "one class"],
-)
+NORMS = [("batch", True), seldom("group", False)]
+
+
+@pytest.mark.parametrize(("norm", "several"), NORMS, ids=["several labels", "one class"])
 def test_gradients_of_weights(space, norm, several):
     supernet = make(replace(space, norm=norm))
     found = {}
@@ -120,8 +119,7 @@ def test_sums_of_gradients(space):
         found = {}
         for precision in PRECISIONS:
             batches = iter([(x, LABELS[False])])
-            found[precision], size = ExactSums(batches, batches, precision=precision).sums(
-                state, supernet
-            )
+            exact = ExactSums(batches, batches, precision=precision)
+            found[precision], size = exact.sums(state, supernet)
             assert size == 16
         check_near(found)

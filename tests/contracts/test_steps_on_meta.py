@@ -67,11 +67,10 @@ def test_plain_steps_of_a_supernet(space):
     assert gradients.train_tally.num_examples == 4
 
 
-@pytest.mark.parametrize(
-    "space",
-    [seldom(name) if name in ("dp_cells_darts", "mbconv") else name for name in SPACES],
-    indirect=True,
-)
+SUPERNETS = [seldom(name) if name in ("dp_cells_darts", "mbconv") else name for name in SPACES]
+
+
+@pytest.mark.parametrize("space", SUPERNETS, indirect=True)
 def test_private_steps_of_a_supernet(space):
     supernet = on_meta(space.supernet)
     x, y = records(space)
@@ -85,9 +84,10 @@ def test_plain_and_private_steps_of_a_derived_network(space):
     check_network(on_meta(lambda: space.network(genotype)), *records(space))
 
 
-@pytest.mark.parametrize(
-    "name", [seldom("mobilenet_v2"), "resnet8_4", "plain_cnn", "linear", "cnn_tanh"]
-)
+GIVEN_NETWORKS = [seldom("mobilenet_v2"), "resnet8_4", "plain_cnn", "linear", "cnn_tanh"]
+
+
+@pytest.mark.parametrize("name", GIVEN_NETWORKS)
 def test_plain_and_private_steps_of_a_given_network(name):
     norm = {"norm": "group"} if name in NORMED_NETWORKS else {}
     x = torch.empty(4, 3, 16, 16, device="meta")

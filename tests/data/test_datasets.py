@@ -8,6 +8,7 @@ import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -124,15 +125,15 @@ def test_sites_become_a_partition(cache, tmp_path):
     assert [data.train.features[part, 0].tolist() for part in parts] == [[3, 4, 5], [1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"label": "ill"}, "setting=dataset.label is unknown"),
-        ({"mean": (0.5, 0.5)}, "do not fit images of 3 channels"),
-        ({"std": (0.5, 0.5)}, "do not fit images of 3 channels"),
-        ({"statistics": {"a": (0, 1)}}, "are for tables: these are images"),
-    ],
-)
+UNFIT_SETTINGS = [
+    ({"label": "ill"}, "setting=dataset.label is unknown"),
+    ({"mean": (0.5, 0.5)}, "do not fit images of 3 channels"),
+    ({"std": (0.5, 0.5)}, "do not fit images of 3 channels"),
+    ({"statistics": {"a": (0, 1)}}, "are for tables: these are images"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNFIT_SETTINGS)
 def test_settings_that_do_not_fit(cache, npz, settings, message):
     refuses(message, prepared, **{"cache": cache, "name": "npz", "root": npz} | settings)
 
@@ -201,16 +202,16 @@ def test_a_root_that_cannot_be_looked_at_is_one_sentence(cache):
 FINITE = r"expected finite \[low, high\], low below high"
 
 
-@pytest.mark.parametrize(
-    ("ranges", "message"),
-    [
-        ({"age": [80, 20]}, rf"dataset.ranges.age=\[80.0, 20.0\] .* {FINITE}"),
-        ({"age": [1]}, FINITE),
-        ({"age": [-1e308, 1e308]}, FINITE),
-        ({"age": [1, float("nan")]}, r"dataset.ranges.age\[1\]=nan has the wrong type"),
-        ({"weight": [40, 120]}, "dataset.ranges.weight has no effect beside dataset.statistics.w"),
-    ],
-)
+NO_RANGES = [
+    ({"age": [80, 20]}, rf"dataset.ranges.age=\[80.0, 20.0\] .* {FINITE}"),
+    ({"age": [1]}, FINITE),
+    ({"age": [-1e308, 1e308]}, FINITE),
+    ({"age": [1, float("nan")]}, r"dataset.ranges.age\[1\]=nan has the wrong type"),
+    ({"weight": [40, 120]}, "dataset.ranges.weight has no effect beside dataset.statistics.w"),
+]
+
+
+@pytest.mark.parametrize(("ranges", "message"), NO_RANGES)
 def test_ranges_that_are_none_are_refused(ranges, message):
     given = {"cache": "none", "statistics": {"weight": [70, 10]}, "ranges": ranges}
     refuses(message, lambda: data_settings("csv", given).column_statistics)
@@ -278,11 +279,13 @@ DAMAGES = {
     "an index without files": lambda folder: (folder / "index.json").write_text("{}"),
     "an index of bytes": lambda folder: (folder / "index.json").write_bytes(b"\xff"),
     "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
-    "a folder in a file's place": lambda folder: (
-        (folder / "train-ids.npy").unlink(),
-        (folder / "train-ids.npy").mkdir(),
-    ),
+    "a folder in a file's place": lambda folder: make_folder(folder / "train-ids.npy"),
 }
+
+
+def make_folder(path):
+    path.unlink()
+    path.mkdir()
 
 
 def overwrite(path, position, count):
@@ -361,12 +364,7 @@ def _is_mapped(path):
     return not maps.exists() or str(path) in maps.read_text()
 
 
-def read_csv(path):
-    return read("csv", path)
-
-
-def read_folder(path):
-    return read("image_folder", path)
+read_csv, read_folder = (partial(read, name) for name in ("csv", "image_folder"))
 
 
 def test_a_folder_of_images_per_site(tmp_path):

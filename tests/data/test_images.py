@@ -74,17 +74,13 @@ def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_p
     rng = np.random.default_rng(0)
     colours = rng.integers(0, 256, (9, 7, 3), np.uint8)
     gray = rng.integers(0, 256, (9, 7), np.uint8)
-    stored = {
-        "1": (colours, {"compress_level": 0}),
-        "2": (colours, {"compress_level": 9, "optimize": True}),
-        "3": (np.dstack([colours, np.full((9, 7), 255, np.uint8)]), {}),  # opaque
-        "4": (gray, {}),
-        "5": (np.stack([gray] * 3, 2), {}),
-        "6": (gray.T, {}),
-    }
+    opaque = np.dstack([colours, np.full((9, 7), 255, np.uint8)])
+    small = {"compress_level": 9, "optimize": True}
+    stored = [(colours, {"compress_level": 0}), (colours, small), (opaque, {}), (gray, {})]
+    stored += [(np.stack([gray] * 3, 2), {}), (gray.T, {})]
     (tmp_path / "a").mkdir()
-    for name, (pixels, options) in stored.items():
-        Image.fromarray(pixels).save(tmp_path / "a" / f"{name}.png", **options)
+    for number, (pixels, options) in enumerate(stored):
+        Image.fromarray(pixels).save(tmp_path / "a" / f"{number}.png", **options)
     for how in ({"image_size": 5}, {"image_size": 8, "channels": 1}, {"image_size": 9}):
         ids = read("image_folder", tmp_path, **how)[0].ids.tolist()
         one, _, _, four, _, six = ids
@@ -318,22 +314,21 @@ def bands(pixels, path, extra=1):
     data = np.stack([pixels] * (3 + extra), 2).tobytes()
     tags = {256: 8, 257: 8, 258: 8, 259: 1, 262: 2, 273: 16, 277: 3 + extra, 278: 8}
     tags |= {279: len(data), 338: 0}
-    entries = b"".join(
-        struct.pack("<HHII", tag, 3, 4 if tag == 258 else 1, value) for tag, value in tags.items()
-    )
+    each = ((tag, 3, 4 if tag == 258 else 1, value) for tag, value in tags.items())
+    entries = b"".join(struct.pack("<HHII", *entry) for entry in each)
     head = struct.pack("<2sHI8s", b"II", 42, 16 + len(data), counts)
     path.write_bytes(head + data + struct.pack("<H", len(tags)) + entries + bytes(4))
 
 
-@pytest.mark.parametrize(
-    ("save", "suffix", "seen", "note"),
-    [
-        (ink, ".png", 255 - PIXELS, "4 images with an alpha channel are laid on white"),
-        (floats, ".tif", PIXELS, "4 float images: 0..1 become 0..255"),
-        (pages, ".tif", PIXELS, "4 files have several pages, of which only the first is read"),
-        (bands, ".tif", PIXELS, "4 images have more than three bands, of which the first three"),
-    ],
-)
+FILES = [
+    (ink, ".png", 255 - PIXELS, "4 images with an alpha channel are laid on white"),
+    (floats, ".tif", PIXELS, "4 float images: 0..1 become 0..255"),
+    (pages, ".tif", PIXELS, "4 files have several pages, of which only the first is read"),
+    (bands, ".tif", PIXELS, "4 images have more than three bands, of which the first three"),
+]
+
+
+@pytest.mark.parametrize(("save", "suffix", "seen", "note"), FILES)
 def test_what_a_file_holds_is_read_and_told(tmp_path, save, suffix, seen, note):
     records, _ = read("image_folder", write(tmp_path, save, suffix), image_size=8, channels=1)
     assert records.features[0, 0].tolist() == seen.tolist()

@@ -25,6 +25,7 @@ from fednas_flwr.data.raw import read_raw
 from fednas_flwr.data.summary import reading_notes
 
 from ..data_sets import prepared
+from ..refusals import refuses
 from .conftest import save_dicom
 
 N = 80
@@ -151,6 +152,8 @@ def after_an_empty_sheet(folder):
 IN_WORDS = "categories such as .*: write numbers, dates and times plainly"
 TWO = r"label y: bad \d+, benign \d+$"
 IS = "classes that are numbers: if it is a number to predict, set dataset.task=regression"
+OWN_IDS = "patient_id has a value of its own in most rows: if it says whose a record is, name it "
+OWN_IDS += "in dataset.id_column"
 MAYBE_MISSING = "records, which may mean missing"
 TABLES = {
     "F2": (column(range(N), "case_id"), "case_id has another whole number in every row"),
@@ -227,13 +230,11 @@ TABLES = {
     "lists of labels": (labels(["a", "a;b", "b", "a"] * 20), "label holds a;b beside its parts"),
     "lists in brackets": (labels(["[a]", "[a, b]", "[b]", "[a]"] * 20), "holds .a, b. beside its"),
     "thousands by points in numbers to predict": (
-        content(
-            lambda of: b"x;y\n" + b"".join(b"%d,5;%d.%03d\n" % (i, i, i) for i in range(1, 81))
-        ),
+        lines(lambda of: ["x;y", *(f"{i},5;{i}.{i:03}" for i in range(1, 81))]),
         "point between thousands.*number to predict, y: 1001 to 80080",
     ),
     "points in numbers to predict": (
-        content(lambda of: b"x;y\n" + b"".join(b"%d;%d.%03d\n" % (i, i, i) for i in range(1, 81))),
+        lines(lambda of: ["x;y", *(f"{i};{i}.{i:03}" for i in range(1, 81))]),
         "refused: .* has two readings: 1.001 in column y is 1001 or 1.001",
     ),
     "a word among numbers to predict": (
@@ -250,11 +251,7 @@ TABLES = {
     ),
     "dates to predict": (labels(DAYS.strftime("%Y-%m-%d")), "refused: .*of a date give its days"),
     "units in numbers to predict": (labels([f"{x} mg" for x in AGE]), "refused: .*task=regression"),
-    "ids that are texts": (
-        column([f"P{i:05d}" for i in range(N)], "patient_id"),
-        "patient_id has a value of its own in most rows: if it says whose a record is, name it in "
-        "dataset.id_column",
-    ),
+    "ids that are texts": (column([f"P{i:05d}" for i in range(N)], "patient_id"), OWN_IDS),
     "a sign that is not seen": (column(mostly("a", "a\u200b", 2)), "x holds a and a\u200b: join"),
     "a full stop": (column(mostly("benign", "benign.", 9)), "x holds benign and benign.: join"),
     "-1 among years": (column(mostly(AGE.astype(int), -1, 9)), f"-1 in 9 {MAYBE_MISSING}"),
@@ -272,12 +269,7 @@ TABLES = {
         "numbers up to 1.7975 and from 160 on: two units.: x",
     ),
     "thousands by points": (
-        content(
-            lambda of: (
-                b"pay;n;y\n"
-                + b"".join(b"%d.%03d;1;%d\n" % (i % 9 + 1, i, i % 2) for i in range(80))
-            )
-        ),
+        lines(lambda of: ["pay;n;y", *(f"{i % 9 + 1}.{i:03};1;{i % 2}" for i in range(80))]),
         r"refused: .* has two readings: 1.000 in column pay is 1000 or 1.000",
     ),
     "the header again": (lines(lambda of: [*of[:41], of[0], *of[41:]]), "repeat the header .* .1"),
@@ -471,6 +463,9 @@ def test_what_is_said_of_images(tmp_path, case):
 
 
 PIXELS = RNG.integers(0, 255, (N, 6, 6)).astype(np.uint8)
+OBJECTS = (
+    "refused: .* it holds objects; save texts by np.array.texts, dtype=str., or is no such fil"
+)
 ARRAYS = {
     "names of Keras": ({"train_images": PIXELS, "train_labels": Y}, "are taken as x_train and"),
     "names of scikit-learn": ({"data": PIXELS, "target": Y}, "are taken as x_train and y_train"),
@@ -487,10 +482,7 @@ ARRAYS = {
     "no number": ({"x": PIXELS / np.where(Y, 9, np.nan)[:, None, None], "y": Y}, "refused: .*nan"),
     "12 bits": ({"x_train": PIXELS.astype(int) * 16, "y_train": Y}, "refused: .* from 0 to 4064"),
     "flat": ({"X": PIXELS.repeat(2, 1)[:, :, :4].repeat(2, 2)[:, :8].reshape(N, 64), "y": Y}, "x8"),
-    "texts as objects": (
-        {"X": PIXELS, "y": np.array(["a", "b"], dtype=object)[Y]},
-        "refused: .* it holds objects; save texts by np.array.texts, dtype=str., or is no such fil",
-    ),
+    "texts as objects": ({"X": PIXELS, "y": np.array(["a", "b"], dtype=object)[Y]}, OBJECTS),
     "0 and 1": ({"x_train": (PIXELS > 99).astype("f4"), "y_train": Y}, "float32 .* as uint8"),
     "texts": ({"x_train": PIXELS.astype(str), "y_train": Y}, "refused: .*features <U3 of shape"),
     "one picture of two classes": (
@@ -509,9 +501,10 @@ def test_what_is_said_of_arrays(tmp_path, case):
     assert pd.Series([found]).str.contains(expected, regex=True).all(), found
 
 
-@pytest.mark.parametrize(
-    "form", ["truth values", "fractions", "whole floats", "another order of bytes", "RGBA"]
-)
+FORMS = ["truth values", "fractions", "whole floats", "another order of bytes", "RGBA"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_arrays_in_memory_are_read_as_those_in_a_file(tmp_path, form):
     given = {
         "truth values": PIXELS > 99,
@@ -622,8 +615,7 @@ def test_numbers_on_another_scale_are_told(tmp_path):
         (note,) = read_raw(given, inputs).notes
         assert re.search(r"in another unit or scale: lab \(2.4\d, and not 100\)$", note)
     assert read_raw(PLAIN, inputs).notes == ()
-    with pytest.raises(ConfigError, match="the data holds infinite numbers"):
-        read_raw(np.full((3, 2), np.inf), inputs)
+    refuses("the data holds infinite numbers", read_raw, np.full((3, 2), np.inf), inputs)
     with pytest.raises(ConfigError, match="expected numbers .N, 2., .*; or a DataFrame"):
         read_raw(object(), inputs)  # a frame that is still to be computed is one, too
     train = data.train

@@ -101,9 +101,8 @@ def test_sites_may_write_numbers_in_their_own_notation(tmp_path):
     how = {"labels_file": "labels.csv", "target_range": [0, 2000], "server_test": False}
     for site, lines in (("a", "p;g a;1.250 b;2,5 c;3,5"), ("b", "p,g a,1.250 b,2.5 c,3.5")):
         written(tmp_path / "sites" / site, lines.split())
-    data = prepared(
-        "labelled_images", sites=True, root=tmp_path / "sites", cache=tmp_path / "cache", **how
-    )
+    given = {"root": tmp_path / "sites", "cache": tmp_path / "cache", **how}
+    data = prepared("labelled_images", sites=True, **given)
     assert data.train.labels.tolist() == [1250, 2.5, 3.5, 1.25, 2.5, 3.5]
     again = (read_raw(tmp_path / "sites" / s / "labels.csv", data.inputs).labels for s in "ab")
     assert torch.cat([*again]).tolist() == data.train.labels.tolist()
@@ -135,19 +134,19 @@ def test_a_broken_image_takes_its_row_with_it(tmp_path):
     assert train.columns["Patient ID"].tolist() == ["p1", "p2", "p3"]
 
 
-@pytest.mark.parametrize(
-    ("line", "settings", "sentence"),
-    [
-        ("gone.png,p9,Mass", {}, "names 1 of 5 images that are not in"),
-        ("a.png,p9,Mass", {}, "names the image a.png in more than one row"),
-        ("", {"labels_file": "other.csv"}, r"other\.csv does not exist"),
-        ("", {"labels_file": "../labels.csv"}, "expected the name of a file in dataset.root"),
-        ("", {"label": "Finding"}, "Finding"),
-        ("", {"label": "Image Index"}, "begins with the column Image Index"),
-        ("", {"class_names": ["Mass", "Mess"]}, "has the label Nodule, which is not in"),
-        ("", {"labels": ["Patient ID", "Finding Labels"]}, "dataset.label_separator has no effect"),
-    ],
-)
+UNFIT_TABLES = [
+    ("gone.png,p9,Mass", {}, "names 1 of 5 images that are not in"),
+    ("a.png,p9,Mass", {}, "names the image a.png in more than one row"),
+    ("", {"labels_file": "other.csv"}, r"other\.csv does not exist"),
+    ("", {"labels_file": "../labels.csv"}, "expected the name of a file in dataset.root"),
+    ("", {"label": "Finding"}, "Finding"),
+    ("", {"label": "Image Index"}, "begins with the column Image Index"),
+    ("", {"class_names": ["Mass", "Mess"]}, "has the label Nodule, which is not in"),
+    ("", {"labels": ["Patient ID", "Finding Labels"]}, "dataset.label_separator has no effect"),
+]
+
+
+@pytest.mark.parametrize(("line", "settings", "sentence"), UNFIT_TABLES)
 def test_a_table_that_does_not_fit_is_one_sentence(line, settings, sentence, tmp_path):
     root = by_findings(tmp_path)
     if line:

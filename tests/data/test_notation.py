@@ -60,13 +60,13 @@ def test_a_notation_is_found(notation):
     assert found(column, cells("7", "12", "", "0", "5")) == notation
 
 
-@pytest.mark.parametrize(
-    ("column", "points_are_decimal", "settings"),
-    [
-        (["1,234", "975"], True, "dataset.thousands=comma or dataset.decimal=comma"),
-        (["1.234", "975"], False, "dataset.thousands=point or dataset.decimal=point"),
-    ],
-)
+TWO_READINGS = [
+    (["1,234", "975"], True, "dataset.thousands=comma or dataset.decimal=comma"),
+    (["1.234", "975"], False, "dataset.thousands=point or dataset.decimal=point"),
+]
+
+
+@pytest.mark.parametrize(("column", "points_are_decimal", "settings"), TWO_READINGS)
 def test_two_readings_are_asked_for(column, points_are_decimal, settings):
     with pytest.raises(ConfigError, match=f"two readings: {column[0]} in column c0 .*{settings}"):
         found(cells(*column), points_are_decimal=points_are_decimal)

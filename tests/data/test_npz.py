@@ -82,29 +82,29 @@ BOTH_PARTS = {f"{k}_{part}": GOOD[f"{k}_train"] for k in "xy" for part in ("test
 ENCODED = {"train_bytes": np.zeros(9, np.uint8), "y_train": LABELS}
 
 
-@pytest.mark.parametrize(
-    ("arrays", "settings", "message"),
-    [
-        ({"features": LABELS, "labels": LABELS}, {}, "holds features, y_train: a part needs"),
-        (GOOD | {"x_test": LABELS}, {}, "x_test, x_train, y_train: .* needs x_test and y_test"),
-        (GOOD | {"y_val": LABELS}, {}, "x_train, y_train, y_val: .* val_bytes, val_off and y_val"),
-        (GOOD | ENCODED, {}, "holds train_bytes, x_train, y_train: a part needs"),
-        (ENCODED, {}, "holds train_bytes, y_train: a part needs"),
-        (GOOD, {"image_size": 4}, "dataset.image_size=4 has no effect on .* plain arrays"),
-        (GOOD, {"channels": 1}, "dataset.channels=1 has no effect on .* plain arrays"),
-        (GOOD | {"y_train": LABELS[:3]}, {}, "4 records and 3 labels"),
-        (GOOD | {"y_train": LABELS - 1}, {}, "expected the class numbers"),
-        (GOOD | {"y_train": LABELS * 0.5}, {}, "y_train .* float64 .* class numbers"),
-        (GOOD, {"class_names": ("a", "b")}, "the label 2, but dataset.class_names names 2"),
-        (GOOD | {"x_train": np.full((4, 5, 5), 0.5j)}, {}, "complex128 of shape .* uint8 images"),
-        (GOOD | {"x_train": np.zeros((4, 3, 5, 3), np.uint8)}, {}, "expected uint8 images"),
-        (GOOD | {"x_train": np.full((4, 2), np.inf)}, {}, "infinite"),
-        (GOOD | {"x_train": np.array([{}] * 4)}, {}, "plain arrays"),
-        (ENCODED | {"train_off": np.array([0, 5, 3, 9, 9])}, {}, "do not cut"),
-        (ENCODED | {"train_off": np.array([0, 2, 4, 6, 10])}, {}, "do not cut"),
-        (ENCODED | {"train_off": np.array([0, 2, 4, 6, 9])}, {}, "4 of 4 files .* image 0 of"),
-    ],
-)
+UNUSABLE = [
+    ({"features": LABELS, "labels": LABELS}, {}, "holds features, y_train: a part needs"),
+    (GOOD | {"x_test": LABELS}, {}, "x_test, x_train, y_train: .* needs x_test and y_test"),
+    (GOOD | {"y_val": LABELS}, {}, "x_train, y_train, y_val: .* val_bytes, val_off and y_val"),
+    (GOOD | ENCODED, {}, "holds train_bytes, x_train, y_train: a part needs"),
+    (ENCODED, {}, "holds train_bytes, y_train: a part needs"),
+    (GOOD, {"image_size": 4}, "dataset.image_size=4 has no effect on .* plain arrays"),
+    (GOOD, {"channels": 1}, "dataset.channels=1 has no effect on .* plain arrays"),
+    (GOOD | {"y_train": LABELS[:3]}, {}, "4 records and 3 labels"),
+    (GOOD | {"y_train": LABELS - 1}, {}, "expected the class numbers"),
+    (GOOD | {"y_train": LABELS * 0.5}, {}, "y_train .* float64 .* class numbers"),
+    (GOOD, {"class_names": ("a", "b")}, "the label 2, but dataset.class_names names 2"),
+    (GOOD | {"x_train": np.full((4, 5, 5), 0.5j)}, {}, "complex128 of shape .* uint8 images"),
+    (GOOD | {"x_train": np.zeros((4, 3, 5, 3), np.uint8)}, {}, "expected uint8 images"),
+    (GOOD | {"x_train": np.full((4, 2), np.inf)}, {}, "infinite"),
+    (GOOD | {"x_train": np.array([{}] * 4)}, {}, "plain arrays"),
+    (ENCODED | {"train_off": np.array([0, 5, 3, 9, 9])}, {}, "do not cut"),
+    (ENCODED | {"train_off": np.array([0, 2, 4, 6, 10])}, {}, "do not cut"),
+    (ENCODED | {"train_off": np.array([0, 2, 4, 6, 9])}, {}, "4 of 4 files .* image 0 of"),
+]
+
+
+@pytest.mark.parametrize(("arrays", "settings", "message"), UNUSABLE)
 def test_files_that_cannot_be_used(tmp_path, arrays, settings, message):
     refuses(message, read, "npz", save(tmp_path, **arrays), **settings)
 
@@ -138,15 +138,15 @@ def test_a_label_beyond_the_records_takes_no_memory(tmp_path, label):
         refuses("names 5|class numbers", read, "npz", path, **names)
 
 
-@pytest.mark.parametrize(
-    ("train", "test", "message"),
-    [
-        ([[0, 2], [1, 0]], None, "int64 of shape .2, 2. from 0 to 2: expected"),
-        ([[0, 1], [1, 0]], [0, 1], "expected one class per record, or the same labels, in all"),
-        ([[0, 1], [1, 0]], [[0, 1, 1], [1, 0, 0]], "or the same labels, in all parts"),
-        ([[0.5, 1], [1, 0]], None, r"or \[N, L\] of 0 and 1 for several labels"),
-    ],
-)
+UNFIT_LABELS = [
+    ([[0, 2], [1, 0]], None, "int64 of shape .2, 2. from 0 to 2: expected"),
+    ([[0, 1], [1, 0]], [0, 1], "expected one class per record, or the same labels, in all"),
+    ([[0, 1], [1, 0]], [[0, 1, 1], [1, 0, 0]], "or the same labels, in all parts"),
+    ([[0.5, 1], [1, 0]], None, r"or \[N, L\] of 0 and 1 for several labels"),
+]
+
+
+@pytest.mark.parametrize(("train", "test", "message"), UNFIT_LABELS)
 def test_several_labels_that_do_not_fit_are_refused(train, test, message):
     x = np.zeros((2, 4, 4), dtype=np.uint8)
     arrays = {"x_train": x, "y_train": np.array(train)}

@@ -149,25 +149,25 @@ def test_columns_give_sorted_values(images):
         assert set(images.columns["hospital"][part]) == {value}
 
 
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ({"name": "iid", "clients": 601}, "clients=601 does not fit 600 records"),
-        ({"name": "iid", "clients": 0}, "clients=0 does not fit"),
-        ({"name": "dirichlet", "clients": 50, "alpha": 0.1}, "raise partition.alpha"),
-        ({"name": "quantity", "clients": 50, "alpha": 0.1}, "raise partition.alpha"),
-        ({"name": "quantity", "fractions": (0.5, 0.5)}, "must be 3 shares"),
-        ({"name": "quantity", "fractions": (0.5, 0.6, 0.1)}, "must be 3 shares"),
-        ({"name": "quantity", "fractions": (0.9999, 0.00005, 0.00005)}, "without records"),
-        ({"name": "label_groups", "groups": ((0, 1), (1, 2))}, "exactly once"),
-        ({"name": "label_groups", "clients": 2}, r"\[0, 1, 1\] must give each of the 3 groups"),
-        ({"name": "label_groups", "clients_per_group": (1, 1)}, "clients_per_group"),
-        ({"name": "column"}, "needs the column partition.column, but .* have hospital"),
-        ({"name": "column", "column": "town"}, "needs the column town"),
-        ({"name": "column", "column": "hospital", "clients": 4}, "set clients=3"),
-        ({"name": "sites"}, "needs the column site"),
-    ],
-)
+IMPOSSIBLE = [
+    ({"name": "iid", "clients": 601}, "clients=601 does not fit 600 records"),
+    ({"name": "iid", "clients": 0}, "clients=0 does not fit"),
+    ({"name": "dirichlet", "clients": 50, "alpha": 0.1}, "raise partition.alpha"),
+    ({"name": "quantity", "clients": 50, "alpha": 0.1}, "raise partition.alpha"),
+    ({"name": "quantity", "fractions": (0.5, 0.5)}, "must be 3 shares"),
+    ({"name": "quantity", "fractions": (0.5, 0.6, 0.1)}, "must be 3 shares"),
+    ({"name": "quantity", "fractions": (0.9999, 0.00005, 0.00005)}, "without records"),
+    ({"name": "label_groups", "groups": ((0, 1), (1, 2))}, "exactly once"),
+    ({"name": "label_groups", "clients": 2}, r"\[0, 1, 1\] must give each of the 3 groups"),
+    ({"name": "label_groups", "clients_per_group": (1, 1)}, "clients_per_group"),
+    ({"name": "column"}, "needs the column partition.column, but .* have hospital"),
+    ({"name": "column", "column": "town"}, "needs the column town"),
+    ({"name": "column", "column": "hospital", "clients": 4}, "set clients=3"),
+    ({"name": "sites"}, "needs the column site"),
+]
+
+
+@pytest.mark.parametrize(("choice", "message"), IMPOSSIBLE)
 def test_partitions_that_cannot_be_made(images, choice, message):
     refuses(message, partition, images, **{"clients": 3, "seed": 0} | choice)
 
@@ -190,13 +190,13 @@ NO_JSON = ("{", "[" * 50_000 + "]" * 50_000, "[]", '{"clients": []}')
 NO_LISTS = ([[0, 1], []], [[0, 1], [1, 2]], [[1, 0], [2]], [[-1, 0], [2]], [[0.5], [2]])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        *((text, "cannot be read as a saved partition") for text in NO_JSON),
-        *((json.dumps({"clients": of}), "saved partition: expected a list") for of in NO_LISTS),
-    ],
-)
+NO_PARTITIONS = [
+    *((text, "cannot be read as a saved partition") for text in NO_JSON),
+    *((json.dumps({"clients": of}), "saved partition: expected a list") for of in NO_LISTS),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), NO_PARTITIONS)
 def test_files_that_hold_no_partition(tmp_path, content, message):
     (tmp_path / "partition.json").write_text(content)
     refuses(message, load_partition, tmp_path / "partition.json")

@@ -73,14 +73,14 @@ def test_join_sites_adds_the_site():
     assert joined.num_numeric == 2
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (rows(classes=("a", "c")), "site oslo and site paris do .* same classes: a, b, and a, c"),
-        (rows(names=("f0", "g")), "same feature columns .* f1, g"),
-        (rows(width=3, names=("f0", "f1")), r"records, torch.float32 \(2,\) and torch.float32 \(3"),
-    ],
-)
+UNFIT_SITES = [
+    (rows(classes=("a", "c")), "site oslo and site paris do .* same classes: a, b, and a, c"),
+    (rows(names=("f0", "g")), "same feature columns .* f1, g"),
+    (rows(width=3, names=("f0", "f1")), r"records, torch.float32 \(2,\) and torch.float32 \(3"),
+]
+
+
+@pytest.mark.parametrize(("other", "message"), UNFIT_SITES)
 def test_join_sites_refuses_what_does_not_fit(other, message):
     refuses(message, join_sites, {"oslo": rows(), "paris": other})
 
@@ -169,16 +169,16 @@ def test_rounded_fractions_send_nothing_to_a_part_without_a_share():
         assert assign_splits(late, key=b"key", fractions=fractions).tolist() == [part]
 
 
-@pytest.mark.parametrize(
-    "fractions",
-    [
-        {"train": 0.5, "validation": 0.5},
-        {"train": 0.5, "validation": 0.6, "test": -0.1},
-        {"train": 0.5, "validation": 0.3, "test": 0.1},
-        {"train": 0.5, "validation": 0.3, "test": 0.2, "more": 0.0},
-        {"train": float("nan"), "validation": 0.3, "test": 0.2},
-    ],
-)
+UNUSABLE_FRACTIONS = [
+    {"train": 0.5, "validation": 0.5},
+    {"train": 0.5, "validation": 0.6, "test": -0.1},
+    {"train": 0.5, "validation": 0.3, "test": 0.1},
+    {"train": 0.5, "validation": 0.3, "test": 0.2, "more": 0.0},
+    {"train": float("nan"), "validation": 0.3, "test": 0.2},
+]
+
+
+@pytest.mark.parametrize("fractions", UNUSABLE_FRACTIONS)
 def test_unusable_fractions_are_refused(fractions):
     with pytest.raises(ConfigError, match="^dataset.fractions.* expected "):
         data_settings("digits", {"cache": "none", "fractions": fractions})
@@ -190,9 +190,7 @@ def test_unusable_keys_are_refused(key):
 
 
 @given(ids=some_ids, other=some_ids, key=keys, fractions=shares(), data=st.data())
-def test_the_digest_of_an_assignment_is_equal_where_the_assignment_is(
-    ids, other, key, fractions, data
-):
+def test_the_digest_is_equal_where_the_assignment_is(ids, other, key, fractions, data):
     def digest(ids, key=key, fractions=fractions, id_column=""):
         ids = np.array(ids, dtype="S32")
         return assignment_digest(ids, key=key, fractions=fractions, id_column=id_column)

@@ -23,11 +23,10 @@ from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from ..data_sets import prepared
 from ..refusals import refuses
 
+SHAPES = [((1, 28, 28), 2, 8), ((3, 32, 32), 2, 8), ((2, 9, 14), 1, 3), ((1, 20, 17), 3, 4)]
 
-@pytest.mark.parametrize(
-    ("shape", "scales", "angles"),
-    [((1, 28, 28), 2, 8), ((3, 32, 32), 2, 8), ((2, 9, 14), 1, 3), ((1, 20, 17), 3, 4)],
-)
+
+@pytest.mark.parametrize(("shape", "scales", "angles"), SHAPES)
 def test_coefficients_are_kymatios(shape, scales, angles):
     from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
 

@@ -104,9 +104,8 @@ def test_what_would_join_sites_is_proposed(tmp_path):
         "c": {"rename": {"cholesterol": "chol"}, "map": {"sex": {"F": "?", "M": "?"}}},
         "d": {"missing_in": {"chol": ["0"]}},
     }
-    (tmp_path / SITES_FILE).write_text(
-        "\n".join(site_tables.as_yaml({"c": {"rename": {"cholesterol": "chol"}}}))
-    )
+    lines = site_tables.as_yaml({"c": {"rename": {"cholesterol": "chol"}}})
+    (tmp_path / SITES_FILE).write_text("\n".join(lines))
     tables = read_site_tables(data_settings("csv", {"cache": "none"}), tmp_path)
     assert proposals(tables)["c"]["scale"] == {"chol": 38.67}
     rows_shown = side_by_side(tables)
@@ -204,17 +203,17 @@ def test_what_would_join_two_sites_is_proposed(tmp_path, first, second, expected
         assert proposals(read_site_tables(csv, tmp_path)) == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "is_told"),
-    [
-        ("age,sex,y\n50,male,0\n60,female,1\n", True),
-        ("Age,sex,y\n50,m,0\n60,f,1\n", True),  # of two sites the first has its way
-        ("age,sex,y\n5000,m,0\n6000,f,1\n", True),
-        ("age,sex,y\n50,m,1\n60,f,2\n", True),  # a class that is counted from 1
-        ("age,sex,y\n55,m,0\n61,f,1\n", False),
-        ("age,sex,y\n" + "".join(f"50,m,{i}.5\n" for i in range(11)), True),  # of another kind
-    ],
-)
+SEEMINGLY_OTHER = [
+    ("age,sex,y\n50,male,0\n60,female,1\n", True),
+    ("Age,sex,y\n50,m,0\n60,f,1\n", True),  # of two sites the first has its way
+    ("age,sex,y\n5000,m,0\n6000,f,1\n", True),
+    ("age,sex,y\n50,m,1\n60,f,2\n", True),  # a class that is counted from 1
+    ("age,sex,y\n55,m,0\n61,f,1\n", False),
+    ("age,sex,y\n" + "".join(f"50,m,{i}.5\n" for i in range(11)), True),  # of another kind
+]
+
+
+@pytest.mark.parametrize(("text", "is_told"), SEEMINGLY_OTHER)
 def test_that_a_site_seems_to_differ_is_told(tmp_path, text, is_told):
     write(tmp_path, a="age,sex,y\n50,m,0\n60,f,1\n", b=text)
     notes = "".join(join(tmp_path).notes)

@@ -8,6 +8,14 @@ from ..refusals import refuses
 
 PLAIN = "age,group,y\n50.5,a,0\n61,b,1\n40,a,1\n"
 ROWS = PLAIN.splitlines()
+NAMELESS = "has no name and another text or whole number in every row, is left out"
+
+
+def beside(*cells):
+    """The table with one more column before the others."""
+    return "\n".join(f"{cell},{row}" for cell, row in zip(cells, ROWS, strict=True))
+
+
 ALIKE = {  # text of a file, and the note on it
     "blanks after commas": (PLAIN.replace(",", ", "), ""),
     "blanks around labels": (PLAIN.replace(",1\n", ", 1 \n"), ""),
@@ -19,20 +27,11 @@ ALIKE = {  # text of a file, and the note on it
     "sep=": ("sep=;\n" + PLAIN.replace(",", ";"), "separator semicolon"),
     "a comment": ("# exported 2024, site 3\n" + PLAIN, "the line # exported 2024, site 3"),
     "blanks as separator": (PLAIN.replace(",", "  "), "separator blanks"),
-    "a nameless row number": (
-        "\n".join(f"{i or ''},{row}" for i, row in enumerate(ROWS)),
-        "has no name and another text or whole number in every row, is left out",
-    ),
-    "pandas' row numbers, shuffled": (
-        "\n".join(f"{i % 3 if i else 'Unnamed: 0'},{row}" for i, row in enumerate(ROWS)),
-        "has no name and another text or whole number in every row, is left out",
-    ),
-    "nameless names of rows": (
-        "\n".join(f"{f'car {i}' if i else ''},{row}" for i, row in enumerate(ROWS)),
-        "has no name and another text or whole number in every row, is left out",
-    ),
+    "a nameless row number": (beside("", "1", "2", "3"), NAMELESS),
+    "pandas' row numbers, shuffled": (beside("Unnamed: 0", "1", "2", "0"), NAMELESS),
+    "nameless names of rows": (beside("", "car 1", "car 2", "car 3"), NAMELESS),
     "row names that count": (
-        "\n".join(f"{i or 'rownames'},{row}" for i, row in enumerate(ROWS)),
+        beside("rownames", "1", "2", "3"),
         "the first column, rownames, which counts rows, is left out",
     ),
     "rows without a label": (PLAIN + "1.5,b,\n", r"without a label (y) are left out (1: 4)"),

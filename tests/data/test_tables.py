@@ -100,36 +100,36 @@ def test_whole_number_labels_are_in_order_of_number(table_of):
     assert table_of("a,y\n1,10\n2,9\n3,-1\n").class_names == ("-1", "9", "10")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"label": "sick"}, "no column sick: it has patient, age"),
-        ({"numeric": ("weight",)}, "no column weight"),
-        ({"categories": {"sites": ()}}, "no column sites"),
-        ({"numeric": ("age", "ill")}, "dataset.labels, .* holds ill more than once"),
-        ({"numeric": ("age",), "categorical": ("age",)}, r"dataset.ignore=.* age more than once"),
-        ({"numeric": ("smokes",)}, "smokes of .* is numeric but holds yes in row 1"),
-        ({"categories": {"site": ("A",)}}, "holds B, which is not in dataset.categories.site"),
-        ({"class_names": ("0",)}, "column ill, has the label 1"),
-        ({"id_column": "smokes"}, r"no id \(smokes\) in row 3"),
-        ({"ignore": ("patient", "age", "smokes", "pressure", "site")}, "no feature columns"),
-    ],
-)
+UNFIT_TABLES = [
+    ({"label": "sick"}, "no column sick: it has patient, age"),
+    ({"numeric": ("weight",)}, "no column weight"),
+    ({"categories": {"sites": ()}}, "no column sites"),
+    ({"numeric": ("age", "ill")}, "dataset.labels, .* holds ill more than once"),
+    ({"numeric": ("age",), "categorical": ("age",)}, r"dataset.ignore=.* age more than once"),
+    ({"numeric": ("smokes",)}, "smokes of .* is numeric but holds yes in row 1"),
+    ({"categories": {"site": ("A",)}}, "holds B, which is not in dataset.categories.site"),
+    ({"class_names": ("0",)}, "column ill, has the label 1"),
+    ({"id_column": "smokes"}, r"no id \(smokes\) in row 3"),
+    ({"ignore": ("patient", "age", "smokes", "pressure", "site")}, "no feature columns"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNFIT_TABLES)
 def test_tables_that_do_not_fit(table_csv, settings, message):
     refuses(message, read, "csv", table_csv, **settings)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "cannot be read as a CSV"),
-        ("a,y\n", "no rows"),
-        ("a,y\n1,2\n1,2,3,4\n", "cannot be read as a CSV"),
-        ("a,y\n1,0\ninf,1\n", "column a of .* holds inf in row 2"),
-        ("a,y\n1,0\n1e300,1\n", "column a of .* holds 1e300 in row 2"),
-        ("a,y\n" + "".join(f"t{i},0\n" for i in range(300)), "300 different texts"),
-    ],
-)
+UNUSABLE = [
+    ("", "cannot be read as a CSV"),
+    ("a,y\n", "no rows"),
+    ("a,y\n1,2\n1,2,3,4\n", "cannot be read as a CSV"),
+    ("a,y\n1,0\ninf,1\n", "column a of .* holds inf in row 2"),
+    ("a,y\n1,0\n1e300,1\n", "column a of .* holds 1e300 in row 2"),
+    ("a,y\n" + "".join(f"t{i},0\n" for i in range(300)), "300 different texts"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), UNUSABLE)
 def test_files_that_cannot_be_used(tmp_path, table_of, text, message):
     assert "\n" not in refuses(message, table_of, text)
     refuses("cannot be read as a CSV", read, "csv", tmp_path / "missing.csv")
@@ -153,18 +153,18 @@ def test_a_folder_has_an_official_test_part(tmp_path):
     assert alone.ids.tolist() == train.ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, "holds no table: expected one train.csv"),
-        ({"test.csv": "a,y\n1,0\n"}, "holds test.csv"),
-        ({"train.csv": "a,y\n1,0\n", "train.csv.gz": ""}, "holds train.csv, train.csv.gz"),
-        ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "b,y\n1,0\n"}, "test.csv has no column a"),
-        ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "a,y\n1,2\n"}, "test.csv.* has the label 2"),
-        ({"train.csv": "a,y\nr,0\ns,1\n", "test.csv": "a,y\nt,0\n"}, "test.csv holds t, which"),
-        ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "a,y\nx,0\n"}, "test.csv is numeric but"),
-    ],
-)
+UNFIT_FOLDERS = [
+    ({}, "holds no table: expected one train.csv"),
+    ({"test.csv": "a,y\n1,0\n"}, "holds test.csv"),
+    ({"train.csv": "a,y\n1,0\n", "train.csv.gz": ""}, "holds train.csv, train.csv.gz"),
+    ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "b,y\n1,0\n"}, "test.csv has no column a"),
+    ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "a,y\n1,2\n"}, "test.csv.* has the label 2"),
+    ({"train.csv": "a,y\nr,0\ns,1\n", "test.csv": "a,y\nt,0\n"}, "test.csv holds t, which"),
+    ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "a,y\nx,0\n"}, "test.csv is numeric but"),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), UNFIT_FOLDERS)
 def test_folders_that_do_not_fit(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -270,27 +270,28 @@ def test_a_column_of_lists_makes_several_labels(labelled):
     assert named.labels.tolist() == [[0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1]]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"labels": ("a", "c")}, "has no column c"),
-        ({"labels": ("a", "age")}, "holds 50 .1., 60 .1.*: expected 0 or 1"),
-        ({"labels": ("a",)}, "names one column.*set dataset.label=a"),
-        ({"labels": ("a", "b"), "label": "found"}, "dataset.label has no effect with dataset.lab"),
-        ({"labels": ("a", "b"), "label_separator": ";"}, "dataset.label_separator has no effect"),
-        ({"labels": ("a", "b"), "class_names": ("a", "b")}, "dataset.class_names has no effect"),
-        ({"labels": ("a", "b"), "numeric": ("a",)}, "dataset.labels, .* holds a more than once"),
-        ({"label_separator": ";", "class_names": ("x", "y")}, "label z, which is not in"),
-        ({"label": "age", "label_separator": ";", "class_names": ("50",)}, "at least 2"),
-    ],
-)
+UNREADABLE_LABELS = [
+    ({"labels": ("a", "c")}, "has no column c"),
+    ({"labels": ("a", "age")}, "holds 50 .1., 60 .1.*: expected 0 or 1"),
+    ({"labels": ("a",)}, "names one column.*set dataset.label=a"),
+    ({"labels": ("a", "b"), "label": "found"}, "dataset.label has no effect with dataset.lab"),
+    ({"labels": ("a", "b"), "label_separator": ";"}, "dataset.label_separator has no effect"),
+    ({"labels": ("a", "b"), "class_names": ("a", "b")}, "dataset.class_names has no effect"),
+    ({"labels": ("a", "b"), "numeric": ("a",)}, "dataset.labels, .* holds a more than once"),
+    ({"label_separator": ";", "class_names": ("x", "y")}, "label z, which is not in"),
+    ({"label": "age", "label_separator": ";", "class_names": ("50",)}, "at least 2"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNREADABLE_LABELS)
 def test_labels_that_cannot_be_read_are_refused(settings, message, labelled):
     refuses(message, read, "csv", labelled, **settings)
 
 
-@pytest.mark.parametrize(
-    ("labels", "settings"), [(2, {"categorical": ["x"]}), (8, {"task": "regression"})]
-)
+FEW_PATTERNS = [(2, {"categorical": ["x"]}), (8, {"task": "regression"})]
+
+
+@pytest.mark.parametrize(("labels", "settings"), FEW_PATTERNS)
 def test_of_few_patterns_a_row_that_is_removed_changes_no_others_id(tmp_path, labels, settings):
     rows = [f"{i % 3},{i % labels}" for i in range(60)]
     ids = []

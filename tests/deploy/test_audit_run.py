@@ -124,30 +124,30 @@ def test_every_kind_of_release_of_an_honest_run_is_audited_and_passes(table, tmp
     assert lines[-1] == "The audit does not refute what the run commits to."
 
 
-@pytest.mark.parametrize(
-    ("fault", "key", "overrides", "told"),
-    [
-        ("no noise", ALPHAS, DP_FNAS, f"{ALPHAS}: noise 0.00"),
-        *(seldom("no noise", k, DP_FNAS, f"{k}: noise 0.00") for k in (RETRAIN, VALIDATION, TEST)),
-        *(
-            seldom(fault, ALPHAS, DP_FNAS, told)
-            for fault, told in {
-                "half the noise in one tensor": "where 1 was committed to",
-                "no noise in one value": "1 of 108 values have no noise",
-                "noise used twice": "have no noise",
-                "twice the clipping norm": "of the clipping norm",
-                "clipped after the sum": "no sum over units",
-                "twice the rate": "units are drawn at a rate of 0.2",
-                "the same batch in every step": "the same units are drawn in several steps",
-            }.items()
-        ),
-        seldom("the same noise in the steps of a request", SEARCHED, LOCAL, "two steps together"),
-        *(seldom(f, STATISTICS, PERSONS, "") for f in ("half the noise", "no clipping")),
-        seldom("half the noise", ALPHAS, (*DP_FNAS, *SUMS), ""),  # in totals
-        seldom("half the noise", f"search/train.search/alphas/{WHOLE}", CLIENTS, ""),
-        seldom("no clipping", f"search/train.search/weights/{WHOLE}", CLIENTS, ""),
-    ],
-)
+FAULTY = [
+    ("no noise", ALPHAS, DP_FNAS, f"{ALPHAS}: noise 0.00"),
+    *(seldom("no noise", k, DP_FNAS, f"{k}: noise 0.00") for k in (RETRAIN, VALIDATION, TEST)),
+    *(
+        seldom(fault, ALPHAS, DP_FNAS, told)
+        for fault, told in {
+            "half the noise in one tensor": "where 1 was committed to",
+            "no noise in one value": "1 of 108 values have no noise",
+            "noise used twice": "have no noise",
+            "twice the clipping norm": "of the clipping norm",
+            "clipped after the sum": "no sum over units",
+            "twice the rate": "units are drawn at a rate of 0.2",
+            "the same batch in every step": "the same units are drawn in several steps",
+        }.items()
+    ),
+    seldom("the same noise in the steps of a request", SEARCHED, LOCAL, "two steps together"),
+    *(seldom(f, STATISTICS, PERSONS, "") for f in ("half the noise", "no clipping")),
+    seldom("half the noise", ALPHAS, (*DP_FNAS, *SUMS), ""),  # in totals
+    seldom("half the noise", f"search/train.search/alphas/{WHOLE}", CLIENTS, ""),
+    seldom("no clipping", f"search/train.search/weights/{WHOLE}", CLIENTS, ""),
+]
+
+
+@pytest.mark.parametrize(("fault", "key", "overrides", "told"), FAULTY)
 def test_faults_of_every_kind_of_release_are_found_and_named(table, fault, key, overrides, told):
     code, said = faulty(fault, key, *table, *overrides)
     assert code == RUN_FAILED, said
@@ -187,13 +187,13 @@ def test_more_noise_than_canaries_can_show_is_inconclusive(table, monkeypatch):
     assert "not audited: twice the contribution of a unit" in said
 
 
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (("privacy=none",), "there is no release to audit; set privacy=dp"),
-        (("runtime=deployment", "runtime.superlink=site"), "only the sites know their records"),
-    ],
-)
+NOT_AUDITED = [
+    (("privacy=none",), "there is no release to audit; set privacy=dp"),
+    (("runtime=deployment", "runtime.superlink=site"), "only the sites know their records"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "reason"), NOT_AUDITED)
 def test_what_cannot_be_audited_is_said(compose_config, overrides, reason):
     refuses(reason, audit_run, compose_config("privacy=dp", *overrides))
 
@@ -211,10 +211,11 @@ def test_honest_runs_of_other_kinds_pass(table, overrides):
     assert code == 0, said
 
 
+PRIVATE_ALGORITHMS = ["dp_fnas", "fed_darts", "fdnas", "dpnas", "fedavg", "successive_halving"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "algorithm", ["dp_fnas", "fed_darts", "fdnas", "dpnas", "fedavg", "successive_halving"]
-)
+@pytest.mark.parametrize("algorithm", PRIVATE_ALGORITHMS)
 def test_private_algorithms_pass_on_the_first_data_set(algorithm):
     code, said = command(*SURE, f"algorithm={algorithm}", "privacy=dp")
     assert code == 0, said

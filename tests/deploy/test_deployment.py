@@ -199,14 +199,14 @@ def test_events_of_this_machine_are_not_written_twice(fake_flwr, deployed_config
 LOST = "ServerApp failed with exception: No module named 'fednas_flwr'"
 
 
-@pytest.mark.parametrize(
-    ("reason", "details", "kind", "message"),
-    [
-        ("QuorumError: client 1: no data", "ServerApp failed", QuorumError, "client 1: no data"),
-        ("ConfigError: a is b.", "N/A", ConfigError, "a is b."),
-        ("", LOST, RuntimeError, f"{LOST} (finished:failed)"),
-    ],
-)
+FAILURES = [
+    ("QuorumError: client 1: no data", "ServerApp failed", QuorumError, "client 1: no data"),
+    ("ConfigError: a is b.", "N/A", ConfigError, "a is b."),
+    ("", LOST, RuntimeError, f"{LOST} (finished:failed)"),
+]
+
+
+@pytest.mark.parametrize(("reason", "details", "kind", "message"), FAILURES)
 def test_failed_run_says_the_first_error_and_keeps_the_log_for_debugging(
     fake_flwr, deployed_config, reason, details, kind, message
 ):
@@ -315,10 +315,10 @@ def test_nodes_own_data_are_all_the_clients(tmp_path, sites, compose_config):
     assert list((tmp_path / "own cache").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "node_config"),
-    [(DEPLOYMENT, {"data-path": "/x"}), (REAL_SITES, {}), ((), {"data-path": "/x"})],
-)
+MIXED = [(DEPLOYMENT, {"data-path": "/x"}), (REAL_SITES, {}), ((), {"data-path": "/x"})]
+
+
+@pytest.mark.parametrize(("overrides", "node_config"), MIXED)
 def test_own_data_and_pooled_data_do_not_mix(compose_config, overrides, node_config):
     with pytest.raises(RuntimeError, match="a node with data of its own needs runtime=deploy"):
         describe(compose_config(*overrides), node_config)

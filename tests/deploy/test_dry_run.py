@@ -29,15 +29,15 @@ def folder_of(path):
     return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("clients=6", "sampling.per_round=2"),
-        ("algorithm=fnas", "runtime.wire=int8"),
-        (*DP, "retrain.norm=group"),
-    ],
-)
+RUNS = [
+    (),
+    ("clients=6", "sampling.per_round=2"),
+    ("algorithm=fnas", "runtime.wire=int8"),
+    (*DP, "retrain.norm=group"),
+]
+
+
+@pytest.mark.parametrize("overrides", RUNS)
 def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run_inline):
     told = estimate(compose_config(*SMALL, *overrides))
     done = run_inline(*SMALL, *overrides)
@@ -84,17 +84,17 @@ def test_seconds_are_those_of_all_clients_steps(overrides, cores, compose_config
     assert sorted(asked) == [1, 1, 1, 1, dry_run.FEW]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algorithm=zero_cost",),
-        ("algorithm=successive_halving", "algorithm.pool={draws: 3, keep: 2}"),
-        ("secure_sum=true",),
-        seldom(("algorithm=successive_halving", "algorithm.pool.draws=3")),
-        seldom(LOCAL),
-        seldom(("algorithm=fedavg", "algorithm.network=linear")),
-    ],
-)
+OTHER_WAYS = [
+    ("algorithm=zero_cost",),
+    ("algorithm=successive_halving", "algorithm.pool={draws: 3, keep: 2}"),
+    ("secure_sum=true",),
+    seldom(("algorithm=successive_halving", "algorithm.pool.draws=3")),
+    seldom(LOCAL),
+    seldom(("algorithm=fedavg", "algorithm.network=linear")),
+]
+
+
+@pytest.mark.parametrize("overrides", OTHER_WAYS)
 def test_other_ways_are_measured(overrides, compose_config):
     told = estimate(compose_config(*SMALL, *overrides))
     assert told.stages[-1].name == "retrain"
@@ -154,6 +154,5 @@ def test_number_of_steps_of_every_action():
     ):
         local = replace(train.local, amount=amount, split=split)
         assert replace(train, local=local).num_steps(RECORDS) == expected
-    assert Evaluate(network={"name": "x"}, split="test").with_steps(9) == Evaluate(
-        network={"name": "x"}, split="test"
-    )
+    evaluate = Evaluate(network={"name": "x"}, split="test")
+    assert evaluate.with_steps(9) == evaluate

@@ -55,18 +55,18 @@ def test_the_environment_of_a_run_is_empty(tmp_path, monkeypatch):
 # --- its configuration
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("clients=5", "the federation has 2 nodes: leave clients out, or set the nodes by `flwr "),
-        ("runtime=ray", "runtime is chosen by Flower's federation"),
-        ("runtime.client_gpus=1", "runtime.client_gpus is a setting of runtime=ray"),
-        ("algorithm=fnass", "algorithm=fnass is unknown"),
-        ("training.class_factors='{a: 1", "overrides=training.class_factors='{a: 1 cannot be read"),
-        ("resume=/nowhere rounds=2", "resume=/nowhere takes no other override"),
-        ("resume=/nowhere", "resume=/nowhere: /nowhere/config.yaml does not exist"),
-    ],
-)
+WRONG = [
+    ("clients=5", "the federation has 2 nodes: leave clients out, or set the nodes by `flwr "),
+    ("runtime=ray", "runtime is chosen by Flower's federation"),
+    ("runtime.client_gpus=1", "runtime.client_gpus is a setting of runtime=ray"),
+    ("algorithm=fnass", "algorithm=fnass is unknown"),
+    ("training.class_factors='{a: 1", "overrides=training.class_factors='{a: 1 cannot be read"),
+    ("resume=/nowhere rounds=2", "resume=/nowhere takes no other override"),
+    ("resume=/nowhere", "resume=/nowhere: /nowhere/config.yaml does not exist"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG)
 def test_wrong_overrides_are_one_sentence(text, words):
     before = set(ROOT.glob("runs/*"))
     refuses(re.escape(words), configure, text, num_nodes=2)

@@ -83,9 +83,7 @@ def two_cores(monkeypatch):
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_run_without_processes_goes_on_alone(
-    warm, compose_config, tmp_path, two_cores, monkeypatch
-):
+def test_a_run_without_processes_goes_on(warm, compose_config, tmp_path, two_cores, monkeypatch):
     def fails(forks):
         raise LostError
 

@@ -7,10 +7,10 @@ from flwr.serverapp import ServerApp
 
 from ..rows import seldom
 
+STRATEGIES = ["fed_darts", "fedavg", seldom("fnas"), seldom("random_search")]
 
-@pytest.mark.parametrize(
-    "algorithm", ["fed_darts", "fedavg", seldom("fnas"), seldom("random_search")]
-)
+
+@pytest.mark.parametrize("algorithm", STRATEGIES)
 def test_a_strategy_runs_in_a_server_app(algorithm, compose_config, federate):
     given = ["algorithm.network=plain_cnn"] if algorithm == "fedavg" else []
     federation = federate(compose_config(f"algorithm={algorithm}", *given))

@@ -47,16 +47,14 @@ def test_clients_that_fit_on_no_machine_are_refused(compose_config, kind):
     check_cluster(compose_config("runtime=ray"))
 
 
-@pytest.mark.parametrize(
-    ("text", "good", "known"),
-    [
-        (None, "local", "local, supergrid"),  # as Flower writes it then
-        ('[superlink]\ndefault = "a"\n[superlink.a]\naddress = "x"', "a", "a"),
-    ],
-)
-def test_an_unknown_superlink_is_refused_before_there_is_a_folder(
-    compose_config, tmp_path, monkeypatch, text, good, known
-):
+SUPERLINKS = [
+    (None, "local", "local, supergrid"),  # as Flower writes it then
+    ('[superlink]\ndefault = "a"\n[superlink.a]\naddress = "x"', "a", "a"),
+]
+
+
+@pytest.mark.parametrize(("text", "good", "known"), SUPERLINKS)
+def test_an_unknown_superlink_is_refused(compose_config, tmp_path, monkeypatch, text, good, known):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     if text is not None:
         (tmp_path / "config.toml").write_text(text)

@@ -42,9 +42,8 @@ def test_a_machine_holds_what_fits_it_alone(runtime, nodes, cpus, gpus):
 def test_arrays_are_parted_from_a_message_and_the_message_stays_as_it_is():
     flower_patches.begin_task(1)  # Flower makes no message before
     weights = ArrayRecord({"float32": Array(np.zeros(50_000, np.float32))})
-    message = Message(
-        RecordDict({"header": ConfigRecord({"a": 1}), "weights": weights}), 2, "query"
-    )
+    content = RecordDict({"header": ConfigRecord({"a": 1}), "weights": weights})
+    message = Message(content, 2, "query")
     small, arrays = without_arrays(message)
     flower_patches.set_message_id(small, "7")
     assert message.metadata.message_id == "7"

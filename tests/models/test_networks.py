@@ -32,11 +32,12 @@ SMALL = [(1, 8, 8), (3, 28, 28), (2, 7, 13), (1, 1, 1), (4, 5, 33)]
 ODD = [(1, 14, 15), (1, 29, 33), (3, 8, 9), (4, 33, 8)]
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [(name, shape) for name in ("plain_cnn", "linear", "resnet8_4") for shape in SMALL]
-    + [("cnn_elu", shape) for shape in ODD],
-)
+OF_ANY_SIZE = ("plain_cnn", "linear", "resnet8_4")
+SMALL_NETWORKS = [(name, shape) for name in OF_ANY_SIZE for shape in SMALL]
+SMALL_NETWORKS += [("cnn_elu", shape) for shape in ODD]
+
+
+@pytest.mark.parametrize(("name", "shape"), SMALL_NETWORKS)
 def test_small_networks_take_any_size(name, shape):
     norm = {"norm": "group"} if name in NORMED_NETWORKS else {}
     assert FIXED_NETWORKS[name](shape, 5, **norm)(torch.zeros(3, *shape)).shape == (3, 5)
@@ -76,17 +77,17 @@ def test_linear_is_logistic_regression_on_any_records():
 GRAY, COLOUR = (1, 28, 28), (3, 32, 32)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "parameters", "kind", "number"),
-    [
-        ("linear", GRAY, 7850, nn.Linear, 1),
-        ("plain_cnn", GRAY, 10 * 16 + 145 * 32 + 1569 * 64 + 65 * 10, nn.Conv2d, 2),  # by hand
-        ("cnn_tanh", GRAY, 26_010, nn.Tanh, 3),  # DPNAS, Table 1: .03 M
-        ("cnn_selu", GRAY, 26_010, nn.SELU, 3),
-        ("cnn_tanh", COLOUR, 550_570, nn.Tanh, 7),  # and .55 M
-        ("cnn_selu", COLOUR, 550_570, nn.SELU, 7),
-    ],
-)
+PARAMETERS = [
+    ("linear", GRAY, 7850, nn.Linear, 1),
+    ("plain_cnn", GRAY, 10 * 16 + 145 * 32 + 1569 * 64 + 65 * 10, nn.Conv2d, 2),  # by hand
+    ("cnn_tanh", GRAY, 26_010, nn.Tanh, 3),  # DPNAS, Table 1: .03 M
+    ("cnn_selu", GRAY, 26_010, nn.SELU, 3),
+    ("cnn_tanh", COLOUR, 550_570, nn.Tanh, 7),  # and .55 M
+    ("cnn_selu", COLOUR, 550_570, nn.SELU, 7),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "parameters", "kind", "number"), PARAMETERS)
 def test_networks_have_their_number_of_parameters(name, shape, parameters, kind, number):
     network = FIXED_NETWORKS[name](shape, 10)
     assert count_parameters(network) == parameters

@@ -32,14 +32,10 @@ from ..rows import seldom
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
 
-PRIVATE = (
-    "algorithm=dp_fnas privacy=dp privacy.epsilon=50 clients=2 "
-    "search_space.norm=group retrain.norm=group"
-)
-RANGES = {
-    **dict.fromkeys(("lr", "momentum", "alpha_lr", "dropout"), (0.02, 0.03)),
-    **dict.fromkeys(("weight_decay", "alpha_weight_decay"), (1e-4, 2e-4)),
-}
+GROUP = "search_space.norm=group retrain.norm=group"
+PRIVATE = f"algorithm=dp_fnas privacy=dp privacy.epsilon=50 clients=2 {GROUP}"
+RANGES = dict.fromkeys(("lr", "momentum", "alpha_lr", "dropout"), (0.02, 0.03))
+RANGES |= dict.fromkeys(("weight_decay", "alpha_weight_decay"), (1e-4, 2e-4))
 
 
 @pytest.fixture
@@ -210,19 +206,15 @@ def test_found_hyper_parameters_are_taken_over(compose_config, tmp_path, low, hi
 
 
 @pytest.mark.parametrize(("side", "rounds"), [(15, 10), seldom(16, 20)])
-def test_a_run_and_what_it_is_compared_with_train_images_as_long(
-    compose_config, tmp_path, side, rounds
-):
+def test_a_run_and_what_it_is_compared_with_train_as_long(compose_config, tmp_path, side, rounds):
     """The median client has 45 batches of a record in a round."""
     pixels = np.random.default_rng(0).integers(0, 256, (100, side, side), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", x_train=pixels, y_train=np.arange(100) % 2)
-    config = compose_config(
-        *("algorithm=fedavg", "algorithm.network=linear", "clients=2", "dataset=npz"),
-        *(f"dataset.root={tmp_path / 'a.npz'}", "dataset.server_test=false", "stages=[retrain]"),
-        *("dataset.fractions={train:0.5,validation:0.4,test:0.1}", "retrain.batch_size=1"),
-    )
+    own = ["dataset.fractions={train:0.5,validation:0.4,test:0.1}", "retrain.batch_size=1"]
+    own += ["algorithm=fedavg algorithm.network=linear clients=2 stages=[retrain] dataset=npz"]
+    own += [f"dataset.root={tmp_path / 'a.npz'} dataset.server_test=false"]
+    config = compose_config(*own, f"run_dir={tmp_path / 'run'}")
     config = replace(config, retrain=replace(config.retrain, rounds=None))
-    config = replace(config, run_dir=str(tmp_path / "run"))
     assert len(read_run(run(config, quiet=True).folder).rounds("retrain")) == rounds
     assert baselines._planned_retraining(config).rounds == rounds
 
@@ -243,14 +235,14 @@ def add(folder, name, score, *, parameters=1, noise=0.0, metric="auroc"):
     (folder / name / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in lines))
 
 
-@pytest.mark.parametrize(
-    ("linear", "small", "expected"),
-    [
-        (0.70, 0.89, "large"),  # the others are clearly worse
-        (0.70, 0.8985, "small"),  # worse by less than the spread of the difference
-        (0.899, 0.89, "linear"),
-    ],
-)
+SIMPLEST = [
+    (0.70, 0.89, "large"),  # the others are clearly worse
+    (0.70, 0.8985, "small"),  # worse by less than the spread of the difference
+    (0.899, 0.89, "linear"),
+]
+
+
+@pytest.mark.parametrize(("linear", "small", "expected"), SIMPLEST)
 def test_the_simplest_within_a_standard_error_of_the_best_wins(tmp_path, linear, small, expected):
     scores = {"large": 0.9, "small": small, "linear": linear}
     sizes = {"large": 900, "small": 90, "linear": 1000}
@@ -288,9 +280,10 @@ def test_a_smaller_log_loss_is_better(tmp_path):
     assert (choice.name, choice.row()["validation"]) == ("a", 0.4)
 
 
-@pytest.mark.parametrize(
-    ("long", "short", "counts"), [(2, 5, BASELINES_FOLDER), (5, 5, FINALISTS_FOLDER)]
-)
+LONGER = [(2, 5, BASELINES_FOLDER), (5, 5, FINALISTS_FOLDER)]
+
+
+@pytest.mark.parametrize(("long", "short", "counts"), LONGER)
 def test_of_a_training_that_time_has_cut_the_longer_one_counts(tmp_path, long, short, counts):
     for place, rounds in ((BASELINES_FOLDER, short), (FINALISTS_FOLDER, long)):
         add(tmp_path / place, "linear", 0.8)
@@ -344,9 +337,7 @@ def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path
 
 
 @pytest.mark.run
-def test_the_linear_model_of_sites_that_differ_is_that_of_their_pooled_records(
-    compose_config, tmp_path, monkeypatch
-):
+def test_the_linear_model_of_unlike_sites_is_the_pooled_one(compose_config, tmp_path, monkeypatch):
     """Averages of local models lost .005."""
     drawn, site = np.random.default_rng(0), np.repeat([0, 1, 2], [400, 60, 140])
     x = drawn.normal(size=(600, 6)) + (site[:, None] - 1) * [1, 1, 0, 0, 0, 0]

@@ -118,9 +118,8 @@ def test_compared_by_accuracy_the_most_probable_class_is_the_label(finished_run,
     assert evaluated["threshold"] is None
     found = load(run.folder).predict(data / "test.csv")
     assert found.accuracy == evaluated["central"]["accuracy"]
-    assert (np.array(found.labels) == "yes").tolist() == (
-        found.probabilities.argmax(1) == 1
-    ).tolist()
+    is_second = found.probabilities.argmax(1) == 1
+    assert (np.array(found.labels) == "yes").tolist() == is_second.tolist()
     assert "The label is the most probable class" in (run.folder / "MODEL_CARD.md").read_text()
 
 

@@ -96,21 +96,21 @@ class KillingGrid(InProcessGrid):
             self._pipe.close()
 
 
+KILLED = [
+    (ASKED, "answered", True, "others"),
+    (ASKED, "sent", True, "all"),
+    *((ASKED, moment, False, "others") for moment in MOMENTS[:3]),
+    (ASKED, "sent", False, None),
+    *((SIGN, moment, True, None) for moment in MOMENTS[:3]),
+    (SIGN, "sent", True, "all"),
+    (SIGN, "sent", False, "all"),
+    (OPEN, "sent", True, "all"),
+    (OPEN, "asked", False, "all"),
+]
+
+
 @pytest.mark.run
-@pytest.mark.parametrize(
-    ("action", "moment", "returns", "total"),
-    [
-        (ASKED, "answered", True, "others"),
-        (ASKED, "sent", True, "all"),
-        *((ASKED, moment, False, "others") for moment in MOMENTS[:3]),
-        (ASKED, "sent", False, None),
-        *((SIGN, moment, True, None) for moment in MOMENTS[:3]),
-        (SIGN, "sent", True, "all"),
-        (SIGN, "sent", False, "all"),
-        (OPEN, "sent", True, "all"),
-        (OPEN, "asked", False, "all"),
-    ],
-)
+@pytest.mark.parametrize(("action", "moment", "returns", "total"), KILLED)
 def test_a_killed_site_leaves_the_total_of_the_others_or_a_clear_failure(
     action, moment, returns, total, totals, compose_config, tmp_path, monkeypatch
 ):

@@ -52,16 +52,14 @@ def test_auto_is_bfloat16_where_the_network_is_large_enough_and_the_processor_ha
     assert content(trained("auto", least=10**9)) == single
 
 
-@pytest.mark.parametrize(
-    ("alike", "as_well", "other"),
-    [
-        (["training.precision=auto"], ["training.precision=bfloat16"], []),
-        (["dataset.flip=true", "retrain.unaugmented=0.5"], [], ["dataset.flip=true"]),
-    ],
-)
-def test_what_a_client_trains_for_itself_is_trained_as_in_the_last_round(
-    alike, as_well, other, trained
-):
+ALIKE = [
+    (["training.precision=auto"], ["training.precision=bfloat16"], []),
+    (["dataset.flip=true", "retrain.unaugmented=0.5"], [], ["dataset.flip=true"]),
+]
+
+
+@pytest.mark.parametrize(("alike", "as_well", "other"), ALIKE)
+def test_what_a_client_trains_for_itself_is_as_the_last_round(alike, as_well, other, trained):
     tested = ["stages=[retrain,evaluate,export]", "evaluation.personalised=true"]
     runs = [trained("float32", *tested, *more) for more in (alike, as_well, other)]
     first, same, differs = (read_run(r.folder).last("evaluated")["personalised"] for r in runs)
@@ -204,9 +202,8 @@ def test_calibrate_tells_what_the_run_takes(private, compose_config):
 # --- the rate by which noise moves every weight as far as it is to
 
 
-RELEASE = PlannedRelease(
-    "retrain", "train.weights", "weights", ("train", "validation"), 0.125, 200, 0.1, 1.5
-)
+BOTH = ("train", "validation")
+RELEASE = PlannedRelease("retrain", "train.weights", "weights", BOTH, 0.125, 200, 0.1, 1.5)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

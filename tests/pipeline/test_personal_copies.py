@@ -42,9 +42,8 @@ def test_shrunken_gains_are_those_of_the_equations(records):
     scale = sum(weights) - sum(w**2 for w in weights) / sum(weights)
     between = max(0, (q - len(own) + 1) / scale) if len(own) > 1 else 0
     common = mean([1 / (1 / w + between) for w in weights])
-    expected = [
-        (between * m + common / w) / (between + 1 / w) for w, m in zip(weights, own, strict=True)
-    ]
+    pairs = zip(weights, own, strict=True)
+    expected = [(between * m + common / w) / (between + 1 / w) for w, m in pairs]
     found = shrunken(told(records))
     assert list(found) == list(range(len(records)))
     assert list(found.values()) == pytest.approx(expected, abs=1e-6)

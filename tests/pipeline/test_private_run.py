@@ -30,7 +30,6 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline import beginning
 from fednas_flwr.pipeline.beginning import commit, make_cohort
-from fednas_flwr.pipeline.schedule import make_schedules
 from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
@@ -49,17 +48,13 @@ from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
-from ..booked import booked
+from ..booked import booked, promised_steps
 from ..conftest import sound
 from ..finished_runs import Told, named
+from ..policies import policy_of
 from ..refusals import refuses
 from ..rows import seldom
-
-
-def make_schedule(*args, **settings):
-    """The releases of a client that is asked in every round."""
-    return make_schedules(*args, **settings)[0]
-
+from .test_schedule import make_schedule
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
 DP = [
@@ -113,23 +108,9 @@ def reopened():
 
 def write_policy(sites, client, **changes):
     """Write a simulated site's policy before its first run."""
-    section = {
-        "epsilon": 1000.0,
-        "delta": 1e-5,
-        "least_noise_multiplier": 0.1,
-        "largest_grad_norm": 1.0,
-        "largest_steps": 1000,
-        "actions": list(PRIVATE_ACTIONS),
-        "unit": "record",
-        "records": 40,
-        "fractions": {"train": 0.5, "validation": 0.4, "test": 0.1},
-        "threads": 1,
-        "micro_batch_size": 8,
-        "secure_noise": True,
-        "test_seed": False,
-        "approve": "automatic",
-        **changes,
-    }
+    own = {"epsilon": 1000.0, "least_noise_multiplier": 0.1, "largest_steps": 1000, "records": 40}
+    own |= {"fractions": {"train": 0.5, "validation": 0.4, "test": 0.1}}
+    section = policy_of(**own | {"actions": list(PRIVATE_ACTIONS)} | changes)
     path = sites / f"client-{client}" / "policy.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump({"data_sets": {"records": section}}))
@@ -159,10 +140,7 @@ def test_a_whole_run_books_every_step_of_its_schedule_and_no_other(whole):
             "validation": 2 + 2 + 2 * 3,  # alphas, metrics of every round, retraining
             "test": 1,
         }
-        promised = {
-            (i["stage"], f"{i['action']}:{i['kind']}", tuple(i["splits"])): i["steps"]
-            for i in whole.the("privacy")["schedule"]
-        }
+        promised = promised_steps(whole.the("privacy"))
         keys = [(row.stage, row.action, row.splits) for row in rows]
         assert [row.committed_steps for row in rows] == [promised[key] for key in keys]
         assert Counter(keys) == promised  # retraining has reached its last step
@@ -222,17 +200,13 @@ def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, sta
 # --- DP-FNAS
 
 
-@pytest.mark.parametrize(
-    ("local_steps", "fused", "clients"),
-    [(1, False, 1), (2, True, 3), seldom(1, True, 1), seldom(2, False, 3)],
-)
+SEARCHES = [(1, False, 1), (2, True, 3), seldom(1, True, 1), seldom(2, False, 3)]
+
+
+@pytest.mark.parametrize(("local_steps", "fused", "clients"), SEARCHES)
 def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fused, clients):
-    run = start(
-        *SEARCH,
-        f"algorithm.local_steps={local_steps}",
-        f"algorithm.fused={str(fused).lower()}",
-        f"clients={clients}",
-    )
+    own = (f"algorithm.local_steps={local_steps}", f"algorithm.fused={str(fused).lower()}")
+    run = start(*SEARCH, *own, f"clients={clients}")
     event = run.the("privacy")
     whole_search = [{"stage": "search", "rounds": 2, "of": 2}]
     assert [client["covers"] for client in event["clients"]] == [whole_search] * clients
@@ -308,9 +282,7 @@ def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tm
         assert after == 0
 
 
-def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optimisers(
-    compose_config, federate, monkeypatch, tmp_path
-):
+def test_one_round_is_the_loop_of_single_records(compose_config, federate, monkeypatch, tmp_path):
     """DP-FNAS, Eq. 3 and 4 and Alg. 1, in float64, at p = 1 and without the noise."""
     monkeypatch.setattr(release_guard, "add_noise", lambda total, generator, **terms: total)
     norms = {"weights": 0.8, "alphas": 0.01}
@@ -332,14 +304,9 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
     strategy.load_into(plain)
     plain.double().train()
     strategy.start(fed.grid, num_rounds=1)
-    parameters = {
-        "weights": list(plain.weights().values()),
-        "alphas": list(plain.alphas().values()),
-    }
-    optimizers = {
-        "weights": make_sgd(parameters["weights"], config.algorithm.weights),
-        "alphas": make_adam(parameters["alphas"], config.algorithm.alphas),
-    }
+    parameters = {state: list(getattr(plain, state)().values()) for state in norms}
+    optimizers = {"weights": make_sgd(parameters["weights"], config.algorithm.weights)}
+    optimizers["alphas"] = make_adam(parameters["alphas"], config.algorithm.alphas)
     for state, name in (("weights", "train"), ("alphas", "validation")):
         total, clipped = [torch.zeros_like(p) for p in parameters[state]], 0
         for client in fed.clients:
@@ -347,8 +314,8 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
             for row in range(len(split)):
                 x, y = split.batch(torch.tensor([row]), "cpu")
                 loss = functional.cross_entropy(plain(x.double()), y)
-                gradients = torch.autograd.grad(loss, parameters[state], allow_unused=True)
-                gradients = [torch.zeros(()) if g is None else g for g in gradients]
+                unused = {"allow_unused": True, "materialize_grads": True}
+                gradients = torch.autograd.grad(loss, parameters[state], **unused)
                 norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item()
                 clipped += norm > norms[state]
                 scale = min(1.0, norms[state] / norm)
@@ -370,13 +337,8 @@ def test_one_round_equals_clipped_batch_size_one_gradients_and_the_servers_optim
 
 def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, tmp_path):
     write_policy(tmp_path, 0, epsilon=10.0)
-    run = start(
-        *SEARCH,
-        "rounds=3",
-        "privacy.alphas.noise_multiplier=0.6",
-        "runtime.quorum=0.5",
-        f"privacy.sites={tmp_path}",
-    )
+    own = ("rounds=3", "privacy.alphas.noise_multiplier=0.6", "runtime.quorum=0.5")
+    run = start(*SEARCH, *own, f"privacy.sites={tmp_path}")
     left = run.the("client_left")
     assert left["client"] == 0
     assert "the budget is 10" in left["reason"]
@@ -410,24 +372,20 @@ def test_what_a_policy_refuses_is_told_and_a_quorum_goes_on(start, tmp_path, quo
 EPSILON = {name: {"train": 1.0, "validation": 1.0} for name in ("prv", "rdp", "gdp")}
 
 
-@pytest.mark.parametrize(
-    ("name", "malformed"),
-    [
-        ("covered_steps", {"search": -1}),  # all that is malformed: tests/server/test_reply_checks
-        ("epsilons", EPSILON | {"prv": {"train": 10**400, "validation": 1.0}}),
-        ("epsilons", {name: {} for name in EPSILON}),  # nothing of what is committed
-        ("epsilons", {name: {"train": 1.0} for name in EPSILON}),
-        ("epsilons", EPSILON | {"rdp": {"train": 1.0, "test": 1.0}}),
-    ],
-)
-def test_a_client_that_answers_nonsense_leaves(
-    compose_config, tmp_path, monkeypatch, name, malformed
-):
+NONSENSE = [
+    ("covered_steps", {"search": -1}),  # all that is malformed: tests/server/test_reply_checks
+    ("epsilons", EPSILON | {"prv": {"train": 10**400, "validation": 1.0}}),
+    ("epsilons", {name: {} for name in EPSILON}),  # nothing of what is committed
+    ("epsilons", {name: {"train": 1.0} for name in EPSILON}),
+    ("epsilons", EPSILON | {"rdp": {"train": 1.0, "test": 1.0}}),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong"), NONSENSE)
+def test_a_client_that_answers_nonsense_leaves(compose_config, tmp_path, monkeypatch, name, wrong):
     def told(guard, _):
         is_first = guard._ledger.path.is_relative_to(tmp_path / "client-0")
-        return (
-            {"covered_steps": {"search": 1}, "epsilons": EPSILON}[name] if is_first else malformed
-        )
+        return {"covered_steps": {"search": 1}, "epsilons": EPSILON}[name] if is_first else wrong
 
     monkeypatch.setattr(release_guard.ReleaseGuard, name, told)
     config = compose_config(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
@@ -462,9 +420,10 @@ def test_noise_is_not_calibrated_below_what_most_sites_accept(others, quorum, st
     assert all("least_noise_multiplier" in reason for _, reason in reasons)
 
 
-@pytest.mark.parametrize(
-    "fact", ["splits", "spent", seldom("budget"), seldom("secure_noise"), seldom("unit")]
-)
+FACTS = ["splits", "spent", seldom("budget"), seldom("secure_noise"), seldom("unit")]
+
+
+@pytest.mark.parametrize("fact", FACTS)
 def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, monkeypatch, fact):
     def describe(client, request, asked):
         reply = told(client, request, asked)
@@ -518,16 +477,11 @@ def site(compose_config, start, tmp_path, made_data):
             write_policy(folder, 0, **policy)
             dataset = {"name": "npz", "class_names": ["red", "green", "blue"]}
             (folder / "dataset.yaml").write_text(yaml.safe_dump(dataset))
-            context.node_config |= {
-                "policy": str(folder / "client-0" / "policy.yaml"),
-                "data-set": "records",
-                "ledger": str(folder / "ledger" / "rows"),
-                "ledger-key": str(folder / "key"),
-                "data-path": str(made_data),
-                "dataset": str(folder / "dataset.yaml"),
-                "cache": str(folder / "cache"),
-                "split-key": "ours",
-            }
+            own = {"policy": folder / "client-0" / "policy.yaml", "data-path": made_data}
+            own |= {"ledger": folder / "ledger" / "rows", "ledger-key": folder / "key"}
+            own |= {"dataset": folder / "dataset.yaml", "cache": folder / "cache"}
+            context.node_config |= {key: str(path) for key, path in own.items()}
+            context.node_config |= {"data-set": "records", "split-key": "ours"}
 
         def connected():
             cohort = make_cohort(config, run="run")
@@ -629,12 +583,8 @@ def write_site(folder, kind, wrong, alone):
         f"p{i},{a:.3f},{b:.3f},2020-01-{1 + i % 28:02},{'ns'[i % 2]},,{i % 2}"
         for i, (a, b) in enumerate(rng.normal(0, 1, (60 * (not alone), 2)))
     ]
-    rows = [
-        *WRONG_ROWS[kind == "csv" : 5] * wrong,
-        *rows,
-        *FAR_ROWS * (not alone),
-        *WRONG_ROWS[5:] * wrong,
-    ]
+    rows = [*WRONG_ROWS[kind == "csv" : 5] * wrong, *rows, *FAR_ROWS * (not alone)]
+    rows += WRONG_ROWS[5:] * wrong
     text = "\n".join(["patient,x,y,seen,ward,note,ill", *rows])
     (folder / "site.csv").write_text(text + "\n")
     own = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": ["x", "y"]}
@@ -643,14 +593,11 @@ def write_site(folder, kind, wrong, alone):
     return folder / "site.csv", own | {"id_column": None if kind == "csv" else "patient"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "alone"),
-    [
-        *(("csv", False), ("persons", True), ("npz", True), ("image_folder", False)),
-        *(seldom("csv", True), seldom("persons", False)),
-        *(seldom("npz", False), seldom("image_folder", True)),
-    ],
-)
+UNREADABLE = [("csv", False), ("persons", True), ("npz", True), ("image_folder", False)]
+UNREADABLE += [seldom(kind, not alone) for kind, alone in UNREADABLE]
+
+
+@pytest.mark.parametrize(("kind", "alone"), UNREADABLE)
 def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys, kind, alone):
     """Nor do they where no other is left (``alone``); the site's log tells how many they are."""
     sizes = [f"search_space.{size}" for size in SIZES]
@@ -734,9 +681,8 @@ def test_errors_keep_their_text_at_the_site(start, site, monkeypatch, tmp_path, 
 
 
 DATA_SET = "records"
-PLANNED = PlannedRelease(
-    "search", "train.weight_gradient", "weights", ("train",), 8, 2, 1.0, noise_multiplier=1.0
-)
+TERMS = {"batch_size": 8, "steps": 2, "max_grad_norm": 1.0, "noise_multiplier": 1.0}
+PLANNED = PlannedRelease("search", "train.weight_gradient", "weights", ("train",), **TERMS)
 OF_SITE = smallest(DATA_SET)
 ASKED = OF_SITE["train.weight_gradient"]
 NORMED = {"name": "mobilenet_v2"}

@@ -62,9 +62,8 @@ with occupied(Path(sys.argv[1])):
 
 
 def test_a_folder_has_one_process_at_a_time_and_is_free_after_a_kill(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=-1, stdout=-1, text=True
-    ) as holder:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match="is going on in another process"):

@@ -56,21 +56,20 @@ def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whol
     assert len({tuple(clients) for clients in asked.values()}) > 3
     for event in whole.named("round"):
         assert sorted(map(int, event["clients"])) == event["asked"]
-        assert event["exchanges"] == (2 if event["stage"] == "search" else 1) + (
-            event["stage"] == "search" and event["round"] == 4  # the supernet is evaluated
-        )
+        last = (event["stage"], event["round"]) == ("search", 4)  # the supernet is evaluated
+        assert event["exchanges"] == 1 + (event["stage"] == "search") + last
     tested = whole.the("evaluated")
     assert len(tested["clients"]) <= 2
 
 
+SEARCHES = [
+    algorithm if algorithm in ("feathers", "dpnas") else seldom(algorithm)
+    for algorithm in sorted({*SETTINGS} - {"vanilla_nas"})
+]
+
+
 @pytest.mark.usefixtures("one_cell")
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        algorithm if algorithm in ("feathers", "dpnas") else seldom(algorithm)
-        for algorithm in sorted({*SETTINGS} - {"vanilla_nas"})
-    ],
-)
+@pytest.mark.parametrize("algorithm", SEARCHES)
 def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, federate):
     own = (f"algorithm={algorithm}", "clients=4", "sampling.per_round=2")
     config = compose_config(*own, *SETTINGS[algorithm])
@@ -112,22 +111,19 @@ FEDAVG = "algorithm=fedavg algorithm.network=linear"
 DP_FNAS = "algorithm=dp_fnas privacy=dp"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "stage", "sizes"),
-    [
-        (FEDAVG, "retrain", [13, 26, 39, 52]),
-        (f"{FEDAVG} retrain.evaluate_every=1", "retrain", [10, 20, 30, 40]),
-        (
-            f"{FEDAVG} retrain.exchange=gradients retrain.batch_size=20",
-            "retrain",
-            [13, 20, 20, 20],  # what a batch can hold
-        ),
-        ("algorithm=fedex algorithm.network=linear", "retrain", [10, 20, 30, 40]),
-        (f"{DP_FNAS} algorithm.batch_size=15", "search", [10, 15, 15, 15]),
-        (f"{DP_FNAS} privacy.rate=0.5", "search", [10, 20, 30, 40]),  # a share of all
-        (f"{DP_FNAS} privacy.rate=1", "search", [10, 20, 30, 40]),
-    ],
-)
+BY_GRADIENTS = f"{FEDAVG} retrain.exchange=gradients retrain.batch_size=20"
+WEIGHTS = [
+    (FEDAVG, "retrain", [13, 26, 39, 52]),
+    (f"{FEDAVG} retrain.evaluate_every=1", "retrain", [10, 20, 30, 40]),
+    (BY_GRADIENTS, "retrain", [13, 20, 20, 20]),  # what a batch can hold
+    ("algorithm=fedex algorithm.network=linear", "retrain", [10, 20, 30, 40]),
+    (f"{DP_FNAS} algorithm.batch_size=15", "search", [10, 15, 15, 15]),
+    (f"{DP_FNAS} privacy.rate=0.5", "search", [10, 20, 30, 40]),  # a share of all
+    (f"{DP_FNAS} privacy.rate=1", "search", [10, 20, 30, 40]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "stage", "sizes"), WEIGHTS)
 def test_a_clients_size_is_the_weight_of_its_reply(overrides, stage, sizes, compose_config):
     records = [{"train": 10 * c, "validation": 3 * c, "test": 7} for c in range(1, 5)]
     config = compose_config(overrides, "clients=4", "sampling.per_round=2")
@@ -136,9 +132,8 @@ def test_a_clients_size_is_the_weight_of_its_reply(overrides, stage, sizes, comp
 
 @pytest.mark.parametrize("by", SAMPLINGS)
 def test_a_round_is_the_average_with_the_weights_of_its_draw(by, compose_config, federate):
-    fed, splits = retraining(
-        compose_config, federate, "sampling.per_round=3", f"sampling.by={by}", "retrain.rounds=1"
-    )
+    own = ("sampling.per_round=3", f"sampling.by={by}", "retrain.rounds=1")
+    fed, splits = retraining(compose_config, federate, *own)
     participants = fed.cohort.sampling.participants("retrain", 1)
     alone = {}
     for client in participants.clients:
@@ -193,6 +188,10 @@ def books(run, client):
         return booked(sites, client), ledger.committed(name)
 
 
+def noise_of(event):
+    return {(p["stage"], p["kind"]): p["noise_multiplier"] for p in event["schedule"]}
+
+
 def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
     told = private.the("privacy")
     sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
@@ -201,21 +200,17 @@ def test_a_client_commits_to_its_turns_and_books_those_that_come(private):
     assert [client["client"] for client in told["clients"]] == list(range(6))
     for client in told["clients"]:
         number = client["client"]
-        may = Counter(
-            stage
-            for stage, rounds in (("search", 4), ("retrain", 3), ("evaluate", 1))
-            for r in range(1, rounds + 1)
-            if number in sampling.participants(stage, r).candidates
-        )
+        stages = {"search": range(1, 5), "retrain": range(1, 4), "evaluate": [1]}
+        turns = [(stage, number_of) for stage, numbers in stages.items() for number_of in numbers]
+        may = Counter(s for s, r in turns if number in sampling.participants(s, r).candidates)
         assert client["turns"] == may
         entries, text = books(private, number)
         steps = {(p["stage"], p["kind"]): p["steps"] for p in json.loads(text)["releases"]}
         expected = {("search", "weights"): may["search"], ("search", "alphas"): may["search"]}
         expected |= {("retrain", "weights"): 3 * may["retrain"]}
         expected |= {("evaluate", "metrics"): may["evaluate"]}
-        assert {place: n for place, n in steps.items() if place != ("search", "metrics")} == {
-            place: n for place, n in expected.items() if n
-        }
+        steps.pop(("search", "metrics"), None)
+        assert steps == {place: n for place, n in expected.items() if n}
         turns = Counter(stage for (stage, _), clients in asked.items() if number in clients)
         taken = Counter((entry.stage, entry.action) for entry in entries)
         assert taken["search", "train.weight_gradient:weights"] == turns["search"]
@@ -232,33 +227,24 @@ def test_a_resumed_run_commits_to_the_turns_left(private, run_inline, tmp_path):
     sampling = make_sampling(private.config, [client["records"] for client in told["clients"]])
     for client in told["clients"]:
         number = client["client"]
-        left = {
-            stage
-            for stage, r in (("retrain", 3), ("evaluate", 1))
-            if number in sampling.participants(stage, r).candidates
-        }
+        places = (("retrain", 3), ("evaluate", 1))
+        left = {s for s, r in places if number in sampling.participants(s, r).candidates}
         assert {stage for stage, turns in client["turns"].items() if turns} == left
-    before, after = (
-        {(p["stage"], p["kind"]): p["noise_multiplier"] for p in event["schedule"]}
-        for event in (private.named("privacy")[0], told)
-    )
+    before, after = (noise_of(event) for event in (private.named("privacy")[0], told))
     assert after.items() <= before.items()
 
 
 def test_a_client_pays_for_its_own_turns_with_the_noise_of_all(private):
     told = private.the("privacy")
-    noise = {(p["stage"], p["kind"]): p["noise_multiplier"] for p in told["schedule"]}
+    noise = noise_of(told)
     epsilons = {}
     for client in told["clients"]:
         turns, records = client["turns"], client["records"]
         both = records["train"] + records["validation"]
         steps = {"search": turns.get("search", 0), "retrain": 3 * turns.get("retrain", 0)}
         sizes = {"search": records["train"], "retrain": both}
-        parts = [
-            Release(noise[stage, "weights"], min(1, 8 / sizes[stage]), number)
-            for stage, number in steps.items()
-            if number
-        ]
+        taken = [(stage, number) for stage, number in steps.items() if number]
+        parts = [Release(noise[s, "weights"], min(1, 8 / sizes[s]), n) for s, n in taken]
         expected = rdp_epsilon(parts, client["budget"]["delta"]) if parts else 0.0
         assert client["epsilon"]["rdp"].get("train", 0.0) == pytest.approx(expected, rel=1e-6)
         epsilons[sum(turns.values())] = client["epsilon"]["rdp"].get("train", 0.0)

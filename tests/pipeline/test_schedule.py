@@ -71,34 +71,24 @@ ON_PATHS = ("search", "train.search", "weights", "train")
 TESTED = {("evaluate", "evaluate.model", "metrics", "test"): 1}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "done", "expected"),
-    [
-        ([], {}, SEARCH | RETRAIN),
-        (["algorithm.fused=true", "algorithm.local_steps=3"], {}, FUSED | RETRAIN),
-        ([METRICS], {}, SEARCH | {MEASURED: 1} | RETRAIN | TESTED),
-        ([METRICS, "algorithm.evaluate_every=4"], {}, SEARCH | {MEASURED: 2} | RETRAIN | TESTED),
-        (
-            [METRICS, "stages=[search,retrain]", "algorithm.evaluate_every=2"],
-            {"search": 4},
-            dict.fromkeys(SEARCH, 2) | {MEASURED: 1} | RETRAIN,
-        ),
-        ([], {"search": 6, "retrain": 3}, {RETRAINED: 8}),
-        (["stages=[search]"], {}, SEARCH),
-        (["algorithm=fedavg", "algorithm.network=plain_cnn"], {}, RETRAIN),
-        (WARM, {}, {ON_PATHS: 6}),
-        (
-            ["stages=[search]", "algorithm.warm_up_rounds=4"],
-            {},
-            {key: 2 if "alphas" in key else 6 for key in SEARCH},
-        ),
-        (
-            [*WARM, "algorithm.warm_up_rounds=4"],
-            {},
-            {ON_PATHS: 6, ("search", "train.search", "alphas", "validation"): 2},
-        ),
-    ],
-)
+HALFWAY = [METRICS, "stages=[search,retrain]", "algorithm.evaluate_every=2"]
+BRIEF = "algorithm.warm_up_rounds=4"
+STEPS_LEFT = [
+    ([], {}, SEARCH | RETRAIN),
+    (["algorithm.fused=true", "algorithm.local_steps=3"], {}, FUSED | RETRAIN),
+    ([METRICS], {}, SEARCH | {MEASURED: 1} | RETRAIN | TESTED),
+    ([METRICS, "algorithm.evaluate_every=4"], {}, SEARCH | {MEASURED: 2} | RETRAIN | TESTED),
+    (HALFWAY, {"search": 4}, dict.fromkeys(SEARCH, 2) | {MEASURED: 1} | RETRAIN),
+    ([], {"search": 6, "retrain": 3}, {RETRAINED: 8}),
+    (["stages=[search]"], {}, SEARCH),
+    (["algorithm=fedavg", "algorithm.network=plain_cnn"], {}, RETRAIN),
+    (WARM, {}, {ON_PATHS: 6}),
+    (["stages=[search]", BRIEF], {}, {key: 2 if "alphas" in key else 6 for key in SEARCH}),
+    ([*WARM, BRIEF], {}, {ON_PATHS: 6, ("search", "train.search", "alphas", "validation"): 2}),
+]
+
+
+@pytest.mark.parametrize(("overrides", "done", "expected"), STEPS_LEFT)
 def test_as_many_steps_as_the_rounds_still_to_do_take(compose_config, overrides, done, expected):
     steps = steps_of_releases(compose_config(*DP_FNAS, GIVEN, *overrides), done)
     assert steps == expected
@@ -110,21 +100,19 @@ def test_as_many_steps_as_the_rounds_still_to_do_take(compose_config, overrides,
 def test_noise_is_shared_in_single_steps_alone(compose_config, steps):
     own = ("secure_sum=true", "clients=4", f"algorithm.local_steps={steps}", "stages=[search]")
     schedule = make_schedule(compose_config(*DP_FNAS, GIVEN, *own), RECORDS * 2, done={})
-    assert {(p.kind, p.shared) for p in schedule} == {
-        ("weights", steps == 1),
-        ("alphas", steps == 1),
-    }
+    shared = {(p.kind, p.shared) for p in schedule}
+    assert shared == {("weights", steps == 1), ("alphas", steps == 1)}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "batch"),
-    [
-        (["privacy.rate=0.125"], 500.0),
-        (["privacy.rate=1"], 4000.0),
-        (["privacy.rate=null", "algorithm.batch_size=20"], 20.0),
-        (["privacy.rate=null", "algorithm.batch_size=null"], 4000.0),
-    ],
-)
+BATCHES = [
+    (["privacy.rate=0.125"], 500.0),
+    (["privacy.rate=1"], 4000.0),
+    (["privacy.rate=null", "algorithm.batch_size=20"], 20.0),
+    (["privacy.rate=null", "algorithm.batch_size=null"], 4000.0),
+]
+
+
+@pytest.mark.parametrize(("overrides", "batch"), BATCHES)
 def test_a_searchs_batch_is_a_share_of_the_records_or_a_number(compose_config, overrides, batch):
     schedule = make_schedule(compose_config(*DP_FNAS, GIVEN, *overrides), RECORDS, done={})
     (weights,) = (p for p in schedule if (p.stage, p.kind) == ("search", "weights"))
@@ -155,11 +143,9 @@ def test_retraining_gets_the_least_noise_with_which_every_split_keeps_the_target
 
 def test_a_resumed_run_retrains_with_the_noise_that_it_began_with(compose_config):
     config = compose_config(*DP_FNAS)
-    sigmas = [
-        make_schedule(config, RECORDS[:1], done=done)[-1].noise_multiplier
-        for done in ({}, {"search": 6, "retrain": 4})
-    ]
-    assert len(set(sigmas)) == 1
+    times = ({}, {"search": 6, "retrain": 4})
+    last = [make_schedule(config, RECORDS[:1], done=done)[-1] for done in times]
+    assert last[0].noise_multiplier == last[1].noise_multiplier
     given = compose_config(*DP_FNAS, GIVEN)
     assert make_schedule(given, RECORDS, done={})[-1].noise_multiplier == 3.5
 
@@ -225,14 +211,14 @@ FEATHERS = [
 TRIALS = 3  # round(1.5 ln 8)
 
 
-@pytest.mark.parametrize(
-    ("done", "rounds", "phases"),
-    [
-        ({}, (5, 4), (3, 2)),
-        ({"search": 2, "retrain": 3}, (3, 1), (2, 0)),
-        (None, (6, 5), (4, 3)),  # calibration: an interrupted one to spare
-    ],
-)
+TRIALS_LEFT = [
+    ({}, (5, 4), (3, 2)),
+    ({"search": 2, "retrain": 3}, (3, 1), (2, 0)),
+    (None, (6, 5), (4, 3)),  # calibration: an interrupted one to spare
+]
+
+
+@pytest.mark.parametrize(("done", "rounds", "phases"), TRIALS_LEFT)
 def test_every_step_of_trials_of_feathers_is_committed_to(compose_config, done, rounds, phases):
     noises = [f"privacy.{k}.noise_multiplier=2" for k in ("weights", "alphas", "rewards")]
     config = compose_config(*FEATHERS, *noises, GIVEN)
@@ -269,21 +255,18 @@ def test_a_search_shares_the_target_between_rewards_and_the_rest(compose_config,
     assert algorithm == "dpnas" or 0.98 * 4 < min(costs)
 
 
-@pytest.mark.parametrize(
-    ("given", "key"),
-    [
-        (["privacy.epsilon=.001", "stages=[retrain]", "genotype=a.json"], "privacy.epsilon=0.001"),
-        (["privacy.retrain.epsilon=.001"], "privacy.retrain.epsilon=0.001"),
-        (
-            ["privacy.weights.noise_multiplier=null", "privacy.weights.epsilon=.002"],
-            "privacy.weights.epsilon=0.002",
-        ),
-    ],
-)
+TOO_LITTLE = [
+    (["privacy.epsilon=.001", "stages=[retrain]", "genotype=a.json"], "privacy.epsilon=0.001"),
+    (["privacy.retrain.epsilon=.001"], "privacy.retrain.epsilon=0.001"),
+    ([NULL[0], "privacy.weights.epsilon=.002"], "privacy.weights.epsilon=0.002"),
+]
+
+
+@pytest.mark.parametrize(("given", "key"), TOO_LITTLE)
 def test_an_epsilon_that_no_noise_keeps_is_refused_by_its_setting(compose_config, given, key):
     config = compose_config(*DP_FNAS, "privacy.delta=1e-300", *given)
-    with pytest.raises(ConfigError, match=f"^{key}: no noise keeps .* raise {key.split('=')[0]}"):
-        make_schedule(config, RECORDS, done={})
+    words = f"^{key}: no noise keeps .* raise {key.split('=')[0]}"
+    refuses(words, make_schedule, config, RECORDS, done={})
 
 
 # What the four arms of experiment=feathers/fraud_private earned in the first phase of a run at
@@ -329,19 +312,17 @@ DPNAS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("done", "steps", "measured", "retrained"),
-    [
-        ({}, 36, 5, 20),  # 4 of 6 rounds teach, the last one also chooses
-        ({"search": 1}, 30, 5, 20),
-        ({"search": 5, "retrain": 2}, 6, 2, 10),
-        ({"search": 6}, 0, 0, 20),
-        (None, 42, 7, 25),  # to spare: a round that teaches and chooses
-    ],
-)
-def test_every_step_on_a_candidate_and_every_vector_of_rewards_is_committed_to(
-    compose_config, done, steps, measured, retrained
-):
+ROUNDS_DONE = [
+    ({}, 36, 5, 20),  # 4 of 6 rounds teach, the last one also chooses
+    ({"search": 1}, 30, 5, 20),
+    ({"search": 5, "retrain": 2}, 6, 2, 10),
+    ({"search": 6}, 0, 0, 20),
+    (None, 42, 7, 25),  # to spare: a round that teaches and chooses
+]
+
+
+@pytest.mark.parametrize(("done", "steps", "measured", "retrained"), ROUNDS_DONE)
+def test_steps_and_rewards_are_committed_to(compose_config, done, steps, measured, retrained):
     config = compose_config(*DPNAS, GIVEN, "privacy.rewards.noise_multiplier=20")
     found = steps_of_releases(config, done)
     expected = {
@@ -382,10 +363,8 @@ def test_counts_of_few_records_cost_a_quarter_of_epsilon_at_most(compose_config)
     records = [{"train": 100, "validation": 20, "test": 0}] * 2
     release = counts_of(config, records)
     assert 1.9 < filter_epsilon([release.release(records[0])], 1e-5) <= 2
-    assert (
-        counts_of(config, [{"train": 10**6, "validation": 10**5, "test": 0}] * 2).noise_multiplier
-        > 500
-    )
+    many = [{"train": 10**6, "validation": 10**5, "test": 0}] * 2
+    assert counts_of(config, many).noise_multiplier > 500
 
 
 def test_no_counts_are_planned_for_baselines_units_of_clients_or_other_classes(compose_config):

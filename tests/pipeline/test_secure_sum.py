@@ -73,18 +73,15 @@ def weights(folder):
     return load_file(folder / "checkpoints" / "retrain-000001.safetensors")
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algorithm=fed_darts", "training.momentum=averaged"),
-        ("algorithm=fnas", "algorithm.evaluate_every=1", "retrain.exchange=gradients"),
-        pytest.param(
-            ("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow
-        ),
-        seldom(("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch")),
-    ],
-    ids=lambda overrides: overrides[0],
-)
+ALIKE = [
+    ("algorithm=fed_darts", "training.momentum=averaged"),
+    ("algorithm=fnas", "algorithm.evaluate_every=1", "retrain.exchange=gradients"),
+    pytest.param(("algorithm=feathers", "algorithm.num_configurations=3"), marks=pytest.mark.slow),
+    seldom(("algorithm=random_search", "search_space.norm=batch", "retrain.norm=batch")),
+]
+
+
+@pytest.mark.parametrize("overrides", ALIKE, ids=lambda overrides: overrides[0])
 def test_runs_by_secure_sums_are_those_without(overrides, run):
     plain = (*SHORT, "clients=4", "partition=quantity", "runtime.largest_share=1", *overrides)
     runs = run(*plain), run(*(o for o in plain if o != "clients=4"), *SUMS)
@@ -203,20 +200,21 @@ def test_the_total_of_survivors_is_theirs_alone(run):
         torch.testing.assert_close(tensor, summed[name], rtol=1e-4, atol=1e-6)
 
 
+def one_after_the_other(action, client, number):
+    return (action, client) in {("train.search", 0), ("query.open_masks", 1)}
+
+
+FAILING_SUMS = [
+    (lost_at("query.sign_survivors", {3}), "not signed the list of survivors (client 3)"),
+    (lost_at("query.open_masks", {0, 1, 2}), "with 1 of 4 survivors' openings"),
+    (lost_at("query.open_masks", {0, 1, 2, 3}), "with 0 of 4 survivors' openings"),
+    (lost_at("train.search", {0, 1}), "rule secure_sum: survivors=[2, 3], not 3 or more"),
+    (one_after_the_other, "site 1 has dropped out after site 0"),
+]
+
+
 @pytest.mark.run
-@pytest.mark.parametrize(
-    ("lost", "said"),
-    [
-        (lost_at("query.sign_survivors", {3}), "not signed the list of survivors (client 3)"),
-        (lost_at("query.open_masks", {0, 1, 2}), "with 1 of 4 survivors' openings"),
-        (lost_at("query.open_masks", {0, 1, 2, 3}), "with 0 of 4 survivors' openings"),
-        (lost_at("train.search", {0, 1}), "rule secure_sum: survivors=[2, 3], not 3 or more"),
-        (
-            lambda v, c, _: (v, c) in {("train.search", 0), ("query.open_masks", 1)},
-            "site 1 has dropped out after site 0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("lost", "said"), FAILING_SUMS)
 def test_sums_that_fail_say_so_and_leave_no_trace(lost, said, run):
     ran = run(*SHORT, *SUMS, "algorithm=fed_darts", "stages=[search]", lost=lost, fails=True)
     assert said in str(ran.error) + " ".join(e["reason"] for e in ran.failed)
@@ -242,10 +240,9 @@ def damaged(change, action):
 def other_masks(content, kept):
     """Masked vectors of a peer whose masks are not those agreed on."""
     rng = np.random.default_rng(0)
-    vectors = {
-        dtype: Array(rng.integers(-(2**62), 2**62, array.numpy().size).astype(dtype))
-        for dtype, array in content["state.masked"].items()
-    }
+    vectors = {}
+    for dtype, array in content["state.masked"].items():
+        vectors[dtype] = Array(rng.integers(-(2**62), 2**62, array.numpy().size).astype(dtype))
     return RecordDict({**content, "state.masked": ArrayRecord(vectors)})
 
 
@@ -265,16 +262,17 @@ def telling(**properties):
     return change
 
 
+DAMAGES = [
+    (other_masks, "the total of 4 sites is beyond 4 times their range"),
+    (shorter, "masked vectors of"),
+    (telling(context="ab" * 32), "answered another request than the clients before it"),
+    (lambda content, kept: kept[0], None),
+]
+
+
 @pytest.mark.run
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (other_masks, "the total of 4 sites is beyond 4 times their range"),
-        (shorter, "masked vectors of"),
-        (telling(context="ab" * 32), "answered another request than the clients before it"),
-        (lambda content, kept: kept[0], None),
-    ],
-    ids=["other masks", "shorter", "another request", "replayed"],
+    ("change", "said"), DAMAGES, ids=["other masks", "shorter", "another request", "replayed"]
 )
 def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, run):
     rounds, fails = 1 if said else 2, change is other_masks
@@ -303,27 +301,22 @@ def test_a_run_that_was_killed_goes_on_with_new_masks(run):
     assert main(["run", f"resume={ran.folder}"]) == 0
     rounds = latest_rounds(read_events(ran.folder / "events.jsonl"), "search")
     assert [e["round"] for e in rounds] == [1, 2]
-    assert before.properties["context"] not in {
-        r.properties["context"] for v, _, r in records[:-8] if v == "train.search"
-    }
+    later = [r.properties["context"] for v, _, r in records[:-8] if v == "train.search"]
+    assert before.properties["context"] not in later
 
 
+MBCONV = "search_space=mbconv retrain=mbconv"
 REFUSED = [
-    ("aggregate=median", "set aggregate=mean"),
-    ("aggregate=trimmed_mean", "set aggregate=mean"),
+    *((f"aggregate={name}", "set aggregate=mean") for name in ("median", "trimmed_mean")),
     ("runtime.wire=int8", "set runtime.wire=float32"),
     ("evaluation.personalised=true", "leave it out"),
     ("clients=1001", "at most 1000"),
-    *(
-        (f"algorithm={name}", "asked different things")
-        for name in ("fedex", "fdnas search_space=mbconv retrain=mbconv")
-    ),
-    ("algorithm=cfdnas search_space=mbconv retrain=mbconv", "asked different things"),
+    *((f"algorithm={name} {MBCONV}", "asked different things") for name in ("fdnas", "cfdnas")),
+    ("algorithm=fedex", "asked different things"),
     ("algorithm=fnas algorithm.reduce=sum", "set algorithm.reduce=mean"),
     ("secure_sum.colluding=3", "raise clients to 5 or more, or lower secure_sum.colluding"),
     ("clients=2", "clients=2 and secure_sum.colluding=1: a sum must .* raise clients to 3 or"),
-    ("secure_sum.least_sites=9", "lower secure_sum.colluding"),
-    ("secure_sum.least_sites=2", "lower secure_sum.colluding"),
+    *((f"secure_sum.least_sites={least}", "lower secure_sum.colluding") for least in (2, 9)),
     ("runtime=deployment runtime.superlink=site", "set partition=sites privacy=dp"),
 ]
 

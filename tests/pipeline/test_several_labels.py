@@ -24,6 +24,7 @@ from ..finished_runs import looked_at
 from ..refusals import refuses, refuses_run
 
 NAMES = ("even", "large", "prime")
+SCORES = {"auroc": metrics.roc_auc_score, "average_precision": metrics.average_precision_score}
 LINEAR = (
     *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
     *("clients=2", "retrain.rounds=8", "retrain.weights.lr=0.05"),
@@ -80,6 +81,11 @@ def lists(folder):
     return (*own, "dataset.label_separator=';'", "evaluation.positive=prime")
 
 
+def named(has):
+    """Return the names of the labels that each record has."""
+    return [{n for n, own in zip(NAMES, row, strict=True) if own} for row in has]
+
+
 KINDS = {made.__name__: made for made in (images, columns, lists)}
 
 
@@ -103,23 +109,16 @@ def test_python_says_what_is_reported(finished):
     assert found.accuracy == pytest.approx(accuracy)
     assert finished.central["accuracy"] == pytest.approx(accuracy)
     assert accuracy > 0.6
-    assert [{*names} for names in found.labels] == [
-        {n for n, p in zip(NAMES, row, strict=True) if p >= 0.5} for row in shares
-    ]
-    assert [{*names} for names in found.truth or ()] == [
-        {n for n, has in zip(NAMES, row, strict=True) if has} for row in y
-    ]
+    assert [{*names} for names in found.labels] == named(shares >= 0.5)
+    assert [{*names} for names in found.truth or ()] == named(y == 1)
     of, kinds = (2, {}) if finished.kind == "lists" else (slice(None), {"average": "macro"})
-    expected = {
-        "f1": metrics.f1_score(y[:, of], shares[:, of] >= 0.5, **kinds),
-        "auroc": metrics.roc_auc_score(y[:, of], shares[:, of], **kinds),
-        "average_precision": metrics.average_precision_score(y[:, of], shares[:, of], **kinds),
-    }
+    expected = {"f1": metrics.f1_score(y[:, of], shares[:, of] >= 0.5, **kinds)}
+    for name, score in SCORES.items():
+        expected[name] = score(y[:, of], shares[:, of], **kinds)
     assert {name: finished.central[name] for name in expected} == pytest.approx(expected, abs=1e-3)
     for label, row in enumerate(finished.central["per_class"]):
-        assert row["auroc"] == pytest.approx(
-            metrics.roc_auc_score(y[:, label], shares[:, label]), abs=1e-3
-        )
+        auroc = metrics.roc_auc_score(y[:, label], shares[:, label])
+        assert row["auroc"] == pytest.approx(auroc, abs=1e-3)
         assert row["count"] == y[:, label].sum()
     assert (finished.central["sensitivity"] is not None) == (finished.kind == "lists")
     assert "confusion" not in finished.central
@@ -267,14 +266,10 @@ def test_predictions_are_in_the_targets_unit_as_are_their_scores(of_numbers):
     found = load(of_numbers.folder).predict(of_numbers.raw)
     assert found.truth == pytest.approx(truth)
     y = np.array(found.labels)
-    expected = {
-        "r2": metrics.r2_score(truth, y),
-        "rmse": metrics.root_mean_squared_error(truth, y),
-        "mae": metrics.mean_absolute_error(truth, y),
-    }
-    assert {name: of_numbers.central[name] for name in expected} == pytest.approx(
-        expected, rel=1e-4
-    )
+    expected = {"r2": metrics.r2_score(truth, y), "mae": metrics.mean_absolute_error(truth, y)}
+    expected["rmse"] = metrics.root_mean_squared_error(truth, y)
+    told = {name: of_numbers.central[name] for name in expected}
+    assert told == pytest.approx(expected, rel=1e-4)
     assert expected["r2"] > 0.6
     for name, value in expected.items():
         low, high = of_numbers.central["intervals"][name]
@@ -284,9 +279,8 @@ def test_predictions_are_in_the_targets_unit_as_are_their_scores(of_numbers):
     for simpler in ("linear", "trees"):
         assert of_numbers.evaluated[simpler]["r2"] > 0.6
         assert of_numbers.evaluated[simpler].keys() == expected.keys() | {"intervals", "resamples"}
-    assert [tuple(pair) for pair in of_numbers.central["pairs"]] == [
-        (pytest.approx(a), pytest.approx(b, rel=1e-3)) for a, b in zip(truth, y, strict=True)
-    ]
+    pairs = [(pytest.approx(a), pytest.approx(b, rel=1e-3)) for a, b in zip(truth, y, strict=True)]
+    assert [tuple(pair) for pair in of_numbers.central["pairs"]] == pairs
 
 
 def test_what_standardises_is_of_all_clients_or_public(of_numbers):
@@ -314,9 +308,8 @@ def test_onnxruntime_predicts_as_python_does(of_numbers):
 
 def test_the_command_writes_numbers_and_prints_scores(of_numbers, tmp_path, capsys):
     output = tmp_path / "found.csv"
-    assert (
-        main(["predict", str(of_numbers.folder), str(of_numbers.raw), "--output", str(output)]) == 0
-    )
+    given = [str(of_numbers.folder), str(of_numbers.raw), "--output", str(output)]
+    assert main(["predict", *given]) == 0
     printed = capsys.readouterr().out
     assert f"{of_numbers.central['rmse']:.4g}" in printed
     assert "accuracy" not in printed
@@ -354,15 +347,14 @@ def test_only_the_delivered_network_of_a_whole_run_has_the_importance_of_columns
     assert not any("importance" in one.scores("central") for one in record.baselines())
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("experiment=search/recommended_private", "privacy.metrics_noise_multiplier=5"),
-        ("algorithm=dp_fnas", "dataset.target_range=[0,5]"),
-        ("experiment=search/halving_private",),
-    ],
-    ids=["recommended", "dp_fnas", "halving"],
-)
+PRIVATELY = [
+    ("experiment=search/recommended_private", "privacy.metrics_noise_multiplier=5"),
+    ("algorithm=dp_fnas", "dataset.target_range=[0,5]"),
+    ("experiment=search/halving_private",),
+]
+
+
+@pytest.mark.parametrize("overrides", PRIVATELY, ids=["recommended", "dp_fnas", "halving"])
 def test_private_clients_learn_within_the_declared_range(overrides, finished_run, tmp_path):
     private = ("privacy=dp", "privacy.epsilon=8", "evaluation.baselines=0")
     given = (*halves(tmp_path), *RANGES, *TINY, *SMALL, *private)
@@ -413,24 +405,22 @@ def test_numbers_are_predicted_of_images(finished_run, tmp_path):
     assert metrics.r2_score(truth, found.labels) > 0.8
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algorithm=dpnas", *DP_CELLS),
-        ("algorithm=dpnas", *DP_CELLS, "privacy=dp", "privacy.epsilon=8"),
-        ("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
-        (
-            *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv_small"),
-            *("clients=4", "rounds=2", "algorithm.num_groups=2", "algorithm.group_rounds=1"),
-        ),
-        ("algorithm=fedex",),
-        ("algorithm=fedprox", "algorithm.network=resnet8_8"),
-        ("algorithm=random_search", "evaluation.personalised=true"),
-        ("experiment=search/recommended", "evaluation.metric=rmse"),
-        *((name,) for name in OF_TABLES[2:]),
-    ],
-    ids=lambda overrides: overrides[0].split("=")[1],
-)
+MBCONV = ("search_space=mbconv_small", "retrain=mbconv_small")
+IN_GROUPS = ("algorithm.num_groups=2", "algorithm.group_rounds=1")
+ALGORITHMS = [
+    ("algorithm=dpnas", *DP_CELLS),
+    ("algorithm=dpnas", *DP_CELLS, "privacy=dp", "privacy.epsilon=8"),
+    ("algorithm=fdnas", *MBCONV),
+    ("algorithm=cfdnas", *MBCONV, "clients=4", "rounds=2", *IN_GROUPS),
+    ("algorithm=fedex",),
+    ("algorithm=fedprox", "algorithm.network=resnet8_8"),
+    ("algorithm=random_search", "evaluation.personalised=true"),
+    ("experiment=search/recommended", "evaluation.metric=rmse"),
+    *((name,) for name in OF_TABLES[2:]),
+]
+
+
+@pytest.mark.parametrize("overrides", ALGORITHMS, ids=lambda overrides: overrides[0].split("=")[1])
 def test_all_algorithms_predict_numbers(overrides, finished_run, tmp_path):
     given = (*photographs(tmp_path)[1], "clients=2", "rounds=1", "retrain.rounds=1")
     if overrides[0] in OF_TABLES:
@@ -446,13 +436,12 @@ def test_all_algorithms_predict_numbers(overrides, finished_run, tmp_path):
         assert np.isfinite(load(folder).predict(tmp_path / "labels.csv").labels).all()
 
 
+OF_NUMBERS = "metric=r2 is for records with a number to predict, not of one class each"
 NUMERIC = "column ward of .* is numeric but"
 REFUSED_OF_NUMBERS = {
     "evaluation.positive=icu": "positive=icu is for records with classes, not with a number",
     "evaluation.metric=auroc": "metric=auroc is for records with classes, not with a",
-    "dataset.label=ward evaluation.metric=r2": (
-        "metric=r2 is for records with a number to predict, not of one class each"
-    ),
+    "dataset.label=ward evaluation.metric=r2": OF_NUMBERS,
     "dataset.label=ward training.loss=huber": "loss=huber is for records with a number",
     "dataset.label=ward dataset.task=regression": NUMERIC,
     "dataset.label=ward dataset.target_range=[0,1]": NUMERIC,
@@ -481,17 +470,16 @@ def test_whole_numbers_that_may_be_classes_are_asked_about(number, compose_confi
         assert torch.is_floating_point(make_data(config)[0].train.labels) == is_number
 
 
+DAYS = [
+    (np.arange(STAYS) % 10, False),
+    (np.arange(STAYS) % 4 / 2, False),
+    (np.arange(STAYS) % 400, True),
+    (np.arange(STAYS) % 30 / 10, True),
+]
+
+
 @pytest.mark.run
-@pytest.mark.parametrize(
-    ("days", "is_number"),
-    [
-        (np.arange(STAYS) % 10, False),
-        (np.arange(STAYS) % 4 / 2, False),
-        (np.arange(STAYS) % 400, True),
-        (np.arange(STAYS) % 30 / 10, True),
-    ],
-    ids=["few", "few halves", "many", "decimals"],
-)
+@pytest.mark.parametrize(("days", "is_number"), DAYS, ids=["few", "few halves", "many", "decimals"])
 def test_the_kind_of_the_label_tells_the_task(days, is_number, compose_config, tmp_path):
     given = halves(tmp_path, stays().assign(days=days))
     assert make_data(compose_config(*given, *LINEAR_OF_THREE))[0].train.is_regression == is_number

@@ -66,9 +66,10 @@ def test_what_is_trained_in_time_is_exported_and_can_go_on(run_inline, no_time, 
 TIMES = {"45s": 45, "30min": 1800, "2h": 7200, "1h30min": 5400, "1.5d": 129600}
 
 
-@pytest.mark.parametrize(
-    "text", ["30", "0s", "min", "1h30", "-1h", "1 h", "2hours", "infs", "1e3s"]
-)
+NO_TIMES = ["30", "0s", "min", "1h30", "-1h", "1 h", "2hours", "infs", "1e3s"]
+
+
+@pytest.mark.parametrize("text", NO_TIMES)
 def test_what_is_no_time_is_one_sentence(text):
     words = r"^runtime.time_limit=.* is out of range: expected a time with its unit: 45s, 30min"
     refuses(words, parse_config, compose_tree([f"runtime.time_limit='{text}'"]))

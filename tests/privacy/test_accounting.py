@@ -185,9 +185,8 @@ def test_every_release_counts_on_every_split_it_read():
     assert after["validation"] == rdp_epsilon([alphas, both], DELTA) > before["validation"]
     assert epsilon_per_split([], DELTA) == {}
     # A split named twice by one release is read once.
-    assert epsilon_per_split([(both, ["test", "test"])], DELTA, rdp_epsilon) == {
-        "test": rdp_epsilon([both], DELTA)
-    }
+    twice = epsilon_per_split([(both, ["test", "test"])], DELTA, rdp_epsilon)
+    assert twice == {"test": rdp_epsilon([both], DELTA)}
 
 
 def calibrated(target, accountant, *, sample_rate=0.02, steps=300):

@@ -134,13 +134,9 @@ def gradients_one_by_one(network, x, y, *, loss, parameters):
     records = []
     for i in range(len(x)):
         losses = loss(twin(x[i : i + 1].double()), y[i : i + 1])
-        gradients = torch.autograd.grad(losses.sum(), chosen, allow_unused=True)
-        records.append(
-            {
-                name: torch.zeros_like(parameter) if g is None else g
-                for name, parameter, g in zip(parameters, chosen, gradients, strict=True)
-            }
-        )
+        of_zeros = {"allow_unused": True, "materialize_grads": True}
+        gradients = torch.autograd.grad(losses.sum(), chosen, **of_zeros)
+        records.append(dict(zip(parameters, gradients, strict=True)))
     return records
 
 
@@ -151,10 +147,8 @@ def norm(gradient):
 def clipped_sum(records, max_norm, factors=None):
     factors = [1.0] * len(records) if factors is None else factors
     scales = [f * min(1.0, max_norm / norm(r)) for f, r in zip(factors, records, strict=True)]
-    return {
-        name: sum(s * record[name] for s, record in zip(scales, records, strict=True))
-        for name in records[0]
-    }
+    scaled = [*zip(scales, records, strict=True)]
+    return {name: sum(s * record[name] for s, record in scaled) for name in records[0]}
 
 
 def middle_norm(records):
@@ -169,10 +163,8 @@ def difference(sums, others):
 def error(sums, expected):
     """Return the largest relative error over tensors, and over all of them together."""
     assert list(sums) == list(expected)
-    each = [
-        float((sums[name] - expected[name]).norm() / (expected[name].norm() + 1e-30))
-        for name in expected
-    ]
+    pairs = [(sums[name], right) for name, right in expected.items()]
+    each = [float((found - right).norm() / (right.norm() + 1e-30)) for found, right in pairs]
     return max(each), norm(difference(sums, expected)) / norm(expected)
 
 
@@ -277,9 +269,8 @@ def test_a_network_of_torchvision_with_group_norms():
 @pytest.mark.parametrize("shape", [(3, 6, 5), (3, 1, 1), (1, 4, 4), (3, 4, 1)])
 def test_convolutions_of_channels_last_inputs(shape):
     # Opacus 1.6.0 reads these with the strides of contiguous tensors and gives wrong gradients.
-    network = nn.Sequential(
-        nn.Conv2d(shape[0], 4, 3, padding=1, stride=2), nn.Flatten(), nn.LazyLinear(CLASSES)
-    ).double()
+    convolution = nn.Conv2d(shape[0], 4, 3, padding=1, stride=2)
+    network = nn.Sequential(convolution, nn.Flatten(), nn.LazyLinear(CLASSES)).double()
     x, y = make_batch(shape, torch.float64)
     x = x.clone(memory_format=torch.channels_last)
     network(x)
@@ -297,9 +288,8 @@ def test_the_module_is_left_as_it_was():
 
     def state():
         owners = [*network.modules(), *network.parameters()]
-        return [{k: repr(v) for k, v in vars(o).items()} for o in owners], [
-            (p.requires_grad, p.grad is None) for p in weights.values()
-        ]
+        kept = [(p.requires_grad, p.grad is None) for p in weights.values()]
+        return [{k: repr(v) for k, v in vars(o).items()} for o in owners], kept
 
     def broken(logits, y):
         raise KeyError("labels")
@@ -376,12 +366,11 @@ def test_some_weights_of_a_fast_supernet():
 
 
 def test_pools_of_any_form():
-    pools = Made(
-        lambda self, x: self.head(self.flat(self.pool(x)[0].squeeze(1)).flatten(1)),
-        pool=nn.MaxPool2d(2, return_indices=True),
-        flat=nn.AvgPool2d(2),
-        head=nn.Linear(6, CLASSES),
-    )
+    def forward(self, x):
+        return self.head(self.flat(self.pool(x)[0].squeeze(1)).flatten(1))
+
+    both = {"pool": nn.MaxPool2d(2, return_indices=True), "flat": nn.AvgPool2d(2)}
+    pools = Made(forward, **both, head=nn.Linear(6, CLASSES))
     x, y = make_batch((1, 8, 12), torch.float64)
     check_against_loop(pools.double(), x, y)
 
@@ -426,8 +415,8 @@ def test_batch_norm_is_refused(frozen):
         network.requires_grad_(not frozen)
         with pytest.raises(ValueError, match=r"batch normalisation .* group normalisation .*\.$"):
             weight_sum(network, x, y)
-        with pytest.raises(ValueError, match="batch normalisation"):
-            clipped_alpha_gradient_sum(network, x, y, loss=cross_entropy, alphas={}, max_norm=1.0)
+        terms = {"loss": cross_entropy, "alphas": {}, "max_norm": 1.0, "error": ValueError}
+        refuses("batch normalisation", clipped_alpha_gradient_sum, network, x, y, **terms)
 
 
 DIRECT = Made(
@@ -456,15 +445,9 @@ def test_networks_without_per_sample_gradients_are_refused(network, message):
 
 
 OUT_OF_RANGE = [
-    {"max_norm": 0.0},
-    {"max_norm": -1.0},
-    {"max_norm": math.inf},
-    {"max_norm": math.nan},
-    {"micro_batch_size": 0},
-    {"class_factors": torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])},
-    {"class_factors": torch.tensor([1.0, 1.5, 1.0, 1.0, 1.0])},
-    {"class_factors": torch.tensor([1.0, math.nan, 1.0, 1.0, 1.0])},
-    {"loss": F.cross_entropy},
+    *({"max_norm": norm} for norm in (0.0, -1.0, math.inf, math.nan)),
+    *({"class_factors": torch.tensor([1.0, factor, 1, 1, 1])} for factor in (0.0, 1.5, math.nan)),
+    *({"micro_batch_size": 0}, {"loss": F.cross_entropy}),
     {"parameters": {"weight": nn.Parameter(torch.zeros(1))}},
 ]
 
@@ -496,11 +479,8 @@ class ToySupernet(nn.Module):
     def forward(self, x, op_weights):
         for _ in range(2):
             edges = op_weights["cell"]
-            x = sum(
-                edges[..., e, o, None] * torch.tanh(self.layers[2 * e + o](x))
-                for e in range(2)
-                for o in range(2)
-            )
+            layers = [(e, o, self.layers[2 * e + o]) for e in range(2) for o in range(2)]
+            x = sum(edges[..., e, o, None] * torch.tanh(layer(x)) for e, o, layer in layers)
         return self.head(x)
 
 
@@ -531,9 +511,8 @@ def test_a_record_without_finite_gradient_is_as_if_absent(kind, bad, monkeypatch
 
 
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-320, 1e-30, 1e4, 1e30, 1e200, 1e308)
-numbers = st.one_of(
-    st.floats(-3, 3), st.floats(allow_nan=True, allow_infinity=True), st.sampled_from(SPECIAL)
-)
+any_float = st.floats(allow_nan=True, allow_infinity=True)
+numbers = st.one_of(st.floats(-3, 3), any_float, st.sampled_from(SPECIAL))
 
 
 @st.composite
@@ -591,9 +570,8 @@ def test_products_are_cut_towards_zero_and_added_up_exactly(rows, scale):
         [[int(one) * int(other) for other in right_row] for one in left_row]
         for left_row, right_row in zip(*(factor.tolist() for factor in cut), strict=True)
     ]
-    assert sums.tolist() == [
-        [sum(product[o][i] for product in whole) for i in range(3)] for o in range(2)
-    ]
+    added = [[sum(product[o][i] for product in whole) for i in range(3)] for o in range(2)]
+    assert sums.tolist() == added
     contributions = micro_batches.from_units(torch.tensor(whole), bound=bound)
     expected = factors[:, None, None] * each
     assert (contributions.abs() <= expected.abs() * (1 + 1e-14)).all()
@@ -631,15 +609,9 @@ def test_gradients_kept_as_factors_have_the_same_sum(bias, size, by_person, monk
         found = []
         for large in (1, sys.maxsize):
             monkeypatch.setattr(record_gradients, "LARGE", large)
-            found.append(
-                weight_sum(
-                    *(network, x, y),
-                    max_norm=0.3,
-                    micro_batch_size=8 if by_person else size,
-                    class_factors=factors,
-                    persons=persons,
-                )
-            )
+            terms = {"max_norm": 0.3, "micro_batch_size": 8 if by_person else size}
+            terms |= {"class_factors": factors, "persons": persons}
+            found.append(weight_sum(network, x, y, **terms))
         assert max(error(*found)) < 1e-5
 
 

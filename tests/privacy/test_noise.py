@@ -17,14 +17,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from fednas_flwr.privacy.mechanism import noise
-from fednas_flwr.privacy.mechanism.noise import (
-    SecureGenerator,
-    _Keystream,
-    add_noise,
-    add_shared_noise,
-    noise_grid,
-    share_sigma,
-)
+from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream, noise_grid
 from fednas_flwr.privacy.policy import noise_range
 
 from ..refusals import refuses
@@ -43,7 +36,8 @@ def normals(generator, count):
 
 def noised(total, generator=None, *, sigma=1.0, norm=1.0):
     """Return the total with noise from a seed, or from another generator."""
-    return add_noise(total, generator or seeded(), noise_multiplier=sigma, max_grad_norm=norm)
+    terms = {"noise_multiplier": sigma, "max_grad_norm": norm}
+    return noise.add_noise(total, generator or seeded(), **terms)
 
 
 def test_the_keystream_is_aes_of_a_counter():
@@ -78,11 +72,11 @@ def test_noise_lies_on_a_grid_fine_enough_for_its_std(std):
     grid = noise_grid(std)
     assert 2**-25 <= grid / std <= 2**-24
     assert math.frexp(grid)[0] == 0.5
-    noise = noised(torch.zeros(1000), norm=std)
-    cells = noise / grid
+    drawn = noised(torch.zeros(1000), norm=std)
+    cells = drawn / grid
     assert torch.equal(cells, cells.round())
     assert cells.unique().numel() > 990
-    assert 0.9 * std < float(noise.std()) < 1.1 * std
+    assert 0.9 * std < float(drawn.std()) < 1.1 * std
 
 
 def test_masks_at_their_ends_and_noise_of_any_shape():
@@ -213,10 +207,10 @@ def test_added_noise_hides_the_low_bits_of_the_total():
     assert torch.equal(*(noised(torch.tensor([x]), sigma=0.5) for x in (1.0, 1.0 + 1e-9)))
 
 
-@pytest.mark.parametrize(
-    ("noise_multiplier", "count"),
-    [(1.0, 10), (0.9999999, 9), (30.0, 4096), (1.0, 10**6), (1e6, 1), (None, 1)],
-)
+MULTIPLIERS = [(1.0, 10), (0.9999999, 9), (30.0, 4096), (1.0, 10**6), (1e6, 1), (None, 1)]
+
+
+@pytest.mark.parametrize(("noise_multiplier", "count"), MULTIPLIERS)
 @pytest.mark.parametrize("norm", [0.25, 0.3, 1e-5])
 def test_noise_is_enlarged_by_what_rounding_adds(noise_multiplier, count, norm, monkeypatch):
     """In fractions: (sigma^2 - 4^2) grid^2 covers the multiplier times the rounded sensitivity.
@@ -305,9 +299,8 @@ def test_a_sum_of_shares_is_a_discrete_gaussian_up_to_the_bound(sigma, sites):
         for _ in range(sites - 1):
             total = np.convolve(total, one, "same")  # of -reach to reach
         expected = gaussian(Decimal(sites * sigma**2), reach)
-        worst = max(
-            abs((total[k + reach] / expected[k + reach]).ln()) for k in range(-inside, inside + 1)
-        )
+        near = range(-inside, inside + 1)
+        worst = max(abs((total[k + reach] / expected[k + reach]).ln()) for k in near)
     bound = sum_divergence(1, sigma=sigma, sites=sites)
     assert 0 < float(worst) <= bound * (1 + 1e-9)
     if sites == 2:
@@ -317,21 +310,16 @@ def test_a_sum_of_shares_is_a_discrete_gaussian_up_to_the_bound(sigma, sites):
 @pytest.mark.parametrize("honest", [1, 2, 6, 7, 99])
 @pytest.mark.parametrize("sigma", [0.1, 5.0, 3e5, 1e6 + 0.5])
 def test_honest_shares_carry_the_whole_noise(sigma, honest):
-    share = share_sigma(sigma, honest)
+    share = noise.share_sigma(sigma, honest)
     assert honest * share**2 > sigma**2
     assert share <= max(6, sigma / math.sqrt(honest) + 2)
 
 
 def test_shared_noise_is_drawn_as_far_as_its_grid_reaches():
-    def added(noise_multiplier, *, total=0.0, honest=2, norm=1.0, cell=1.0):
-        return add_shared_noise(
-            torch.full((1,), total),
-            SecureGenerator(test_seed=b"1"),
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=norm,
-            cell=cell,
-            honest=honest,
-        )
+    def added(sigma, *, total=0.0, norm=1.0, **terms):
+        terms = {"cell": 1.0, "honest": 2, "noise_multiplier": sigma, "max_grad_norm": norm} | terms
+        values, generator = torch.full((1,), total), SecureGenerator(test_seed=b"1")
+        return noise.add_shared_noise(values, generator, **terms)
 
     assert added(1.0, cell=2.0**-20).abs().max() > 0
     for good in (1e-3, 1.0, 2.0**25):
@@ -436,10 +424,8 @@ class Reference:
         """Algorithm 3 with t = sigma."""
         samples: list[int] = []
         while (missing := count - len(samples)) > 0:
-            size = min(
-                max(noise.LEAST_BLOCK, int(noise.PROPOSALS_PER_SAMPLE * missing)),
-                noise.LARGEST_BLOCK,
-            )
+            size = max(noise.LEAST_BLOCK, int(noise.PROPOSALS_PER_SAMPLE * missing))
+            size = min(size, noise.LARGEST_BLOCK)
             proposals = self.discrete_laplace(size, sigma)
             # gamma = (|Y| - sigma^2 / t)^2 / (2 sigma^2)
             distances = [Fraction(abs(y)) - Fraction(sigma**2, sigma) for y in proposals]
@@ -448,9 +434,10 @@ class Reference:
         return samples
 
 
-@pytest.mark.parametrize(
-    "sigma", [2, 3, 1000, 2**24, 2**25 - 1, 3 * 2**24 + 1, noise.LARGEST_SIGMA]
-)
+SIGMAS = [2, 3, 1000, 2**24, 2**25 - 1, 3 * 2**24 + 1, noise.LARGEST_SIGMA]
+
+
+@pytest.mark.parametrize("sigma", SIGMAS)
 def test_it_draws_what_the_algorithms_in_fractions_draw(sigma):
     got = noise.sample_discrete_gaussian(keystream(), 5000, sigma=sigma)
     assert got.dtype == np.int64
@@ -564,10 +551,8 @@ def test_discrete_noise_is_continuous_noise_rounded_at_random(sigma, kernel_std)
     kernel /= kernel.sum(axis=0)
     density = np.exp(-(x**2) / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
     rounded = (kernel @ density) / 64
-    ratios = [
-        abs(math.log(rounded[30 * sigma + k] / probability(k, sigma)))
-        for k in range(-3 * sigma, 3 * sigma + 1)
-    ]
+    near = range(-3 * sigma, 3 * sigma + 1)
+    ratios = [abs(math.log(rounded[30 * sigma + k] / probability(k, sigma))) for k in near]
     bound = continuous_divergence(1, kernel_std=kernel_std)
     assert max(ratios) <= bound * (1 + 1e-6) + 1e-13
     if sigma == 1:

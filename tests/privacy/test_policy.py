@@ -12,38 +12,19 @@ from fednas_flwr.privacy import policy
 from fednas_flwr.privacy.actions import ACTIONS, PRIVATE_ACTIONS
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.privacy.policy import (
-    DataSetPolicy,
-    Policy,
-    SumTerms,
-    check_action,
-    check_planned,
-    parse_policy,
-    template,
-)
+from fednas_flwr.privacy.policy import DataSetPolicy, Policy, SumTerms, check_action, check_planned
 from fednas_flwr.settings.names import SPLITS, UNITS
 from fednas_flwr.settings.parser import constraints
 from fednas_flwr.settings.parser import parse as parse_typed
 
+from ..policies import policy_of
 from ..refusals import refuses
 from ..test_ranges import wrong_values
 
-WARD = {
-    "epsilon": 3.0,
-    "delta": 1e-5,
-    "least_noise_multiplier": 0.8,
-    "largest_grad_norm": 1.0,
-    "largest_steps": 5000,
-    "actions": ["query.describe", "train.search"],
-    "unit": "record",
-    "records": 1000,
-    "fractions": {"train": 0.6, "validation": 0.2, "test": 0.2},
-    "threads": 1,
-    "micro_batch_size": 8,
-    "secure_noise": True,
-    "test_seed": False,
-    "approve": "automatic",
-}
+parse_policy, template = policy.parse_policy, policy.template
+ALLOWED = ["query.describe", "train.search"]
+WARD = policy_of(largest_steps=5000, actions=ALLOWED, records=1000)
+del WARD["largest_noise_multiplier"]  # which need not be named
 
 
 def parse(**changes):
@@ -53,16 +34,8 @@ def parse(**changes):
 
 POLICY = parse()
 WARD_SET = POLICY.data_sets["ward"]
-PLANNED = PlannedRelease(
-    stage="search",
-    action="train.search",
-    kind="weights",
-    splits=("train",),
-    batch_size=60.0,
-    steps=1000,
-    max_grad_norm=0.5,
-    noise_multiplier=1.0,
-)
+TERMS = {"batch_size": 60.0, "steps": 1000, "max_grad_norm": 0.5, "noise_multiplier": 1.0}
+PLANNED = PlannedRelease("search", "train.search", "weights", ("train",), **TERMS)
 
 
 def check_asked(policy, action="train.search", *, data_set="ward", is_secure=True):
@@ -124,9 +97,10 @@ def test_a_rate_too_small_to_book_is_refused_naming_rule_value_and_limit():
         assert plan(WARD_SET, batch_size=size).expected_batch(WARD_SET.by_split) >= 1
 
 
-@pytest.mark.parametrize(
-    "splits", [[], ["train", "train"], ["secret"], ["train", "secret"], ["train+validation"], [""]]
-)
+OTHER_SPLITS = [[], ["train", "train"], ["secret"], ["train", "secret"], ["train+validation"], [""]]
+
+
+@pytest.mark.parametrize("splits", OTHER_SPLITS)
 def test_splits_other_than_the_sites_are_refused(splits):
     refuses(r"^releases\[0\].splits=.*(expected|choose one of)", plan, WARD_SET, splits=splits)
 
@@ -182,28 +156,21 @@ numbers = st.one_of(
     st.floats(1e-9, 2),
 )
 counts = st.one_of(st.integers(-2, 12), st.sampled_from([1.0, True, None, 10**30]))
-hostile_terms = st.fixed_dictionaries(
-    {"noise_multiplier": numbers, "batch_size": numbers, "steps": counts, "max_grad_norm": numbers}
-)
+hostile = {"noise_multiplier": numbers, "batch_size": numbers, "max_grad_norm": numbers}
+hostile_terms = st.fixed_dictionaries(hostile | {"steps": counts})
+RANDOMNESS = [{"secure_noise": a, "test_seed": b} for a, b in ((1, 0), (0, 1), (0, 0))]
+FIXED = {"threads": 1, "micro_batch_size": 8, "approve": "manual", "account": "a", "epsilon": 1.0}
+FIXED |= {"delta": 1e-5, "records": 1, "fractions": {"train": 1.0, "validation": 0, "test": 0}}
 data_set_policies = st.builds(
     lambda randomness, **others: DataSetPolicy(**others, **randomness),
-    randomness=st.sampled_from(
-        [{"secure_noise": a, "test_seed": b} for a, b in ((1, 0), (0, 1), (0, 0))]
-    ),
+    randomness=st.sampled_from(RANDOMNESS),
+    **{name: st.just(value) for name, value in FIXED.items()},
     unit=st.sampled_from(UNITS),
-    threads=st.just(1),
-    micro_batch_size=st.just(8),
-    approve=st.just("manual"),
-    account=st.just("a"),
-    epsilon=st.just(1.0),
-    delta=st.just(1e-5),
     least_noise_multiplier=st.sampled_from([0.001, 0.5, 0.8, 2.0]),
     largest_noise_multiplier=st.sampled_from([3.0, 100.0, 1e6]),
     largest_grad_norm=st.sampled_from([1e-6, 0.5, 1.0, 10.0]),
     largest_steps=st.integers(1, 10),
     actions=st.lists(st.sampled_from(sorted(PRIVATE_ACTIONS)), min_size=1, max_size=8).map(tuple),
-    records=st.just(1),
-    fractions=st.just({"train": 1.0, "validation": 0.0, "test": 0.0}),
 )
 
 
@@ -211,35 +178,28 @@ def is_inside(allowed, terms):
     """The rules once more, as one list; of one declared record any batch of 1 or more is all."""
     size = terms["batch_size"]
     values = [terms["noise_multiplier"], terms["max_grad_norm"], *([] if size is None else [size])]
+    of_records = (["train"], ["train", "test"], list(SPLITS))
+    of_client = terms["splits"] == list(SPLITS) and size is None
+    least, most = allowed.least_noise_multiplier, min(1e6, allowed.largest_noise_multiplier)
     return (
         all(type(v) in (int, float) and abs(v) <= sys.float_info.max for v in values)
         and type(terms["steps"]) is int
         and 1 <= terms["steps"] <= allowed.largest_steps
-        and allowed.least_noise_multiplier
-        <= terms["noise_multiplier"]
-        <= min(1e6, allowed.largest_noise_multiplier)
+        and least <= terms["noise_multiplier"] <= most
         and (size is None or size > 0)
         and 1e-6 <= terms["max_grad_norm"] <= allowed.largest_grad_norm
         and terms["of_client"] == (allowed.unit == "client")
-        and (
-            (terms["splits"] == list(SPLITS) and size is None)
-            if terms["of_client"]
-            else terms["splits"] in (["train"], ["train", "test"], list(SPLITS))
-        )
+        and (of_client if terms["of_client"] else terms["splits"] in of_records)
     )
 
 
 @settings(max_examples=200)
 @given(data=st.data(), allowed=data_set_policies)
 def test_no_plan_outside_the_policy_passes_and_none_inside_is_refused(data, allowed):
-    good = st.fixed_dictionaries(
-        {
-            "noise_multiplier": st.just(allowed.least_noise_multiplier * 1.5),
-            "batch_size": st.one_of(st.floats(0.001, 2), st.none()),
-            "steps": st.integers(1, allowed.largest_steps),
-            "max_grad_norm": st.just(allowed.largest_grad_norm),
-        }
-    )
+    inside = {"batch_size": st.one_of(st.floats(0.001, 2), st.none())}
+    inside |= {"noise_multiplier": st.just(allowed.least_noise_multiplier * 1.5)}
+    inside |= {"steps": st.integers(1, allowed.largest_steps)}
+    good = st.fixed_dictionaries(inside | {"max_grad_norm": st.just(allowed.largest_grad_norm)})
     splits = [["train"], ["train", "test"], ["test"], [], ["x"], ["train", "train"], list(SPLITS)]
     terms, others = data.draw(good), data.draw(hostile_terms)
     for term in data.draw(st.sets(st.sampled_from(sorted(others)), max_size=2)):
@@ -262,11 +222,8 @@ def test_no_plan_outside_the_policy_passes_and_none_inside_is_refused(data, allo
     is_secure=st.booleans(),
 )
 def test_just_the_actions_inside_the_policy_pass(allowed, data_set, action, is_secure):
-    inside = (
-        data_set == "a"
-        and action in allowed.actions
-        and (is_secure or (allowed.test_seed and not allowed.secure_noise))
-    )
+    may_draw = is_secure or (allowed.test_seed and not allowed.secure_noise)
+    inside = data_set == "a" and action in allowed.actions and may_draw
     policy = Policy({"a": allowed})
     try:
         found = check_action(policy, data_set, action, is_secure=is_secure)
@@ -280,13 +237,8 @@ def test_just_the_actions_inside_the_policy_pass(allowed, data_set, action, is_s
 
 def test_every_key_of_the_file_arrives():
     shared = parse(account="hospital").data_sets["ward"]
-    assert asdict(shared) == {
-        **WARD,
-        "account": "hospital",
-        "actions": tuple(WARD["actions"]),
-        "secure_sum": None,
-        "largest_noise_multiplier": 100.0,
-    }
+    others = {"account": "hospital", "secure_sum": None, "largest_noise_multiplier": 100.0}
+    assert asdict(shared) == {**WARD, **others, "actions": tuple(ALLOWED)}
     assert shared.by_split == {"train": 600, "validation": 200, "test": 200}
     assert POLICY.data_sets["ward"].account == "ward"
 

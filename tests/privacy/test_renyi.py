@@ -103,9 +103,10 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("term", "value"), [(term, value) for term, values in IMPOSSIBLE.items() for value in values]
-)
+IMPOSSIBLE_TERMS = [(term, value) for term, values in IMPOSSIBLE.items() for value in values]
+
+
+@pytest.mark.parametrize(("term", "value"), IMPOSSIBLE_TERMS)
 def test_a_release_of_impossible_terms_is_refused(term, value):
     terms = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 1, term: value}
     refuses(f"^{term}=.* is out of range", renyi.Release, error=ValueError, **terms)

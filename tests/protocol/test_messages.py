@@ -54,15 +54,12 @@ def test_requests_that_differ_in_anything_have_other_digests():
     changes = [
         {"action": "train.weights"},
         {"settings": replace(SEARCH, data_set="other")},
-        {"states": half},
-        {"states": other},
-        {"states": {"alphas": other["weights"]}},
+        *({"states": states} for states in (half, other, {"alphas": other["weights"]})),
         {"states": {"weights": {"float64": STATES["weights"]["float64"]}}},
         {"statistics": Statistics((0.0, 1.0), (1.0, 1.0))},
         {"statistics": Statistics((0.0, 2.0), (1.0, 1.0))},
         {"statistics": Statistics((0.0, 1.0), (1.0, 2.0))},
-        {"summed": Summed("a", (0, 1, 2), {"weights": 1.0})},
-        {"summed": Summed("a", (0, 1, 2), {"weights": 2.0})},
+        *({"summed": Summed("a", (0, 1, 2), {"weights": most})} for most in (1.0, 2.0)),
     ]
     digests = {base.digest} | {replace(base, **change).digest for change in changes}
     assert len(digests) == len(changes) + 1
@@ -85,11 +82,8 @@ def test_a_reply_survives():
 
 def test_decoding_copies_no_vector():
     content = encode_reply(HEADER, Reply(1, states=STATES))
-    buffers = {
-        np.frombuffer(array.data, np.uint8).ctypes.data: len(array.data)
-        for record in content.array_records.values()
-        for array in record.values()
-    }
+    sent = [array.data for record in content.array_records.values() for array in record.values()]
+    buffers = {np.frombuffer(data, np.uint8).ctypes.data: len(data) for data in sent}
     _, reply = messages.decode_reply(content)
     for packed in reply.states.values():
         for vector in packed.values():
@@ -151,11 +145,8 @@ def made(seed, scale=1.0):
 
 
 def reply_of(tensors):
-    return Reply(
-        num_examples=4.0,
-        states={name: pack(own) for name, own in tensors.items()},
-        digests={name: Layout.of(own).digest for name, own in tensors.items()},
-    )
+    digests = {name: Layout.of(own).digest for name, own in tensors.items()}
+    return Reply(4.0, states={name: pack(own) for name, own in tensors.items()}, digests=digests)
 
 
 def generator_of(seed):
@@ -166,9 +157,8 @@ def accepted(reply, wire, base, tensors=None):
     InProcessGrid(ClientApp(), 1)  # Flower makes messages for a task only
     message = Message(encode_reply(HEADER, reply), dst_node_id=1, message_type="train.search")
     layouts = {name: Layout.of(own) for name, own in (tensors or made(0)).items()}
-    exchange = Exchange(
-        "train.search", stage="search", settings=SEARCH, states=base or {}, layouts=layouts
-    )
+    given = {"settings": SEARCH, "states": base or {}, "layouts": layouts}
+    exchange = Exchange("train.search", stage="search", **given)
     return accept_reply(message, exchange, header=HEADER, wire=wire)
 
 
@@ -186,9 +176,8 @@ def test_a_variance_that_rounding_takes_below_zero_is_zero(wire):
     assert (exact < 0).any()
     found = accepted(rounded, wire, base, tensors).states["buffers"]["float32"]
     assert torch.equal(found, exact.clamp(min=0))
-    below = {"buffers": {"norm.running_var": -variances}}
-    with pytest.raises(ReplyError, match="negative norm.running_var"):
-        accepted(reply_of(below), "float32", base, tensors)
+    below = reply_of({"buffers": {"norm.running_var": -variances}}), "float32", base, tensors
+    refuses("negative norm.running_var", accepted, *below, error=ReplyError)
 
 
 def test_256_values_have_one_scale():
@@ -198,15 +187,11 @@ def test_256_values_have_one_scale():
     assert scales[0] / scales[1] == 2.0**40
 
 
-@given(
-    hnp.arrays(
-        np.float32,
-        st.integers(1, 3 * BLOCK),
-        elements=st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-1, 1, width=32),
-    ),
-    st.sampled_from(ROUNDED),
-    st.integers(0, 2**32),
-)
+FLOATS = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-1, 1, width=32)
+VECTORS = hnp.arrays(np.float32, st.integers(1, 3 * BLOCK), elements=FLOATS)
+
+
+@given(VECTORS, st.sampled_from(ROUNDED), st.integers(0, 2**32))
 def test_every_value_is_one_of_its_two_neighbours(values, wire, seed):
     vector = torch.from_numpy(values.copy())
     rounded, scales = messages.round_vector(vector, wire=wire, generator=generator_of(seed))
@@ -229,9 +214,8 @@ def test_rounding_is_unbiased(values, wire, seed):
     block = torch.zeros(BLOCK)
     block[: len(values)] = torch.tensor(values)
     draws = 4000
-    rounded, scales = messages.round_vector(
-        block.repeat(draws), wire=wire, generator=generator_of(seed)
-    )
+    generator, repeated = generator_of(seed), block.repeat(draws)
+    rounded, scales = messages.round_vector(repeated, wire=wire, generator=generator)
     found = restore_vector(rounded, scales).view(draws, BLOCK).double()
     error = (found.mean(dim=0) - block).abs()
     step = STEP[wire] * max(block.abs().max().item(), 1e-30)
@@ -263,19 +247,16 @@ def test_a_trained_model_is_sent_as_a_difference(wire):
         assert torch.equal(vector, twice[1].states["weights"][key])
 
 
-def float32_as_it_is(packed):
-    return {"float32": torch.zeros(LENGTH)}
+def as_float16(packed):
+    return {"rounded:float16": packed["rounded:int8"].half(), SCALES: packed[SCALES]}
 
 
 HOSTILE = {
-    "not rounded": (float32_as_it_is, "rounded to int8"),
+    "not rounded": (lambda p: {"float32": torch.zeros(LENGTH)}, "rounded to int8"),
     "no scales": (lambda p: {k: v for k, v in p.items() if k != SCALES}, "rounded to int8"),
     "a scale more": (lambda p: p | {SCALES: torch.ones(4)}, "rounded to int8"),
     "a value less": (lambda p: p | {"rounded:int8": p["rounded:int8"][1:]}, "rounded to int8"),
-    "another wire": (
-        lambda p: {"rounded:float16": p["rounded:int8"].half(), SCALES: p[SCALES]},
-        "rounded to int8",
-    ),
+    "another wire": (as_float16, "rounded to int8"),
     "both": (lambda p: p | {"float32": torch.zeros(LENGTH)}, "rounded to int8"),
     "a vector more": (lambda p: p | {"more:int8": p["rounded:int8"]}, "must have sizes"),
     "other dtype": (lambda p: p | {"rounded:int8": p["rounded:int8"].short()}, "malformed"),
@@ -292,8 +273,8 @@ def test_hostile_rounding_is_refused(name):
     good = round_reply(reply_of(made(0)), request, wire="int8", generator=generator_of(1))
     accepted(good, "int8", None)
     weights = damage(dict(good.states["weights"]))
-    with pytest.raises(ReplyError, match=words):
-        accepted(replace(good, states={**good.states, "weights": weights}), "int8", None)
+    bad = replace(good, states={**good.states, "weights": weights})
+    refuses(words, accepted, bad, "int8", None, error=ReplyError)
 
 
 def test_a_diverged_model_is_refused_as_it_would_be_unrounded():

@@ -77,6 +77,12 @@ def built(kind, **given):
     return st.builds(kind, **{n: values(hints[n]) for n in hints.keys() - given.keys()} | given)
 
 
+def one_of_two(kind, **given):
+    """Instances of a dataclass, of two fields of which exactly one has a value."""
+    first, second = given
+    return built(kind, **given | {first: none}) | built(kind, **given | {second: none})
+
+
 def hexes(size):
     return st.binary(min_size=size, max_size=size).map(bytes.hex)
 
@@ -88,47 +94,34 @@ def by_index(size):
 # Classes whose fields depend on each other, or are of signs of their own.
 OWN: dict[Any, Any] = {}
 rates, shares = st.floats(1e-12, LARGEST_STEP), st.floats(0, 1, exclude_max=True)
-OWN[SGD] = st.builds(
-    lambda rate, share, decay, **others: SGD(
-        lr=rate, min_lr=rate * share, weight_decay=min(0.9 * decay / rate, LARGEST_STEP), **others
-    ),
-    *(rates, shares, shares),
-    momentum=shares,
-    clip_norm=st.none() | st.floats(1e-12, LARGEST_NORM),
-)
+norms = st.none() | st.floats(1e-12, LARGEST_NORM)
+
+
+def sgd(rate, share, decay, momentum, clip_norm):
+    return SGD(rate, rate * share, momentum, min(0.9 * decay / rate, LARGEST_STEP), clip_norm)
+
+
+OWN[SGD] = st.builds(sgd, rates, shares, shares, shares, norms)
 steps, none = st.integers(1, 10**6), st.none()
-OWN[rq.Amount] = built(rq.Amount, epochs=none, steps=steps) | built(
-    rq.Amount, epochs=steps, steps=none
-)
+OWN[rq.Amount] = one_of_two(rq.Amount, epochs=steps, steps=steps)
 OWN[Hardware] = built(Hardware, table=none)
-alternating, paths = values(Alternating), values(SampledPaths)
-OWN[rq.LocalSearch] = built(rq.LocalSearch, alternating=alternating, paths=none) | built(
-    rq.LocalSearch, alternating=none, paths=paths
-)
+ways = {"alternating": values(Alternating), "paths": values(SampledPaths)}
+OWN[rq.LocalSearch] = one_of_two(rq.LocalSearch, **ways)
 searches, trainings = values(rq.LocalSearch), values(rq.LocalTraining)
-OWN[rq.Probe] = built(rq.Probe, search=searches, training=none) | built(
-    rq.Probe, search=none, training=trainings
-)
+OWN[rq.Probe] = one_of_two(rq.Probe, search=searches, training=trainings)
 pools = st.builds(
     lambda described, genotypes: described | {"genotypes": genotypes},
     values(rq.Description),
     st.lists(values(rq.Description), min_size=1, max_size=3),
 )
 one_of_three = {"candidates": none, "network": none, "training": none, "sparse": st.just(False)}
+of_three = [{"candidates": values(rq.Candidates), "sparse": st.booleans()}, {"network": pools}]
+of_three.append({"training": built(rq.LocalTraining, network=pools)})
 OWN[rq.RewardCandidates] = st.one_of(
-    *(
-        built(rq.RewardCandidates, **one_of_three | given)
-        for given in (
-            {"candidates": values(rq.Candidates), "sparse": st.booleans()},
-            {"network": pools},
-            {"training": built(rq.LocalTraining, network=pools)},
-        )
-    )
+    *(built(rq.RewardCandidates, **one_of_three | given) for given in of_three)
 )
-OWN[rq.TakeGradients] = built(
-    rq.TakeGradients,
-    local_lrs=st.dictionaries(st.sampled_from(["weights", "alphas"]), st.floats(0, 1e30)),
-)
+local_lrs = st.dictionaries(st.sampled_from(["weights", "alphas"]), st.floats(0, 1e30))
+OWN[rq.TakeGradients] = built(rq.TakeGradients, local_lrs=local_lrs)
 printed = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=99)
 OWN[rq.KeepModel] = built(rq.KeepModel, card=printed, signature=hexes(64))
 indices = st.lists(st.integers(0, 999), max_size=4).map(tuple)
@@ -219,9 +212,8 @@ def test_a_key_that_is_missing_or_too_many_is_refused_by_name(action, data, adde
 
 AT_LEAST = smallest("a")
 AT_LEAST["train.candidate"] = replace(AT_LEAST["train.candidate"], dp_aware=DPAware(0.1, 0.0))
-AT_LEAST["train.probe"] = replace(
-    AT_LEAST["train.probe"], search=None, training=AT_LEAST["train.weights"].local, loss_bound=1e-3
-)
+TRIED = {"search": None, "training": AT_LEAST["train.weights"].local, "loss_bound": 1e-3}
+AT_LEAST["train.probe"] = replace(AT_LEAST["train.probe"], **TRIED)
 
 
 def check_refused(action, values, place):

@@ -78,11 +78,6 @@ def with_events(folder, change):
     return folder
 
 
-def lacking(text, *parts):
-    """Return the parts that a text does not contain."""
-    return [part for part in parts if part not in text]
-
-
 def printed(show, *shown, width=200):
     """Return what ``show(*shown, console)`` prints on a console."""
     console = Console(file=io.StringIO(), width=width)

@@ -15,6 +15,7 @@ from fednas_flwr.report.terminal import print_summary
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
+from ..refusals import refuses
 from .conftest import cell_of, printed
 
 
@@ -106,8 +107,7 @@ def test_names_are_escaped():
 
 
 def test_a_cell_without_edges_is_refused():
-    with pytest.raises(ValueError, match="without edges"):
-        cell_svg([], title="empty")
+    refuses("without edges", cell_svg, [], error=ValueError, title="empty")
 
 
 # --- how decided edges are
@@ -138,9 +138,8 @@ def test_leads_and_spreads_by_hand():
     assert (still.op, still.next_op, still.spread) == ("none", "skip", 0.0)
     # .003 is no lead, however still it stands
     assert [e.is_decided for e in (grows, jumping, still)] == [True, False, False]
-    assert sentence("decided", [grows, jumping, still], cell_pictures).startswith(
-        "Decided: 1 of 3 edges."
-    )
+    told = sentence("decided", [grows, jumping, still], cell_pictures)
+    assert told.startswith("Decided: 1 of 3 edges.")
     assert "2 of 3 edges open" in sentence("undecided", [grows, jumping, still])
     assert "1 of 3 edges open" in sentence("undecided", [grows, grows, still])
     assert sentence("undecided", [grows, grows]) == ""
@@ -149,9 +148,8 @@ def test_leads_and_spreads_by_hand():
 def test_an_op_that_was_taken_in_place_of_the_largest_is_behind():
     """As where the largest alphas made a degenerate cell."""
     rows = [[0.0, 2.0, 1.0]] * 3
-    edge = cell_pictures.derived_edges(
-        [snapshot(n, rows, ops=("conv", "skip", "skip")) for n in (1, 2)]
-    )[0]
+    snapshots = [snapshot(n, rows, ops=("conv", "skip", "skip")) for n in (1, 2)]
+    edge = cell_pictures.derived_edges(snapshots)[0]
     assert (edge.op, edge.next_op, edge.lead) == ("conv", "skip", -1.0)
     assert not edge.is_decided
 

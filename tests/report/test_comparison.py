@@ -14,7 +14,8 @@ from fednas_flwr.report.plots import fronts
 from fednas_flwr.report.templates import DASH, sentence
 from fednas_flwr.runs.numbers import Run
 
-from .conftest import lacking, printed, with_config, with_events
+from ..refusals import lacking, refuses
+from .conftest import printed, with_config, with_events
 
 
 def test_seeds_are_one_group_with_mean_and_deviation(make_run, tmp_path):
@@ -122,8 +123,7 @@ def test_differences_are_of_runs_with_the_same_seed(make_run, tmp_path):
     assert head[2] == "difference from fnas (95 %)"
     half = 12.706 * statistics.stdev([5.0, 3.0]) / math.sqrt(2)  # Student's t of 1 degree
     assert [row[2] for row in rows] == [f"+4.0 ± {half:.1f}", "–"]
-    with pytest.raises(ConfigError, match="--against"):
-        compare_runs([tmp_path / "sweep"], against="feathers")
+    refuses("--against", compare_runs, [tmp_path / "sweep"], against="feathers")
 
 
 def test_a_name_has_what_differs_most_first(make_run, tmp_path):
@@ -147,9 +147,10 @@ def test_latex_has_the_table_and_escapes(make_run):
     assert all(line.endswith(r"\\") for line in (lines[2], lines[4], lines[5]))
 
 
-@pytest.mark.parametrize(
-    ("suffix", "over"), [("pdf", "rounds"), ("svg", "time"), ("png", "traffic")]
-)
+PICTURES = [("pdf", "rounds"), ("svg", "time"), ("png", "traffic")]
+
+
+@pytest.mark.parametrize(("suffix", "over"), PICTURES)
 def test_curves_are_a_picture(make_run, tmp_path, suffix, over):
     pytest.importorskip("matplotlib")
     runs = [make_run(f"run{seed}", seed=seed) for seed in (1, 2)]
@@ -164,9 +165,8 @@ def test_curves_are_a_picture(make_run, tmp_path, suffix, over):
 def test_the_front_has_what_no_other_beats(sign, front):
     points = [("a", 1.0, 0.5), ("b", 2.0, 0.4), ("c", 3.0, 0.9), ("d", 3.0, 0.8), ("e", 4.0, 0.9)]
     rows = [{"network": name, "latency_ms": x, "test": y} for name, x, y in points]
-    (name, figure), *others = fronts(
-        rows, ("latency_ms", "epsilon"), "F1", "score", sign=sign
-    ).items()
+    found = fronts(rows, ("latency_ms", "epsilon"), "F1", "score", sign=sign)
+    (name, figure), *others = found.items()
     assert (name, others) == ("latency_ms", [])  # no epsilon differs
     dots, line = figure["data"]
     assert line["x"] == front
@@ -185,16 +185,14 @@ def with_resamples(folder, values, **config):
     return with_config(with_events(folder, resampled), dataset=config)
 
 
-@pytest.mark.parametrize(
-    ("root", "shown", "of"),
-    [
-        ("patients.csv", "+10.0 (+8.0 to +12.0)", "test records"),
-        ("others.csv", "+10.0 (one seed)", ""),
-    ],
-)
-def test_one_seed_has_the_interval_of_its_test_records_or_says_that_it_has_none(
-    make_run, tmp_path, root, shown, of
-):
+INTERVALS = [
+    ("patients.csv", "+10.0 (+8.0 to +12.0)", "test records"),
+    ("others.csv", "+10.0 (one seed)", ""),
+]
+
+
+@pytest.mark.parametrize(("root", "shown", "of"), INTERVALS)
+def test_one_seed_has_the_interval_of_its_test_records_or_none(make_run, tmp_path, root, shown, of):
     plain = with_resamples(make_run("plain"), [0.88 + 0.001 * k for k in range(41)], root=root)
     private = make_run("eps8", accuracy=0.8, algorithm="fnas")
     with_resamples(private, [0.8] * 41, root="patients.csv")

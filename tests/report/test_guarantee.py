@@ -4,7 +4,8 @@ from fednas_flwr.report import score_tables
 from fednas_flwr.report.templates import epsilon_text, paragraphs, sentence
 from fednas_flwr.runs.numbers import overall
 
-from .conftest import SEARCH_RELEASE, lacking
+from ..refusals import lacking
+from .conftest import SEARCH_RELEASE
 
 
 def _client(client, prv, *, delta=1e-5, train=300, **more):
@@ -18,13 +19,13 @@ def _client(client, prv, *, delta=1e-5, train=300, **more):
     }
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "text"),
-    [
-        *[(3.1, "3.10"), (3.1000001, "3.11"), (9.999, "10.00"), (0.00123456, "0.00124")],
-        *[(12345.6, "12400"), (0.0, "0"), (8, "8.00"), (None, "∞")],
-    ],
-)
+SHOWN = [
+    *[(3.1, "3.10"), (3.1000001, "3.11"), (9.999, "10.00"), (0.00123456, "0.00124")],
+    *[(12345.6, "12400"), (0.0, "0"), (8, "8.00"), (None, "∞")],
+]
+
+
+@pytest.mark.parametrize(("epsilon", "text"), SHOWN)
 def test_an_epsilon_is_never_shown_smaller_than_it_is(epsilon, text):
     assert epsilon_text(epsilon) == text
 
@@ -71,15 +72,15 @@ def test_the_warning_names_every_client_whose_noise_is_known():
     assert "clients 2, 4 come" in sentence("test_seed", {"clients": [safe, one, unknown]})
 
 
-@pytest.mark.parametrize(
-    ("release", "rates", "batch", "rate"),
-    [
-        ({}, [0.02, 0.16], "16", "0.02 to 0.16"),
-        ({}, [0.160001, 0.16], "16", "0.16"),
-        ({"batch_size": None}, [1.0, 1.0], "every record", "1"),
-        ({}, [], "16", "not recorded"),  # nobody has accepted
-    ],
-)
+RATES = [
+    ({}, [0.02, 0.16], "16", "0.02 to 0.16"),
+    ({}, [0.160001, 0.16], "16", "0.16"),
+    ({"batch_size": None}, [1.0, 1.0], "every record", "1"),
+    ({}, [], "16", "not recorded"),  # nobody has accepted
+]
+
+
+@pytest.mark.parametrize(("release", "rates", "batch", "rate"), RATES)
 def test_the_rate_is_that_of_the_clients(release, rates, batch, rate):
     clients = [_client(client, {}, rates=[0.5, rate]) for client, rate in enumerate(rates)]
     schedule = [SEARCH_RELEASE, SEARCH_RELEASE | release]
@@ -111,9 +112,8 @@ def test_each_client_has_its_epsilons_and_what_its_filter_spent():
 
 def test_the_kind_of_search_and_its_own_epsilon_are_told():
     plain = {"algorithm": {"name": "dpnas", "dp_aware": None}}
-    assert sentence("search_privacy", plain, None) == (
-        "without clipping or noise, no claim of privacy: its epsilon is infinite"
-    )
+    words = "without clipping or noise, no claim of privacy: its epsilon is infinite"
+    assert sentence("search_privacy", plain, None) == words
     aware = {"algorithm": {"dp_aware": {"max_grad_norm": 0.1, "noise_multiplier": 0.2}}}
     text = sentence("search_privacy", aware, None)
     assert lacking(text, "clipped to 0.1", "multiplier 0.2") == []

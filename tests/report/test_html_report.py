@@ -7,14 +7,14 @@ from html.parser import HTMLParser
 import pytest
 
 from fednas_flwr.api import Result
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.report import score_tables
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
+from ..refusals import lacking, refuses
 from . import conftest as made
-from .conftest import emit, emit_rounds, lacking, make_hostile, with_config, with_events
+from .conftest import emit, emit_rounds, make_hostile, with_config, with_events
 
 VOID = {"meta", "link", "input", "br", "img", "hr", "path", "rect", "circle"}
 OUTSIDE = re.compile(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", re.IGNORECASE)
@@ -133,8 +133,7 @@ def test_a_notebook_shows_a_picture_of_the_report(make_run):
     names = json.loads(unescape(shown))["shown"]["data"][0]["y"]
     assert names[:2] == ["found", "the pooled linear model"]
     assert result.plot("clients").figure["data"][0]["type"] == "bar"
-    with pytest.raises(ConfigError, match="plot=oddity is unknown: choose one of .*leaderboard"):
-        result.plot("oddity")
+    refuses("plot=oddity is unknown: choose one of .*leaderboard", result.plot, "oddity")
 
 
 def test_a_run_that_goes_on_says_where_it_is(make_run):
@@ -157,8 +156,7 @@ def test_a_failed_write_leaves_the_old_report(make_run, monkeypatch):
 
     emit(folder, "warning", message="late")
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="no space"):
-        write_report(folder)
+    refuses("no space", write_report, folder, error=OSError)
     assert path.read_bytes() == before
     assert [p.name for p in folder.iterdir() if p.name.endswith(".tmp")] == []
 

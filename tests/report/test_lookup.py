@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from fednas_flwr import cli
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.report.lookup import found_cell, print_lookup, read_cell, read_table
 from fednas_flwr.runs.numbers import read_run
 
+from ..refusals import refuses
 from .conftest import cell_of, emit
 
 COLUMNS = ["cifar10_test_12ep", "val_acc_epochs_12"]
@@ -92,11 +92,9 @@ def test_columns_are_named_unless_there_is_one(tmp_path):
     more = write(tmp_path / "more.csv", [row | {"seed": 7, "std": -row["acc"]} for row in rows])
     assert read_table(more, ["acc"]) == one
     listed = "the columns of numbers acc, seed, std: name one or more of accuracies"
-    with pytest.raises(ConfigError, match=f"more.csv: expected {listed}"):
-        read_table(more)
+    refuses(f"more.csv: expected {listed}", read_table, more)
     for wrong in ("note", "accuracy"):
-        with pytest.raises(ConfigError, match=f"expected acc, {wrong} among {listed}"):
-            read_table(more, ["acc", wrong])
+        refuses(f"expected acc, {wrong} among {listed}", read_table, more, ["acc", wrong])
 
 
 @pytest.mark.parametrize("form", ["csv.gz", "csv.xz", "semicolons", "tabs", "index", "parquet"])
@@ -135,24 +133,23 @@ def test_other_texts_are_no_cells():
     none, other = (FORM.format(*[op] * 6) for op in ("none", "sep_conv_3x3"))
     longer, twice = none + "+|none~0|", none.replace("none~2", "none~1")
     for text in ("", "|none~0|", other, longer, twice):
-        with pytest.raises(ValueError, match=r"form|unknown op"):
-            read_cell(text)
+        refuses(r"form|unknown op", read_cell, text, error=ValueError)
 
 
 TWO_COLUMNS = "expected the columns of numbers params, test: name one or more of accuracies by `"
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (None, "No such file"),
-        ("", "cannot be read as a table by pandas"),
-        ("a,b\n1,2\n", "no column holds cells as |op~0|"),
-        (f"cell,test\n{FORM.format(*CELLS[0])},1\nrubbish,2\n", "no column holds cells"),
-        (f"cell,params,test\n{FORM.format(*CELLS[0])},1,2\n", TWO_COLUMNS),
-        (b"\x1f\x8bnot gzip", "table"),
-    ],
-)
+NO_TABLES = [
+    (None, "No such file"),
+    ("", "cannot be read as a table by pandas"),
+    ("a,b\n1,2\n", "no column holds cells as |op~0|"),
+    (f"cell,test\n{FORM.format(*CELLS[0])},1\nrubbish,2\n", "no column holds cells"),
+    (f"cell,params,test\n{FORM.format(*CELLS[0])},1,2\n", TWO_COLUMNS),
+    (b"\x1f\x8bnot gzip", "table"),
+]
+
+
+@pytest.mark.parametrize(("content", "sentence"), NO_TABLES)
 def test_what_is_no_table_is_refused_in_one_sentence(tmp_path, make_run, capsys, content, sentence):
     path = tmp_path / ("t.csv.gz" if isinstance(content, bytes) else "t.csv")
     if content is not None:
@@ -165,14 +162,14 @@ def test_what_is_no_table_is_refused_in_one_sentence(tmp_path, make_run, capsys,
     assert (output.out, output.err.count("\n")) == ("", 1)
 
 
-@pytest.mark.parametrize(
-    ("cell", "space", "sentence"),
-    [
-        (None, "nasbench201", "has no genotype to look up"),
-        (CELLS[0], "darts", "has searched search_space=darts"),
-        (CELLS[0], "nasbench201", f"has found {FORM.format(*CELLS[0])}, which is none of the"),
-    ],
-)
+UNLISTED = [
+    (None, "nasbench201", "has no genotype to look up"),
+    (CELLS[0], "darts", "has searched search_space=darts"),
+    (CELLS[0], "nasbench201", f"has found {FORM.format(*CELLS[0])}, which is none of the"),
+]
+
+
+@pytest.mark.parametrize(("cell", "space", "sentence"), UNLISTED)
 def test_runs_without_a_listed_cell_are_named(tmp_path, make_run, capsys, cell, space, sentence):
     table = write(tmp_path / "t.csv", made_rows(CELLS[1:50]))
     good, bad = make_run("good", CELLS[7]), make_run("bad", cell, space)

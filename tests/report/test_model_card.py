@@ -11,7 +11,8 @@ from fednas_flwr.report.model_card import export_model, write_model_card
 from fednas_flwr.report.score_tables import setting_rows
 from fednas_flwr.runs.numbers import read_run
 
-from .conftest import EVIL, emit, lacking, make_hostile, with_config
+from ..refusals import lacking
+from .conftest import EVIL, emit, make_hostile, with_config
 
 
 def card_of(folder):
@@ -69,17 +70,15 @@ def test_the_card_tells_what_the_statement_does_not_hold(make_run):
     assert lacking(card_of(folder), *parts, "simulated") == ["simulated"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({}, True),
-        ({"privacy": {"name": "dp", "sites": "kept"}}, False),
-        ({"runtime": {"name": "deployment"}}, False),
-    ],
-)
-def test_a_run_that_made_its_ledgers_says_that_earlier_uses_are_not_counted(
-    make_run, changes, told
-):
+OWN_LEDGERS = [
+    ({}, True),
+    ({"privacy": {"name": "dp", "sites": "kept"}}, False),
+    ({"runtime": {"name": "deployment"}}, False),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), OWN_LEDGERS)
+def test_a_run_that_made_its_ledgers_says_that_earlier_uses_do_not_count(make_run, changes, told):
     folder = with_config(make_run("run", private=True), **changes)
     for text in (card_of(folder), write_report(folder).read_text()):
         assert ("Earlier uses of the same data are not counted" in text) == told

@@ -18,6 +18,7 @@ from fednas_flwr.runs.events import (
 from fednas_flwr.runs.numbers import METRICS, read_run
 from fednas_flwr.search.objective import Objective
 
+from ..refusals import refuses
 from .conftest import ROUND, emit
 
 NAMES = (
@@ -133,9 +134,8 @@ def test_a_lead_is_of_the_same_test_records(tmp_path):
     right = torch.arange(400) >= 100
     for logits, hits in ((found, right), (rival, right & (torch.arange(400) < 392))):
         logits[torch.arange(400), torch.where(hits, labels, 1 - labels)] = 1.0
-    central, linear = (
-        detailed(logits, labels, objective=Objective(), seed=3) for logits in (found, rival)
-    )
+    both = (found, rival)
+    central, linear = (detailed(x, labels, objective=Objective(), seed=3) for x in both)
     (low, _), (_, high) = (one["intervals"]["accuracy"] for one in (central, linear))
     assert low < high
     told = {"central": central, "linear": linear, "clients": [], "personalised": []}
@@ -201,8 +201,7 @@ def test_a_torn_line_is_left_out_and_not_glued_to_the_next(tmp_path, lost):
 def test_what_json_cannot_hold_writes_nothing(tmp_path):
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
-        with pytest.raises(TypeError, match="not JSON serializable"):
-            log.emit("warning", message=object())
+        refuses("not JSON serializable", log.emit, "warning", error=TypeError, message=object())
         log.emit("warning", message="fine")
     assert [event["message"] for event in read_events(path)] == ["fine"]
 

@@ -50,9 +50,7 @@ def test_a_wheel_has_every_file_of_the_package_and_of_conf(installed):
 
 @pytest.mark.run
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within flwr
-def test_what_runs_from_a_bundle_finds_the_page_in_the_installed_package(
-    installed, make_run, tmp_path
-):
+def test_what_runs_from_a_bundle_finds_the_page_of_the_package(installed, make_run, tmp_path):
     fab, _ = build_fab_from_files(bundle_files())
     with zipfile.ZipFile(io.BytesIO(fab)) as archive:
         archive.extractall(tmp_path / "bundle")

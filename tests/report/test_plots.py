@@ -67,10 +67,10 @@ def test_client_accuracy_has_bars_mean_and_the_server():
     assert _accuracies({"clients": clients[:1]}) is None  # one bar compares nothing
 
 
-@pytest.mark.parametrize(
-    ("edges", "first", "last"),
-    [(14, "c(k−2) → 0", "2 → 3"), (6, "input → 1", "2 → output"), (4, "edge 0", "edge 3")],
-)
+EDGES = [(14, "c(k−2) → 0", "2 → 3"), (6, "input → 1", "2 → output"), (4, "edge 0", "edge 3")]
+
+
+@pytest.mark.parametrize(("edges", "first", "last"), EDGES)
 def test_edges_are_named_by_target_then_source(edges, first, last):
     labels = edge_labels(edges)
     assert (len(labels), labels[0], labels[-1]) == (edges, first, last)

@@ -10,7 +10,8 @@ from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.terminal import ProgressDisplay, print_summary
 from fednas_flwr.runs.events import read_events
 
-from .conftest import EVIL, lacking, make_hostile, printed, with_events
+from ..refusals import lacking
+from .conftest import EVIL, make_hostile, printed, with_events
 
 
 def _round(number, rounds, elapsed):
@@ -160,19 +161,19 @@ def test_the_summary_of_a_run_without_privacy_does_not_speak_of_it(make_run):
     assert not any(word in text for word in ("epsilon", "noised", "left", "warning"))
 
 
-@pytest.mark.parametrize(
-    ("linear", "without_cells", "sentence"),
-    [
-        (0.75, 0.4, ""),
-        (
-            0.95,
-            0.4,
-            "No: the network has accuracy 90.0 % on 100 test records of the server and is no "
-            "better than the pooled linear model with 95.0 %",
-        ),
-        (0.9, 0.91, "is no better than its linear skip alone with 91.0 %"),
-    ],
-)
+NO_BETTER = [
+    (0.75, 0.4, ""),
+    (
+        0.95,
+        0.4,
+        "No: the network has accuracy 90.0 % on 100 test records of the server and is no "
+        "better than the pooled linear model with 95.0 %",
+    ),
+    (0.9, 0.91, "is no better than its linear skip alone with 91.0 %"),
+]
+
+
+@pytest.mark.parametrize(("linear", "without_cells", "sentence"), NO_BETTER)
 def test_a_run_says_what_its_network_is_no_better_than(make_run, linear, without_cells, sentence):
     def scored(event):
         if event["event"] == "evaluated":

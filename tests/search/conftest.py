@@ -39,9 +39,8 @@ class SmoothNet(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, 5, dtype=dtype)
         self.second = nn.Linear(5, 3, dtype=dtype)
-        self.a = nn.ParameterDict(
-            {k: 0.3 * torch.randn(1, 3, dtype=dtype) for k in ("normal", "reduction")}
-        )
+        kinds = ("normal", "reduction")
+        self.a = nn.ParameterDict({k: 0.3 * torch.randn(1, 3, dtype=dtype) for k in kinds})
 
     def weights(self):
         return {n: p for n, p in self.named_parameters() if not n.startswith("a.")}

@@ -282,9 +282,8 @@ def test_without_a_gradient_at_the_virtual_weights_there_is_no_correction(quadra
 def test_mixed_level_adds_the_gradients_of_both_means(weight, net, batch, untouched):
     train, validation = batch(7, 4), batch(3, 5)
     check = untouched(net)
-    gradients, losses = BatchGradients().mixed_level_gradient(
-        net, train_batch=train, validation_batch=validation, validation_weight=weight
-    )
+    given = {"train_batch": train, "validation_batch": validation, "validation_weight": weight}
+    gradients, losses = BatchGradients().mixed_level_gradient(net, **given)
     check()
     assert losses.shape == (3,)
     from_train, _ = BatchGradients().alpha_gradient_sum(net, train)

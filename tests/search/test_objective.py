@@ -125,9 +125,7 @@ def test_several_labels_are_predicted_each_from_a_half_on(several):
 
 
 @pytest.mark.parametrize(("positive", "number"), [(None, 3), (1, 3), (None, 2)])
-def test_scores_of_several_labels_are_means_over_them_or_of_the_one_named(
-    positive, number, several
-):
+def test_scores_of_several_labels_are_means_or_of_the_one_named(positive, number, several):
     logits, _, labels = (of[:, :number] for of in several)
     columns = slice(None) if positive is None else positive
     found = Objective(multi_label=True, positive=positive).scores(logits, labels)
@@ -299,9 +297,8 @@ def test_what_is_released_of_a_number_is_within_its_range(pairs):
         assert hit == pytest.approx(1 - abs(error) / 10, abs=1e-6)
     known = ~labels.isnan()
     if known.any():
-        told = objective.reported(
-            {"loss": float(losses[known].mean()), "accuracy": float(hits[known].mean())}
-        )
+        means = {"loss": float(losses[known].mean()), "accuracy": float(hits[known].mean())}
+        told = objective.reported(means)
         errors = (losses[known] * GIVEN[1] ** 2).sqrt()
         assert told["rmse"] == pytest.approx(float((errors**2).mean().sqrt()), abs=1e-6)
         assert "accuracy" not in told

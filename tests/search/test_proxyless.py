@@ -172,12 +172,11 @@ def test_warm_up_trains_uniform_paths_and_no_alphas(supernet):
 DRAWS = 4000
 GATED_ALPHAS = torch.tensor([[0.5, -1.0, 0.2, 1.5], [0.0, 2.0, -0.5, NEVER]], dtype=torch.float64)
 
-TINY = MBConvSpace(  # 2 blocks, 3 ops, the first op of the second block is not offered
-    input_shape=(2, 4, 4),
-    num_classes=3,
-    skeleton=Skeleton(8, 1, 8, ((8, 1), (16, 1)), (2,), 8),
-    candidates=("zero", "mbconv2_3x3", "mbconv3_5x5"),
-    norm="group",
+# 2 blocks, 3 ops, the first op of the second block is not offered
+SKELETON = Skeleton(8, 1, 8, ((8, 1), (16, 1)), (2,), 8)
+OPS = ("zero", "mbconv2_3x3", "mbconv3_5x5")
+TINY = MBConvSpace(
+    input_shape=(2, 4, 4), num_classes=3, skeleton=SKELETON, candidates=OPS, norm="group"
 )
 TINY_PATHS = list(itertools.product(*TINY.offered))
 
@@ -359,14 +358,8 @@ def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, sha
     lengths = clip_to(gradients, 1.0)[1]
     norm = sorted(lengths)[3]  # some are clipped, some are not
     expected, _ = clip_to(gradients, norm)
-    sums = clipping.clipped_gradient_sum(
-        network,
-        *records,
-        loss=CLASSIFICATION.plain_losses,
-        parameters=own,
-        max_norm=norm,
-        micro_batch_size=4,
-    )
+    terms = {"loss": CLASSIFICATION.plain_losses, "max_norm": norm, "micro_batch_size": 4}
+    sums = clipping.clipped_gradient_sum(network, *records, parameters=own, **terms)
     assert list(sums) == list(own)
     for found, wanted in zip(sums.values(), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -392,18 +385,14 @@ def test_alphas_are_clipped_by_record_through_the_gates(number, hardware, shared
                 return CLASSIFICATION.plain_losses(output, labels)
             return hardware(CLASSIFICATION.plain_losses(output[0], labels), output[1])
 
-        found = clipping.clipped_alpha_gradient_sum(
-            PathNetwork(shared, drawn, None if hardware is None else COSTS),
-            *records,
-            loss=losses,
-            alphas=shared.alphas(),
-            relaxation=clipping.Relaxation(
-                {"blocks": proxyless.active_gates(drawn, like=alphas)},
-                lambda kind, g, drawn=drawn: alpha_gradient(g, alphas, drawn),
-            ),
-            max_norm=norm,
-            micro_batch_size=4,
-        )["blocks"]
+        network = PathNetwork(shared, drawn, None if hardware is None else COSTS)
+        gates = {"blocks": proxyless.active_gates(drawn, like=alphas)}
+        relaxation = clipping.Relaxation(
+            gates, lambda kind, g, drawn=drawn: alpha_gradient(g, alphas, drawn)
+        )
+        terms = {"loss": losses, "max_norm": norm, "micro_batch_size": 4}
+        terms |= {"alphas": shared.alphas(), "relaxation": relaxation}
+        found = clipping.clipped_alpha_gradient_sum(network, *records, **terms)["blocks"]
         assert expected.norm() > 1e-3
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
 

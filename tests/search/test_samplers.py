@@ -14,9 +14,8 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.samplers import Controller, Moments, Policy, Sampler, reinforce_loss
 from fednas_flwr.settings.optimizers import ControllerSettings
 
-SETTINGS = ControllerSettings(
-    lr=0.01, temperature=1.0, entropy_weight=0.02, baseline_decay=0.9, scaled=False
-)
+OF_REWARDS = {"entropy_weight": 0.02, "baseline_decay": 0.9, "scaled": False}
+SETTINGS = ControllerSettings(lr=0.01, temperature=1.0, **OF_REWARDS)
 SMALL = (3,) * 4  # 81 paths
 
 

@@ -1,5 +1,7 @@
 """A federation of small real ClientApps whose clients, and whose grid, misbehave on demand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,12 @@ from flwr.clientapp import ClientApp
 
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.messages import Reply, decode_request, encode_reply
-from fednas_flwr.protocol.requests import Amount, LocalSearch, Search
+from fednas_flwr.protocol.requests import Amount
 from fednas_flwr.protocol.states import Layout, pack
-from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.exchange import Exchange
-from fednas_flwr.settings.optimizers import SGD, Adam
 
+from ..asked import smallest
 from ..finished_runs import Told
 
 DECLARED = 100
@@ -33,14 +34,8 @@ class Clock:
         self.seconds += seconds
 
 
-SEARCH = Search(
-    local=LocalSearch(
-        Amount(1, None, 8),
-        SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None),
-        Adam(lr=0.01, weight_decay=0.0),
-        alternating=Alternating("first_order"),
-    )
-)
+SEARCH = smallest()["train.search"]
+SEARCH = replace(SEARCH, local=replace(SEARCH.local, amount=Amount(1, None, 8)))
 
 
 def damaging(change):
@@ -78,23 +73,18 @@ def npy(header):
 
 def client_tensors(client):
     generator = torch.Generator().manual_seed(client)
+    sizes = {"weights": {"a": (2, 3), "b": (4,)}, "alphas": {"cell": (2, 2)}}
     return {
-        "weights": {
-            "a": torch.randn(2, 3, generator=generator),
-            "b": torch.randn(4, generator=generator),
-        },
-        "alphas": {"cell": torch.randn(2, 2, generator=generator)},
+        state: {name: torch.randn(size, generator=generator) for name, size in of.items()}
+        for state, of in sizes.items()
     }
 
 
 def client_reply(client):
     states = client_tensors(client)
-    return Reply(
-        num_examples=10.0 + 7 * client,
-        metrics={"train_loss": 1.0 + client},
-        states={name: pack(tensors) for name, tensors in states.items()},
-        digests={name: Layout.of(tensors).digest for name, tensors in states.items()},
-    )
+    digests = {name: Layout.of(tensors).digest for name, tensors in states.items()}
+    packed = {name: pack(tensors) for name, tensors in states.items()}
+    return Reply(10.0 + 7 * client, {"train_loss": 1.0 + client}, packed, digests)
 
 
 def make_app(damage, claims, properties):
@@ -131,40 +121,19 @@ def federation(monkeypatch):
     monkeypatch.setattr("fednas_flwr.server.cohort.time", clock)
 
     def make(
-        num_clients=3,
-        *,
-        nodes=None,
-        damage=None,
-        claims=None,
-        properties=None,
-        grid=InProcessGrid,
-        connected=True,
-        needed=("client",),
-        alike=(),
-        **settings,
-    ):
+        num_clients=3, *, nodes=None, damage=None, claims=None, properties=None,
+        grid=InProcessGrid, connected=True, needed=("client",), alike=(), **settings,
+    ):  # fmt: skip
         events: list[dict] = []
         app = make_app(damage or {}, claims or {}, properties or {})
-        cohort = Cohort(
-            run="run",
-            num_clients=num_clients,
-            emit=lambda event, **fields: events.append({"event": event, **fields}),
-            wait=clock.sleep,
-            **{"quorum_share": 0.5, "deadline_s": 30.0, "connect_s": 30.0, **settings},
-        )
+        own = {"quorum_share": 0.5, "deadline_s": 30.0, "connect_s": 30.0, **settings}
+        own["emit"] = lambda event, **fields: events.append({"event": event, **fields})
+        cohort = Cohort(run="run", num_clients=num_clients, wait=clock.sleep, **own)
         layouts = {name: Layout.of(tensors) for name, tensors in client_tensors(0).items()}
 
         def ask(server_round=1, **terms):
-            return cohort.ask(
-                Exchange(
-                    "train.search",
-                    stage="search",
-                    server_round=server_round,
-                    settings=SEARCH,
-                    layouts=layouts,
-                    **terms,
-                )
-            )
+            terms |= {"stage": "search", "settings": SEARCH, "layouts": layouts}
+            return cohort.ask(Exchange("train.search", server_round=server_round, **terms))
 
         def answering(*numbers, **terms):
             return [client for client, _ in ask(*numbers, **terms)]

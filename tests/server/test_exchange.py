@@ -72,9 +72,8 @@ def test_who_is_asked_depends_on_seed_stage_and_round_alone(by):
     other = sampling(by, backups=3, sizes=sizes, seed=2)
     others = [other.participants("search", number) for number in range(1, 31)]
     assert others != rounds
-    assert [own.participants("retrain", number).clients for number in range(1, 31)] != [
-        participants.clients for participants in rounds
-    ]
+    others = [own.participants("retrain", number).clients for number in range(1, 31)]
+    assert others != [participants.clients for participants in rounds]
 
 
 def test_round_robin_gives_all_clients_as_many_turns():

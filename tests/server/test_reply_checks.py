@@ -29,7 +29,6 @@ from fednas_flwr.protocol.messages import Header, Reply, encode_reply
 from fednas_flwr.protocol.requests import decode_properties
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES
 from fednas_flwr.protocol.states import Layout, Packed, TrimmedMean, WeightedAverage, pack
-from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 from fednas_flwr.server import reply_checks
 from fednas_flwr.server.cohort import QuorumError
@@ -38,7 +37,7 @@ from fednas_flwr.server.reply_checks import Limits, accept_reply
 from fednas_flwr.settings.names import ACCOUNTANTS, MOST_SITES
 from fednas_flwr.settings.optimizers import SGD, Adam
 
-from ..asked import FORMS, decoded
+from ..asked import FORMS, decoded, smallest
 from ..json_trees import json_trees
 from ..refusals import refuses
 from .conftest import SEARCH, damaging, npy, set_json, set_metric, set_vector
@@ -81,6 +80,10 @@ def set_data(content, edit, stype="numpy.ndarray"):
     record["float32"] = Array("float32", (10,), stype, edit(record["float32"].data))
 
 
+def npy_of(descr, shape):
+    return npy(f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}")
+
+
 @damaging
 def set_record(content, name, **arrays):
     content[name] = ArrayRecord({dtype: Array(values) for dtype, values in arrays.items()})
@@ -102,6 +105,7 @@ def refuse(_):
     raise RuntimeError("out of memory")
 
 
+FLOATS = np.zeros(11, np.float32)
 DAMAGES = {
     # header
     "round": (edit_json(header__round=2), "another request"),
@@ -138,13 +142,10 @@ DAMAGES = {
     "num-examples a huge integer": (set_metric("num-examples", 10**400), "malformed"),
     # states
     "missing state": (without("state.alphas"), "were asked for"),
-    "further state": (
-        set_record("state.buffers", float32=np.zeros(1, np.float32)),
-        "were asked for",
-    ),
+    "further state": (set_record("state.buffers", float32=FLOATS[:1]), "were asked for"),
     "other names or shapes": (edit_json(digests__weights="0" * 16), "other names, shapes"),
     "no digest": (edit_json(digests={}), "other names, shapes"),
-    "one element more": (set_vector("weights", np.zeros(11, np.float32)), "sizes"),
+    "one element more": (set_vector("weights", FLOATS), "sizes"),
     "no vector": (set_record("state.weights"), "sizes"),
     "a vector more": (set_vector("weights", np.zeros(10), "float64"), "sizes"),
     "doubles named float32": (set_vector("weights", np.zeros(10)), "malformed"),
@@ -156,16 +157,8 @@ DAMAGES = {
     "no bytes": (set_data(lambda data: b""), "malformed"),
     "no npy": (set_data(lambda data: b"\x80\x04K\x01." * 40), "malformed"),
     "npy of another version": (set_data(lambda data: data[:6] + b"\x07" + data[7:]), "malformed"),
-    "objects": (
-        set_data(lambda _: npy("{'descr': '|O', 'fortran_order': False, 'shape': (10,), }")),
-        "malformed",
-    ),
-    "structure": (
-        set_data(
-            lambda _: npy("{'descr': [('x', '<U1')], 'fortran_order': False, 'shape': (10,)}")
-        ),
-        "malformed",
-    ),
+    "objects": (set_data(lambda _: npy_of("|O", (10,))), "malformed"),
+    "structure": (set_data(lambda _: npy_of([("x", "<U1")], (10,))), "malformed"),
     "npy header that is no literal": (set_data(lambda _: npy("(" * 9000)), "malformed"),
     "deep npy header": (set_data(lambda _: npy("-" * 9000 + "1")), "malformed"),
     "another serialisation": (set_data(lambda data: data, stype="torch.tensor"), "malformed"),
@@ -227,9 +220,8 @@ def test_a_client_far_from_most_in_what_it_declares_is_an_outlier():
     assert list(reply_checks.outliers(usual | {2: {"": 1001.0}}, fewest=0.1, most=10)) == [2]
     edge = {1: {"": 10.0, "train ": 6.0}, 2: {"": 1000.0, "train ": 600.0}}
     assert reply_checks.outliers(usual | edge, fewest=0.1, most=10) == {}
-    assert (
-        reply_checks.outliers({0: {"": 1.0}, 1: {"": 1e9}}, fewest=0.1, most=10) == {}
-    )  # whom to believe?
+    two = {0: {"": 1.0}, 1: {"": 1e9}}  # whom to believe?
+    assert reply_checks.outliers(two, fewest=0.1, most=10) == {}
     none = {client: {"test ": 0.0} for client in range(4)} | {3: {"test ": 2.0}}
     assert reply_checks.outliers(none, fewest=0, most=10) == {}  # few have a test record
 
@@ -258,6 +250,30 @@ BUDGET = {"epsilon": 1.0, "delta": 1e-5}
 EPSILON = {name: {"train": 1.5, "test": None} for name in ACCOUNTANTS}
 SPLIT = {"train": 7, "validation": 0, "test": 0}
 MOMENTS = {"count": 3, "mean": 0.5, "std": 0}
+NO_EPSILONS = [
+    *({}, [], None, {**EPSILON, "more": EPSILON["prv"]}, {"prv": EPSILON["prv"]}),
+    *({**EPSILON, "prv": {"train": value, "test": None}} for value in (-1.0, math.inf)),
+    *({**EPSILON, "rdp": {"train": 1.5}}, {**EPSILON, "gdp": None}),
+    dict.fromkeys(ACCOUNTANTS, {"training": 1.0}),
+]
+NO_BUDGETS = [
+    *({}, [], {"epsilon": 1.0}, {**BUDGET, "more": 1.0}),
+    *({**BUDGET, "epsilon": value} for value in (0.0, -1.0, math.inf)),
+    *({**BUDGET, "delta": value} for value in (0.0, 1.0)),
+]
+NO_PARTS = [[], {"0": "ab"}, {"00": "ab" * PART_BYTES}, {"-1": "ab" * PART_BYTES}]
+NO_PARTS.append({str(site): "ab" * PART_BYTES for site in range(MOST_SITES + 1)})
+NO_MOMENTS = [
+    *([{**MOMENTS, "mean": value}] for value in (1e300, 10**400, math.nan)),
+    *([{**MOMENTS, "std": value}] for value in (-1.0, 1e30, 1e300)),
+    *([{**MOMENTS, "count": -1}], [{}]),
+]
+MANY = int(reply_checks.MAX_EXAMPLES)
+NO_HISTOGRAMS = [
+    *([ONES], [ONES] * 3, [ONES, ONES[1:]], [ONES, [*ONES, 1]], [ONES, [1.0] * BINS]),
+    *([ONES, [-1, *ONES[1:]]], [ONES, [MANY, *ONES[1:]]]),
+]
+NO_GAINS = [[0.0, 0.0, 0], [21.0, 9.0, 2], [0.0, 201.0, 2], [0.0, -1.0, 2], [0.0, 0.0], "", None]
 PROPERTIES = {  # by name: right ones and wrong ones
     "client": ([0, 3], ["0"]),
     "tag": (["", "ward 3", "é", "x" * 200], ["x" * 201, "a\nb", "\x1b[2J"]),
@@ -267,23 +283,8 @@ PROPERTIES = {  # by name: right ones and wrong ones
     "schema": ([[]], [[{"kind": "number"}]]),
     "hardware": (["cpu"], ["x" * 10**4]),
     "versions": ([{}, {"torch": "2"}], [{"a\n": "2"}, {"a": "2\n"}, {"a" * 201: "2"}]),
-    "epsilon": (
-        [EPSILON],
-        [
-            *({}, [], None, {**EPSILON, "more": EPSILON["prv"]}, {"prv": EPSILON["prv"]}),
-            *({**EPSILON, "prv": {"train": value, "test": None}} for value in (-1.0, math.inf)),
-            *({**EPSILON, "rdp": {"train": 1.5}}, {**EPSILON, "gdp": None}),
-            dict.fromkeys(ACCOUNTANTS, {"training": 1.0}),
-        ],
-    ),
-    "budget": (
-        [BUDGET],
-        [
-            *({}, [], {"epsilon": 1.0}, {**BUDGET, "more": 1.0}),
-            *({**BUDGET, "epsilon": value} for value in (0.0, -1.0, math.inf)),
-            *({**BUDGET, "delta": value} for value in (0.0, 1.0)),
-        ],
-    ),
+    "epsilon": ([EPSILON], NO_EPSILONS),
+    "budget": ([BUDGET], NO_BUDGETS),
     "secure_noise": ([True, False], [0, 1, None, "true"]),
     "least_noise_multiplier": ([0.8, 1], [0.0, -1.0, 1e7, math.inf]),
     "unit": (["record", "person"], ["patient", None, []]),
@@ -292,36 +293,14 @@ PROPERTIES = {  # by name: right ones and wrong ones
     "awaits": (["ab" * 16], ["AB" * 16, "ab" * 15, "ab" * 16 + "\n", "g" * 32, None]),
     "context": (["ab" * 32], ["ab" * 16]),
     "signature": (["ab" * 64], ["ab" * 32]),
-    "parts": (
-        [{}, {"0": "ab" * PART_BYTES, "1": "cd" * PART_BYTES}],
-        [
-            *([], {"0": "ab"}, {"00": "ab" * PART_BYTES}, {"-1": "ab" * PART_BYTES}),
-            {str(site): "ab" * PART_BYTES for site in range(MOST_SITES + 1)},
-        ],
-    ),
+    "parts": ([{}, {"0": "ab" * PART_BYTES, "1": "cd" * PART_BYTES}], NO_PARTS),
     "covered_steps": ([{}, {"search": 2}], [{"search": value} for value in (10**400, -1)]),
-    "moments": (
-        [[], [MOMENTS], [{**MOMENTS, "mean": -1e29}]],
-        [
-            *([{**MOMENTS, "mean": value}] for value in (1e300, 10**400, math.nan)),
-            *([{**MOMENTS, "std": value}] for value in (-1.0, 1e30, 1e300)),
-            *([{**MOMENTS, "count": -1}], [{}]),
-        ],
-    ),
+    "moments": ([[], [MOMENTS], [{**MOMENTS, "mean": -1e29}]], NO_MOMENTS),
     "class_counts": ([[], [1, 0]], [[-1], [10**10]]),
     "class_names": ([[], ["a", "b"]], [["a\n"]]),
     "scores": ([{}, {"f1": 0.0, "auroc": 1}], [{"f1": 1.5}, {"f1": True}, {"f2": 0.5}, []]),
-    "gain": (
-        [[-20.0, 200.0, 2], [0.0, 0.0, 1]],
-        [[0.0, 0.0, 0], [21.0, 9.0, 2], [0.0, 201.0, 2], [0.0, -1.0, 2], [0.0, 0.0], "", None],
-    ),
-    "histogram": (
-        [[ONES, [0] * BINS], [[int(reply_checks.MAX_EXAMPLES), *[0] * (BINS - 1)], ONES]],
-        [
-            *([ONES], [ONES] * 3, [ONES, ONES[1:]], [ONES, [*ONES, 1]], [ONES, [1.0] * BINS]),
-            *([ONES, [-1, *ONES[1:]]], [ONES, [int(reply_checks.MAX_EXAMPLES), *ONES[1:]]]),
-        ],
-    ),
+    "gain": ([[-20.0, 200.0, 2], [0.0, 0.0, 1]], NO_GAINS),
+    "histogram": ([[ONES, [0] * BINS], [[MANY, *[0] * (BINS - 1)], ONES]], NO_HISTOGRAMS),
     "splits": ([SPLIT], [*({**SPLIT, "test": value} for value in (-1, 10**10)), {"train": 1}]),
 }
 
@@ -391,9 +370,8 @@ def test_three_strikes_and_a_client_is_asked_no_more(federation):
     assert [event["event"] for event in bad.events] == ["client_failed"] * 2 + ["client_left"]
     assert [event.get("expelled", False) for event in bad.events] == [False, False, True]
     assert bad.events[-1]["reason"].startswith("3 of its replies were refused, the last one for: ")
-    asked_all = bad.cohort.ask(
-        Exchange("train.search", stage="evaluate", settings=SEARCH, also_left=True)
-    )
+    asked_all = Exchange("train.search", stage="evaluate", settings=SEARCH, also_left=True)
+    asked_all = bad.cohort.ask(asked_all)
     refuses("client 1: 3 of its replies were refused", list, asked_all, error=QuorumError)
     assert len(asked) == 3
 
@@ -442,9 +420,8 @@ def limits(action, settings, *, sizes, sent=None, examples=550.0, planned=()):
         layouts={name: SimpleNamespace(sizes={"float32": size}) for name, size in sizes.items()},
         planned={release.kind: release for release in planned},
     )
-    return reply_checks.honest_limits(
-        exchange, settings, sent=sent or {}, examples=examples, records=RECORDS if planned else {}
-    )
+    given = {"sent": sent or {}, "examples": examples, "records": RECORDS if planned else {}}
+    return reply_checks.honest_limits(exchange, settings, **given)
 
 
 # the bounds, against what can be worst
@@ -455,9 +432,8 @@ def test_a_noised_sum_of_twice_the_declared_records_all_of_one_gradient(batch, s
     """The norms of 2,000 draws, of records that all pull the same way."""
     generator = torch.Generator().manual_seed(1)
     release = plan(batch=batch, sigma=sigma)
-    records = torch.full(
-        (2000, int(reply_checks.MORE_RECORDS * RECORDS["train"])), release.rate(RECORDS)
-    )
+    most = int(reply_checks.MORE_RECORDS * RECORDS["train"])
+    records = torch.full((2000, most), release.rate(RECORDS))
     drawn = torch.bernoulli(records, generator=generator).sum(1, keepdim=True).double()
     noise = torch.randn(2000, num_values, generator=generator, dtype=torch.float64)
     noise *= sigma * release.max_grad_norm
@@ -508,15 +484,9 @@ def test_adam_moves_an_alpha_by_less_than_its_share_of_the_limit(gradients, beta
 # what each action may return
 
 
-def take(**changes):
-    return rq.TakeGradients(
-        step=0,
-        local_steps=changes.pop("local_steps", 1),
-        local_lrs={},
-        batch_size=changes.pop("batch", None),
-        order=1,
-        inner_lr=0.1,
-    )
+def take(local_steps=1, batch=None):
+    given = smallest()["train.gradients"]
+    return replace(given, local_steps=local_steps, batch_size=batch)
 
 
 def test_gradients_of_private_clients_are_bounded_sums_over_the_expected_batch():
@@ -547,9 +517,8 @@ def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
     sizes, sent = {"weights": 100, "buffers": 3}, {"weights": 5.0}
     epochs, steps = rq.Amount(2, None, 50), rq.Amount(None, 22, None)
     clipped = limits("train.weights", training(1.0, epochs), sizes=sizes, sent=sent)
-    assert clipped.norms["weights"] == pytest.approx(
-        1.25 * reply_checks.largest_move(22, SGD(0.1, 0.0, 0.9, 0.0, 1.0), 1.0, 5.0, 0.0), rel=1e-3
-    )
+    moved = 1.25 * reply_checks.largest_move(22, SGD(0.1, 0.0, 0.9, 0.0, 1.0), 1.0, 5.0, 0.0)
+    assert clipped.norms["weights"] == pytest.approx(moved, rel=1e-3)
     free = limits("train.weights", training(None, epochs), sizes=sizes, sent=sent)
     assert free.norms["weights"] == 1e6 * (10 + 5)
     noised = [plan()]
@@ -578,9 +547,8 @@ def test_running_variances_of_deep_sums_are_honest():
 def test_candidates_move_the_weights_as_the_same_steps_of_training_do():
     sgd = SGD(0.1, 0.0, 0.9, 0.0, 1.0)
     sizes, sent = {"weights": 100}, {"weights": 5.0}
-    request = rq.TrainCandidates(
-        candidates=[[0], [1]], step=0, local_steps=11, batch_size=50, weights=sgd, dp_aware=None
-    )
+    request = replace(smallest(weights=sgd)["train.candidate"], candidates=[[0], [1]])
+    request = replace(request, local_steps=11, batch_size=50)
     found = limits("train.candidate", request, sizes=sizes, sent=sent)
     same = limits("train.weights", training(1.0, rq.Amount(None, 22, 50)), sizes=sizes, sent=sent)
     assert found.norms == same.norms
@@ -592,16 +560,14 @@ def test_of_a_pool_every_member_moves_as_far_as_it_may_alone():
     for clip_norm, planned in ((1.0, []), (None, [plan()])):
         alone = training(clip_norm, steps)
         pool = replace(alone, local=replace(alone.local, network={"genotypes": 4 * [{}]}))
-        one, four = (
-            limits("train.weights", asked, sizes=sizes, planned=planned).norms["weights"]
-            for asked in (alone, pool)
-        )
-        assert four == pytest.approx(2 * one)
+        given = {"sizes": sizes, "planned": planned}
+        one, four = (limits("train.weights", asked, **given).norms for asked in (alone, pool))
+        assert four["weights"] == pytest.approx(2 * one["weights"])
 
 
 def test_a_search_moves_the_alphas_by_its_steps_of_adam():
-    rule = Alternating("first_order")
-    search = rq.LocalSearch(rq.Amount(None, 4, None), STEP, ALPHA_STEP, alternating=rule)
+    search = smallest(weights=STEP)["train.search"].local
+    search = replace(search, amount=rq.Amount(None, 4, None), alphas=ALPHA_STEP)
     sizes = {"weights": 100, "alphas": 16}
     found = limits("train.search", rq.Search(local=search), sizes=sizes)
     assert found.norms["alphas"] == pytest.approx(4 * reply_checks.ADAM * 0.01 * 4)
@@ -611,12 +577,7 @@ def test_a_search_moves_the_alphas_by_its_steps_of_adam():
 
 
 def test_a_probe_and_an_evaluation_have_no_norm_that_noise_could_break():
-    probe = rq.Probe(
-        search=None,
-        training=training(None, rq.Amount(None, 1, None)).local,
-        trials=[rq.Trial(STEP, ALPHA_STEP, 0.0)],
-        loss_bound=1.0,
-    )
+    probe = smallest()["train.probe"]
     rewards = plan("rewards", "train.probe", batch=None, sigma=1e6, splits=("validation",))
     found = limits("train.probe", probe, sizes={"rewards": 1}, planned=[rewards])
     assert found.norms == {"rewards": math.inf}
@@ -653,26 +614,14 @@ TENSORS = {
 }
 LAYOUTS = {name: Layout.of(tensors) for name, tensors in TENSORS.items()}
 SENT: dict[str, Packed] = {name: pack(tensors) for name, tensors in TENSORS.items()}
-GOOD = Reply(
-    num_examples=17.0,
-    metrics={"train_loss": 1.5},
-    states=SENT,
-    digests={name: layout.digest for name, layout in LAYOUTS.items()},
-)
+DIGESTS = {name: layout.digest for name, layout in LAYOUTS.items()}
+GOOD = Reply(17.0, metrics={"train_loss": 1.5}, states=SENT, digests=DIGESTS)
 ASKED = Exchange("train.search", stage="search", settings=SEARCH, states=SENT, layouts=LAYOUTS)
 
 JSON = json_trees(st.text(max_size=20))
-PATHS = [
-    (),
-    ("header",),
-    *(("header", name) for name in vars(HEADER)),
-    ("digests",),
-    ("digests", "weights"),
-    ("properties",),
-    ("properties", "changed"),
-    ("properties", "changed", "weights"),
-    ("header", "more"),
-]
+PATHS = [(), ("header",), *(("header", name) for name in (*vars(HEADER), "more"))]
+PATHS += [("digests",), ("digests", "weights"), ("properties",), ("properties", "changed")]
+PATHS.append(("properties", "changed", "weights"))
 DTYPES = st.sampled_from(["<f4", ">f4", "<f8", "<f2", "<i8", "<c8", "|b1", "|u1", "<U2", "|O"])
 NAMES = st.sampled_from(["float32", "int64", "float16", "int8", "object", ""])
 
@@ -701,40 +650,25 @@ def edit_bytes(content, state, start, length, new):
 
 @damaging
 def announce(content, state, shape, descr):
-    data = npy(f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}") + b"\0" * 64
+    data = npy_of(descr, shape) + b"\0" * 64
     record = content.array_records[f"state.{state}"]
     record["float32"] = Array("float32", shape, "numpy.ndarray", data)
 
 
 STATES = st.sampled_from([*LAYOUTS, "other"])
-VECTORS = st.builds(
-    lambda dtype, shape: np.zeros(shape, dtype="<f4" if dtype == "|O" else dtype),
-    DTYPES,
-    st.sampled_from([(), (0,), (2,), (3,), (46,), (2, 23)]),
-)
+SHAPES = st.sampled_from([(), (0,), (2,), (3,), (46,), (2, 23)])
+VECTORS = st.builds(np.zeros, SHAPES, DTYPES.map(lambda dtype: "<f4" if dtype == "|O" else dtype))
+ANNOUNCED = st.lists(st.integers(-1, 10**12), max_size=3).map(tuple)
+RECORD_NAMES = ["header", "metrics", "state.weights", "state.other", "more"]
+OTHER_RECORDS = [ConfigRecord({"json": "{}"}), MetricRecord({"num-examples": 1.0}), ArrayRecord({})]
+OTHER_RECORDS.append(ArrayRecord({"float32": Array(np.zeros(2, np.float32))}))
 ANY_DAMAGES = st.one_of(
     st.builds(set_json, st.text(max_size=40)),
     st.builds(set_metric, st.sampled_from(["num-examples", "loss", "x" * 65]), st.floats()),
     st.builds(set_vector, STATES, VECTORS, NAMES),
     st.builds(edit_bytes, STATES, st.integers(0, 330), st.integers(0, 330), st.binary(max_size=40)),
-    st.builds(
-        announce,
-        STATES,
-        st.lists(st.integers(-1, 10**12), max_size=3).map(tuple),
-        st.sampled_from(["<f4", "|O", "<f8", "|V0", "<U0"]),
-    ),
-    st.builds(
-        put_record,
-        st.sampled_from(["header", "metrics", "state.weights", "state.other", "more"]),
-        st.sampled_from(
-            [
-                ConfigRecord({"json": "{}"}),
-                MetricRecord({"num-examples": 1.0}),
-                ArrayRecord({"float32": Array(np.zeros(2, np.float32))}),
-                ArrayRecord({}),
-            ]
-        ),
-    ),
+    st.builds(announce, STATES, ANNOUNCED, st.sampled_from(["<f4", "|O", "<f8", "|V0", "<U0"])),
+    st.builds(put_record, st.sampled_from(RECORD_NAMES), st.sampled_from(OTHER_RECORDS)),
 )
 
 

@@ -52,9 +52,8 @@ def test_images_are_flowers_of_the_version_in_use():
 
     text = (DOCKER / "Dockerfile").read_text()
     assert re.search(r"ARG FLOWER=(\d+\.\d+)\.\d+-", text)[1] in VERSIONS
-    assert re.findall(r"^FROM (\S+)", text, re.M) == [
-        *("flwr/superlink:${FLOWER}", "flwr/superexec:${FLOWER}", "package", "package")
-    ]
+    images = ["flwr/superlink:${FLOWER}", "flwr/superexec:${FLOWER}", "package", "package"]
+    assert re.findall(r"^FROM (\S+)", text, re.M) == images
 
 
 # --- the commands themselves

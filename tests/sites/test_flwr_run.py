@@ -19,9 +19,8 @@ def test_sites_run_what_flwr_run_sends_and_nothing_else(machines):
         f"stages=[search] trackers=[] run_dir={run_dir}"
     )
     run_config = f"overrides={json.dumps(overrides)}"
-    output = cluster.operate(
-        *("flwr", "run", str(ROOT), "server", "--stream", "--run-config", run_config)
-    )
+    command = ("flwr", "run", str(ROOT), "server", "--stream", "--run-config", run_config)
+    output = cluster.operate(*command)
     events = read_events(run_dir / "events.jsonl")
     assert events[-1]["status"] == "completed", output
     assert not [event for event in events if event["event"] == "client_failed"]

@@ -88,10 +88,8 @@ def test_no_folder_holds_a_secret_of_another(tmp_path):
     output = tmp_path / "out"
     assert main(["provision", str(tmp_path / "sites.yaml"), "--output", str(output)]) == 0
     assert (output / "server" / "server.key").stat().st_mode & 0o777 == 0o600
-    secrets = {
-        path.relative_to(output).as_posix(): path.read_bytes().splitlines()[1]
-        for path in output.rglob("*.key")
-    }
+    keys = {path.relative_to(output).as_posix(): path for path in output.rglob("*.key")}
+    secrets = {name: path.read_bytes().splitlines()[1] for name, path in keys.items()}
     signing = {"ca/signing.key", "server/signing.key"}  # the operator keeps it for later
     assert set(secrets) == {"ca/ca.key", "server/server.key", *signing}
     public = {path.read_bytes() for path in output.glob("*/signing.pub")}
@@ -131,20 +129,20 @@ def test_scripts_are_bash_and_can_be_executed(folder):
         assert script.name in ("parts.sh", "common.sh") or script.stat().st_mode & 0o100
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("port: 8000", "port: 80000", "server.port=80000 is out of range: expected 1 to 65535"),
-        ("10.0.0.7", "10.0.0.7:80", "addresses=10.0.0.7:80 .* without port"),
-        ("[north, south]", "[north, north]", "holds north more than once"),
-        ("[north, south]", "[ca, south]", "sites=ca .* expected names of small letters"),
-        ("[north, south]", "[../x]", "sites=../x is out of range"),
-        ("[north, south]", "[]", r"sites=\[\] is out of range: expected 1 to"),
-        ("federation:", "federatoin:", "nearest: federation"),
-        ("federation: heart", "federation: ' '", "federation=  is out of range"),
-        ("federation: heart", "federation: [", "is not valid YAML"),
-    ],
-)
+WRONG_LISTS = [
+    ("port: 8000", "port: 80000", "server.port=80000 is out of range: expected 1 to 65535"),
+    ("10.0.0.7", "10.0.0.7:80", "addresses=10.0.0.7:80 .* without port"),
+    ("[north, south]", "[north, north]", "holds north more than once"),
+    ("[north, south]", "[ca, south]", "sites=ca .* expected names of small letters"),
+    ("[north, south]", "[../x]", "sites=../x is out of range"),
+    ("[north, south]", "[]", r"sites=\[\] is out of range: expected 1 to"),
+    ("federation:", "federatoin:", "nearest: federation"),
+    ("federation: heart", "federation: ' '", "federation=  is out of range"),
+    ("federation: heart", "federation: [", "is not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "words"), WRONG_LISTS)
 def test_wrong_list_of_sites_is_one_sentence(tmp_path, old, new, words):
     path = tmp_path / "sites.yaml"
     path.write_text(SITES.replace(old, new))
@@ -175,9 +173,10 @@ def zipped(files):
     return packed.getvalue()
 
 
-@given(
-    st.sampled_from([*FILES, "fednas_flwr/__init__.py", "x.py"]), st.one_of(st.none(), st.binary())
-)
+names = st.sampled_from([*FILES, "fednas_flwr/__init__.py", "x.py"])
+
+
+@given(names, st.one_of(st.none(), st.binary()))
 def test_a_bundle_with_other_files_is_refused(name, content):
     files = {**FILES, name: content}
     left = {name: content for name, content in files.items() if content is not None}
@@ -316,36 +315,36 @@ def test_doctor_tells_the_share_of_records_that_are_left_out(folder):
         assert not records_of(site).startswith("BROKEN")
 
 
-@pytest.mark.parametrize(
-    ("text", "dataset", "words"),
-    [
-        (TABLE + '61,"yes\n', {}, "a quote in row 100 is open"),
-        (TABLE + "61\n", {}, "row 100 has 1 cells, but the header 2"),
-        (TABLE + "61,yes,no\n", {}, "row 100 has 3 cells, but the header 2"),
-        ("age,ill\nold,yes\n", {}, r"no record that can be read; 1 of 1 records left out \(100.0%"),
-        (TABLE, {"label": "last"}, "must give dataset.label or labels"),
-        (TABLE, {"corrupt": "refuse"}, "see data"),
-        (TABLE.replace("age", "years"), {}, "age"),
-        (TABLE, {"statistics": {}}, "dataset.statistics"),
-        (TABLE * 1 + TABLE[8:] * 3, {}, "declares 100, and answers of more than 2 times as many"),
-        (TABLE[:20], {}, "declares 100: more noise than need be|train part"),
-        ("age,ill\n", {}, "."),
-    ],
-)
+WRONG_RECORDS = [
+    (TABLE + '61,"yes\n', {}, "a quote in row 100 is open"),
+    (TABLE + "61\n", {}, "row 100 has 1 cells, but the header 2"),
+    (TABLE + "61,yes,no\n", {}, "row 100 has 3 cells, but the header 2"),
+    ("age,ill\nold,yes\n", {}, r"no record that can be read; 1 of 1 records left out \(100.0%"),
+    (TABLE, {"label": "last"}, "must give dataset.label or labels"),
+    (TABLE, {"corrupt": "refuse"}, "see data"),
+    (TABLE.replace("age", "years"), {}, "age"),
+    (TABLE, {"statistics": {}}, "dataset.statistics"),
+    (TABLE * 1 + TABLE[8:] * 3, {}, "declares 100, and answers of more than 2 times as many"),
+    (TABLE[:20], {}, "declares 100: more noise than need be|train part"),
+    ("age,ill\n", {}, "."),
+]
+
+
+@pytest.mark.parametrize(("text", "dataset", "words"), WRONG_RECORDS)
 def test_doctor_says_what_a_run_would_find_wrong_with_the_records(folder, text, dataset, words):
     found = records_of(site_with_table(folder, text, **dataset))
     assert re.search(words, found)
     assert found.startswith("BROKEN") or "more noise" in words
 
 
-@pytest.mark.parametrize(
-    ("server_is_ahead_s", "said"),
-    [
-        *((seconds, None) for seconds in (0, -3, 200)),
-        (-20, r"1?\d s ahead of the server's|20 s ahead"),
-        (900, r"(8\d\d|900) s behind the server's"),
-    ],
-)
+CLOCKS = [
+    *((seconds, None) for seconds in (0, -3, 200)),
+    (-20, r"1?\d s ahead of the server's|20 s ahead"),
+    (900, r"(8\d\d|900) s behind the server's"),
+]
+
+
+@pytest.mark.parametrize(("server_is_ahead_s", "said"), CLOCKS)
 def test_doctor_compares_clocks_with_flowers_limits(folder, server_is_ahead_s, said):
     class Health(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -379,13 +378,13 @@ def test_doctor_compares_clocks_with_flowers_limits(folder, server_is_ahead_s, s
     assert re.search(said or "", found.get("clock", ""))
 
 
-@pytest.mark.parametrize(
-    ("kind", "make", "sent", "known"),
-    [
-        ([], make_node_key, "own.key.pub to the server's operator", "the server"),
-        (["--sum"], make_sum_key, "own.pub to whoever provisions", "other sites"),
-    ],
-)
+KEYS = [
+    ([], make_node_key, "own.key.pub to the server's operator", "the server"),
+    (["--sum"], make_sum_key, "own.pub to whoever provisions", "other sites"),
+]
+
+
+@pytest.mark.parametrize(("kind", "make", "sent", "known"), KEYS)
 def test_a_sites_keys_are_made_once(tmp_path, capsys, kind, make, sent, known):
     key = tmp_path / "own.key"
     assert main(["key", *kind, str(key)]) == 0

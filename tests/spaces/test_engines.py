@@ -57,26 +57,26 @@ def assert_same(outcomes, others, tolerance=1e-12):
 
 
 # Larger maps: over a handful of pixels a group norm amplifies rounding, in the reference as well.
-@pytest.mark.parametrize(
-    ("shape", "batch"),
-    [
-        *(((3, 16, 16), 3), ((1, 17, 15), 1), seldom((3, 16, 16), 1), seldom((1, 17, 15), 3)),
-        *(seldom((2, 13, 24), 1), seldom((2, 13, 24), 3)),
-    ],
-)
+GROUP_NORM = [
+    *(((3, 16, 16), 3), ((1, 17, 15), 1), seldom((3, 16, 16), 1), seldom((1, 17, 15), 3)),
+    *(seldom((2, 13, 24), 1), seldom((2, 13, 24), 3)),
+]
+
+
+@pytest.mark.parametrize(("shape", "batch"), GROUP_NORM)
 def test_function_and_gradients_with_group_norm(space, shape, batch):
     engines = both_engines(space, input_shape=shape, norm="group")
     x = draw(batch, *shape)
     assert_same(*(outcome(supernet, x) for supernet in engines))
 
 
-@pytest.mark.parametrize(
-    ("shape", "training"),
-    [
-        *((SHAPES[0], True), (SHAPES[1], False), seldom(SHAPES[0], False), seldom(SHAPES[1], True)),
-        *(seldom(SHAPES[2], True), seldom(SHAPES[2], False)),
-    ],
-)
+BATCH_NORM = [
+    *((SHAPES[0], True), (SHAPES[1], False), seldom(SHAPES[0], False), seldom(SHAPES[1], True)),
+    *(seldom(SHAPES[2], True), seldom(SHAPES[2], False)),
+]
+
+
+@pytest.mark.parametrize(("shape", "training"), BATCH_NORM)
 def test_function_gradients_and_statistics_with_batch_norm(space, shape, training):
     engines = both_engines(space, input_shape=shape, norm="batch")
     for supernet in engines:
@@ -109,9 +109,8 @@ def test_pools(size, stride):
     ):
         torch.testing.assert_close(wide, plain)
         direction = draw(*plain.shape, seed=1)
-        torch.testing.assert_close(
-            *(torch.autograd.grad((out * direction).sum(), x)[0] for out in (wide, plain))
-        )
+        gradients = (torch.autograd.grad((out * direction).sum(), x)[0] for out in (wide, plain))
+        torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("kind", ["batch", "group"])

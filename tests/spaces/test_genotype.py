@@ -41,25 +41,25 @@ def with_edge(**changes):
     return altered(cells={"normal": [edge]})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "my.json is not valid JSON"),
-        ("[" * 100_000, "my.json is not valid JSON"),
-        ("[1]", r"my.json: format must be 'fednas-genotype', got \[1\]"),
-        ("{}", "my.json: format must be 'fednas-genotype', got null"),
-        (altered(format="Genotype(normal=..."), "format must be 'fednas-genotype', got Genotype"),
-        (altered(version=2), "my.json: version must be 1, got 2"),
-        (altered(version=True), "my.json: version must be 1, got true"),
-        (altered(extra=1), "setting=my.json: genotype.extra is unknown"),
-        (with_edge(op=None), r"my.json: genotype.cells.normal\[0\].op is missing\.$"),
-        (with_edge(weight=1), r"genotype.cells.normal\[0\].weight is unknown"),
-        (with_edge(target=True), "target=true has the wrong type: expected a whole number"),
-        (with_edge(source=1), "0 <= source < target must hold, got 1 and 1"),
-        (with_edge(source=-1), "0 <= source < target must hold, got -1 and 1"),
-        (altered()[:-1] + ', "space": "toy"}', "the field 'space' appears twice"),
-    ],
-)
+WRONG_TEXTS = [
+    ("", "my.json is not valid JSON"),
+    ("[" * 100_000, "my.json is not valid JSON"),
+    ("[1]", r"my.json: format must be 'fednas-genotype', got \[1\]"),
+    ("{}", "my.json: format must be 'fednas-genotype', got null"),
+    (altered(format="Genotype(normal=..."), "format must be 'fednas-genotype', got Genotype"),
+    (altered(version=2), "my.json: version must be 1, got 2"),
+    (altered(version=True), "my.json: version must be 1, got true"),
+    (altered(extra=1), "setting=my.json: genotype.extra is unknown"),
+    (with_edge(op=None), r"my.json: genotype.cells.normal\[0\].op is missing\.$"),
+    (with_edge(weight=1), r"genotype.cells.normal\[0\].weight is unknown"),
+    (with_edge(target=True), "target=true has the wrong type: expected a whole number"),
+    (with_edge(source=1), "0 <= source < target must hold, got 1 and 1"),
+    (with_edge(source=-1), "0 <= source < target must hold, got -1 and 1"),
+    (altered()[:-1] + ', "space": "toy"}', "the field 'space' appears twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_TEXTS)
 def test_wrong_text_is_refused_by_field_and_value(text, message):
     refuses(message, from_json, text, origin="my.json")
 

@@ -55,9 +55,10 @@ def test_a_supernet_with_the_weights_of_one_architecture_is_its_network(norm):
         torch.testing.assert_close(network(x), mixed, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("op", "units"), [("dense_relu", 8), ("dense_tanh", 8), ("narrow_relu", 4), ("narrow_tanh", 4)]
-)
+UNITS = [("dense_relu", 8), ("dense_tanh", 8), ("narrow_relu", 4), ("narrow_tanh", 4)]
+
+
+@pytest.mark.parametrize(("op", "units"), UNITS)
 def test_a_dense_op_is_a_normalised_layer_in_the_first_units(op, units):
     module = make_operation(op, 8, norm="group").double()
     x = torch.randn(3, 8, dtype=torch.float64)
@@ -71,9 +72,10 @@ def test_a_dense_op_is_a_normalised_layer_in_the_first_units(op, units):
     assert not out[:, units:].any()
 
 
-@pytest.mark.parametrize(
-    ("num_cells", "widths"), [(1, [4]), (2, [8, 4]), (3, [8, 4, 4]), (4, [8, 8, 4, 4])]
-)
+WIDTHS = [(1, [4]), (2, [8, 4]), (3, [8, 4, 4]), (4, [8, 8, 4, 4])]
+
+
+@pytest.mark.parametrize(("num_cells", "widths"), WIDTHS)
 def test_the_middle_cell_halves_the_width(num_cells, widths):
     genotype = SPACE.random_genotype(make_generator(0, "genotype"))
     network = replace(SPACE, num_cells=num_cells).network(genotype)
