@@ -1,6 +1,6 @@
 """Time of reading over pandas' of the same CSV and Pillow's of the same images, in one run.
 
-    python scripts/bench_reading.py [--megabytes 42 1000] [--images 50000]
+    python scripts/bench_reading.py [--megabytes 42 1000] [--images 50000] [--side 32]
 
 "read" is the reader alone: records with their ids; "data" all that `fednas data` does then, the
 division over clients and the copy in the cache among it. Without imports.
@@ -13,7 +13,7 @@ import contextlib
 import io
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", nargs="*", type=int, default=[42])
     parser.add_argument("--images", type=int, default=50_000)
+    parser.add_argument("--side", type=int, default=32, help="of the images, in pixels")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         table, folder = Path(name) / "table.csv", Path(name) / "images"
@@ -46,9 +47,11 @@ def main() -> None:
         ):
             write_table(table, rows)
             show(f"{rows} rows", "csv", table, lambda: pd.read_csv(table))
-        write_images(folder, options.images)
-        files = list(folder.rglob("*.png"))
-        show(f"{len(files)} images", "image_folder", folder, lambda: [*map(pixels, files)])
+        write_images(folder, options.images, options.side)
+        files = list(folder.rglob("*.jpg"))
+        size = {"image_size": options.side, "channels": 3}
+        name = f"{len(files)} images of {options.side} pixels a side"
+        show(name, "image_folder", folder, lambda: [*map(pixels, files)], size)
 
 
 def write_table(path: Path, rows: int) -> None:
@@ -59,14 +62,14 @@ def write_table(path: Path, rows: int) -> None:
     csv.write_csv(pa.table(columns), path)
 
 
-def write_images(folder: Path, number: int) -> None:
-    """Write digits as gray images of 32 x 32 in a folder per class."""
+def write_images(folder: Path, number: int, side: int) -> None:
+    """Write enlarged digits as gray JPEGs in a folder per class."""
     digits = load_digits()
     for i in range(number):
-        path = folder / str(digits.target[i % 1797]) / f"{i}.png"
+        path = folder / str(digits.target[i % 1797]) / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         shade = (digits.images[i % 1797] * 15).astype(np.uint8) + np.uint8(i // 1797 % 16)
-        Image.fromarray(shade).resize((32, 32)).save(path)
+        Image.fromarray(shade).resize((side, side)).save(path)
 
 
 def pixels(path: Path) -> np.ndarray:
@@ -75,14 +78,16 @@ def pixels(path: Path) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
 
 
-def show(name: str, kind: str, path: Path, usual: Callable[[], object]) -> None:
+def show(
+    name: str, kind: str, path: Path, usual: Callable[[], object], given: Mapping[str, int] = {}
+) -> None:
     """Print the times of CPU and wall over the usual ones."""
-    given = {"cache": "none"} | ({"image_size": 32, "channels": 3} if path.is_dir() else {})
-    settings = data_settings(kind, given)
+    settings = data_settings(kind, {"cache": "none", **given})
+    typed = [f"dataset.{name}={value}" for name, value in given.items()]
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(io.StringIO()):
         theirs = timed(usual)
         read = timed(lambda: DATA_SETS[kind].read(settings, path))
-        data = timed(lambda: fednas(["data", str(path), f"dataset.cache={cache}"]))
+        data = timed(lambda: fednas(["data", str(path), f"dataset.cache={cache}", *typed]))
     for what, ours in (("read", read), ("data", data)):
         ratios = [f"{a:.2f} / {b:.2f} = {a / b:.2f}" for a, b in zip(ours, theirs, strict=True)]
         print(f"{name}, {what}: {ratios[0]} of CPU, {ratios[1]} of wall", flush=True)
