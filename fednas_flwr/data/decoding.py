@@ -50,7 +50,7 @@ _VALIDATION = {"val", "valid", "validation", "eval", "dev"}
 _MASK = re.compile(r"(.+)[ _.-]+(masks?|seg|segmentation|gt|annotation|label|overlay)\b", re.I)
 _MASK_FOLDERS = {"masks", "ground_truth"}
 _MOST_NAMED = 20
-_LARGE, _AT_ONCE = 8192, 64  # bytes of an image, and how many are opened before their turn
+_LARGE, _AT_ONCE = 4096, 64  # bytes of an image, and how many are opened before their turn
 _FEWEST = 10  # files of each form, about, by which it may tell a label
 
 Form = tuple[tuple[int, ...], tuple[str, ...], str]  # width and height, what is said, and suffix
