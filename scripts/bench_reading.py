@@ -63,13 +63,15 @@ def write_table(path: Path, rows: int) -> None:
 
 
 def write_images(folder: Path, number: int, side: int) -> None:
-    """Write enlarged digits as gray JPEGs in a folder per class."""
+    """Write enlarged digits under noise as gray JPEGs in a folder per class."""
     digits = load_digits()
+    noise = np.random.default_rng(0).integers(0, 64, (side, side), np.uint8)
     for i in range(number):
         path = folder / str(digits.target[i % 1797]) / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         shade = (digits.images[i % 1797] * 15).astype(np.uint8) + np.uint8(i // 1797 % 16)
-        Image.fromarray(shade).resize((side, side)).save(path)
+        pixels = np.asarray(Image.fromarray(shade).resize((side, side))) // 2 + np.roll(noise, i)
+        Image.fromarray(pixels).save(path)
 
 
 def pixels(path: Path) -> np.ndarray:
