@@ -70,8 +70,8 @@ def write_images(folder: Path, number: int, side: int) -> None:
         path = folder / str(digits.target[i % 1797]) / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         shade = (digits.images[i % 1797] * 15).astype(np.uint8) + np.uint8(i // 1797 % 16)
-        pixels = np.asarray(Image.fromarray(shade).resize((side, side))) // 2 + np.roll(noise, i)
-        Image.fromarray(pixels).save(path)
+        enlarged = np.asarray(Image.fromarray(shade).resize((side, side)))
+        Image.fromarray(enlarged // 2 + np.roll(noise, i)).save(path)
 
 
 def pixels(path: Path) -> np.ndarray:
