@@ -176,8 +176,8 @@ def _read(path: Path) -> Any:
         heads = {mark: pd.read_csv(path, sep=mark, nrows=0) for mark in ",;\t"}
         return pd.read_csv(path, sep=max(heads, key=lambda mark: heads[mark].shape[1]))
     except (OSError, ValueError, EOFError, ImportError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"{path} cannot be read as a table by pandas: {reason}.") from error
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"the table {path} cannot be read: {reason}.") from error
 
 
 def _holds_cells(column: Any) -> bool:

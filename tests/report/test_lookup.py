@@ -140,8 +140,8 @@ TWO_COLUMNS = "expected the columns of numbers params, test: name one or more of
 
 
 NO_TABLES = [
-    (None, "No such file"),
-    ("", "cannot be read as a table by pandas"),
+    (None, "cannot be read: No such file"),
+    ("", "cannot be read: No columns to parse"),
     ("a,b\n1,2\n", "no column holds cells as |op~0|"),
     (f"cell,test\n{FORM.format(*CELLS[0])},1\nrubbish,2\n", "no column holds cells"),
     (f"cell,params,test\n{FORM.format(*CELLS[0])},1,2\n", TWO_COLUMNS),
