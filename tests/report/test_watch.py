@@ -1,5 +1,7 @@
 """``fednas watch``: the report of a run as it is now, on a page that reloads itself."""
 
+import json
+
 import pytest
 
 from fednas_flwr.cli import main
@@ -42,6 +44,12 @@ def test_the_page_follows_the_run_and_reloads_itself_no_more_after_it(
     assert "a later warning &lt;/body&gt;" in second
     assert page.read_text() == write_report(unfinished).read_text()
     assert RELOADS not in page.read_text()
+
+
+def test_a_torn_line_of_a_run_that_is_writing_is_no_error(unfinished):
+    with (unfinished / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "warning", "message": "half"})[:20])
+    assert RELOADS in write_report(unfinished, renews=True).read_text()
 
 
 def test_an_end_by_hand_leaves_a_page_that_rests(unfinished, monkeypatch):
