@@ -80,7 +80,8 @@ class LocalGrid(WorkerGrid):
         """Return the replies that are there; where there will be no workers, that of one client."""
         if not self.threads and (is_warm() or self._spent_s > PATIENCE_S):
             self.begin()
-            threading.Thread(target=list, args=(map(import_module, LATER),), daemon=True).start()
+            # The other is of torch, parts of which this thread may be importing.
+            threading.Thread(target=import_module, args=LATER[:1], daemon=True).start()
         soon = is_warm() and not self.has_failed
         if not (self.num_workers or soon) and (taken := self._next(0.0)):
             started = time.monotonic()
