@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from fednas_flwr import api, cli
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.processes import LATER
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.cli import run as sweeps
 from fednas_flwr.client import handlers
@@ -40,6 +41,16 @@ from .rows import rows
 
 DP = ["privacy=dp", "search_space.norm=group", "retrain.norm=group"]
 FEDNAS = [sys.executable, "-m", "fednas_flwr"]
+
+
+@pytest.mark.parametrize(("baselines", "later"), [(1, LATER), (0, ())])
+def test_processes_import_early_what_baselines_need(baselines, later, tiny_overrides, monkeypatch):
+    asked = []
+    monkeypatch.setattr("fednas_flwr.cli.run.warm_up", asked.append)
+    monkeypatch.setattr(api, "run", lambda *_, **__: None)
+    brief = [f"evaluation.baselines={baselines}"]
+    assert cli.main(["run", *tiny_overrides, *brief]) == 0
+    assert asked == [later]
 
 
 @pytest.fixture(autouse=True)

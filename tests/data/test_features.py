@@ -244,6 +244,16 @@ def test_a_run_without_the_backbone_of_its_sites_is_refused(compose_config, weig
         make_server_data(shared, {**names, **shapes, "transform": told})
 
 
+def test_the_servers_test_set_has_maps_as_its_sites_do(compose_config, weights):
+    own = [text.replace("32}", "64, output: map}") for text in overrides(weights)]
+    config = compose_config(*own, "dataset.server_test=true")
+    shape = load_backbone(config.dataset.transform).output_shape
+    told = {"input_shape": list(shape), "image_shape": [3, 8, 8], "schema": [], "target": []}
+    told |= {"class_names": ["0", "1", "2"], "multi_label": False, "mean": [0.0], "std": [1.0]}
+    made = make_server_data(config, told | {"transform": list(transform_of(config.dataset))})
+    assert made.server_test.features.dtype == made.train.features.dtype == torch.float16
+
+
 def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weights):
     for name in ("recommended", "recommended_private"):
         chosen = [f"experiment=search/{name}", *overrides(weights)]

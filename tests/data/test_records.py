@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data import records
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import (
@@ -20,6 +21,7 @@ from fednas_flwr.data.records import (
     encode_labels,
     hash_positions,
     join_sites,
+    keys_of,
     record_ids,
     select_records,
 )
@@ -47,6 +49,25 @@ def test_an_id_is_the_hash_of_one_record_alone():
     assert record_ids([b"one"])[0] == ids[0]
     # blake2b with a digest of 16 bytes of the empty message, as coreutils' b2sum -l 128 prints it
     assert record_ids([b""])[0] == b"cae66941d9efbd404e4d88758ea67670"
+
+
+def test_ids_and_positions_do_not_hang_on_the_parts_in_which_they_are_made(monkeypatch):
+    ids = record_ids(str(row).encode() for row in range(7))
+    whole = hash_positions(ids, key=b"k")
+    for size in (1, 3, 7):
+        monkeypatch.setattr(records, "_CHUNK", size)
+        assert [range(7)[rows] for rows in records.chunks(7)][-1][-1] == 6
+        assert (hash_positions(ids, key=b"k") == whole).all()
+
+
+def test_keys_differ_where_any_word_of_an_id_does():
+    ids = record_ids([b"a", b"b", b"a"])
+    one, other, again = keys_of(ids).tolist()
+    assert one == again != other
+    for place in range(32):
+        changed = bytearray(ids[0])
+        changed[place] ^= 1
+        assert keys_of(np.array([bytes(changed)], ids.dtype))[0] != one
 
 
 def test_unequal_parts_are_refused():

@@ -5,6 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fednas_flwr.data import records
 from fednas_flwr.data.records import record_ids
 
 from ..data_sets import read
@@ -27,6 +28,15 @@ def test_columns_are_detected(table_csv):
     # all but the label and fractions can make a partition
     assert set(table.columns) == {"patient", "age", "smokes", "site"}
     assert table.columns["site"].tolist() == ["A", "B", "A", "B"]
+
+
+def test_a_table_is_the_same_whatever_parts_it_is_encoded_in(table_csv, monkeypatch):
+    whole, _ = read("csv", table_csv)
+    for size in (1, 3):
+        monkeypatch.setattr(records, "_CHUNK", size)
+        parts, _ = read("csv", table_csv)
+        np.testing.assert_array_equal(parts.features.numpy(), whole.features.numpy())
+        assert parts.ids.tolist() == whole.ids.tolist()
 
 
 def test_columns_are_chosen(table_csv):

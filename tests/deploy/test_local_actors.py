@@ -150,6 +150,25 @@ def test_a_process_that_forks_others_is_replaced_when_it_has_died():
 
 
 @pytest.mark.run
+def test_what_is_needed_later_is_imported_once_the_first_are_forked(two_cores, monkeypatch):
+    monkeypatch.setattr(processes, "_started", [])
+    monkeypatch.delenv(processes.ALONE, raising=False)
+    processes.warm_up(["this"])
+    (interpreter, _) = processes._started[-1]
+    with Forks(packed(_has_imported)) as forks:
+        assert forks.start()("this") is False
+        ends_at = time.monotonic() + 60
+        while not forks.start()("this"):
+            assert time.monotonic() < ends_at
+            time.sleep(0.1)
+    interpreter.kill()
+
+
+def _has_imported(name):
+    return name in sys.modules
+
+
+@pytest.mark.run
 def test_what_a_function_raises_is_raised_here_and_its_process_lives():
     with Forks(packed(len)) as forks:
         measure = forks.start()
