@@ -55,8 +55,8 @@ class Client:
         tag: Name that the site gives itself; empty if none.
         moments: Of a table's numeric columns over the train part, where no statistics are declared;
             else None.
-        from_ranges: True if its table is standardised by declared ranges, within which it may tell
-            noised statistics.
+        has_bounds: True if its records have public bounds, within which it may release noised
+            statistics: the declared ranges of a table, the length of a backbone's features.
         objective: Gives losses and hits; its tensors are on the device.
         precision: Of plain gradients, see :func:`fednas_flwr.search.exact_gradients.computed_in`.
         guard: Guard that releases must pass; with one the client answers private actions only.
@@ -82,7 +82,7 @@ class Client:
     networks: dict[str, nn.Module] = field(default_factory=dict)
     tag: str = ""
     moments: list[Moments] | None = None
-    from_ranges: bool = False
+    has_bounds: bool = False
     objective: Objective = CLASSIFICATION
     precision: str = FLOAT32
     guard: ReleaseGuard | None = None
@@ -134,20 +134,22 @@ class Client:
             self.guard.check_size(request.releases[kind], request.header.run, num_values)
 
     def standardised(self, statistics: Statistics) -> Client:
-        """Return the client with its table standardised by the statistics of all clients.
+        """Return the client with its records standardised by the statistics of all clients.
 
         Raises:
             ConfigError: They are of another table or, where a private client has declared ranges,
                 beyond these; or it has declared statistics, by which it stays.
         """
-        if self.guard is not None and not self.from_ranges:
+        if self.guard is not None and not self.has_bounds:
             raise ConfigError("refused: a private site standardises by its own dataset.statistics.")
         data = self.data.standardised(statistics)
         ranges = Statistics(self.data.train.mean, self.data.train.std)
         if self.guard is not None and not are_within(
             statistics, ranges, num_columns=self.num_columns
         ):
-            raise ConfigError("refused: statistics beyond this site's dataset.ranges.")
+            raise ConfigError(
+                "refused: statistics beyond this site's dataset.ranges, or its features' length."
+            )
         return replace(self, data=data, objective=self.objective.standardised(statistics.target))
 
     @property

@@ -26,7 +26,7 @@ from fednas_flwr.client.noised_gradients import NoisedGradients
 from fednas_flwr.client.noised_measures import NoisedMeasures
 from fednas_flwr.client.release_guard import before_reading
 from fednas_flwr.data.loaders import step_batch
-from fednas_flwr.data.statistics import Statistics, bounded_powers, largest_norm
+from fednas_flwr.data.statistics import Statistics, unit_vectors, vector_size
 from fednas_flwr.models.metrics import evaluate, histogram, measured, predicted, sums
 from fednas_flwr.privacy.actions import ACTIONS, SPLIT_OF, SUPERNET
 from fednas_flwr.privacy.plan import STATISTICS
@@ -117,29 +117,29 @@ def measure_latency(client: Client, request: Request, asked: rq.MeasureLatency) 
 
 @answers("query.statistics")
 def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) -> Reply:
-    """``query.statistics``: noised means over train records of a table's bounded powers.
+    """``query.statistics``: a noised sum over train records of vectors of norm 1.
 
-    By these the server finds mean and deviation of every column of numbers within the ranges that
-    the site declares (:func:`~fednas_flwr.data.statistics.refined`); one release for all columns.
+    By it the server finds mean and deviation of every column of numbers within the ranges that the
+    site declares, or the mean of a backbone's features
+    (:func:`~fednas_flwr.data.statistics.from_release`); one release for all columns.
     """
     guard, num_columns = client.private_guard, client.num_columns
+    split = client.data.train
     with before_reading(request.action):
-        if not (client.from_ranges and num_columns):
+        if not client.has_bounds:
             raise ConfigError(
                 "refused: statistics are told within public ranges only, and this site does not "
                 "declare dataset.ranges={column: [low, high], ...} of all columns of numbers."
             )
-        planned = request.releases[STATISTICS]
-        guard.check_size(planned, request.header.run, 3 * num_columns)
-    split = client.data.train
+        size = vector_size(split.features.shape[1], num_columns=num_columns)
+        guard.check_size(request.releases[STATISTICS], request.header.run, size)
     ranges = Statistics(split.mean, split.std)
 
     def values(rows: Tensor) -> Tensor:
-        return bounded_powers(split.features[split.rows[rows], :num_columns], ranges)
+        features = split.features[split.rows[rows]]
+        return unit_vectors(features, ranges, num_columns=num_columns)
 
-    norm = largest_norm(num_columns)
-    measures = NoisedMeasures(client, request)
-    return measures.reply(STATISTICS, measures.mean(STATISTICS, split, values, norm=norm))
+    return NoisedMeasures(client, request).sums(STATISTICS, split, values, size=size)
 
 
 @answers("query.keep_model")

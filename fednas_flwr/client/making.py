@@ -107,7 +107,7 @@ def make_client(
         networks=networks,
         tag=site.get("tag", tags[index] if tags else ""),
         moments=None if prepared.mean else column_moments(prepared.train, client_data.train.rows),
-        from_ranges=config.dataset.from_ranges,
+        has_bounds=config.dataset.has_bounds,
         objective=make_objective(config, prepared, device),
         precision=config.training.precision,
         guard=guard,
@@ -364,7 +364,7 @@ def check_public(config: Config, prepared: Prepared) -> None:
         )
     if not has_real_sites(config):
         noise = getattr(config.privacy, "statistics_noise_multiplier", None)
-        if noise is not None and not config.dataset.from_ranges:
+        if noise is not None and not config.dataset.has_bounds:
             raise ConfigError(
                 f"privacy.statistics_noise_multiplier={noise:g} without dataset.ranges of every "
                 "column of numbers: noised statistics are told within ranges; declare "

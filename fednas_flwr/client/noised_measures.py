@@ -31,6 +31,7 @@ from fednas_flwr.search.objective import heads, log_odds
 Measure = Callable[[Tensor, Tensor], Tensor]
 
 Values = Callable[[Tensor], Tensor]  # of units, or of rows
+AT_A_TIME = 1024  # units whose vectors are in memory
 METRICS_NORM = math.sqrt(2)  # of a record's (loss / bound, correct), both from 0 to 1
 
 
@@ -95,7 +96,7 @@ class NoisedMeasures:
     def prepare_counts(self, network: nn.Module) -> Callable[[], Reply]:
         """Return a function that releases the counts of scores by class.
 
-        See :mod:`fednas_flwr.models.noised_scores`. In a secure sum clients share the noise.
+        See :mod:`fednas_flwr.models.noised_scores`.
         """
         objective, planned = self._client.objective, self._request.releases["scores"]
         positive = objective.positive_class(2)
@@ -107,14 +108,23 @@ class NoisedMeasures:
 
         split = self._client.split("+".join(planned.splits))
         values = self._prepare(split, network, measure, "scores")
-        units = _contributions("scores", split, values, norm=1.0)
+        return lambda: self.sums("scores", split, values, size=2 * BINS)
 
-        def release() -> Reply:
-            counts = {"scores": self._guard.answer(planned, self._request, units)}
-            like = {"scores": {"scores": torch.zeros(2 * BINS)}}
-            return Reply.of(self._num_examples("scores"), counts, like=like)
+    def sums(self, kind: str, split: Split, values: Values, *, size: int) -> Reply:
+        """Return the reply of one release: the noised sum of a vector per unit, of norm 1 at most.
 
-        return release
+        In a secure sum clients share the noise.
+
+        Args:
+            kind: Of the release.
+            split: As of :meth:`mean`.
+            values: Likewise.
+            size: V, the length of a vector.
+        """
+        units = _contributions(kind, split, values, norm=1.0)
+        released = self._guard.answer(self._request.releases[kind], self._request, units)
+        like = {kind: {kind: torch.zeros(size)}}
+        return Reply.of(self._num_examples(kind), {kind: released}, like=like)
 
     def prepare_losses(self, network: nn.Module) -> Callable[[], Tensor]:
         """Return a function: the loss of every validation record, times its class's factor.
@@ -210,8 +220,12 @@ def _contributions(
     """Clipped vectors of records; a person counts as the mean of all their records."""
 
     def total(units: Tensor) -> ClippedSum:
-        vectors = values(units) if split.persons is None else means(units)
-        return micro_batches.clipped_row_sum(kind, vectors, max_norm=norm)
+        vectors = values if split.persons is None else means
+        parts = (
+            micro_batches.clipped_row_sum(kind, vectors(part), max_norm=norm)
+            for part in torch.split(units, AT_A_TIME)
+        )
+        return micro_batches.sum_of_parts(parts, bound=norm)
 
     def means(units: Tensor) -> Tensor:
         rows, persons = micro_batches.joined(split.records_of(units))

@@ -2,7 +2,9 @@
 
 Clients without declared statistics tell their columns' :class:`Moments`; the server pools them, and
 all clients then standardise alike, so that one network fits all of them and whoever uses it later.
-Private clients tell noised means of :func:`bounded_powers` instead, which :func:`refined` takes.
+Private clients release noised sums of :func:`unit_vectors` instead, once, of which
+:func:`from_release` makes statistics: of a table by its ranges, of a backbone's pooled features,
+which all have one length, their mean.
 
 Tensor suffixes: N records, D columns of numbers.
 """
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednas_flwr.base.pretrained import LENGTH
 from fednas_flwr.data.records import Records
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.parser import Between, Checked
@@ -28,16 +31,17 @@ LEAST_REFINED_STD = 1e-3  # of the deviation that a range gives
 DROWNED = 4.0  # standard deviations of noise below which a share of known numbers says nothing
 Deviation = Annotated[float, Between(0, 1e30, above=True)]
 LARGEST_NUMBER = 1e29  # of what a client may say: the squares of many do not overflow
+DECIMALS = 3  # of the mean of features, which travels with every request
 REACH = 3.0  # times the median client's, by which one client moves what standardises all
 
 
 @dataclass(frozen=True)
 class Statistics(Checked):
-    """Statistics by which all clients standardise a table.
+    """Statistics by which all clients standardise a table, or pooled features.
 
     Attributes:
         mean: Per feature; 0 of one that is 0 or 1.
-        std: Per feature, above 0; 1 of one that is 0 or 1.
+        std: Per feature, above 0; 1 of one that is 0 or 1, and of pooled features.
         target: Mean and deviation of the target, if it is a number without a declared range.
     """
 
@@ -139,6 +143,52 @@ def bounded(
     return limited, far
 
 
+def unit_vectors(features: Tensor, ranges: Statistics, *, num_columns: int) -> Tensor:
+    """Return what each record adds to a release of statistics, of a norm of 1 at most.
+
+    Args:
+        features: ``[N, F]``, of a table, or of a backbone.
+        ranges: As of :func:`bounded_powers`.
+        num_columns: D, of a table; 0 of pooled features.
+
+    Returns:
+        float64 ``[N, vector_size]``: :func:`bounded_powers` by :func:`largest_norm`, or the
+        features by their length.
+    """
+    if not num_columns:
+        return features.double() / LENGTH
+    return bounded_powers(features[:, :num_columns], ranges) / largest_norm(num_columns)
+
+
+def vector_size(num_features: int, *, num_columns: int) -> int:
+    """Return the length of each of :func:`unit_vectors`."""
+    return 3 * num_columns or num_features
+
+
+def from_release(
+    means: Tensor, ranges: Statistics, *, num_columns: int, noise: float
+) -> Statistics:
+    """Return the statistics that noised means of :func:`unit_vectors` tell.
+
+    A mean of features is shrunk by what noise adds to its square (James and Stein 1961), so that
+    one of noise alone is 0, and it is no longer than the features are.
+
+    Args:
+        means: float ``[vector_size]``.
+        ranges: As of :func:`bounded_powers`.
+        num_columns: As of :func:`unit_vectors`.
+        noise: Standard deviation of the noise on each of ``means``.
+    """
+    if num_columns:
+        norm = largest_norm(num_columns)
+        return refined(norm * means, ranges, noise=norm * noise)
+    square = max(float(means.double().square().sum()), 1e-12)
+    kept = max(0.0, 1 - len(means) * noise**2 / square)
+    centre = LENGTH * min(kept, square**-0.5) * means.double()
+    mean = tuple(round(value, DECIMALS) for value in centre.tolist())
+    return Statistics(mean, (1.0,) * len(mean), ranges.target)
+
+
 def bounded_powers(numbers_ND: Tensor, ranges: Statistics) -> Tensor:
     """Return ``(1, u, u^2)`` of each number, ``u`` being its place in its range, from -1 to 1.
 
@@ -192,7 +242,11 @@ def refined(means: Tensor, ranges: Statistics, *, noise: float) -> Statistics:
 
 
 def are_within(statistics: Statistics, ranges: Statistics, *, num_columns: int) -> bool:
-    """Return whether statistics can be :func:`refined` ones of these ranges."""
+    """Return whether statistics can be those :func:`from_release` within these ranges."""
+    if not num_columns:
+        half = 0.5 * 10**-DECIMALS * math.sqrt(len(statistics.mean))
+        is_short = math.hypot(*statistics.mean) <= LENGTH + half
+        return is_short and set(statistics.std) == {1.0} and statistics.target == ranges.target
     mean, std = _of_columns(statistics, num_columns)
     own_mean, own_std = _of_columns(ranges, num_columns)
     slack = 1 + 1e-6

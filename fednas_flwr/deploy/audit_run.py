@@ -39,8 +39,9 @@ from fednas_flwr.client.answer import admit, answer, asked_kinds, begin_sum
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client
 from fednas_flwr.client.noised_measures import METRICS_NORM
-from fednas_flwr.data import prepared, statistics
+from fednas_flwr.data import prepared
 from fednas_flwr.data.loaders import ClientData
+from fednas_flwr.data.statistics import vector_size
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun, described_at_random
 from fednas_flwr.pipeline.schedule import Schedule
 from fednas_flwr.pipeline.stages import retrain, start_search
@@ -348,7 +349,9 @@ class _Exchange:
         It is computed by the real client, without privacy.
         """
         if isinstance(self._request.settings, rq.TellStatistics):
-            self._sizes: Sizes = {plan.STATISTICS: {"float32": 3 * self._clients[0].num_columns}}
+            features, num_columns = self._canary.features, self._clients[0].num_columns
+            size = vector_size(features.shape[1], num_columns=num_columns)
+            self._sizes: Sizes = {plan.STATISTICS: {"float32": size}}
             return {}
         client = replace(self._holding(self._clients[0], 1, exact=True), guard=None, sums=None)
         reply = answer(client, replace(self._asked("", 0, 1), states=self._states, summed=None))
@@ -446,10 +449,8 @@ class _Exchange:
             loss = reply.metrics["loss"] / (2 * guessing)
             return torch.tensor([min(loss, 1.0) if exact else loss, accuracy]), METRICS_NORM
         value, settings = reply.states[kind]["float32"], self._request.settings
-        if kind == "scores":  # sums
+        if kind in ("scores", plan.STATISTICS):  # sums
             return value / reply.num_examples, 1.0
-        if kind == plan.STATISTICS:
-            return value, statistics.largest_norm(len(value) // 3)
         return value, settings.loss_bound if isinstance(settings, rq.Probe) else math.sqrt(
             len(value)
         )

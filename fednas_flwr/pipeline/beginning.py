@@ -88,7 +88,7 @@ def begin(
     declared = _declared_at_first(cohort, earlier)
     records = median_records(config.retrain, [known for known in declared if known] or splits)
     config = replace(config, retrain=planned(config, records, prepared.input_shape))
-    config = schedule.for_classes(config, prepared.train)
+    config = schedule.for_data(config, prepared)
     if config.samples:
         splits = declared
         cohort.sampling = make_sampling(config, splits)

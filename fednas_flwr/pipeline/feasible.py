@@ -26,7 +26,6 @@ from fednas_flwr.client.making import check_public, make_objective, num_units
 from fednas_flwr.data import loaders
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data
-from fednas_flwr.data.records import Records
 from fednas_flwr.models import networks as nets
 from fednas_flwr.pipeline import schedule
 from fednas_flwr.privacy.books.ledger import Ledger
@@ -86,7 +85,7 @@ def check_sites(config: Config, privacy: DifferentialPrivacy, made: Made) -> Non
         if (folder := making.simulated_site(config, index)) is not None:
             check_writable("privacy.sites", folder)
     policies = [
-        making.simulated_policy(config, index, made.records, rows)
+        making.simulated_policy(config, index, made.prepared.train, rows)
         for index, rows in enumerate(made.parts)
     ]
     for index, policy in enumerate(policies):
@@ -95,12 +94,12 @@ def check_sites(config: Config, privacy: DifferentialPrivacy, made: Made) -> Non
                 f"privacy.data_set={privacy.data_set}: client {index}'s policy has only "
                 f"{', '.join(policy.data_sets)}."
             )
-        making.check_unit(policy.data_sets[privacy.data_set].unit, made.records)
+        making.check_unit(policy.data_sets[privacy.data_set].unit, made.prepared.train)
     rules = [policy.data_sets[privacy.data_set] for policy in policies]
     declared = [allowed.by_split for allowed in rules]
     sampling = make_sampling(config, declared)
     schedules = schedule.make_schedules(
-        schedule.for_classes(config, made.records),
+        schedule.for_data(config, made.prepared),
         declared,
         done={},
         sampling=sampling,
@@ -164,12 +163,12 @@ class Made:
     """Parts that :func:`check_buildable` has made.
 
     Attributes:
-        records: Those of all clients.
+        prepared: The data of all clients.
         parts: The rows of every client.
         networks: The network that each stage trains (``search``, ``retrain``), without tensors.
     """
 
-    records: Records
+    prepared: Prepared
     parts: list[np.ndarray]
     networks: Mapping[str, nn.Module]
 
@@ -242,7 +241,7 @@ def check_buildable(config: Config) -> Made:
         check_parts(config, prepared, clients(), trained | networks)
     if pools_records(config):
         check_linear_baseline(prepared, clients())
-    return Made(prepared.train, parts, networks)
+    return Made(prepared, parts, networks)
 
 
 def _check_threads(config: Config) -> None:

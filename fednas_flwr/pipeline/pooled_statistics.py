@@ -88,7 +88,7 @@ def noised_statistics(
     """Return the statistics that the clients' noised releases tell, one of each client.
 
     Args:
-        prepared: Standardised by the ranges that are declared.
+        prepared: Standardised by the ranges that are declared, or of pooled features.
         cohort: To clients that have committed to the schedule.
         schedule: The run's.
         log: Receives the event ``statistics``, and the sentence of the report.
@@ -99,9 +99,11 @@ def noised_statistics(
     """
     (planned,) = [release for release in schedule if release.kind == STATISTICS]
     num_columns = prepared.train.num_numeric
-    layout = Layout.of({STATISTICS: torch.zeros(3 * num_columns)})
-    total, weights, variance = torch.zeros(3 * num_columns, dtype=torch.float64), 0.0, 0.0
-    for client, reply in cohort.ask(
+    size = stats.vector_size(prepared.input_shape[0], num_columns=num_columns)
+    layout = Layout.of({STATISTICS: torch.zeros(size)})
+    total, weights, noises = torch.zeros(size, dtype=torch.float64), 0.0, 0.0
+    honest = next(iter(cohort.properties.values())).get("honest_sites", 1)
+    for _, reply in cohort.ask(
         Exchange(
             planned.action,
             stage=STATISTICS,
@@ -112,20 +114,22 @@ def noised_statistics(
             participants=cohort.participants(STATISTICS, 1),
         )
     ):
-        weight = reply.num_examples
-        sums = unpack(reply.states[STATISTICS], layout)[STATISTICS]
-        batch = planned.expected_batch(cohort.properties[client]["splits"])
-        noise = (planned.noise_multiplier or 0.0) * stats.largest_norm(num_columns) / batch
-        total += weight * sums.double()
-        weights, variance = weights + weight, variance + (weight * noise) ** 2
-    noise = math.sqrt(variance) / weights
+        total += unpack(reply.states[STATISTICS], layout)[STATISTICS].double()
+        weights += reply.num_examples
+        noises += reply.sites / honest if planned.shared else 1
+    noise = (planned.noise_multiplier or 0.0) * math.sqrt(noises) / weights
     ranges = stats.Statistics(prepared.mean, prepared.std)
-    statistics = _emitted(stats.refined(total / weights, ranges, noise=noise), log, noise=noise)
-    log.emit(
-        "data",
-        found=[
+    found = stats.from_release(total / weights, ranges, num_columns=num_columns, noise=noise)
+    if num_columns:
+        spread = noise * stats.largest_norm(num_columns)
+        told = (
             f"means and deviations of {num_columns} columns are noised ones, of one release of "
-            f"each client within the declared ranges (noise of {noise:.2g} of half a range)"
-        ],
-    )
-    return statistics
+            f"each client within the declared ranges (noise of {spread:.2g} of half a range)"
+        )
+    else:
+        told = (
+            f"the mean of the {size} features is a noised one, of one release of each client "
+            f"(noise of {noise * math.sqrt(size):.2g} of the features' length)"
+        )
+    log.emit("data", found=[told])
+    return _emitted(found, log, noise=noise)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fednas_flwr.algorithms.stage_strategies import releases_by_round
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data import records
+from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models.noised_scores import planned_noise
 from fednas_flwr.privacy import plan
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
@@ -30,6 +30,7 @@ from fednas_flwr.settings.names import LEAST_CALIBRATED
 CALIBRATED = ("rewards", "alphas", "weights", "retrain")  # in this order
 GIVEN = ("metrics", "scores", STATISTICS)  # whose noise is never calibrated
 RARER = 0.1  # share of records of the rarer class, for which the error of scores is planned
+STATISTICS_SHARE = 0.3  # of epsilon, that the mean of features costs if it is released alone
 SCORES_SHARE = 0.25  # of epsilon, that scores cost at most if they are released alone
 
 Records = Sequence[Mapping[str, int]]  # each client's declared number of records, by split
@@ -276,13 +277,24 @@ def _scores_noise(config: Config, records: Records) -> float | None:
     return max(wanted / math.sqrt(noises), cheap)
 
 
-def for_classes(config: Config, train: records.Records) -> Config:
-    """The configuration without a release of scores, but of data with two classes."""
-    if not config.dp:
+def for_data(config: Config, prepared: Prepared) -> Config:
+    """The configuration with the releases that the data ask for.
+
+    Scores are released of two classes only. The mean of a backbone's pooled features, which is most
+    of each, is released where nothing says how much noise other releases have: it costs at most
+    ``STATISTICS_SHARE`` of epsilon alone, and what is left is learnt with less noise.
+    """
+    privacy, train = config.dp, prepared.train
+    if not privacy:
         return config
-    if len(train.class_names) == 2 and not train.multi_label:
-        return config
-    return replace(config, privacy=replace(config.dp, scores_error=None))
+    if len(train.class_names) != 2 or train.multi_label:
+        privacy = replace(privacy, scores_error=None)
+    is_pooled = bool(prepared.transform) and len(prepared.input_shape) == 1
+    is_free = privacy.statistics_noise_multiplier is None and not given_noise(privacy, "retrain")
+    if is_pooled and is_free and not by_client(config):
+        noise = _least_noise(privacy, STATISTICS_SHARE * privacy.epsilon, 1.0, 1)
+        privacy = replace(privacy, statistics_noise_multiplier=noise)
+    return replace(config, privacy=privacy)
 
 
 def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
@@ -293,7 +305,7 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     config = config.algorithm.whole_search(config)
     rounds: dict[str, list[list[PlannedRelease]]] = {}
     if privacy.statistics_noise_multiplier is not None:
-        rounds[STATISTICS] = [[plan.statistics_release()]]
+        rounds[STATISTICS] = [[plan.statistics_release(shared=config.secure_sum is not None)]]
     if searches(config):
         rounds["search"] = releases_by_round(config, "search", config.rounds)
     if "retrain" not in config.stages:

@@ -60,7 +60,9 @@ ACTIONS = {
     "query.commit": Action(note="keeps a run's schedule of releases"),
     "query.latency": Action(note="times the layers of a search space on this machine"),
     "query.statistics": Action(
-        frozenset({"statistics"}), note="noised means and deviations of a table within ranges"
+        frozenset({"statistics"}),
+        gradients_of=("statistics",),
+        note="noised means and deviations within ranges, or means of a backbone's features",
     ),
     # what the site measures with the model stays there
     "query.keep_model": Action(note="takes the trained model for this site, into state/models"),

@@ -145,10 +145,10 @@ def scores_release(*, shared: bool) -> PlannedRelease:
     )
 
 
-def statistics_release() -> PlannedRelease:
-    """Return the release of a table's means and deviations over all train records."""
+def statistics_release(*, shared: bool) -> PlannedRelease:
+    """Return the release of means, and deviations of a table, over all train records."""
     return PlannedRelease(
-        STATISTICS, "query.statistics", STATISTICS, ("train",), None, steps=1, max_grad_norm=1.0
+        STATISTICS, "query.statistics", STATISTICS, ("train",), None, 1, 1.0, shared=shared
     )
 
 

@@ -25,7 +25,7 @@ from flwr.app import Message
 from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.data.site_tables import difference
 from fednas_flwr.privacy.actions import ACTIONS
-from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply, restore
 from fednas_flwr.protocol.requests import MAX_EXAMPLES, Settings, decode_properties
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
@@ -296,9 +296,6 @@ def honest_limits(
     }
     if "rewards" in planned:  # strategies clamp what noise has moved
         norms["rewards"] = math.inf
-    if STATISTICS in planned:  # of a norm of 1 per record, in units of its largest norm
-        largest = math.sqrt(sizes.get(STATISTICS, 0)) * total(STATISTICS)
-        norms[STATISTICS] = SLACK * largest / batches[STATISTICS]
     training = settings.trained_by(examples)
     if training is None:
         noise = 0.0

@@ -152,8 +152,8 @@ class Dataset(ps.Checked):
         return {}
 
     @property
-    def from_ranges(self) -> bool:
-        """True if all statistics of a table follow from declared ranges."""
+    def has_bounds(self) -> bool:
+        """True if records have public bounds: ranges of all columns, the length of features."""
         return False
 
     @property
@@ -211,6 +211,11 @@ class Images(Dataset):
     def transform(self) -> Transform | None:
         """Sizes of what makes features of images; None where networks take the images."""
         return self.backbone or self.scattering
+
+    @property
+    def has_bounds(self) -> bool:
+        """True of a backbone's pooled features, which all have one length."""
+        return self.backbone is not None and self.backbone.output == names.OUTPUTS[0]
 
     @property
     def augmentation(self) -> dict[str, Any]:
@@ -282,8 +287,8 @@ class Numbers(Dataset):
         return {**self.statistics, **{c: uniform(ends) for c, ends in self.ranges.items()}}
 
     @property
-    def from_ranges(self) -> bool:
-        """True if all statistics of a table follow from declared ranges."""
+    def has_bounds(self) -> bool:
+        """True if all statistics follow from declared ranges."""
         return bool(self.ranges) and not self.statistics
 
 

@@ -151,8 +151,6 @@ CLASHES = {
     "aggregate=mean",
     "secure_sum!=null runtime.wire!=float32": "masked integers are not rounded; set "
     "runtime.wire=float32",
-    "secure_sum!=null privacy.statistics_noise_multiplier!=null": "what clients standardise by is "
-    "found before there is a sum; set it to null",
     "secure_sum!=null evaluation.personalised=true": "it is a result per client; leave it out",
     "secure_sum!=null runtime=deployment partition!=sites": ROSTER,
     "secure_sum!=null runtime=deployment privacy!=dp": ROSTER,

@@ -335,7 +335,8 @@ class DifferentialPrivacy(ps.Checked):
             which a threshold follows, too. Null releases none.
         statistics_noise_multiplier: Noise on the means and deviations by which clients standardise
             a table: one release of each, within ``dataset.ranges``, over a norm of 1 per record;
-            null standardises by the ranges alone.
+            null standardises by the ranges alone. A backbone's pooled features are centred by
+            their mean; null is then noise that costs at most .3 of ``epsilon`` alone.
         fewest_records: Least share of the median client's records that one of three or more clients
             must declare of each split; one that declares fewer is left out. Noise is calibrated to
             the client that needs most.

@@ -119,7 +119,7 @@ OWN_CLIENT = {
     # how its own gradients are rounded; networks are built by make_network, kept to be used again
     *("device", "threads", "rehearsed", "networks"),
     # decides whether there is a reply, never what is in it
-    "from_ranges",
+    "has_bounds",
 }
 # records, and what follows from them
 SECRET_CLIENT = {"data", "moments"}

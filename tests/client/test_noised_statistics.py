@@ -16,13 +16,8 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.client.answer import answer
-from fednas_flwr.data.statistics import (
-    Statistics,
-    are_within,
-    bounded_powers,
-    largest_norm,
-    refined,
-)
+from fednas_flwr.data import statistics as stats
+from fednas_flwr.data.statistics import Statistics, are_within, bounded_powers, refined
 from fednas_flwr.models.noised_scores import BINS, LARGEST
 from fednas_flwr.pipeline import stages
 from fednas_flwr.privacy.plan import metrics_release, scores_release, statistics_release
@@ -82,7 +77,9 @@ def overrides(data):
 def site(data, of_table):
     """A simulated private client that has committed to the release, and its request."""
     made = of_table(*data, "algorithm=fedavg", "algorithm.network=linear", NOISE)
-    made.client.guard.commit("run", [replace(statistics_release(), noise_multiplier=2.0)])
+    made.client.guard.commit(
+        "run", [replace(statistics_release(shared=False), noise_multiplier=2.0)]
+    )
     asked = TellStatistics(data_set="records")
     return made.client, made.request("query.statistics", asked, "statistics")
 
@@ -96,7 +93,7 @@ def exact_sum(client):
             if not math.isnan(number):
                 u = min(1.0, max(-1.0, (number - centre) / (math.sqrt(3) * std)))
                 total[:, column] += (1, u, u * u)
-    return torch.from_numpy(total.reshape(-1))
+    return torch.from_numpy(total.reshape(-1)) / math.sqrt(6)
 
 
 # --- what a record contributes
@@ -109,13 +106,13 @@ def exact_sum(client):
 )
 def test_no_record_moves_the_sum_by_more_than_the_norm(rows, mean, std):
     numbers, ranges = torch.tensor(rows, dtype=torch.float32), Statistics(mean, std)
-    powers = bounded_powers(numbers, ranges)
-    norm = largest_norm(3) * (1 + 1e-12)
-    assert powers.shape == (len(rows), 9)
-    assert bool(powers.isfinite().all())
-    assert bool((powers.norm(dim=1) <= norm).all())
+    vectors = stats.unit_vectors(numbers, ranges, num_columns=3)
+    assert vectors.shape == (len(rows), 9)
+    assert bool(vectors.isfinite().all())
+    assert bool((vectors.norm(dim=1) <= 1 + 1e-12).all())
     for place in range(len(rows)):  # the same, to the last bit, whoever else is there
-        assert torch.equal(powers[place], bounded_powers(numbers[place][None], ranges)[0])
+        alone = stats.unit_vectors(numbers[place][None], ranges, num_columns=3)
+        assert torch.equal(vectors[place], alone[0])
 
 
 # --- what is made of it
@@ -158,18 +155,18 @@ def test_a_column_that_noise_drowns_keeps_its_range():
 
 def test_a_reply_is_the_exact_sum_and_noise_and_booked(site, noised):
     client, request = site
-    told = {"action": "query.statistics:statistics", "splits": ("train",), "norm": math.sqrt(6)}
-    # of three numbers of at most 1 for each of two columns
+    told = {"action": "query.statistics:statistics", "splits": ("train",), "norm": 1.0}
+    # three numbers of at most 1 for each of two columns have a norm of sqrt(6)
     reply, total = check_release(client, request, noised, exact=exact_sum(client), **told)
-    noise = reply.states["statistics"]["float32"].double() * reply.num_examples - total
+    noise = reply.states["statistics"]["float32"].double() - total
     assert bool((noise != 0).all())
-    assert noise.norm().item() < 2 * math.sqrt(6) * (math.sqrt(6) + math.sqrt(80))  # once in 2e17
+    assert noise.norm().item() < 2 * (math.sqrt(6) + math.sqrt(80))  # more once in 2e17
 
 
 def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, monkeypatch):
     client, request = site
-    monkeypatch.setattr("fednas_flwr.client.handlers.bounded_powers", None)  # it reads the records
-    declared = replace(client, from_ranges=False)
+    monkeypatch.setattr("fednas_flwr.client.handlers.unit_vectors", None)  # it reads the records
+    declared = replace(client, has_bounds=False)
     refuses("within public ranges only", answer, declared, request)
     refuses("is for private clients", answer, replace(client, guard=None), request)
     check_refusals(client, request, "statistics/query.statistics/statistics/train")
@@ -199,7 +196,7 @@ def test_a_private_client_takes_statistics_within_its_ranges_alone(site):
         refuses("beyond this site's dataset.ranges", answer, client, asked(replace(good, **wrong)))
     refuses("statistics of 2 features", answer, client, asked(Statistics((70.0, 0.1), (5.0, 0.06))))
     with pytest.raises(ConfigError, match="standardises by its own dataset.statistics"):
-        answer(replace(client, from_ranges=False), asked(good))
+        answer(replace(client, has_bounds=False), asked(good))
     actions = tuple(a for a in client.guard.allowed.actions if a != "query.statistics")
     client.guard.allowed = replace(client.guard.allowed, actions=actions)
     refuses("rule actions", answer, client, asked(good))
@@ -268,8 +265,6 @@ def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):
     with pytest.raises(ConfigError, match=r"told within ranges; declare dataset\.ranges"):
         run(compose(*plain, *mixed, NOISE, folder))
     refuses("has no effect with dataset=csv without dataset.ranges", compose, *plain, NOISE)
-    with pytest.raises(ConfigError, match=r"secure_sum=true with privacy\.statistics_noise"):
-        compose(*overrides, NOISE, "secure_sum=true", "clients=4")
     with pytest.raises(ConfigError, match="statistics alone cost"):
         run(compose(*overrides, "privacy.statistics_noise_multiplier=.01", folder))
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.base import local_steps as steps_of
 from fednas_flwr.algorithms.stage_strategies import make_search
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.pipeline.schedule import for_classes, make_schedules
+from fednas_flwr.pipeline.schedule import for_data, make_schedules
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.search.bandit import Bandit
 from fednas_flwr.settings.configuration import parse_config
@@ -375,4 +375,5 @@ def test_no_counts_are_planned_for_baselines_units_of_clients_or_other_classes(c
     assert counts_of(of_experiment, RECORDS * 2) is None
     for names, several in ((("a", "b"), True), (("a", "b", "c"), False)):
         train = SimpleNamespace(class_names=names, multi_label=several)
-        assert counts_of(for_classes(config, train), RECORDS) is None
+        data = SimpleNamespace(train=train, transform=())
+        assert counts_of(for_data(config, data), RECORDS) is None
