@@ -49,6 +49,7 @@ def check_run(config: Config) -> None:
     """
     made = check_buildable(config)
     check_room(config, written_bytes(config, made.networks), "lower the sizes of the networks")
+    config = schedule.for_data(config, made.prepared)
     if config.dp:
         check_sites(config, config.dp, made)
 
@@ -99,7 +100,7 @@ def check_sites(config: Config, privacy: DifferentialPrivacy, made: Made) -> Non
     declared = [allowed.by_split for allowed in rules]
     sampling = make_sampling(config, declared)
     schedules = schedule.make_schedules(
-        schedule.for_data(config, made.prepared),
+        config,
         declared,
         done={},
         sampling=sampling,
