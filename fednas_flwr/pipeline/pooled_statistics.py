@@ -120,6 +120,7 @@ def noised_statistics(
     noise = (planned.noise_multiplier or 0.0) * math.sqrt(noises) / weights
     ranges = stats.Statistics(prepared.mean, prepared.std)
     found = stats.from_release(total / weights, ranges, num_columns=num_columns, noise=noise)
+    _emitted(found, log, noise=noise)
     if num_columns:
         spread = noise * stats.largest_norm(num_columns)
         told = (
@@ -132,4 +133,4 @@ def noised_statistics(
             f"(noise of {noise * math.sqrt(size):.2g} of the features' length)"
         )
     log.emit("data", found=[told])
-    return _emitted(found, log, noise=noise)
+    return found
