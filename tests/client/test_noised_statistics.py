@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from fednas_flwr import compose, load, run
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.pretrained import LENGTH
 from fednas_flwr.cli import main
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.client.answer import answer
 from fednas_flwr.data import statistics as stats
+from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.statistics import Statistics, are_within, bounded_powers, refined
 from fednas_flwr.models.noised_scores import BINS, LARGEST
 from fednas_flwr.pipeline import stages
@@ -82,6 +84,17 @@ def site(data, of_table):
     )
     asked = TellStatistics(data_set="records")
     return made.client, made.request("query.statistics", asked, "statistics")
+
+
+@pytest.fixture
+def of_images(weights):
+    """Settings of a private linear model on a tiny backbone's pooled features of digits."""
+    backbone = f"{{name: test_efficientnet, weights: '{weights}', image_size: 32}}"
+    return [
+        *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "privacy.epsilon=20"),
+        *("dataset.limit_train=200", "retrain.rounds=1", "runtime.device=cpu", "trackers=[]"),
+        *(f"dataset.backbone={backbone}", "privacy.retrain.rate=1.0"),
+    ]
 
 
 def exact_sum(client):
@@ -150,6 +163,19 @@ def test_a_column_that_noise_drowns_keeps_its_range():
     assert tight.std[0] == pytest.approx(math.sqrt(3 * 0.01))  # of what noise hides, not of 0
 
 
+@given(st.lists(st.floats(-2, 2), min_size=3, max_size=3), st.floats(0, 10))
+def test_a_mean_of_features_is_shrunk_by_its_noise_and_no_longer_than_they_are(means, noise):
+    own = Statistics((0.0,), (1.0,), (0.0, 1.0, -2.0, 2.0))
+    found = stats.from_release(torch.tensor(means), own, num_columns=0, noise=noise)
+    square = sum(value**2 for value in means)
+    if 1 >= square > 1e-6:
+        kept = max(0.0, 1 - 3 * noise**2 / square)
+        assert found.mean == pytest.approx([LENGTH * kept * m for m in means], abs=1e-3)
+    assert math.hypot(*found.mean) <= LENGTH + 1e-3
+    assert (found.std, found.target) == ((1.0,) * 3, own.target)
+    assert are_within(found, own, num_columns=0)
+
+
 # --- the release
 
 
@@ -161,6 +187,19 @@ def test_a_reply_is_the_exact_sum_and_noise_and_booked(site, noised):
     noise = reply.states["statistics"]["float32"].double() - total
     assert bool((noise != 0).all())
     assert noise.norm().item() < 2 * (math.sqrt(6) + math.sqrt(80))  # more once in 2e17
+
+
+def test_of_images_it_is_the_exact_sum_of_features_of_length_1_and_noise(
+    of_images, of_table, noised
+):
+    made = of_table(*of_images, "clients=2")
+    client = made.client
+    client.guard.commit("run", [replace(statistics_release(shared=False), noise_multiplier=2.0)])
+    request = made.request("query.statistics", TellStatistics(data_set="records"), "statistics")
+    features = client.data.train.features[client.data.train.rows].double()
+    assert 0.9 * LENGTH < float(features.norm(dim=1).max()) <= LENGTH * (1 + 1e-6)
+    told = {"action": "query.statistics:statistics", "splits": ("train",), "norm": 1.0}
+    check_release(client, request, noised, exact=features.sum(0) / LENGTH, **told)
 
 
 def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, monkeypatch):
@@ -200,6 +239,66 @@ def test_a_private_client_takes_statistics_within_its_ranges_alone(site):
     actions = tuple(a for a in client.guard.allowed.actions if a != "query.statistics")
     client.guard.allowed = replace(client.guard.allowed, actions=actions)
     refuses("rule actions", answer, client, asked(good))
+
+
+def test_a_private_client_takes_a_mean_of_features_that_is_no_longer_than_they_are(
+    of_images, of_table
+):
+    client = of_table(*of_images, "clients=2").client
+    header = Header("run", "search", 1, 1, 0, "nonce")
+    size = client.data.train.features.shape[1]
+    good = Statistics((LENGTH, *(0.0,) * (size - 1)), (1.0,) * size)
+
+    def asked(**changes):
+        statistics = replace(good, **changes)
+        return Request("query.describe", header, Describe(), statistics=statistics)
+
+    x, _ = client.standardised(good).data.train.batch(torch.tensor([0]), "cpu", limit=0)
+    raw, _ = client.data.train.batch(torch.tensor([0]), "cpu", limit=0)
+    assert torch.equal(x, raw - torch.tensor(good.mean))
+    for wrong in (
+        {"mean": (LENGTH + 0.1, *(0.0,) * (size - 1))},
+        {"std": (0.5, *(1.0,) * (size - 1))},
+        {"target": (0.0, 1.0)},
+    ):
+        refuses("or its features' length", answer, client, asked(**wrong))
+    refuses("statistics of 1 features", answer, client, asked(mean=(0.0,), std=(1.0,)))
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("summed", [("clients=2",), ("secure_sum=true", "clients=4")])
+def test_features_of_images_are_centred_by_one_release_in_secure_sums_too(
+    of_images, tmp_path, summed
+):
+    folder = tmp_path / "run"
+    config = compose(*of_images, *summed, f"run_dir={folder}")
+    run(config)
+    events = read_events(folder / "events.jsonl")
+    (found,) = [event for event in events if event["event"] == "statistics"]
+    (private,) = [event for event in events if event["event"] == "privacy"]
+    first, last = private["schedule"]
+    kinds = [(one["kind"], one["shared"]) for one in (first, last)]
+    assert kinds == [("statistics", bool(config.secure_sum)), ("weights", bool(config.secure_sum))]
+    records = sum(client["records"]["train"] for client in private["clients"])
+    sums = config.secure_sum
+    noises = 4 / (sums.least(4) - sums.colluding) if sums else 2
+    noise = first["noise_multiplier"] * math.sqrt(noises) / records
+    assert found["noise"] == pytest.approx(noise)
+    prepared, _ = make_data(config)
+    exact = prepared.train.features.double().mean(0)  # some of which are for validation and test
+    mean = torch.tensor(found["mean"], dtype=torch.float64)
+    cosine = float(mean @ exact / mean.norm() / exact.norm())
+    assert cosine > 0.9 / math.sqrt(1 + len(mean) * (LENGTH * noise) ** 2 / float(exact @ exact))
+    actions = [row.action for row in booked(folder / "sites")]
+    assert sum(action.startswith("query.statistics") for action in actions) == 1
+    model = load(folder)
+    assert list(model.inputs.mean) == found["mean"]
+    test = prepared.server_test
+    with torch.no_grad():
+        logits = model.network(test.features - mean.float())
+    right = (logits.argmax(1) == test.labels).double().mean().item()
+    assert right == pytest.approx(read_run(folder).scores("central")["accuracy"])
+    assert "mean of the" in (folder / "report.html").read_text()
 
 
 @pytest.mark.run

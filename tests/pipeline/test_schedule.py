@@ -377,3 +377,29 @@ def test_no_counts_are_planned_for_baselines_units_of_clients_or_other_classes(c
         train = SimpleNamespace(class_names=names, multi_label=several)
         data = SimpleNamespace(train=train, transform=())
         assert counts_of(for_data(config, data), RECORDS) is None
+
+
+IMAGES = ("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "clients=4")
+
+
+def test_the_mean_of_pooled_features_costs_a_share_of_epsilon_where_noise_is_free(compose_config):
+    train = SimpleNamespace(class_names=("a", "b", "c"), multi_label=False)
+
+    def planned(*overrides, shape=(40,), transform=("backbone", "a", "32", "hash")):
+        config = compose_config(*IMAGES, *overrides)
+        data = SimpleNamespace(train=train, transform=transform, input_shape=shape)
+        made = make_schedules(for_data(config, data), RECORDS * 2, done={})
+        return [release for release in made[0] if release.kind == "statistics"]
+
+    for epsilon in (1.0, 8.0):
+        (release,) = planned(f"privacy.epsilon={epsilon}")
+        assert not release.shared
+        cost = filter_epsilon([release.release(RECORDS[0])], 1e-5)
+        assert 0.29 * epsilon < cost <= 0.3 * epsilon
+    assert planned("secure_sum=true")[0].shared
+    assert planned("privacy.statistics_noise_multiplier=7")[0].noise_multiplier == 7
+    assert not planned(shape=(8, 4, 4))  # a map, or scattering
+    assert not planned(transform=())
+    assert not planned("privacy.retrain.noise_multiplier=3")
+    assert not planned("privacy.retrain.epsilon=3")
+    assert not planned("privacy.unit=client", "secure_sum=true")
