@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fednas_flwr.data import statistics as stats
 from fednas_flwr.data.datasets import Prepared
@@ -77,6 +78,30 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
     return _emitted(stats.pooled(list(bounded.values()), data), log)
 
 
+def noised_sum(cohort: Cohort, exchange: Exchange) -> tuple[Tensor, float, float]:
+    """Return what the clients' noised sums of one release amount to.
+
+    Args:
+        cohort: To clients that have committed to it.
+        exchange: Asks for it; its one layout has one vector.
+
+    Returns:
+        The sum, float64; the number of records that it is of; and the standard deviation of the
+        noise in each of its values.
+
+    Raises:
+        QuorumError: Too few clients answer.
+    """
+    ((kind, planned),) = exchange.planned.items()
+    total, records, noises = torch.zeros(()).double(), 0.0, 0.0
+    honest = next(iter(cohort.properties.values())).get("honest_sites", 1)
+    for _, reply in cohort.ask(exchange):
+        total = total + unpack(reply.states[kind], exchange.layouts[kind])[kind].double()
+        records += reply.num_examples
+        noises += reply.sites / honest if planned.shared else 1
+    return total, records, (planned.noise_multiplier or 0.0) * math.sqrt(noises)
+
+
 def noised_statistics(
     prepared: Prepared,
     cohort: Cohort,
@@ -97,29 +122,21 @@ def noised_statistics(
     Raises:
         QuorumError: Too few clients answer; the message says why.
     """
-    (planned,) = [release for release in schedule if release.kind == STATISTICS]
     num_columns = prepared.train.num_numeric
     size = stats.vector_size(prepared.input_shape[0], num_columns=num_columns)
-    layout = Layout.of({STATISTICS: torch.zeros(size)})
-    total, weights, noises = torch.zeros(size, dtype=torch.float64), 0.0, 0.0
-    honest = next(iter(cohort.properties.values())).get("honest_sites", 1)
-    for _, reply in cohort.ask(
-        Exchange(
-            planned.action,
-            stage=STATISTICS,
-            server_round=1,
-            settings=TellStatistics(data_set=data_set),
-            layouts={STATISTICS: layout},
-            releases=schedule,
-            participants=cohort.participants(STATISTICS, 1),
-        )
-    ):
-        total += unpack(reply.states[STATISTICS], layout)[STATISTICS].double()
-        weights += reply.num_examples
-        noises += reply.sites / honest if planned.shared else 1
-    noise = (planned.noise_multiplier or 0.0) * math.sqrt(noises) / weights
+    exchange = Exchange(
+        "query.statistics",
+        stage=STATISTICS,
+        server_round=1,
+        settings=TellStatistics(data_set=data_set),
+        layouts={STATISTICS: Layout.of({STATISTICS: torch.zeros(size)})},
+        releases=schedule,
+        participants=cohort.participants(STATISTICS, 1),
+    )
+    total, records, noise = noised_sum(cohort, exchange)
+    noise /= records
     ranges = stats.Statistics(prepared.mean, prepared.std)
-    found = stats.from_release(total / weights, ranges, num_columns=num_columns, noise=noise)
+    found = stats.from_release(total / records, ranges, num_columns=num_columns, noise=noise)
     _emitted(found, log, noise=noise)
     if num_columns:
         spread = noise * stats.largest_norm(num_columns)

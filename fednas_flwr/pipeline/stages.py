@@ -5,7 +5,6 @@ through the same stages again and finds its rounds done.
 """
 
 import json
-import math
 import os
 import platform
 import subprocess
@@ -38,11 +37,12 @@ from fednas_flwr.pipeline import personal_copies
 from fednas_flwr.pipeline.beginning import OutOfTimeError, Run, begin
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.pipeline.groups import run_groups
+from fednas_flwr.pipeline.pooled_statistics import noised_sum
 from fednas_flwr.privacy.plan import metrics_release
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.keys import SIGNING_KEY, sign_model
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.states import Layout, Packed, unpack
+from fednas_flwr.protocol.states import Layout, Packed
 from fednas_flwr.report.model_card import card_of
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.leaderboard import chosen
@@ -391,23 +391,18 @@ def _released_scores(
     planned = next((release for release in run.schedule if release.kind == "scores"), None)
     if planned is None:
         return None
-    layout = Layout.of({"scores": torch.zeros(2 * BINS)})
     exchange = Exchange(
         planned.action,
         stage=planned.stage,
         settings=rq.CountScores(network=description, data_set=data_set_of(run.config)),
         states=states,
-        layouts={"scores": layout},
+        layouts={"scores": Layout.of({"scores": torch.zeros(2 * BINS)})},
         releases=run.schedule,
         among=_testers(run),
     )
     with suppress(QuorumError):
-        replies = [reply for _, reply in run.cohort.ask(exchange)]
-        counts = [unpack(reply.states["scores"], layout)["scores"] for reply in replies]
-        honest = next(iter(run.cohort.properties.values())).get("honest_sites", 1)
-        noises = len(_testers(run)) / honest if planned.shared else len(counts)
-        noise = (planned.noise_multiplier or 0.0) * math.sqrt(noises)
-        return scores_of_counts(torch.stack(counts).sum(0), noise=noise)
+        counts, _, noise = noised_sum(run.cohort, exchange)
+        return scores_of_counts(counts, noise=noise)
     return None
 
 
