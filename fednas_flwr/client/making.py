@@ -363,14 +363,6 @@ def check_public(config: Config, prepared: Prepared) -> None:
             "dataset.statistics={column: [mean, std], ...}."
         )
     if not has_real_sites(config):
-        noise = getattr(config.privacy, "statistics_noise_multiplier", None)
-        if noise is not None and not config.dataset.has_bounds:
-            raise ConfigError(
-                f"privacy.statistics_noise_multiplier={noise:g} without dataset.ranges of every "
-                "column of numbers: noised statistics are told within ranges; declare "
-                "dataset.ranges={column: [low, high], ...} in place of dataset.statistics, or "
-                "remove it."
-            )
         return
     settings = config.dataset
     declared = settings.declared

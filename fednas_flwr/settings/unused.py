@@ -213,15 +213,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "privacy.statistics_noise_multiplier",
-        lambda c: (
-            not (
-                facts.has_real_sites(c)
-                or c.dataset.has_bounds
-                or getattr(c.dataset, "ranges", None)
-            )
-        ),
-        "dataset={c.dataset.name} without dataset.ranges, within which clients would tell "
-        "statistics",
+        lambda c: not (facts.has_real_sites(c) or c.dataset.has_bounds),
+        "dataset={c.dataset.name} without dataset.ranges of every column of numbers in place of "
+        "dataset.statistics, within which clients would tell statistics",
         "remove it, or declare dataset.ranges={column: [low, high], ...}",
     ),
     # Data.
