@@ -461,6 +461,7 @@ PRIVATE_TABLE = ("experiment=search/recommended_private", *TABLE)
 
 
 BY_CLIENT = ("privacy=dp", "privacy.unit=client", "privacy.retrain.max_grad_norm=2")
+HEAD = ("dataset.backbone={name: resnet18, weights: resnet18.pth}", "search_space=mlp_small")
 OF_TABLES = [
     (PRIVATE_TABLE, (32, "none", 1.0, 0.5, 1024)),
     ((*PRIVATE_TABLE, "retrain.channels=16"), (16, "none", 1.0, 0.5, 1024)),
@@ -471,6 +472,10 @@ OF_TABLES = [
     (("experiment=feathers/fraud_private", *TABLE), (48, "group", None, 0.5, 48)),
     ((*PRIVATE_TABLE, "retrain=darts"), (32, "none", 1.0, 0.5, 1024)),
     ((*TABLE, *BY_CLIENT), (16, "group", 0.125, 0.2, 8)),
+    ((*HEAD, "privacy=dp"), (16, "group", 1.0, 0.2, 1024)),  # of pooled features of images
+    ((*HEAD, "privacy=dp", "retrain.batch_size=8"), (16, "group", None, 0.2, 1024)),
+    ((*HEAD, "privacy=dp", "dataset.backbone.output=map"), (16, "group", 0.125, 0.2, 8)),
+    ((*HEAD, *BY_CLIENT), (16, "group", 0.125, 0.2, 8)),
 ]
 
 

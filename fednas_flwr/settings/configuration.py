@@ -9,7 +9,7 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.data_settings import CSV, PARTITIONS
 from fednas_flwr.settings.incompatible import check_combinations
-from fednas_flwr.settings.names import CLIENT, GROUP, LARGEST_MICRO_BATCH, NO_NORM
+from fednas_flwr.settings.names import CLIENT, GROUP, LARGEST_MICRO_BATCH, NO_NORM, POOLED
 from fednas_flwr.settings.parser import choose_kind, field_types, known_names, parse
 from fednas_flwr.settings.registry import BUILT_IN, entries
 from fednas_flwr.settings.run_settings import AGGREGATES, PRIVACY, RUNTIMES, SERVER_OPTIMIZERS
@@ -30,6 +30,7 @@ OF_TABLES: dict[str, tuple[tuple[float | str, ...], float | str]] = {
     "privacy.retrain.noise_walk": ((0.2,), 0.5),
     "privacy.micro_batch_size": ((8, 64), LARGEST_MICRO_BATCH),
 }
+OF_FEATURES = ("privacy.retrain.rate", "privacy.micro_batch_size")  # of a backbone, pooled
 CHOICES: dict[str, dict[str, type]] = {  # by group, the class of each choice
     "partition": PARTITIONS,
     "privacy": PRIVACY,
@@ -72,8 +73,8 @@ def yielded(tree: Mapping[str, Any], user: UserSettings) -> Mapping[str, Any]:
         is_whole, norm = privacy.get("unit") == CLIENT, "privacy.retrain.max_grad_norm"
         if is_whole and norm not in known and not user.repeats:  # a run's values are not conf/'s
             yields[norm] = UPDATE_NORM
-        if kinds["dataset"] is CSV and not is_whole and not user.repeats:
-            yields |= _of_tables(tree, user)
+        if not is_whole and not user.repeats:
+            yields |= _of_vectors(tree, user, is_table=kinds["dataset"] is CSV)
         for default, others in YIELDING.items():
             typed = default not in user.typed and any(other in user.typed for other in others)
             if typed or (default not in known and any(other in known for other in others)):
@@ -88,10 +89,15 @@ def yielded(tree: Mapping[str, Any], user: UserSettings) -> Mapping[str, Any]:
     return tree
 
 
-def _of_tables(tree: Mapping[str, Any], user: UserSettings) -> dict[str, float | str]:
+def _of_vectors(
+    tree: Mapping[str, Any], user: UserSettings, *, is_table: bool
+) -> dict[str, float | str]:
     """Return the values of ``OF_TABLES`` in whose place nobody has set something."""
-    found = {}
-    for name, ((default, *others), of_table) in OF_TABLES.items():
+    backbone, found = tree["dataset"].get("backbone"), {}
+    is_pooled = isinstance(backbone, Mapping) and backbone.get("output", POOLED) == POOLED
+    names = OF_TABLES if is_table else OF_FEATURES if is_pooled else ()
+    for name in names:
+        (default, *others), of_table = OF_TABLES[name]
         group, *keys = name.split(".")
         value = reduce(lambda node, key: (node or {}).get(key), keys, tree.get(group))
         is_set = name in user.typed

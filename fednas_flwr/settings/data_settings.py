@@ -83,7 +83,7 @@ class Backbone(ps.Checked):
     name: ps.Text
     weights: ps.Text | None = None
     image_size: ImageSize | None = None
-    output: Annotated[str, ps.OneOf(names.OUTPUTS)] = names.OUTPUTS[0]
+    output: Annotated[str, ps.OneOf(names.OUTPUTS)] = names.POOLED
 
 
 Transform = Scattering | Backbone
@@ -215,7 +215,7 @@ class Images(Dataset):
     @property
     def has_bounds(self) -> bool:
         """True of a backbone's pooled features, which all have one length."""
-        return self.backbone is not None and self.backbone.output == names.OUTPUTS[0]
+        return self.backbone is not None and self.backbone.output == names.POOLED
 
     @property
     def augmentation(self) -> dict[str, Any]:

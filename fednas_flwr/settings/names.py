@@ -31,7 +31,7 @@ TORCHVISION_SETS = {  # torchvision's class, and the folder below root in which 
     "cifar100": ("CIFAR100", "cifar-100-python"),
 }
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".data", ".xlsx", ".parquet")
-OUTPUTS = ("pooled", "map")  # of a backbone
+POOLED, _ = OUTPUTS = ("pooled", "map")  # of a backbone
 DECIMALS = ("point", "comma")  # sign before the fraction of a table's numbers
 THOUSANDS = ("none", "comma", "point", "blank", "apostrophe")  # between groups of three digits
 DATE_ORDERS = ("day_first", "month_first")  # of dates such as 31/5/2024

@@ -285,8 +285,8 @@ class PrivateRetrain(ClippedNoise):
 
     Attributes:
         local_steps: Noised steps of a client per round.
-        rate: Probability with which a step draws each record, of a table 1 by default; null is that
-            of expected batches of ``retrain.batch_size``.
+        rate: Probability with which a step draws each record, of a table or of pooled features
+            1 by default; null is that of expected batches of ``retrain.batch_size``.
         noise_walk: Standard deviation that the noise of all steps gives a weight, from which the
             learning rate follows, of a table .5 by default; null is ``retrain.weights``'.
     """
@@ -341,7 +341,7 @@ class DifferentialPrivacy(ps.Checked):
             must declare of each split; one that declares fewer is left out. Noise is calibrated to
             the client that needs most.
         micro_batch_size: Records that a simulated site computes at a time, 1 to 1024; of a table
-            1024 by default. A real site's own policy says it.
+            or of pooled features 1024 by default. A real site's own policy says it.
         sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
             run folder, which gives every run budgets of its own.
         test_seed: Seed of noise that everybody can repeat, for tests of simulations. No privacy.
