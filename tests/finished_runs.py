@@ -75,6 +75,16 @@ def whole_run(config, *, resumed=False, sites=(), grid=InProcessGrid):
     return Told(folder=folder, config=config, events=events, error=error)
 
 
+def stop_at(kind, **place):
+    """A listener that ends a run as a person does, at events of a kind and place."""
+
+    def stop(event):
+        if {"event": kind, **place}.items() <= event.items():
+            raise KeyboardInterrupt
+
+    return stop
+
+
 def looked_at(run, **own):
     """Return a finished run with its test set, its central scores and each kind's last event."""
     last = {event["event"]: event for event in run.events}

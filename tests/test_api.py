@@ -15,19 +15,11 @@ import yaml
 from hydra.core.config_store import ConfigStore
 
 import fednas_flwr
-from fednas_flwr import (
-    Algorithm,
-    Result,
-    compose,
-    load,
-    register_algorithm,
-    register_data_set,
-    register_search_space,
-    run,
-)
+from fednas_flwr import Algorithm, Result, compose, load, run
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
+from fednas_flwr.api import register_algorithm, register_data_set, register_search_space
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.prepared import make_data
@@ -42,6 +34,7 @@ from fednas_flwr.settings.run_settings import AggregateSettings
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 from . import processes
+from .finished_runs import stop_at
 from .refusals import refuses
 from .test_cli import without as others
 
@@ -218,14 +211,9 @@ def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path, fednas):
     assert stored.items() <= algorithm_in(whole.folder).items()
     plain = run(compose(*tiny, "rounds=3", f"run_dir={tmp_path / 'plain'}"))
     assert alphas_by_round(plain.folder)[0] != first
-
-    def stop(event):
-        if event["event"] == "round":
-            raise KeyboardInterrupt
-
     folder = tmp_path / "broken"
-    with pytest.raises(KeyboardInterrupt):
-        run(compose(*tiny, "rounds=3", f"run_dir={folder}"), strategy=LateAlphas, listeners=[stop])
+    broken, stop = compose(*tiny, "rounds=3", f"run_dir={folder}"), [stop_at("round")]
+    refuses("", run, broken, strategy=LateAlphas, listeners=stop, error=KeyboardInterrupt)
     with fednas("run", f"resume={folder}") as done:
         _, errors = done.communicate()
     assert done.returncode == 2

@@ -50,7 +50,7 @@ from fednas_flwr.settings import dump_config
 from ..asked import SUPERNET, smallest
 from ..booked import booked, promised_steps
 from ..conftest import sound
-from ..finished_runs import Told, named
+from ..finished_runs import Told, named, stop_at
 from ..policies import policy_of
 from ..refusals import refuses
 from ..rows import seldom
@@ -220,11 +220,8 @@ def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fus
 
 
 def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retraining(start):
-    def stop(event):
-        if event["event"] == "round" and event["stage"] == "retrain":
-            raise KeyboardInterrupt
-
     given = ["stages=[search,retrain]", "privacy.epsilon=40"]  # which is the sites' budget, too
+    stop = stop_at("round", stage="retrain")
     killed = start(*DP, *given, "clients=1", listener=stop, fails=True)
     assert isinstance(killed.error, KeyboardInterrupt)
     before = booked(killed.sites, 0)
@@ -250,12 +247,8 @@ def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tm
     """The budget is for six rounds: when a round is repeated, for four of the five to do."""
     six_rounds = Release(noise_multiplier=1.0, sample_rate=8 / 16, steps=6)  # of the alphas
     budget = 1.002 * filter_epsilon([six_rounds], 1e-5)
-
-    def stop(event):
-        name, number = event["event"], event.get("round")
-        if (name, number) == ("round", 2) if done else name == "stage_started":
-            raise KeyboardInterrupt  # its checkpoint would have come after the event
-
+    # the checkpoint of a round would have come after its event
+    stop = stop_at("round", round=2) if done else stop_at("stage_started")
     given = [*SEARCH, "clients=1", f"privacy.sites={tmp_path}", "rounds=6"]
     write_policy(tmp_path, 0, epsilon=budget)
     killed = start(*given, listener=stop, fails=True)
