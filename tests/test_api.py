@@ -122,10 +122,8 @@ def check_whole(result):
 
 
 def equal_networks(left, right):
-    states = left.state_dict(), right.state_dict()
-    return states[0].keys() == states[1].keys() and all(
-        torch.equal(tensor, states[1][name]) for name, tensor in states[0].items()
-    )
+    one, other = left.state_dict(), right.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
 @pytest.mark.run
@@ -388,10 +386,9 @@ def test_a_site_without_the_registration_refuses_and_says_so(tiny):
     text = dump_config(config)
     del TABLES["algorithm"]["late_darts"], OWN["algorithm"]["late_darts"]
     grid = InProcessGrid(make_client_app(text), config.clients)
-    with pytest.raises(QuorumError) as caught:
-        make_cohort(config, run="run").connect(grid)
-    assert "algorithm=late_darts is unknown: choose one of" in str(caught.value)
-    assert "must be registered first, in each process and at each site" in str(caught.value)
+    told = refuses("", make_cohort(config, run="run").connect, grid, error=QuorumError)
+    assert "algorithm=late_darts is unknown: choose one of" in told
+    assert "must be registered first, in each process and at each site" in told
 
 
 def test_importing_composing_and_mistakes_need_no_torch():

@@ -33,13 +33,10 @@ EXPECTED = {
 }
 
 
-TYPED = [
-    *("experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"),
-    *("evaluation.baselines=0", "trackers=[]", "dataset=csv", "dataset.label=died"),
-    *("search_space=mlp_small", "partition=column", "partition.column=hospital", "clients=3"),
-    "dataset.task=classification",
-    *TINY,
-]
+TYPED = ["experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"]
+TYPED += ["evaluation.baselines=0", "trackers=[]", "dataset=csv", "dataset.label=died"]
+TYPED += ["search_space=mlp_small", "partition=column", "partition.column=hospital", "clients=3"]
+TYPED += ["dataset.task=classification", *TINY]
 
 
 def patients(number=200):

@@ -300,10 +300,8 @@ arrays = {"x_train": x[:60], "y_train": y[:60], "x_test": x[60:], "y_test": y[60
 register_data_set("scans", arrays)
 register_metric("Brier", lambda p, y: float(np.mean((p[:, 1] - y) ** 2)))
 """
-WITH = (
-    *("dataset=scans", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),
-    *("stages=[retrain,evaluate,export]", "retrain.rounds=1"),
-)
+WITH = ("dataset=scans", "algorithm=fedavg", "algorithm.network=linear", "clients=2")
+WITH += ("stages=[retrain,evaluate,export]", "retrain.rounds=1")
 
 
 @pytest.fixture(autouse=True)
@@ -340,12 +338,11 @@ WRONG_FILES = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG_FILES)
-def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, capsys):
+def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, prints):
     path = tmp_path / "mine.py"
     if text is not None:
         path.write_text(text)
-    assert main(["run", "--with", str(path), "--dry-run"]) == 2
-    sentence = capsys.readouterr().err
+    sentence = prints("run", "--with", path, "--dry-run", code=2)
     assert message in sentence
     assert str(path) in sentence
     assert sentence.count("\n") == 1
