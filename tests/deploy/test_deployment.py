@@ -19,7 +19,6 @@ from flwr.common.config import parse_config_args
 
 from fednas_flwr.api import execute
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import make_server_data
 from fednas_flwr.deploy import deployment, server_app
 from fednas_flwr.deploy.bundle import CONFIG_KEY, write_bundle
@@ -137,11 +136,9 @@ def fake_flwr(tmp_path, monkeypatch):
     monkeypatch.setattr(deployment, "_FLWR", (sys.executable, str(folder / "flwr.py"), str(folder)))
 
     def prepare(events, *status):
-        lines = [
-            "INFO : flower's own",
-            *(f"{deployment.EVENT_MARK}{json.dumps(e)}" for e in events),
-        ]
-        (folder / "log").write_text("\n".join([*lines, "Traceback (most recent call last):", ""]))
+        told = [f"{deployment.EVENT_MARK}{json.dumps(event)}" for event in events]
+        lines = ["INFO : flower's own", *told, "Traceback (most recent call last):", ""]
+        (folder / "log").write_text("\n".join(lines))
         (folder / "status.json").write_text(json.dumps(status))
         return folder
 
@@ -395,7 +392,7 @@ def kept_run(tmp_path, files, quick_run):
     return run
 
 
-def test_every_site_that_keeps_models_has_the_runs(tmp_path, sites, kept_run, monkeypatch, capsys):
+def test_every_site_that_keeps_models_has_the_runs(tmp_path, sites, kept_run, monkeypatch, prints):
     monkeypatch.setenv(SIGNING_KEY, str(tmp_path / "signing.key"))
     run, places = kept_run("ac")
     handed = run.the("handed_over")
@@ -412,8 +409,7 @@ def test_every_site_that_keeps_models_has_the_runs(tmp_path, sites, kept_run, mo
         assert tested["num_examples"] == own["num_examples"]
         assert tested["accuracy"] == pytest.approx(own["accuracy"])
     output = tmp_path / "predictions.csv"
-    assert main(["predict", str(folder), str(sites / "a.npz"), "--output", str(output)]) == 0
-    assert "50 records" in capsys.readouterr().out
+    assert "50 records" in prints("predict", folder, sites / "a.npz", "--output", output)
     assert len(output.read_text().splitlines()) == 51
 
 
