@@ -12,65 +12,42 @@ ONE_STEP = rq.Amount(epochs=None, steps=1, batch_size=None)
 PLAIN = SGD(lr=0.1, min_lr=0.0, momentum=0.9, weight_decay=0.0, clip_norm=None)
 ALPHAS = Adam(lr=0.01, weight_decay=0.0)
 SUPERNET = {"name": "supernet"}
+GRADIENTS = ("train.weight_gradient", "train.alpha_gradient", "train.gradients")
 
 
 def smallest(data_set=None, *, network=None, split="train", weights=PLAIN, loss_bound=1.0):
     """Return the settings by action; ``network`` is what is trained where it is no supernet."""
     search = rq.LocalSearch(ONE_STEP, weights, ALPHAS, Alternating("first_order"))
-    training = rq.LocalTraining(dict(network or {"name": "x"}), split, ONE_STEP, weights, 0.0, 0.0)
-    gradients = rq.TakeGradients(
-        step=0,
-        local_steps=1,
-        local_lrs={"weights": 0.1, "alphas": 0.1},
-        batch_size=None,
-        order=1,
-        inner_lr=0.1,
-        data_set=data_set,
-    )
-    asked: dict[str, rq.Settings] = {
+    trained = dict(network or {"name": "x"})
+    training = rq.LocalTraining(trained, split, ONE_STEP, weights, 0.0, 0.0)
+    sums = {"context": "ab" * 32, "survivors": (0, 1)}
+    of_data = {"data_set": data_set}
+    of_batch = {**of_data, "step": 0, "batch_size": None}
+    rates = {"local_lrs": {"weights": 0.1, "alphas": 0.1}, "inner_lr": 0.1}
+    gradients = rq.TakeGradients(**of_batch, **rates, local_steps=1, order=1)
+    plain = {"network": trained, "split": split, "auxiliary_weight": 0.0, "drop_path_prob": 0.0}
+    steps = {**of_batch, "local_steps": 1, "weights": weights, "dp_aware": None}
+    trials = [rq.Trial(weights, ALPHAS, 0.0)]
+    probe = {"search": search, "training": None, "trials": trials, "loss_bound": loss_bound}
+    return {
         "query.describe": rq.Describe(),
         "query.commit": rq.Commit(data_set=data_set or "records", releases=()),
-        "query.latency": rq.MeasureLatency(batch_size=1, passes=2, data_set=data_set),
-        "query.statistics": rq.TellStatistics(data_set=data_set),
-        "query.keep_model": rq.KeepModel(card="# A model", signature="ab" * 64, data_set=data_set),
-        "query.sign_survivors": SignSurvivors(context="ab" * 32, survivors=(0, 1)),
-        "query.open_masks": OpenMasks(context="ab" * 32, survivors=(0, 1), signatures={}, boxes={}),
-        "train.weight_gradient": gradients,
-        "train.alpha_gradient": gradients,
-        "train.gradients": gradients,
-        "train.network_gradient": rq.TakeNetworkGradient(
-            network=training.network,
-            split=split,
-            step=0,
-            batch_size=None,
-            auxiliary_weight=0.0,
-            drop_path_prob=0.0,
-            data_set=data_set,
-        ),
-        "train.search": rq.Search(local=search, data_set=data_set),
-        "train.candidate": rq.TrainCandidates(
-            candidates=[[0]],
-            step=0,
-            local_steps=1,
-            batch_size=None,
-            weights=weights,
-            dp_aware=None,
-            data_set=data_set,
-        ),
-        "train.probe": rq.Probe(
-            search=search,
-            training=None,
-            trials=[rq.Trial(weights, ALPHAS, 0.0)],
-            loss_bound=loss_bound,
-            data_set=data_set,
-        ),
-        "train.weights": rq.Train(local=training, data_set=data_set),
-        "evaluate.candidates": rq.RewardCandidates(candidates=[[0]], data_set=data_set),
-        "evaluate.model": rq.Evaluate(network=SUPERNET, split="validation", data_set=data_set),
-        "evaluate.scores": rq.CountScores(network=SUPERNET, data_set=data_set),
+        "query.latency": rq.MeasureLatency(batch_size=1, passes=2, **of_data),
+        "query.statistics": rq.TellStatistics(**of_data),
+        "query.keep_model": rq.KeepModel(card="# A model", signature="ab" * 64, **of_data),
+        "query.sign_survivors": SignSurvivors(**sums),
+        "query.open_masks": OpenMasks(**sums, signatures={}, boxes={}),
+        **dict.fromkeys(GRADIENTS, gradients),
+        "train.network_gradient": rq.TakeNetworkGradient(**of_batch, **plain),
+        "train.search": rq.Search(local=search, **of_data),
+        "train.candidate": rq.TrainCandidates(candidates=[[0]], **steps),
+        "train.probe": rq.Probe(**probe, **of_data),
+        "train.weights": rq.Train(local=training, **of_data),
+        "evaluate.candidates": rq.RewardCandidates(candidates=[[0]], **of_data),
+        "evaluate.model": rq.Evaluate(network=SUPERNET, split="validation", **of_data),
+        "evaluate.scores": rq.CountScores(network=SUPERNET, **of_data),
         "evaluate.personalised": rq.Personalise(local=training),
     }
-    return asked
 
 
 def spied(federation, change=None):

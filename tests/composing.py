@@ -20,6 +20,14 @@ def split(*texts):
     return [override for text in texts for override in re.split(r"\s+(?=[\w.]+=)", text)]
 
 
+def ranges_of(**bounds):
+    """Return an override that gives each hyper-parameter a narrow range, some of them another."""
+    narrow = dict.fromkeys(("lr", "momentum", "alpha_lr", "dropout"), (0.02, 0.03))
+    narrow |= dict.fromkeys(("weight_decay", "alpha_weight_decay"), (1e-4, 2e-4)) | bounds
+    given = (f"{name}:{{low:{a},high:{b},log:false}}" for name, (a, b) in narrow.items())
+    return f"algorithm.ranges={{{','.join(given)}}}"
+
+
 def remembering(compose):
     """Return the same function of a primary file and overrides, ``++key=value`` if of a value."""
 

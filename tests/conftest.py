@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from fednas_flwr.algorithms.stage_strategies import algorithm_of, make_retraining, make_search
 from fednas_flwr.base import processes
 from fednas_flwr.base.pretrained import Pretrained
+from fednas_flwr.cli import main
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.client_app import make_client_app
@@ -48,10 +49,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 compose_by_hydra = hydra_config.compose
 hydra_config.compose = remembering(compose_by_hydra)
-LONGEST_FILES = (  # of a minute or more
-    *("test_generated_settings.py", "test_runtimes.py", "test_audit_run.py", "test_stopped.py"),
-    *("test_private_actions.py", "test_private_run.py", "test_api.py", "test_config.py"),
-)
+# of a minute or more
+LONGEST = "generated_settings runtimes audit_run stopped private_actions private_run api config"
+LONGEST_FILES = tuple(f"test_{name}.py" for name in LONGEST.split())
 
 
 WHOLE_RUNS = {"run_inline", "finished_run", "machines"}  # tests with such a fixture are `run`
@@ -99,6 +99,19 @@ def pytest_runtest_setup():
 def fednas():
     """``fednas(*arguments)``: the command, in a process of its own."""
     return started
+
+
+@pytest.fixture
+def prints(capsys):
+    """``prints(*arguments, code=0)``: what the command prints here, as errors if it fails."""
+
+    def printed(*arguments, code=0):
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == code
+        output = capsys.readouterr()
+        return output.err if code else output.out
+
+    return printed
 
 
 @pytest.fixture

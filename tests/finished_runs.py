@@ -58,7 +58,7 @@ class Told(SimpleNamespace):
         return self.named("client_failed", "client_left")
 
 
-def whole_run(config, *, resumed=False, sites=(), grid=InProcessGrid):
+def whole_run(config, *, resumed=False, sites=(), grid=InProcessGrid, listeners=()):
     """Make or continue a run in this process: its folder, configuration, events and error.
 
     ``sites`` are the files of real sites, or what their nodes are told.
@@ -67,12 +67,22 @@ def whole_run(config, *, resumed=False, sites=(), grid=InProcessGrid):
     for context, site in zip(own._contexts.values(), sites, strict=False):
         context.node_config |= site if isinstance(site, dict) else {"data-path": str(site)}
     try:
-        serve(config, own, listeners=[], resumed=resumed)
-    except Exception as raised:
+        serve(config, own, listeners=listeners, resumed=resumed)
+    except (Exception, KeyboardInterrupt) as raised:
         error = raised
     folder = Path(str(config.run_dir))
     events = read_events(folder / "events.jsonl")
     return Told(folder=folder, config=config, events=events, error=error)
+
+
+def stop_at(kind, **place):
+    """A listener that ends a run as a person does, at events of a kind and place."""
+
+    def stop(event):
+        if {"event": kind, **place}.items() <= event.items():
+            raise KeyboardInterrupt
+
+    return stop
 
 
 def looked_at(run, **own):

@@ -11,7 +11,6 @@ import torch
 
 from fednas_flwr.cli import main
 from fednas_flwr.runs.checkpoints import CheckpointFolder
-from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DPCellSpace
@@ -19,12 +18,10 @@ from fednas_flwr.spaces.genotype import load_genotype, save_genotype
 
 from .refusals import refuses
 
-TINY = [
-    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"),
-    *("search_space.widths=[2,2,4]", "search_space.head=4", "algorithm.warm_up_rounds=1"),
-    *("algorithm.trained_candidates=2", "algorithm.rewarded_candidates=3", "retrain.rounds=1"),
-    *("algorithm.final_candidates=4", "algorithm.batch_size=16", "retrain.batch_size=16"),
-]
+TINY = ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"]
+TINY += ["search_space.widths=[2,2,4]", "search_space.head=4", "algorithm.warm_up_rounds=1"]
+TINY += ["algorithm.trained_candidates=2", "algorithm.rewarded_candidates=3", "retrain.rounds=1"]
+TINY += ["algorithm.final_candidates=4", "algorithm.batch_size=16", "retrain.batch_size=16"]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +62,7 @@ def test_samples_come_from_the_newest_checkpoints_controller(folder, tmp_path):
 
 @pytest.mark.run
 def test_rewards_are_the_means_of_each_round_beside_another_runs(folder, capsys):
-    rewarded = [e for e in read_events(folder / "events.jsonl") if e["event"] == "rewarded"]
+    rewarded = read_run(folder).of_kind("rewarded")
     means = [fmean(event["rewards"]) for event in rewarded[:2]]  # the third chooses
     own, other = analysed(folder, "--against", str(folder))["rewards"]
     assert own["rounds"] == [2, 3]

@@ -15,19 +15,11 @@ import yaml
 from hydra.core.config_store import ConfigStore
 
 import fednas_flwr
-from fednas_flwr import (
-    Algorithm,
-    Result,
-    compose,
-    load,
-    register_algorithm,
-    register_data_set,
-    register_search_space,
-    run,
-)
+from fednas_flwr import Algorithm, Result, compose, load, run
 from fednas_flwr.algorithms.base import RoundStrategy
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.algorithms.fed_darts.strategy import FedDARTS
+from fednas_flwr.api import register_algorithm, register_data_set, register_search_space
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.prepared import make_data
@@ -42,6 +34,7 @@ from fednas_flwr.settings.run_settings import AggregateSettings
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 from . import processes
+from .finished_runs import stop_at
 from .refusals import refuses
 from .test_cli import without as others
 
@@ -129,10 +122,8 @@ def check_whole(result):
 
 
 def equal_networks(left, right):
-    states = left.state_dict(), right.state_dict()
-    return states[0].keys() == states[1].keys() and all(
-        torch.equal(tensor, states[1][name]) for name, tensor in states[0].items()
-    )
+    one, other = left.state_dict(), right.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
 @pytest.mark.run
@@ -218,14 +209,9 @@ def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path, fednas):
     assert stored.items() <= algorithm_in(whole.folder).items()
     plain = run(compose(*tiny, "rounds=3", f"run_dir={tmp_path / 'plain'}"))
     assert alphas_by_round(plain.folder)[0] != first
-
-    def stop(event):
-        if event["event"] == "round":
-            raise KeyboardInterrupt
-
     folder = tmp_path / "broken"
-    with pytest.raises(KeyboardInterrupt):
-        run(compose(*tiny, "rounds=3", f"run_dir={folder}"), strategy=LateAlphas, listeners=[stop])
+    broken, stop = compose(*tiny, "rounds=3", f"run_dir={folder}"), [stop_at("round")]
+    refuses("", run, broken, strategy=LateAlphas, listeners=stop, error=KeyboardInterrupt)
     with fednas("run", f"resume={folder}") as done:
         _, errors = done.communicate()
     assert done.returncode == 2
@@ -400,10 +386,9 @@ def test_a_site_without_the_registration_refuses_and_says_so(tiny):
     text = dump_config(config)
     del TABLES["algorithm"]["late_darts"], OWN["algorithm"]["late_darts"]
     grid = InProcessGrid(make_client_app(text), config.clients)
-    with pytest.raises(QuorumError) as caught:
-        make_cohort(config, run="run").connect(grid)
-    assert "algorithm=late_darts is unknown: choose one of" in str(caught.value)
-    assert "must be registered first, in each process and at each site" in str(caught.value)
+    told = refuses("", make_cohort(config, run="run").connect, grid, error=QuorumError)
+    assert "algorithm=late_darts is unknown: choose one of" in told
+    assert "must be registered first, in each process and at each site" in told
 
 
 def test_importing_composing_and_mistakes_need_no_torch():

@@ -286,10 +286,8 @@ DP = ("algorithm=dp_fnas", "privacy=dp", "search_space.norm=group", "retrain.nor
 AUGMENTED = ["dataset.crop_padding=3", "dataset.flip=true", "dataset.cutout=3"]
 MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ([0.2, 0.3, 0.4], [0.3, 0.2, 0.1]))
 STEP = PLAIN
-DP_CELLS = (
-    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=1"),
-    *("search_space.widths=[4,4,8]", "search_space.head=8"),
-)
+DP_CELLS = ("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=1")
+DP_CELLS += ("search_space.widths=[4,4,8]", "search_space.head=8")
 
 
 def ask(client, action, settings, states=None):
@@ -310,13 +308,11 @@ def augmented(split, rows, generator):
 
 def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config, federate):
     """Class factors, auxiliary head, drop path, crops, flips, cutout, normalisation."""
-    config = compose_config(
-        *("clients=1", "search_space=darts_small", "search_space.channels=4", "retrain=small"),
-        *("retrain.channels=4", "retrain.num_cells=3", "retrain.norm=group"),
-        *("retrain.auxiliary_weight=0.7", "retrain.drop_path_prob=0.6", "retrain.weights.lr=0.005"),
-        *("dataset.class_names=[red,green,blue]", "training.class_factors={blue: 0.25, red: 0.5}"),
-        *(*NORMALISED, *AUGMENTED),
-    )
+    own = ["clients=1", "search_space=darts_small", "search_space.channels=4", "retrain=small"]
+    own += ["retrain.channels=4", "retrain.num_cells=3", "retrain.norm=group"]
+    own += ["retrain.auxiliary_weight=0.7", "retrain.drop_path_prob=0.6"]
+    own += ["dataset.class_names=[red,green,blue]", "training.class_factors={blue: 0.25, red: 0.5}"]
+    config = compose_config(*own, *NORMALISED, *AUGMENTED, "retrain.weights.lr=0.005")
     fed = federate(config)
     space = supernet_space(config, fed.data[0])
     with seeded(5, "alphas"):
@@ -461,12 +457,10 @@ def noise(tmp_path_factory):
 @pytest.fixture(scope="module")
 def linear_run(finished_run, noise):
     """A retrained linear network of clients half of whose records are for tests."""
-    return finished_run(
-        *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
-        *("dataset.fractions={train: 0.3, validation: 0.2, test: 0.5}", "clients=2"),
-        *("dataset.linear_baseline=true", "retrain.weights.lr=0.01", *NORMALISED),
-        f"dataset.root={noise}",
-    )
+    own = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]")
+    own += ("dataset.fractions={train: 0.3, validation: 0.2, test: 0.5}", "clients=2")
+    own += ("dataset.linear_baseline=true", "retrain.weights.lr=0.01", f"dataset.root={noise}")
+    return finished_run(*own, *NORMALISED)
 
 
 def test_the_servers_test_set_is_normalised_as_the_training_is(linear_run, noise):

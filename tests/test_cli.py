@@ -17,7 +17,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from fednas_flwr import api, cli
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.processes import LATER
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.cli import run as sweeps
@@ -29,7 +28,6 @@ from fednas_flwr.models.prediction import Model
 from fednas_flwr.privacy.books.ledger import Entry, Ledger
 from fednas_flwr.privacy.mechanism.accounting import prv_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
-from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, expand_sweep, user_settings
@@ -59,20 +57,20 @@ def _in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def refused(capsys, *overrides):
-    """Return the sentence with which ``fednas run`` refuses the overrides, having left nothing."""
-    before = set(Path().rglob("*"))
-    assert cli.main(["run", *overrides]) == cli.USER_ERROR
-    assert set(Path().rglob("*")) == before
-    return sentence_of(capsys)
+@pytest.fixture
+def refused(capsys):
+    """``refused(*arguments)``: the one sentence of a command that fails and has left nothing."""
 
+    def told(*arguments, code=cli.USER_ERROR):
+        before = set(Path().rglob("*"))
+        assert cli.main([*arguments]) == code
+        assert set(Path().rglob("*")) == before
+        output = capsys.readouterr()
+        (sentence,) = re.findall(r"\Afednas: (.*\.)\n\Z", output.err)
+        assert output.out == ""
+        return sentence
 
-def sentence_of(capsys):
-    """Return the one sentence that is printed, and only as an error."""
-    output = capsys.readouterr()
-    (sentence,) = re.findall(r"\Afednas: (.*\.)\n\Z", output.err)
-    assert output.out == ""
-    return sentence
+    return told
 
 
 MISTAKES = """
@@ -128,9 +126,9 @@ resume=nowhere | resume=nowhere | give the folder of a run
 
 
 @pytest.mark.parametrize("row", rows(MISTAKES, NINES="9" * 5000), ids=lambda row: row[0][:60])
-def test_mistake_is_one_sentence_that_says_what_is_allowed(row, capsys):
+def test_mistake_is_one_sentence_that_says_what_is_allowed(row, refused):
     overrides, *parts = row
-    assert lacking(refused(capsys, *overrides.split()), *parts) == []
+    assert lacking(refused("run", *overrides.split()), *parts) == []
 
 
 # These need the data: they are found before a folder is made, too.
@@ -145,18 +143,17 @@ algorithm=fedavg algorithm.network=resnet | algorithm.network=resnet | plain_cnn
 
 
 @pytest.mark.parametrize("row", rows(LATE_MISTAKES), ids=lambda row: row[0])
-def test_mistake_about_files_or_data_leaves_no_folder(row, tiny_overrides, capsys):
+def test_mistake_about_files_or_data_leaves_no_folder(row, tiny_overrides, refused):
     overrides, *parts = row
     keys = {text.partition("=")[0] for text in overrides.split()}
     kept = [text for text in tiny_overrides if text.partition("=")[0] not in keys]
     if "stages=[retrain]" in overrides or "algorithm=fedavg" in overrides:
         kept = without(kept, "rounds", "search_space", "retrain.channels")
-    assert lacking(refused(capsys, *kept, *overrides.split()), *parts) == []
+    assert lacking(refused("run", *kept, *overrides.split()), *parts) == []
 
 
-def test_debug_shows_the_trace(capsys):
-    assert cli.main(["run", "roundz=3", "--debug"]) == cli.USER_ERROR
-    output = capsys.readouterr().err
+def test_debug_shows_the_trace(prints):
+    output = prints("run", "roundz=3", "--debug", code=cli.USER_ERROR)
     assert "Traceback" in output
     assert output.endswith("(nearest: rounds).\n")
 
@@ -188,16 +185,15 @@ def test_other_commands_take_no_overrides(capsys):
     assert capsys.readouterr().err.count("fednas: ") == 2
 
 
-def test_cfg_prints_the_composed_configuration(capsys):
-    assert cli.main(["run", "--cfg", "job", "algorithm=fnas", "seed=7"]) == 0
-    tree = yaml.safe_load(capsys.readouterr().out)
+def test_cfg_prints_the_composed_configuration(prints):
+    tree = yaml.safe_load(prints("run", "--cfg", "job", "algorithm=fnas", "seed=7"))
     assert (tree["algorithm"]["name"], tree["seed"]) == ("fnas", 7)
-    assert cli.main(["run", "--cfg", "job", "--resolve", "--package", "algorithm.weights"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["lr"] == 0.1
-    assert cli.main(["run", "hydra.run.dir=foo", "--cfg", "job"]) == 0
-    assert api.compose("hydra.run.dir=foo").run_dir == "foo"
-    with pytest.raises(ConfigError, match="run_dir=bar and hydra.run.dir=foo name two folders"):
-        api.compose("hydra.run.dir=foo", "run_dir=bar")
+    weights = prints("run", "--cfg", "job", "--resolve", "--package", "algorithm.weights")
+    assert yaml.safe_load(weights)["lr"] == 0.1
+    own = "hydra.run.dir=foo"
+    assert prints("run", own, "--cfg", "job")
+    assert api.compose(own).run_dir == "foo"
+    refuses(f"run_dir=bar and {own} name two folders", api.compose, own, "run_dir=bar")
     assert not Path("runs").exists()
 
 
@@ -211,46 +207,45 @@ def without(overrides, *keys):
 
 
 @pytest.fixture
-def finished(tiny_overrides, capsys):
+def finished(tiny_overrides, prints):
     """The folder of a short run that searched and nothing else."""
     brief = without(tiny_overrides, "retrain.rounds")
-    assert cli.main(["run", *brief, "stages=[search]", "clients=1", "rounds=1"]) == 0
+    printed = prints("run", *brief, "stages=[search]", "clients=1", "rounds=1")
     (folder,) = Path("runs").iterdir()
-    assert f"run folder: {folder.resolve()}\n" in capsys.readouterr().out
+    assert f"run folder: {folder.resolve()}\n" in printed
     return folder
 
 
 @pytest.mark.run
-def test_run_folder_name_is_short_and_holds_one_run(finished, tiny_overrides, capsys):
+def test_run_folder_name_is_short_and_holds_one_run(finished, tiny_overrides, refused, prints):
     assert finished.name.endswith("_fed_darts_npz")
     assert len(finished.name) < 40
-    sentence = refused(capsys, *tiny_overrides, f"run_dir={finished}")
+    sentence = refused("run", *tiny_overrides, f"run_dir={finished}")
     assert f"run_dir={finished} already holds a run" in sentence
     assert f"resume={finished}" in sentence
     Path("new").mkdir()
     folder = finished.rename(Path("new") / "0_seed-1")
-    assert cli.main(["run", *tiny_overrides, "-m", "seed=1,2", "run_dir=new"]) == cli.RUN_FAILED
-    assert f"{folder.resolve()} already holds a run" in capsys.readouterr().err
+    sweep = ("-m", "seed=1,2", "run_dir=new")
+    errors = prints("run", *tiny_overrides, *sweep, code=cli.RUN_FAILED)
+    assert f"{folder.resolve()} already holds a run" in errors
     assert [path.name for path in folder.parent.glob("*/model.onnx")] == ["model.onnx"]
 
 
 @pytest.mark.parametrize("key", ["runtime.wire", "privacy.search_share"])
-def test_a_run_of_a_version_without_a_setting_is_not_resumed(key, capsys):
+def test_a_run_of_a_version_without_a_setting_is_not_resumed(key, refused):
     tree = compose_tree(["algorithm=dp_fnas", *DP])
     group, _, last = key.partition(".")
     del tree[group][last]
     Path("old").mkdir()
     Path("old/config.yaml").write_text(yaml.safe_dump(tree))
-    told = (
-        f"it was started by another version, which had no setting `{key}`; it cannot be continued."
-    )
-    assert refused(capsys, "resume=old") == f"resume=old: {told}"
+    told = f"it was started by another version, which had no setting `{key}`; it cannot be "
+    assert refused("run", "resume=old") == f"resume=old: {told}continued."
 
 
-def test_resume_of_a_finished_run_adds_nothing(finished, capsys):
-    events = read_events(finished / "events.jsonl")
+def test_resume_of_a_finished_run_adds_nothing(finished):
+    events = read_run(finished).events
     assert cli.main(["run", f"resume={finished}"]) == 0
-    assert read_events(finished / "events.jsonl") == events
+    assert read_run(finished).events == events
 
 
 def test_first_clients_error_is_on_top(tiny_overrides, capsys, monkeypatch):
@@ -268,7 +263,7 @@ def test_first_clients_error_is_on_top(tiny_overrides, capsys, monkeypatch):
 
 
 @pytest.mark.run
-def test_sweep_goes_on_after_a_failing_job_and_says_so(tiny_overrides, capsys, monkeypatch):
+def test_sweep_goes_on_after_a_failing_job_and_says_so(tiny_overrides, capsys, prints, monkeypatch):
     search = handlers.train
 
     def broken_for_seed_2(client, request, asked):
@@ -289,8 +284,7 @@ def test_sweep_goes_on_after_a_failing_job_and_says_so(tiny_overrides, capsys, m
     assert "ZeroDivisionError: disk is full" in output.err
     assert output.err.endswith("fednas: 1 job failed: 1_seed-2.\n")
     assert "1, 3" in Path("sweep/compare.html").read_text(encoding="utf-8")
-    assert cli.main(["compare", "sweep", "--output", "table"]) == 0
-    assert "1, 3" in capsys.readouterr().out
+    assert "1, 3" in prints("compare", "sweep", "--output", "table")
     assert "1_seed-2" in Path("table/compare.json").read_text()
 
     # What is missing is done where the sweep is continued, and nothing else is touched.
@@ -301,9 +295,8 @@ def test_sweep_goes_on_after_a_failing_job_and_says_so(tiny_overrides, capsys, m
 
     before = times()
     shutil.rmtree(Path("sweep") / jobs[1])
-    assert cli.main(["run", "resume=sweep"]) == 0
     parts = ("job 2 of 3: ", "3 of 3 jobs completed; sweep folder: sweep", "job 1 of 3")
-    assert lacking(capsys.readouterr().out, *parts) == ["job 1 of 3"]
+    assert lacking(prints("run", "resume=sweep"), *parts) == ["job 1 of 3"]
     assert times() == before
     _, second, _ = folders_in("sweep")
     assert read_run(Path("sweep") / second).config["seed"] == 2
@@ -367,17 +360,17 @@ def cells(output):
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-def test_calibrate_prints_noise_that_keeps_the_target(capsys):
+def test_calibrate_prints_noise_that_keeps_the_target(prints):
     """Sigma 1 at (.05, 10 steps) is GDP .75, PRV 1.66 (dp-accounting), RDP 2.16, filter 2.33."""
-    given = ["calibrate", "--delta", "1e-5", "--rate", ".05", "--steps", "10"]
-    assert cli.main([*given, "--epsilon", "1.6605"]) == 0
-    sigma, *epsilons = capsys.readouterr().out.splitlines()
+    given = "--delta 1e-5 --rate .05 --steps 10 --epsilon 1.6605".split()
+    sigma, *epsilons = prints("calibrate", *given).splitlines()
     assert 0.99 < float(sigma.removeprefix("noise_multiplier = ")) < 1.01
     values = [float(line.split()[2]) for line in epsilons]
     assert values == pytest.approx([1.66, 2.16, 0.75, 2.33], rel=0.02)
     assert [line.partition("(")[2][:3] for line in epsilons] == ["PRV", "RDP", "GDP", "fil"]
 
 
+NUMBERS = "--epsilon 1 --delta 1e-5 --rate .1 --steps 5"
 UNCALIBRATED = f"""
 --delta 1 | delta
 --rate 0 | sample_rate=0.0 is out of range: expected above 0, at most 1
@@ -391,29 +384,24 @@ UNCALIBRATED = f"""
 
 
 @pytest.mark.parametrize(("given", "words"), rows(UNCALIBRATED))
-def test_calibrate_refuses_in_one_sentence(given, words, capsys):
-    numbers = "--epsilon 1 --delta 1e-5 --rate .1 --steps 5".split()
-    assert cli.main(["calibrate", *numbers, *given.split()]) == 2
-    assert words in sentence_of(capsys)
+def test_calibrate_refuses_in_one_sentence(given, words, refused):
+    assert words in refused("calibrate", *NUMBERS.split(), *given.split())
 
 
-def test_calibrate_explains_a_run_or_takes_numbers_and_not_both(capsys):
-    run = ["algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "stages=[retrain]"]
-    assert cli.main(["calibrate", *run]) == 0
+def test_calibrate_explains_a_run_or_takes_numbers_and_not_both(prints, refused):
+    run = "algorithm=fedavg algorithm.network=linear privacy=dp stages=[retrain]"
     parts = ("records of 3 clients", "noise multiplier", "learning rate", "(epsilon, delta)")
-    assert lacking(capsys.readouterr().out, *parts) == []
+    assert lacking(prints("calibrate", *run.split()), *parts) == []
     for given, words in (
-        (["--epsilon", "3", "--rate", ".1"], "add --delta, --steps"),
-        (["--epsilon", "3", "--delta", "1e-5", "--rate", ".1", "--steps", "5", *run], "leave out"),
-        (["privacy=none"], "nothing is to be calibrated"),
+        ("--epsilon 3 --rate .1", "add --delta, --steps"),
+        (f"{NUMBERS} {run}", "leave out"),
+        ("privacy=none", "nothing is to be calibrated"),
     ):
-        assert cli.main(["calibrate", *given]) == 2
-        assert words in sentence_of(capsys)
+        assert words in refused("calibrate", *given.split())
 
 
-def test_ledger_show_has_a_row_per_kind_and_an_epsilon_per_split(ledger, capsys):
-    assert cli.main(["ledger", "show", *ledger]) == 0
-    output = capsys.readouterr().out
+def test_ledger_show_has_a_row_per_kind_and_an_epsilon_per_split(ledger, prints, refused):
+    output = prints("ledger", "show", *ledger)
     ward, lab, ward_costs, lab_costs = cells(output)
     when = "1970-01-02 00:00"
     terms = ["2,400", "5,000", "2", "0.05", when, when]
@@ -424,25 +412,21 @@ def test_ledger_show_has_a_row_per_kind_and_an_epsilon_per_split(ledger, capsys)
     assert both <= float(ward_costs[2]) < both + 0.01
     assert lab_costs[0] == "lab"
     assert "all together, at delta 1e-05" in output
-    assert cli.main(["ledger", "show", *ledger, "--delta", "1e-3"]) == 0
-    assert "at delta 0.001" in capsys.readouterr().out
-    assert cli.main(["ledger", "verify", *ledger]) == 0
-    assert capsys.readouterr().out == "3 rows, all intact.\n"
+    assert "at delta 0.001" in prints("ledger", "show", *ledger, "--delta", "1e-3")
+    assert prints("ledger", "verify", *ledger) == "3 rows, all intact.\n"
     for delta, shown in (("1", "1.0"), ("nan", "nan")):
-        assert cli.main(["ledger", "show", *ledger, "--delta", delta]) == cli.USER_ERROR
         words = f"--delta={shown} is out of range: expected above 0, below 1."
-        assert sentence_of(capsys).endswith(words)
+        assert refused("ledger", "show", *ledger, "--delta", delta).endswith(words)
     Ledger(Path("empty/ledger"), Path("other")).close()
-    assert cli.main(["ledger", "show", "empty/ledger", "--key", "other"]) == 0
-    assert capsys.readouterr().out == "no rows.\n"
+    assert prints("ledger", "show", "empty/ledger", "--key", "other") == "no rows.\n"
 
 
 @pytest.mark.parametrize("action", ["show", "verify"])
-def test_ledger_that_was_edited_is_one_sentence_and_a_failure(ledger, capsys, action):
+def test_ledger_that_was_edited_is_one_sentence_and_a_failure(ledger, refused, action):
     with closing(sqlite3.connect("site/ledger")) as file, file:
         file.execute("UPDATE entries SET steps = 1 WHERE sequence = 1")
-    assert cli.main(["ledger", action, *ledger]) == cli.RUN_FAILED
-    assert re.search("^row 1 of .*the ledger is damaged", sentence_of(capsys))
+    sentence = refused("ledger", action, *ledger, code=cli.RUN_FAILED)
+    assert re.search("^row 1 of .*the ledger is damaged", sentence)
 
 
 NO_LEDGER = """
@@ -454,11 +438,8 @@ site --key key | there is no ledger site
 
 @pytest.mark.parametrize("action", ["show", "verify"])
 @pytest.mark.parametrize(("given", "part"), rows(NO_LEDGER))
-def test_looking_for_a_missing_ledger_creates_nothing(ledger, capsys, action, given, part):
-    before = set(Path().rglob("*"))
-    assert cli.main(["ledger", action, *given.split()]) == cli.USER_ERROR
-    assert set(Path().rglob("*")) == before
-    assert sentence_of(capsys) == f"{part}; give the file of a site."
+def test_looking_for_a_missing_ledger_creates_nothing(ledger, refused, action, given, part):
+    assert refused("ledger", action, *given.split()) == f"{part}; give the file of a site."
 
 
 def exported(folder, *overrides):
@@ -479,28 +460,24 @@ def exported(folder, *overrides):
     export_safetensors(Model(make_network(description), inputs, description), folder)
 
 
-def test_latency_measure_writes_a_table_of_the_composed_space(capsys):
-    space = ["search_space=mbconv_small", "search_space.width=.5", "runtime.device=cpu"]
-    measure = ["latency", "measure", "--passes", "2", "--shape", "1", "8", "8"]
-    measure += ["--output", "table.json"]
-    assert cli.main([*measure, *space]) == 0
-    layers = json.loads(Path("table.json").read_text())["layers"]
-    out = capsys.readouterr().out
-    assert out.startswith(f"{len(layers)} layers on ")
-    assert out.count("a random network: predicted ") == 3
-    exported(Path("run"), *space)
-    assert cli.main(["latency", "predict", "run", "table.json"]) == 0
-    predicted = capsys.readouterr().out
-    assert f" ms on {json.loads(Path('table.json').read_text())['machine']}, cpu, " in predicted
+def test_latency_measure_writes_a_table_of_the_composed_space(prints):
+    space = "search_space=mbconv_small search_space.width=.5 runtime.device=cpu"
+    measure = "latency measure --passes 2 --shape 1 8 8 --output table.json"
+    measured = prints(*f"{measure} {space}".split())
+    table = json.loads(Path("table.json").read_text())
+    assert measured.startswith(f"{len(table['layers'])} layers on ")
+    assert measured.count("a random network: predicted ") == 3
+    exported(Path("run"), *space.split())
+    predicted = prints("latency", "predict", "run", "table.json")
+    assert f" ms on {table['machine']}, cpu, " in predicted
     assert predicted.endswith("batch 1 (table.json)\n")
     for command, words in (
-        (["latency", "predict", "run", "none.json"], "the latency table none.json cannot be read"),
-        ([*measure, "search_space=darts"], "search_space=darts has no latency table"),
-        ([*measure, "--batch-size", "0", *space], "--batch-size=0 is out of range: expected 1 or"),
-        ([*measure, "--passes", "1", *space], "--passes=1 is out of range: expected 2 or more."),
+        ("latency predict run none.json", "the latency table none.json cannot be read"),
+        (f"{measure} search_space=darts", "search_space=darts has no latency table"),
+        (f"{measure} --batch-size 0 {space}", "--batch-size=0 is out of range: expected 1 or"),
+        (f"{measure} --passes 1 {space}", "--passes=1 is out of range: expected 2 or more."),
     ):
-        assert cli.main(command) == cli.USER_ERROR
-        assert words in capsys.readouterr().err
+        assert words in prints(*command.split(), code=cli.USER_ERROR)
 
 
 def test_output_that_nobody_reads_any_more_ends_no_command():
@@ -555,7 +532,7 @@ def test_a_launcher_runs_two_jobs_at_once(name, brief, tmp_path):
     folder = tmp_path / "sweep"
     output = sweep(folder, *brief, "seed=1,2", *LAUNCHERS[name])
     assert "2 of 2 jobs completed" in output
-    runs = [read_events(folder / job / "events.jsonl") for job in ("0_seed-1", "1_seed-2")]
+    runs = [read_run(folder / job).events for job in ("0_seed-1", "1_seed-2")]
     assert [events[-1]["status"] for events in runs] == ["completed"] * 2
     assert max(events[0]["time"] for events in runs) < min(events[-1]["time"] for events in runs)
 
@@ -572,9 +549,9 @@ def test_the_best_trial_of_optuna_is_the_first_line(brief, tmp_path):
     found = yaml.safe_load((folder / "optimization_results.yaml").read_text())
     losses = {}
     for path in folder.glob("*/events.jsonl"):
-        *_, last = [e for e in read_events(path) if e.get("stage") == "search" and "metrics" in e]
-        lr = yaml.safe_load((path.parent / "config.yaml").read_text())["algorithm"]["weights"]["lr"]
-        losses[lr] = last["metrics"]["validation_loss"]
+        run = read_run(path.parent)
+        lr = run.config["algorithm"]["weights"]["lr"]
+        losses[lr] = run.rounds("search")[-1]["metrics"]["validation_loss"]
     best = min(losses, key=lambda lr: losses[lr])
     assert found["best_params"] == {"algorithm.weights.lr": best}
     assert found["best_value"] == pytest.approx(losses[best])
@@ -585,14 +562,13 @@ def test_the_best_trial_of_optuna_is_the_first_line(brief, tmp_path):
     assert f"<h1>{document['best'][0]}</h1>" in html
 
 
-def test_experiments_in_a_folder_of_ones_own(tmp_path, capsys):
+def test_experiments_in_a_folder_of_ones_own(tmp_path, prints):
     own = tmp_path / "own"
     (own / "experiment").mkdir(parents=True)
     text = "# @package _global_\ndefaults:\n  - override /algorithm: fnas\nrounds: 3\n"
     (own / "experiment" / "mine.yaml").write_text(text)
     where = f"hydra.searchpath=[file://{own}]"
-    assert cli.main(["run", where, "experiment=mine", "--cfg", "job"]) == 0
-    tree = yaml.safe_load(capsys.readouterr().out)
+    tree = yaml.safe_load(prints("run", where, "experiment=mine", "--cfg", "job"))
     assert (tree["algorithm"]["name"], tree["rounds"]) == ("fnas", 3)
     assert "rounds" in user_settings([where, "experiment=mine"]).experiment
     (own / "haste").mkdir()
@@ -602,8 +578,7 @@ def test_experiments_in_a_folder_of_ones_own(tmp_path, capsys):
     assert (hasty["rounds"], given.typed) == (2, ["clients"])
     _, second = expand_sweep(["experiment=mine", where, "seed=1,2"])
     assert second == ["experiment=mine", where, "seed=2"]
-    assert cli.main(["run", where, "experiment=mime"]) == cli.USER_ERROR
-    assert "(nearest: mine)" in capsys.readouterr().err
+    assert "(nearest: mine)" in prints("run", where, "experiment=mime", code=cli.USER_ERROR)
 
 
 def test_hydras_grammar():
@@ -618,10 +593,9 @@ def test_hydras_grammar():
 
 
 @pytest.mark.run
-def test_hydra_informs(capsys):
+def test_hydra_informs(prints):
     shortlist = ["algorithm.shortlist.keep=5", "algorithm.shortlist.scores=[synflow]"]  # was null
-    assert cli.main(["run", "algorithm=zero_cost", *shortlist, "--cfg", "job"]) == 0
-    tree = yaml.safe_load(capsys.readouterr().out)
+    tree = yaml.safe_load(prints("run", "algorithm=zero_cost", *shortlist, "--cfg", "job"))
     assert tree["algorithm"]["shortlist"] == {"keep": 5, "scores": ["synflow"]}
     assert "file://" in told("-m", "fednas_flwr", "run", "--info", "searchpath")
     typed = {"COMP_LINE": "fednas run algorithm=fed_"}
@@ -629,7 +603,7 @@ def test_hydra_informs(capsys):
     assert "algorithm=fed_darts" in completed.split()
 
 
-def test_a_runs_configuration_repeats_it(brief, tmp_path, capsys):
+def test_a_runs_configuration_repeats_it(brief, tmp_path, prints):
     assert cli.main(["run", *brief, "seed=5", f"run_dir={tmp_path / 'first'}"]) == 0
     config = f"config={tmp_path / 'first' / 'config.yaml'}"
     assert cli.main(["run", config, f"run_dir={tmp_path / 'second'}"]) == 0
@@ -637,20 +611,17 @@ def test_a_runs_configuration_repeats_it(brief, tmp_path, capsys):
     assert first.read_bytes() == second.read_bytes()
     wrong = {"seeed=2": "(nearest: seed)", "algorithm=fnas": "only single values are"}
     for more, words in wrong.items():
-        assert cli.main(["run", config, more]) == cli.USER_ERROR
-        assert words in capsys.readouterr().err
+        assert words in prints("run", config, more, code=cli.USER_ERROR)
 
 
 @pytest.mark.slow
 def test_two_metrics_give_a_front_and_a_failing_trial_does_not_stop_the_others(brief, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     folder = tmp_path / "sweep"
-    command = [
-        *(*FEDNAS, "run", "-m", *brief, f"hydra.sweep.dir={folder}"),
-        *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"),
-        *("hydra.sweeper.sampler.seed=3", "sweep.metric=[central_accuracy,num_parameters]"),
-        "algorithm.weights.lr=choice(.1,.2,1e30)",
-    ]
+    command = [*FEDNAS, "run", "-m", *brief, f"hydra.sweep.dir={folder}", "hydra/sweeper=optuna"]
+    command += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
+    command += ["hydra.sweeper.sampler.seed=3", "sweep.metric=[central_accuracy,num_parameters]"]
+    command += ["algorithm.weights.lr=choice(.1,.2,1e30)"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ENOUGH_S)
     failed = list(folder.rglob("error.txt"))
     assert done.returncode == (cli.RUN_FAILED if failed else 0), done.stderr

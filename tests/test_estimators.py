@@ -23,6 +23,7 @@ from fednas_flwr.runs.run_folder import read_config_file
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.configuration import parse_config
 
+from .finished_runs import stop_at
 from .refusals import refuses
 
 TINY = ["algorithm.draws=2", "retrain.rounds=4"]
@@ -32,13 +33,10 @@ EXPECTED = {
 }
 
 
-TYPED = [
-    *("experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"),
-    *("evaluation.baselines=0", "trackers=[]", "dataset=csv", "dataset.label=died"),
-    *("search_space=mlp_small", "partition=column", "partition.column=hospital", "clients=3"),
-    "dataset.task=classification",
-    *TINY,
-]
+TYPED = ["experiment=search/data_free", "algorithm.shortlist=null", "retrain=recommended"]
+TYPED += ["evaluation.baselines=0", "trackers=[]", "dataset=csv", "dataset.label=died"]
+TYPED += ["search_space=mlp_small", "partition=column", "partition.column=hospital", "clients=3"]
+TYPED += ["dataset.task=classification", *TINY]
 
 
 def patients(number=200):
@@ -78,12 +76,8 @@ def test_a_fit_is_a_run_of_the_command_line(fitted):
 def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_path, monkeypatch):
     root = Path(config_of(fitted).dataset.root)
     assert [path.name for path in root.parents[1].iterdir()] == ["self-tests"]
-
-    def stop(event):
-        if event["event"] == "round" and event["stage"] == "retrain":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(estimators, "run", partial(run, listeners=[stop]))
+    stop = [stop_at("round", stage="retrain")]
+    monkeypatch.setattr(estimators, "run", partial(run, listeners=stop))
     table = patients().assign(label=1, site=2)  # features, whose names are taken
     with pytest.raises(KeyboardInterrupt) as stopped:
         fit(tmp_path, table[["age", "label", "site"]], table["died"], groups=table["hospital"])
@@ -177,9 +171,9 @@ def test_targets_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="y has one class, 7: a classifier needs two or more"):
         FedClassifier().fit(np.eye(4), [7] * 4)
     images, numbers = load_digits().images[:20], np.arange(20)
+    words = r"images \(shape \(20, 8, 8\)\) take no groups"
     for model, groups in ((FedRegressor(), None), (FedClassifier(), numbers)):
-        with pytest.raises(ValueError, match=r"images \(shape \(20, 8, 8\)\) take no groups"):
-            model.fit(images, numbers, groups=groups)
+        refuses(words, model.fit, images, numbers, groups=groups, error=ValueError)
 
 
 def test_settings_reach_the_run(tmp_path):

@@ -14,9 +14,7 @@ from safetensors.torch import save_file
 
 from fednas_flwr import load
 from fednas_flwr.base import foreign
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import csv_cell, dump_yaml, load_yaml, markdown, terminal
-from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import load_partition
 from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.records import Column, Inputs
@@ -79,9 +77,7 @@ def written(folder, name, text):
 def test_yaml_that_is_too_much_or_none_is_one_sentence(tmp_path, name, words):
     text = next(text for text, told in BAD_YAML.items() if told == words)
     path = written(tmp_path, name, text)
-    with pytest.raises(ConfigError, match=re.escape(words)) as mistake:
-        READERS[name](path)
-    assert "\n" not in str(mistake.value)
+    assert "\n" not in refuses(re.escape(words), READERS[name], path)
 
 
 def test_the_package_has_no_other_reader_of_yaml():
@@ -136,9 +132,7 @@ def test_no_interpolation_of_somebodys_configuration_is_resolved(tmp_path, monke
     }.items():
         path = written(tmp_path, "config.yaml", f"seed: 1\n{hostile}\n")
         for use in (lambda p: compose_tree([f"config={p}"]), lambda p: open_run_folder(p.parent)):
-            with pytest.raises(ConfigError, match=rf"{key}=.* is not resolved") as mistake:
-                use(path)
-            assert "hunter2" not in str(mistake.value)
+            assert "hunter2" not in refuses(rf"{key}=.* is not resolved", use, path)
         assert "hunter2" not in str(read_run(tmp_path).config)
     path = written(tmp_path, "dataset.yaml", "{name: npz, root: '${oc.env:SECRET}'}")
     refuses(r"root=.* is not resolved", site_dataset, path, cache="cache")
@@ -204,7 +198,7 @@ def test_numbers_and_other_words_are_no_formula(number):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_predictions_hold_no_formula(tmp_path, capsys, several):
+def test_predictions_hold_no_formula(tmp_path, prints, several):
     """Names of classes and of files may be anybody's; labels are still those of the model."""
     names = ('=HYPERLINK("https://evil.example")', "-1", "@SUM(1)")
     inputs = Inputs((2,), COLUMNS, (0.0,) * 2, (1.0,) * 2, names, "label", several)
@@ -220,9 +214,7 @@ def test_predictions_hold_no_formula(tmp_path, capsys, several):
         rows = [[9, -9, names[0]], [-9, 9, names[1]], [-9, -9, names[2]]]
         csv.writer(file).writerows([["a", "b", "label"], *rows])
     output = tmp_path / "predictions.csv"
-    command = ["predict", str(tmp_path), str(tmp_path / "data.csv"), "--output", str(output)]
-    assert main(command) == 0
-    assert "accuracy" in capsys.readouterr().out
+    assert "accuracy" in prints("predict", tmp_path, tmp_path / "data.csv", "--output", output)
     with output.open() as file:
         head, *found = csv.reader(file)
     label = head.index("labels" if several else "label")

@@ -29,9 +29,7 @@ CONVOLUTIONS = {
     "stem": lambda: nn.Conv2d(2, 5, 3, padding=1, bias=False),
     "stride 2, bias": lambda: nn.Conv2d(3, 4, 3, stride=2, padding=1),
     "no padding": lambda: nn.Conv2d(3, 4, 2),
-    "everything": lambda: nn.Conv2d(
-        4, 6, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 2), groups=2
-    ),
+    "everything": lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (2, 1), dilation=(1, 2), groups=2),
     "pointwise": lambda: nn.Conv2d(4, 6, 1, bias=False),
     "pointwise, stride 2": lambda: nn.Conv2d(4, 6, 1, stride=2),
     "blocks": lambda: nn.Conv2d(6, 9, 1, groups=3, bias=False),
@@ -39,13 +37,9 @@ CONVOLUTIONS = {
     "depthwise, two kernels a channel": lambda: nn.Conv2d(4, 8, 3, padding=1, groups=4),
 }
 for kernel, stride, dilation in itertools.product((3, 5), (1, 2), (1, 2)):
-    CONVOLUTIONS[f"depthwise {kernel}, stride {stride}, dilation {dilation}"] = functools.partial(
-        *(nn.Conv2d, 4, 4, kernel, stride),
-        padding=dilation * (kernel // 2),
-        dilation=dilation,
-        groups=4,
-        bias=False,
-    )
+    own = {"padding": dilation * (kernel // 2), "dilation": dilation, "groups": 4, "bias": False}
+    made = functools.partial(nn.Conv2d, 4, 4, kernel, stride, **own)
+    CONVOLUTIONS[f"depthwise {kernel}, stride {stride}, dilation {dilation}"] = made
 OTHERS = {
     "linear": lambda: nn.Linear(4, 5),
     "linear without bias": lambda: nn.Linear(4, 5, bias=False),
@@ -160,7 +154,5 @@ def test_rows_of_a_linear_layer_are_rounded_alike(inputs, columns):
 
 
 def test_settings_are_checked_without_loading_torch_or_numpy():
-    program = (
-        "import sys, fednas_flwr.settings\nprint(sorted({'numpy', 'torch'} & set(sys.modules)))"
-    )
-    assert told("-c", program) == "[]\n"
+    loaded = "sorted({'numpy', 'torch'} & set(sys.modules))"
+    assert told("-c", f"import sys, fednas_flwr.settings\nprint({loaded})") == "[]\n"

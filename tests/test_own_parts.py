@@ -1,5 +1,6 @@
 """Ops, losses, networks and metrics of one's own: every space, privacy, workers, resume, export."""
 
+import inspect
 import os
 import threading
 
@@ -11,16 +12,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from fednas_flwr import (
-    compose,
-    load,
-    register_data_set,
-    register_loss,
-    register_metric,
-    register_network,
-    register_op,
-    run,
-)
+from fednas_flwr import compose, load, register_op, run
+from fednas_flwr.api import register_data_set, register_loss, register_metric, register_network
 from fednas_flwr.base import processes
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import VARIABLE, _run, main
@@ -28,12 +21,13 @@ from fednas_flwr.deploy import local_actors
 from fednas_flwr.models.networks import make_space
 from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
 from fednas_flwr.privacy.self_test import unwatched
-from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings.registry import OWN, TABLES, packed
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 from fednas_flwr.spaces.operations import MixedOp, OwnOp
 
+from .finished_runs import stop_at
 from .processes import told
 from .reference_engine import by_ops
 from .refusals import refuses
@@ -212,13 +206,8 @@ def test_all_are_used_and_resumed(tmp_path):
     assert 0 < whole.scores["central"]["own"]["Brier"] < 1
     report = (whole.folder / "report.html").read_text()
     assert "op wide, loss focal, metric Brier" in report
-
-    def stop(event):
-        if event["event"] == "round" and event["stage"] == "retrain":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(composed(tmp_path / "part", *settings), listeners=[stop])
+    part, stop = composed(tmp_path / "part", *settings), stop_at("round", stage="retrain")
+    refuses("", run, part, listeners=[stop], error=KeyboardInterrupt)
     resumed = run(tmp_path / "part")
     assert resumed.genotype == whole.genotype
     assert resumed.scores["central"] == whole.scores["central"]
@@ -227,16 +216,14 @@ def test_all_are_used_and_resumed(tmp_path):
 
 
 USED = ("search_space.own_ops=[wide]", "training.loss=focal", "rounds=4")
-OWN_FILE = """
+OWN_FILE = f"""
 from torch import nn
 from torch.nn import functional
 from fednas_flwr import register_loss, register_op
 
-def focal(logits, labels):
-    nats = functional.cross_entropy(logits, labels, reduction="none")
-    return (1 - (-nats).exp()) ** 2 * nats
-
-register_op("wide", lambda width, stride: nn.Conv2d(width, width, 7, stride, 3, bias=False))
+{inspect.getsource(wide)}
+{inspect.getsource(focal)}
+register_op("wide", wide)
 register_loss("focal", focal)
 """
 
@@ -313,10 +300,8 @@ arrays = {"x_train": x[:60], "y_train": y[:60], "x_test": x[60:], "y_test": y[60
 register_data_set("scans", arrays)
 register_metric("Brier", lambda p, y: float(np.mean((p[:, 1] - y) ** 2)))
 """
-WITH = (
-    *("dataset=scans", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),
-    *("stages=[retrain,evaluate,export]", "retrain.rounds=1"),
-)
+WITH = ("dataset=scans", "algorithm=fedavg", "algorithm.network=linear", "clients=2")
+WITH += ("stages=[retrain,evaluate,export]", "retrain.rounds=1")
 
 
 @pytest.fixture(autouse=True)
@@ -337,8 +322,7 @@ def mine(tmp_path):
 def test_a_data_set_and_a_score_of_ones_own_are_used(mine, tmp_path):
     folder, cache = tmp_path / "run", f"dataset.cache={tmp_path / 'cache'}"
     assert main(["run", "--with", str(mine), *WITH, cache, f"run_dir={folder}"]) == 0
-    (evaluated,) = (e for e in read_events(folder / "events.jsonl") if e["event"] == "evaluated")
-    assert 0 < evaluated["central"]["own"]["Brier"] < 1
+    assert 0 < read_run(folder).scores("central")["own"]["Brier"] < 1
     assert "Brier" in (folder / "report.html").read_text()
     assert os.environ[VARIABLE] == str(mine)
     again = ["run", "--with", str(mine), *WITH, cache, f"run_dir={tmp_path / 'again'}"]
@@ -354,12 +338,11 @@ WRONG_FILES = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG_FILES)
-def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, capsys):
+def test_a_file_that_is_wrong_is_told_in_one_sentence(text, message, tmp_path, prints):
     path = tmp_path / "mine.py"
     if text is not None:
         path.write_text(text)
-    assert main(["run", "--with", str(path), "--dry-run"]) == 2
-    sentence = capsys.readouterr().err
+    sentence = prints("run", "--with", path, "--dry-run", code=2)
     assert message in sentence
     assert str(path) in sentence
     assert sentence.count("\n") == 1

@@ -24,39 +24,32 @@ from fednas_flwr.settings.registry import OWN, TABLES, algorithms, carry
 from fednas_flwr.spaces import SEARCH_SPACES
 
 from .refusals import refuses
+from .rows import rows
 
-GROUP = ["search_space.norm=group", "retrain.norm=group"]
-MBCONV = ["search_space=mbconv", "retrain=mbconv"]
-COST = "{table: null, unit: ms, target: 3.0, loss: additive, scale: 1.0, exponent: 1.0}"
-ARM = "{lr: 0.1, weight_decay: 0, momentum: 0, alpha_lr: 0, alpha_weight_decay: 0, dropout: 0}"
-ONE_STD, NO_SUMS = "dataset.std=[0.5]", "secure_sum=null"
-RUNS = [  # together they have every class of settings
-    ["algorithm=feathers", f"algorithm.configurations=[{ARM}]", "dataset.limit_train=5"],
-    ["algorithm=fednas", "search_space=darts", "training.class_factors={a: 0.5}", ONE_STD],
-    ["algorithm=fedprox_darts", "partition=quantity", "partition.fractions=[0.5,0.5]"],
-    ["algorithm=dp_fnas", "privacy=dp", "privacy.metrics_noise_multiplier=1", *GROUP],
-    [
-        *("algorithm=random_search", "retrain.weights.clip_norm=1", "retrain.channels=8"),
-        *("sampling.per_round=8", "aggregate=trimmed_mean", "clients=9"),
-    ],
-    ["algorithm=fedex", "partition=label_groups", "partition.clients_per_group=[1,2]"],
-    ["algorithm=fdnas", f"algorithm.hardware={COST}", *MBCONV],
-    [
-        *("algorithm=cfdnas", "algorithm.group_by=tag", "algorithm.num_groups=null"),
-        *(f"algorithm.group_hardware={{a: {COST}}}", *MBCONV),
-    ],
-    ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells"],
-    [
-        *("search_space=adapters", "retrain=mbconv", "search_space.backbone=a"),
-        *("search_space.weights=b", "dataset.backbone={name: a, weights: b}"),
-    ],
-    ["algorithm=fedavg", "dataset=csv", "server_optimizer=adam"],
-    [
-        *("algorithm=zero_cost", "algorithm.shortlist={keep: 2, scores: [synflow]}"),
-        *("algorithm.limits.parameters=1000000", "runtime=ray", "dataset=image_folder", NO_SUMS),
-    ],
-    ["algorithm=successive_halving", "algorithm.pool.limits.parameters=1000000"],
-]
+MBCONV = "search_space=mbconv retrain=mbconv"
+COST = "{table:null,unit:ms,target:3.0,loss:additive,scale:1.0,exponent:1.0}"
+ARM = "{lr:0.1,weight_decay:0,momentum:0,alpha_lr:0,alpha_weight_decay:0,dropout:0}"
+OVERRIDES = """
+algorithm=feathers algorithm.configurations=[$ARM] dataset.limit_train=5
+algorithm=fednas search_space=darts training.class_factors={a:0.5} dataset.std=[0.5]
+algorithm=fedprox_darts partition=quantity partition.fractions=[0.5,0.5]
+algorithm=dp_fnas privacy=dp privacy.metrics_noise_multiplier=1 search_space.norm=group
+    retrain.norm=group
+algorithm=random_search retrain.weights.clip_norm=1 retrain.channels=8 sampling.per_round=8
+    aggregate=trimmed_mean clients=9
+algorithm=fedex partition=label_groups partition.clients_per_group=[1,2]
+algorithm=fdnas algorithm.hardware=$COST $MBCONV
+algorithm=cfdnas algorithm.group_by=tag algorithm.num_groups=null
+    algorithm.group_hardware={a:$COST} $MBCONV
+algorithm=dpnas search_space=dp_cells retrain=dp_cells
+search_space=adapters retrain=mbconv search_space.backbone=a search_space.weights=b
+    dataset.backbone={name:a,weights:b}
+algorithm=fedavg dataset=csv server_optimizer=adam
+algorithm=zero_cost algorithm.shortlist={keep:2,scores:[synflow]} dataset=image_folder
+    algorithm.limits.parameters=1000000 runtime=ray secure_sum=null
+algorithm=successive_halving algorithm.pool.limits.parameters=1000000
+"""  # together they have every class of settings
+RUNS = [run.split() for (run,) in rows(OVERRIDES, MBCONV=MBCONV, COST=COST, ARM=ARM)]
 FREE = {  # numbers of any size
     *("AdapterSettings.mean", "ImageFolder.mean", "Images.mean", "DifferentialPrivacy.test_seed"),
     *("LabelGroups.groups", "LabelGroups.seed", "QuantityPartition.seed", "RandomPartition.seed"),
@@ -110,9 +103,8 @@ def test_a_value_outside_a_constraint_is_refused_by_the_name_of_its_field(tree):
         for name, of_field in constraints(type(settings)).items():
             for constraint in of_field:
                 for wrong in wrong_values(getattr(settings, name), constraint):
-                    with pytest.raises(ConfigError, match=rf"^{name}(\.last)?=") as told:
-                        replace(settings, **{name: wrong})
-                    assert str(told.value).endswith(".")
+                    told = refuses(rf"^{name}(\.last)?=", replace, settings, **{name: wrong})
+                    assert told.endswith(".")
 
 
 def test_the_same_value_in_a_configuration_is_named_by_its_whole_key(tree):
@@ -127,9 +119,8 @@ def test_the_same_value_in_a_configuration_is_named_by_its_whole_key(tree):
                 good = group.setdefault(name, value)
                 group[name] = wrong
                 whole = f"{key}.{name}".lstrip(".")
-                with pytest.raises(ConfigError) as told:
-                    parse_config(tree)
-                assert str(told.value).startswith((f"{whole}=", f"{whole}.last="))
+                told = refuses("", parse_config, tree)
+                assert told.startswith((f"{whole}=", f"{whole}.last="))
                 group[name] = good
                 named.add(whole)
     assert len(named) > 25
@@ -202,14 +193,11 @@ WRONG_FIELDS = [
 @pytest.mark.parametrize(("changed", "sentence"), WRONG_FIELDS)
 def test_what_fields_hold_is_checked(changed, sentence):
     assert Every(**GOOD).some is None
-    with pytest.raises(ConfigError) as direct:
-        Every(**{**GOOD, **changed})
-    assert sentence in str(direct.value)
+    told = refuses("", Every, **{**GOOD, **changed})
+    assert sentence in told
     plain = {**GOOD, "nested": [vars(PLAIN)]}
     assert parse(Every, plain, key="a.b") == Every(**GOOD)
-    with pytest.raises(ConfigError) as parsed:
-        parse(Every, {**plain, **changed}, key="a.b")
-    assert str(parsed.value) == f"a.b.{direct.value}"
+    assert refuses("", parse, Every, {**plain, **changed}, key="a.b") == f"a.b.{told}"
 
 
 def test_what_holds_between_fields_is_checked_after_each():
@@ -297,12 +285,8 @@ def values(**changes):
 
 def refused(**changes):
     """Return the sentence with which changed values are refused, inside ``net`` and at the top."""
-    sentences = []
-    for key in ("net", ""):
-        with pytest.raises(ConfigError) as refusal:
-            parse(Network, values(**changes), key=key)
-        sentences.append(str(refusal.value))
-    inside, at_the_top = sentences
+    given = values(**changes)
+    inside, at_the_top = (refuses("", parse, Network, given, key=key) for key in ("net", ""))
     assert inside == f"net.{at_the_top}"
     assert len(inside) < 250
     assert inside.endswith(".")

@@ -42,17 +42,15 @@ def test_every_row_has_three_seeds():
 
 
 def test_accuracies_on_the_front_page_stand_in_a_table():
-    lines = re.findall(
-        r"\[([^]]*\d[^]]*)\]\(scripts/results/README.md#([\w-]+)\)", PAGES["README.md"]
-    )
+    link = r"\[([^]]*\d[^]]*)\]\(scripts/results/README.md#([\w-]+)\)"
+    lines = re.findall(link, PAGES["README.md"])
     assert len(lines) >= 8
     sections = re.split(r"^## ", PAGES["scripts/results/README.md"], flags=re.MULTILINE)
     titles = {part.splitlines()[0].lower().replace(" ", "-"): part for part in sections}
     for text, part in lines:  # all of an algorithm's numbers in one row
         rows = re.findall(r"^\|.*\|$", titles[part], re.MULTILINE)
-        cells = [
-            rf"\| {re.escape(number)}( ± [\d.]+)? \|" for number in re.findall(r"\d+\.\d+", text)
-        ]
+        numbers = map(re.escape, re.findall(r"\d+\.\d+", text))
+        cells = [rf"\| {number}( ± [\d.]+)? \|" for number in numbers]
         assert any(all(re.search(cell, row) for cell in cells) for row in rows), (text, part)
 
 
@@ -130,9 +128,7 @@ def test_every_accountant_computes():
 
 
 def test_no_other_module_lists_the_names_again():
-    lists = [
-        re.compile(r",\s*".join(f'"{name}"' for name in names))
-        for names in (SPLITS, NORMS, ACCOUNTANTS)
-    ]
+    quoted = [[f'"{name}"' for name in names] for names in (SPLITS, NORMS, ACCOUNTANTS)]
+    lists = [re.compile(r",\s*".join(names)) for names in quoted]
     modules = [path for path in PACKAGE.rglob("*.py") if path.name != "names.py"]
     assert [path for path in modules for names in lists if names.search(path.read_text())] == []

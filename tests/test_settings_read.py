@@ -24,7 +24,7 @@ from fednas_flwr.settings.parser import Checked
 from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.settings.unused import without_effect
 
-from .rows import seldom
+from .rows import rows, seldom
 
 GROUPS = {  # the groups of a configuration, by what their classes derive from
     "AlgorithmSettings": "algorithm",
@@ -44,9 +44,8 @@ GROUPS = {  # the groups of a configuration, by what their classes derive from
     "Config": "",
 }
 # Who reads a setting to copy, check, compare or print all of them does not use it.
-COPIES = (
-    *("dataclasses.py", "parser.py", "copy.py", "configuration.py", "incompatible.py", "unused.py"),
-)
+COPIES = ("dataclasses.py", "parser.py", "copy.py")
+COPIES += ("configuration.py", "incompatible.py", "unused.py")
 DECISIONS = ("retrains_by_gradients",)  # beside the checks: what it decides, rounds follow
 
 
@@ -58,12 +57,11 @@ def recorded():
     def noting(instance, name):
         value = object.__getattribute__(instance, name)
         if not name.startswith("_"):
-            frame = sys._getframe(1)
+            code = sys._getframe(1).f_code
+            copies = code.co_filename.endswith(COPIES) and code.co_name not in DECISIONS
             for kind in type(instance).__mro__:
                 group = GROUPS.get(kind.__name__)
                 own = group is not None and name in type(instance).__dataclass_fields__
-                code = frame.f_code
-                copies = code.co_filename.endswith(COPIES) and code.co_name not in DECISIONS
                 if own and not copies:
                     read.add(f"{group}.{name}".lstrip("."))
         return value
@@ -86,53 +84,50 @@ def settings_of(config):
     return names
 
 
-IMAGES = ["search_space=nasbench201_small", "search_space.channels=2", "retrain.channels=2"]
-MBCONV = ["search_space=mbconv_small", "search_space.width=0.1", "retrain=mbconv"]
-CELLS = ["search_space=dp_cells_small", "search_space.widths=[2]", "retrain=dp_cells"]
-TABLE = ["search_space=mlp_small", "search_space.channels=8", "retrain.channels=8"]
-DP = ["privacy=dp", "privacy.epsilon=30", "search_space.norm=group", "retrain.norm=group"]
 SHORT = ["rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu", "trackers=[]"]
 CHOSEN = ("algorithm", "search_space", "privacy", "server_optimizer", "partition", "runtime")
 NAMES = {f"{group}.name" for group in CHOSEN}
-GIVEN = ["algorithm.network=linear"]
-
-RUNS = {name: [*IMAGES] for name in algorithms()} | {
-    "fed_darts of a table": [*TABLE, "dataset=csv"],
-    "fed_darts, sampled": [*IMAGES, "clients=3", "sampling.per_round=2", "sampling.by=round_robin"],
-    "fed_darts, searched only": [*IMAGES, "stages=[search]"],
-    "fed_darts with privacy": [*IMAGES, *DP],
-    "fed_darts with privacy of clients": [
-        *(*IMAGES, *DP, "privacy.unit=client", "secure_sum=true", "secure_sum.colluding=0")
-    ],
-    "fednas": [*IMAGES, "aggregate=mean"],
-    "fednas by secure sums": [*IMAGES, "secure_sum=true", "secure_sum.colluding=0"],
-    "fedprox_darts": [*IMAGES, "partition=dirichlet"],
-    "fnas": [*IMAGES, "partition=quantity"],
-    "vanilla_nas": [*IMAGES, "clients=1"],
-    "dp_fnas": [*IMAGES, *DP],
-    "feathers": [*IMAGES, "algorithm.num_configurations=3"],
-    "feathers, its retraining only": [*IMAGES, "stages=[retrain]", "genotype"],
-    "successive_halving": [*IMAGES, "algorithm.pool={draws: 2, keep: 2}"],
-    "successive_halving with privacy": [*IMAGES, *DP, "algorithm.pool={draws: 2, keep: 2}"],
-    "random_search untried": [*IMAGES, "algorithm.trial_rounds=0"],
-    "zero_cost": [*IMAGES, "algorithm.draws=2"],
-    "zero_cost, searched only": [*IMAGES, "algorithm.draws=2", "stages=[search]"],
-    "fdnas": [*MBCONV, "partition=label_groups", "partition.groups=[[0,1],[2]]"],
-    "cfdnas": [
-        *(*MBCONV, "algorithm.group_by=tag", "algorithm.num_groups=null"),
-        *("algorithm.client_tags=[a,b]", "algorithm.group_rounds=1"),
-    ],
-    "dpnas": [
-        *(*CELLS, "algorithm.trained_candidates=2", "algorithm.rewarded_candidates=2"),
-        "algorithm.final_candidates=3",
-    ],
-    "fedavg": [*GIVEN],
-    "fedprox": [*GIVEN, "server_optimizer=adam"],
-    "fedavg by Adagrad": [*GIVEN, "server_optimizer=adagrad"],
-    "fedavg of a genotype": [*IMAGES, "stages=[retrain,evaluate,export]", "genotype"],
-    "fedavg with privacy": [*GIVEN, "privacy=dp", "privacy.epsilon=30"],
-    "fedex": [*GIVEN, "algorithm.num_configurations=3"],
+SIZES = {
+    "IMAGES": "search_space=nasbench201_small search_space.channels=2 retrain.channels=2",
+    "MBCONV": "search_space=mbconv_small search_space.width=0.1 retrain=mbconv",
+    "CELLS": "search_space=dp_cells_small search_space.widths=[2] retrain=dp_cells",
+    "TABLE": "search_space=mlp_small search_space.channels=8 retrain.channels=8",
+    "DP": "privacy=dp privacy.epsilon=30 search_space.norm=group retrain.norm=group",
+    "GIVEN": "algorithm.network=linear",
 }
+OWN = """
+fed_darts of a table | $TABLE dataset=csv
+fed_darts, sampled | $IMAGES clients=3 sampling.per_round=2 sampling.by=round_robin
+fed_darts, searched only | $IMAGES stages=[search]
+fed_darts with privacy | $IMAGES $DP
+fed_darts with privacy of clients
+    | $IMAGES $DP privacy.unit=client secure_sum=true secure_sum.colluding=0
+fednas | $IMAGES aggregate=mean
+fednas by secure sums | $IMAGES secure_sum=true secure_sum.colluding=0
+fedprox_darts | $IMAGES partition=dirichlet
+fnas | $IMAGES partition=quantity
+vanilla_nas | $IMAGES clients=1
+dp_fnas | $IMAGES $DP
+feathers | $IMAGES algorithm.num_configurations=3
+feathers, its retraining only | $IMAGES stages=[retrain] genotype
+successive_halving | $IMAGES algorithm.pool={draws:2,keep:2}
+successive_halving with privacy | $IMAGES $DP algorithm.pool={draws:2,keep:2}
+random_search untried | $IMAGES algorithm.trial_rounds=0
+zero_cost | $IMAGES algorithm.draws=2
+zero_cost, searched only | $IMAGES algorithm.draws=2 stages=[search]
+fdnas | $MBCONV partition=label_groups partition.groups=[[0,1],[2]]
+cfdnas | $MBCONV algorithm.group_by=tag algorithm.num_groups=null algorithm.client_tags=[a,b]
+    algorithm.group_rounds=1
+dpnas | $CELLS algorithm.trained_candidates=2 algorithm.rewarded_candidates=2
+    algorithm.final_candidates=3
+fedavg | $GIVEN
+fedprox | $GIVEN server_optimizer=adam
+fedavg by Adagrad | $GIVEN server_optimizer=adagrad
+fedavg of a genotype | $IMAGES stages=[retrain,evaluate,export] genotype
+fedavg with privacy | $GIVEN privacy=dp privacy.epsilon=30
+fedex | $GIVEN algorithm.num_configurations=3
+"""
+RUNS = {name: SIZES["IMAGES"] for name in algorithms()} | dict(rows(OWN, **SIZES))
 
 
 def data_of(overrides, made_data, folder):
@@ -162,7 +157,7 @@ def genotype(made_data, tmp_path_factory):
 @pytest.mark.usefixtures("one_cell")
 @pytest.mark.parametrize("run", [seldom(run) if " " in run else run for run in RUNS])
 def test_a_setting_is_read_or_refused(run, made_data, genotype, tmp_path):
-    overrides = [genotype if text == "genotype" else text for text in RUNS[run]]
+    overrides = [genotype if text == "genotype" else text for text in RUNS[run].split()]
     overrides += data_of(overrides, made_data, tmp_path)
     overrides += [f"dataset.cache={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
     algorithm = f"algorithm={run.split()[0].rstrip(',')}"

@@ -73,10 +73,8 @@ def test_gradients_of_weights(space, norm, several):
         found[precision] = gradients.weights(supernet)
         assert gradients.train_tally.num_examples == 16
     check_near(found)
-    assert {tensor.dtype for tensor in supernet.state_dict().values()} <= {
-        torch.float32,
-        torch.int64,
-    }
+    dtypes = {tensor.dtype for tensor in supernet.state_dict().values()}
+    assert dtypes <= {torch.float32, torch.int64}
 
 
 @pytest.mark.parametrize("rule", ["first_order", seldom("mixed_level")])

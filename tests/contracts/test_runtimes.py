@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fednas_flwr.cli import main
-from fednas_flwr.runs.events import latest_rounds, read_events
+from fednas_flwr.runs.numbers import read_run
 
 TIMEOUT_S = 600  # Ray starts slowly on a busy machine
 NOBODY = "127.0.0.1:9"  # where no Ray is: a run that is to start its own must not look there
@@ -34,14 +34,9 @@ cluster.shutdown()
 @pytest.fixture
 def two_raylets():
     """The address of a cluster of two nodes, with one CPU each."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
-        env=os.environ | {"RAY_worker_niceness": "0"},  # 15 gets no time beside other programs
-        stdin=pipe,
-        stdout=pipe,
-        text=True,
-    ) as own:
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    env = os.environ | {"RAY_worker_niceness": "0"}  # 15 gets no time beside other programs
+    with subprocess.Popen([sys.executable, "-c", CLUSTER], env=env, text=True, **pipes) as own:
         yield own.stdout.readline().strip()
         own.communicate()
 
@@ -66,12 +61,10 @@ def test_ray_on_two_machines_equals_inline(tiny_overrides, two_raylets, tmp_path
 @pytest.mark.slow
 @pytest.mark.ray
 def test_groups_side_by_side_on_ray_equal_those_in_turn_inline(tmp_path):
-    overrides = [
-        *("experiment=cfdnas/digits", "search_space.candidates=fdnas", "search_space.width=0.25"),
-        *("rounds=1", "algorithm.group_rounds=1", "retrain.rounds=1", "retrain.local_epochs=1"),
-        *("algorithm.search.warm_up_rounds=0", "retrain.exchange=gradients"),
-        "dataset.limit_train=300",
-    ]
+    overrides = ["experiment=cfdnas/digits", "search_space.candidates=fdnas"]
+    overrides += ["search_space.width=0.25", "rounds=1", "algorithm.group_rounds=1"]
+    overrides += ["retrain.rounds=1", "retrain.local_epochs=1", "algorithm.search.warm_up_rounds=0"]
+    overrides += ["retrain.exchange=gradients", "dataset.limit_train=300"]
     folders = run_both(overrides, tmp_path)
     for name in ("phone", "server"):
         assert_equal_results(*(folder / "groups" / name for folder in folders))
@@ -80,13 +73,10 @@ def test_groups_side_by_side_on_ray_equal_those_in_turn_inline(tmp_path):
 def run_both(overrides, tmp_path, *on_ray):
     """Run inline and on Ray at the same time; return the run folders."""
     command = [sys.executable, "-m", "fednas_flwr", "run", *overrides, "runtime=ray", *on_ray]
-    with subprocess.Popen(
-        [*command, f"run_dir={tmp_path / 'ray'}"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": NOBODY},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as ray:
+    command.append(f"run_dir={tmp_path / 'ray'}")
+    own = {"env": os.environ | {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": NOBODY}, "text": True}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **own, **output) as ray:
         try:
             inline = ["run", *overrides, "runtime=inline", f"run_dir={tmp_path / 'inline'}"]
             assert main(inline) == 0
@@ -101,16 +91,11 @@ def assert_equal_results(inline, ray):
     """Genotypes, models, rounds and accuracies of the runs are the same, and no client failed."""
     for name in ("genotype.json", "model.safetensors"):
         assert (inline / name).read_bytes() == (ray / name).read_bytes()
-    inline_events, ray_events = (read_events(f / "events.jsonl") for f in (inline, ray))
+    runs = read_run(inline), read_run(ray)
     for stage in ("search", "retrain"):
-        rounds = [
-            [(e["round"], e["metrics"], e["clients"]) for e in latest_rounds(events, stage)]
-            for events in (inline_events, ray_events)
-        ]
-        assert rounds[0] == rounds[1]
-    evaluated = [
-        [(e["central"], e["clients"]) for e in events if e["event"] == "evaluated"]
-        for events in (inline_events, ray_events)
-    ]
-    assert evaluated[0] == evaluated[1]
-    assert not [e for e in ray_events if e["event"] == "client_failed"]
+        rounds = (run.rounds(stage) for run in runs)
+        one, other = ([(e["round"], e["metrics"], e["clients"]) for e in of] for of in rounds)
+        assert one == other
+    one, other = ([(e["central"], e["clients"]) for e in run.of_kind("evaluated")] for run in runs)
+    assert one == other
+    assert not runs[1].of_kind("client_failed")

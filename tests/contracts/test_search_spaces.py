@@ -246,12 +246,11 @@ def test_check_refuses_what_is_not_of_the_space(space):
     def altered(new_edges):
         return dataclasses.replace(genotype, cells={**genotype.cells, kind: tuple(new_edges)})
 
+    unknown = dataclasses.replace(edges[0], op="conv_9x9")
     wrong = {
         "space is 'other'": dataclasses.replace(genotype, space="other"),
         "has the cells": dataclasses.replace(genotype, cells={}),
-        "unknown op 'conv_9x9'": altered(
-            [dataclasses.replace(edges[0], op="conv_9x9"), *edges[1:]]
-        ),
+        "unknown op 'conv_9x9'": altered([unknown, *edges[1:]]),
         "got .*": altered(edges[:-1]),
         "got no edges": altered([]),
         "order": altered(reversed(edges)),
@@ -261,12 +260,10 @@ def test_check_refuses_what_is_not_of_the_space(space):
         refuses(message, space.network, bad)
 
 
+NEEDS = "needs (images|tables)"
 IMPOSSIBLE = [
-    *(
-        (name, {"input_shape": (3, 8)}, r"needs (images|tables) .* shape \(3, 8\)")
-        for name in SPACES
-    ),
-    *((name, {"input_shape": (0,)}, "needs (images|tables)") for name in SPACES),
+    *((name, {"input_shape": (3, 8)}, rf"{NEEDS} .* shape \(3, 8\)") for name in SPACES),
+    *((name, {"input_shape": (0,)}, NEEDS) for name in SPACES),
     *((name, {"num_classes": 0}, "num_classes=0 is out of range") for name in SPACES),
     *((name, {"norm": "grup"}, r"norm=grup is unknown.*nearest: group") for name in SPACES),
     *((name, {"skip": "square"}, "^skip=square") for name in SPACES),

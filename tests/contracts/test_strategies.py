@@ -12,43 +12,36 @@ from fednas_flwr.settings.names import BFLOAT16, FLOAT32, PRECISIONS
 from fednas_flwr.settings.registry import NETWORKS, algorithms
 from fednas_flwr.spaces.genotype import to_json
 
+from ..rows import rows
+
 pytestmark = pytest.mark.usefixtures("one_cell")
 # cfdnas is runs of fdnas, tests/pipeline/test_groups.py; fedavg, fedprox, fedex do not search;
 # dp_fnas never repeats a draw, tests/pipeline/test_private_run.py; zero_cost trains nothing,
 # tests/algorithms/test_zero_cost.py
 OTHERS = ("fedavg", "fedprox", "fedex", "dp_fnas", "cfdnas", "zero_cost")
-SETTINGS = {name: list[str]() for name in algorithms() if name not in OTHERS} | {
-    "fedprox_darts": ["algorithm.proximal=0.1"],
-    "fnas": ["algorithm.batch_size=16"],
-    "vanilla_nas": ["clients=1", "algorithm.batch_size=16"],
-    "feathers": ["algorithm.nas_rounds=1", "algorithm.bandit.beta=1.0"],
-    "fdnas": [
-        *("search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"),
-        *("algorithm.local_epochs=1", "algorithm.batch_size=16", "algorithm.warm_up_rounds=0"),
-    ],
-    "dpnas": [
-        *("search_space=dp_cells", "search_space.widths=[4]", "search_space.head=8"),
-        *("retrain=dp_cells", "algorithm.warm_up_rounds=0", "algorithm.batch_size=16"),
-        *("algorithm.trained_candidates=2", "algorithm.rewarded_candidates=2"),
-        *("algorithm.final_candidates=3", "algorithm.controller.scaled=true"),
-    ],
-    "random_search": ["rounds=2"],
-    "successive_halving": [
-        *("algorithm.pool.draws=5", "algorithm.pool.keep=4", "algorithm.pool.by=[synflow]")
-    ],
-}
+OWN = """
+fedprox_darts | algorithm.proximal=0.1
+fnas | algorithm.batch_size=16
+vanilla_nas | clients=1 algorithm.batch_size=16
+feathers | algorithm.nas_rounds=1 algorithm.bandit.beta=1.0
+fdnas | search_space=mbconv_small search_space.width=0.25 retrain=mbconv algorithm.local_epochs=1
+    algorithm.batch_size=16 algorithm.warm_up_rounds=0
+dpnas | search_space=dp_cells search_space.widths=[4] search_space.head=8 retrain=dp_cells
+    algorithm.warm_up_rounds=0 algorithm.batch_size=16 algorithm.trained_candidates=2
+    algorithm.rewarded_candidates=2 algorithm.final_candidates=3 algorithm.controller.scaled=true
+random_search | rounds=2
+successive_halving | algorithm.pool.draws=5 algorithm.pool.keep=4 algorithm.pool.by=[synflow]
+"""
+SETTINGS = {name: list[str]() for name in algorithms() if name not in OTHERS}
+SETTINGS |= {name: given.split() for name, given in rows(OWN)}
 ROUNDS = 2
 UNEQUAL = ["partition=quantity", "partition.fractions=[0.6,0.4]"]
 
 
 def compose(compose_config, algorithm, *overrides):
-    return compose_config(
-        f"algorithm={algorithm}",
-        "clients=2",
-        *([] if algorithm == "vanilla_nas" else UNEQUAL),
-        *SETTINGS[algorithm],
-        *overrides,
-    )
+    unequal = [] if algorithm == "vanilla_nas" else UNEQUAL
+    own = [f"algorithm={algorithm}", "clients=2", *unequal, *SETTINGS[algorithm]]
+    return compose_config(*own, *overrides)
 
 
 def snapshot(strategy):

@@ -28,10 +28,9 @@ from .faulty_client import FAULTS, audited_only, broken
 SURE = ("--confidence", "0.999999")
 STATED = ("dataset.statistics={a: [0, 1], b: [0, 1], c: [0, 1]}", "dataset.ignore=[id]")
 DP_FNAS = ("algorithm=dp_fnas", *STATED, "privacy.metrics_noise_multiplier=10")
-PERSONS = (
-    *("algorithm=dp_fnas", "dataset.id_column=id", "privacy.statistics_noise_multiplier=3"),
-    *("dataset.ranges={a: [-4, 4], b: [-4, 4], c: [-4, 4]}", "privacy.metrics_noise_multiplier=10"),
-)
+PERSONS = ("algorithm=dp_fnas", "dataset.id_column=id", "privacy.statistics_noise_multiplier=3")
+PERSONS += ("dataset.ranges={a: [-4, 4], b: [-4, 4], c: [-4, 4]}",)
+PERSONS += ("privacy.metrics_noise_multiplier=10",)
 LOCAL = ("algorithm=fed_darts", *STATED)
 TRIALS = ("algorithm=feathers", *STATED)
 POOL = ("algorithm=successive_halving", *STATED)
@@ -62,12 +61,10 @@ def table(tmp_path_factory):
     lines = [f"p{i // 3},{a},{b},{c},{'no' if a < b else 'yes'}" for i, (a, b, c) in numbered]
     folder = tmp_path_factory.mktemp("table")
     (folder / "table.csv").write_text("\n".join(["id,a,b,c,label", *lines]) + "\n")
-    return [
-        *("privacy=dp", "clients=1", "runtime.device=cpu", "runtime.threads=1", "rounds=1"),
-        *("dataset=csv", f"dataset.root={folder / 'table.csv'}", "dataset.label=label"),
-        *(f"dataset.cache={folder / 'cache'}", "search_space=mlp_small", "retrain.rounds=1"),
-        "search_space.channels=8",
-    ]
+    own = ["privacy=dp", "clients=1", "runtime.device=cpu", "runtime.threads=1", "rounds=1"]
+    own += ["dataset=csv", f"dataset.root={folder / 'table.csv'}", "dataset.label=label"]
+    own += [f"dataset.cache={folder / 'cache'}", "search_space=mlp_small"]
+    return [*own, "search_space.channels=8", "retrain.rounds=1"]
 
 
 @pytest.fixture(scope="module", autouse=True)

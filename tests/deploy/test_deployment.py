@@ -19,28 +19,23 @@ from flwr.common.config import parse_config_args
 
 from fednas_flwr.api import execute
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import make_server_data
 from fednas_flwr.deploy import deployment, server_app
 from fednas_flwr.deploy.bundle import CONFIG_KEY, write_bundle
 from fednas_flwr.deploy.client_app import make_client_app, site_config
-from fednas_flwr.deploy.deployment import (
-    deploy,
-    print_event,
-    read_event,
-    read_status,
-    write_run_config,
-)
+from fednas_flwr.deploy.deployment import deploy, print_event, read_event, read_status
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.keys import SIGNING_KEY, make_signing_key
 from fednas_flwr.protocol.messages import Header, decode_reply, encode_request
 from fednas_flwr.protocol.requests import Describe
 from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.configuration import load_config
 
+from ..finished_runs import stop_at
 from ..processes import told
 from ..refusals import refuses
 from ..rows import seldom
@@ -81,7 +76,7 @@ def test_run_configuration_survives_flowers_toml(tmp_path, compose_config):
     config = compose_config(*DEPLOYMENT)
     awkward = ["Größe", 'a "quoted" name', "back\\slash", "new\nline", "😀", "key = 'value'"]
     config = replace(config, dataset=replace(config.dataset, class_names=awkward))
-    path = write_run_config(tmp_path / "run-config.toml", config, resumed=True)
+    path = deployment.write_run_config(tmp_path / "run-config.toml", config, resumed=True)
     values = parse_config_args([str(path)])
     assert load_config(values[CONFIG_KEY]) == config
     assert values["resumed"] is True
@@ -141,11 +136,9 @@ def fake_flwr(tmp_path, monkeypatch):
     monkeypatch.setattr(deployment, "_FLWR", (sys.executable, str(folder / "flwr.py"), str(folder)))
 
     def prepare(events, *status):
-        lines = [
-            "INFO : flower's own",
-            *(f"{deployment.EVENT_MARK}{json.dumps(e)}" for e in events),
-        ]
-        (folder / "log").write_text("\n".join([*lines, "Traceback (most recent call last):", ""]))
+        told = [f"{deployment.EVENT_MARK}{json.dumps(event)}" for event in events]
+        lines = ["INFO : flower's own", *told, "Traceback (most recent call last):", ""]
+        (folder / "log").write_text("\n".join(lines))
         (folder / "status.json").write_text(json.dumps(status))
         return folder
 
@@ -220,11 +213,8 @@ def test_failed_run_says_the_first_error_and_keeps_the_log_for_debugging(
 
 def test_run_is_stopped_with_its_launcher(fake_flwr, deployed_config):
     folder = fake_flwr([STARTED, FINISHED], "finished:completed", "N/A")
-
-    def ctrl_c(event):
-        raise KeyboardInterrupt
-
-    refuses("", deploy, deployed_config, listeners=[ctrl_c], resumed=False, error=KeyboardInterrupt)
+    stop = [stop_at("run_started")]
+    refuses("", deploy, deployed_config, listeners=stop, resumed=False, error=KeyboardInterrupt)
     assert (folder / "commands").read_text().splitlines()[-1] == "stop 7 site --format json"
 
 
@@ -240,28 +230,23 @@ def test_unknown_superlink_is_one_sentence(fake_flwr, deployed_config):
 
 
 def server_context(config, *, resumed):
-    return Context(
-        run_id=1,
-        node_id=1,
-        node_config={},
-        state=RecordDict(),
-        run_config={CONFIG_KEY: dump_config(config), "resumed": resumed, "overrides": ""},
-    )
+    run_config = {CONFIG_KEY: dump_config(config), "resumed": resumed, "overrides": ""}
+    return Context(1, 1, node_config={}, state=RecordDict(), run_config=run_config)
 
 
 def test_resumed_is_what_the_launcher_says(tmp_path, compose_config):
     config = create_run_folder(compose_config("stages=[search]", f"run_dir={tmp_path / 'run'}"))
     grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-    file = tmp_path / "run" / "events.jsonl"
 
-    server_app.main(grid, server_context(config, resumed=False))  # config.yaml is there
-    assert [e["resumed"] for e in read_events(file) if e["event"] == "run_started"] == [False]
-    with pytest.raises(ConfigError, match="already holds a run on the SuperLink's machine"):
-        server_app.main(grid, server_context(config, resumed=False))
+    def starts():
+        return [event["resumed"] for event in read_run(tmp_path / "run").of_kind("run_started")]
+
+    server_app.main(grid, new := server_context(config, resumed=False))  # config.yaml is there
+    assert starts() == [False]
+    refuses("already holds a run on the SuperLink's machine", server_app.main, grid, new)
     server_app.main(grid, server_context(config, resumed=True))
-    events = read_events(file)
-    assert [e["resumed"] for e in events if e["event"] == "run_started"] == [False, True]
-    assert sum(event["event"] == "round" for event in events) == config.rounds
+    assert starts() == [False, True]
+    assert len(read_run(tmp_path / "run").of_kind("round")) == config.rounds
 
 
 def test_server_app_makes_a_missing_folder(tmp_path, compose_config):
@@ -407,7 +392,7 @@ def kept_run(tmp_path, files, quick_run):
     return run
 
 
-def test_every_site_that_keeps_models_has_the_runs(tmp_path, sites, kept_run, monkeypatch, capsys):
+def test_every_site_that_keeps_models_has_the_runs(tmp_path, sites, kept_run, monkeypatch, prints):
     monkeypatch.setenv(SIGNING_KEY, str(tmp_path / "signing.key"))
     run, places = kept_run("ac")
     handed = run.the("handed_over")
@@ -424,8 +409,7 @@ def test_every_site_that_keeps_models_has_the_runs(tmp_path, sites, kept_run, mo
         assert tested["num_examples"] == own["num_examples"]
         assert tested["accuracy"] == pytest.approx(own["accuracy"])
     output = tmp_path / "predictions.csv"
-    assert main(["predict", str(folder), str(sites / "a.npz"), "--output", str(output)]) == 0
-    assert "50 records" in capsys.readouterr().out
+    assert "50 records" in prints("predict", folder, sites / "a.npz", "--output", output)
     assert len(output.read_text().splitlines()) == 51
 
 

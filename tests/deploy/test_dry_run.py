@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from fednas_flwr.base.processes import ALONE
-from fednas_flwr.cli import main
 from fednas_flwr.deploy import dry_run
 from fednas_flwr.deploy.dry_run import MeasuringGrid, estimate
 from fednas_flwr.protocol.requests import Amount, Evaluate, Train
@@ -114,21 +113,19 @@ def test_simulated_sites_that_are_kept_pay_nothing(tmp_path, compose_config, run
     assert folder_of(sites) == before
 
 
-def test_command_runs_nothing(tmp_path, monkeypatch, capsys):
+def test_command_runs_nothing(tmp_path, monkeypatch, prints):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(parser.SECONDS, "s", 1e-9)
     given = ["algorithm=fedavg", "algorithm.network=linear", "retrain.rounds=3"]
     late = ["stages=[retrain,evaluate,export]", "runtime.time_limit=1s"]
-    assert main(["run", "--dry-run", *late, *given]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = prints("run", "--dry-run", *late, *given).splitlines()
     assert lines[0].startswith("retrain  3 rounds of ")
     words = "together limit memory disk Measured"
     assert [line.split()[0] for line in lines[1:]] == words.split()
     assert lines[2].endswith("0.0 s are less: a round of retrain takes longer, and is not cut")
     assert list(tmp_path.iterdir()) == []
     for wrong in (["-m", "seed=1,2"], ["resume=x"], ["--cfg", "job"]):
-        assert main(["run", "--dry-run", *wrong]) == 2
-        assert "--dry-run is of one new run" in capsys.readouterr().err
+        assert "--dry-run is of one new run" in prints("run", "--dry-run", *wrong, code=2)
 
 
 def test_sites_that_are_elsewhere_cannot_be_measured():

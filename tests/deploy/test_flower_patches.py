@@ -22,47 +22,35 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from ..refusals import refuses
 
 ROOT = Path(__file__).parents[2]
-CHANGES = {  # of each function: what it replaces, and a call of it
-    "guard_superlink": ([(uvicorn, "run")], lambda: flower_patches.guard_superlink(print)),
-    "give_up_replies": (
-        [(start_client_internal, "_push_messages")],
-        lambda: flower_patches.give_up_replies(list),
-    ),
-    "ask_sooner": ([(start_client_internal, "time")], lambda: flower_patches.ask_sooner(float)),
-    "start_clients_by": (
-        [(SubprocessExecutor, "launch")],
-        lambda: flower_patches.start_clients_by(print),
-    ),
-    "answer_with": (
-        [(run_clientapp, "install_from_fab"), (run_clientapp, "get_load_client_app_fn")],
-        lambda: flower_patches.answer_with(print, print),
-    ),
-    "finish_only_with_a_reply": (
-        [(run_clientapp, "push_message"), (run_clientapp, "push_task_output")],
-        flower_patches.finish_only_with_a_reply,
-    ),
-    "begin_task": (
-        [(TaskIdentity, name) for name in ("_task_id", "_run_id", "_node_id")],
-        lambda: flower_patches.begin_task(1),
-    ),
+CHANGES = {  # of each function: whose attributes it replaces, which, and what it is given
+    "guard_superlink": (uvicorn, ["run"], [print]),
+    "give_up_replies": (start_client_internal, ["_push_messages"], [list]),
+    "ask_sooner": (start_client_internal, ["time"], [float]),
+    "start_clients_by": (SubprocessExecutor, ["launch"], [print]),
+    "answer_with": (run_clientapp, ["install_from_fab", "get_load_client_app_fn"], [print, print]),
+    "finish_only_with_a_reply": (run_clientapp, ["push_message", "push_task_output"], []),
+    "begin_task": (TaskIdentity, ["_task_id", "_run_id", "_node_id"], [1]),
 }
-CASES = [(name, owner, attribute) for name, (o, _) in CHANGES.items() for owner, attribute in o]
+CASES = [(name, one) for name, (_, attributes, _) in CHANGES.items() for one in attributes]
 
 
-@pytest.mark.parametrize(("name", "owner", "attribute"), CASES)
-def test_what_flower_no_longer_has_is_not_replaced(name, owner, attribute, monkeypatch):
-    for other, present in CHANGES[name][0]:  # restored after the test
-        monkeypatch.setattr(other, present, getattr(other, present))
+@pytest.mark.parametrize(("name", "attribute"), CASES)
+def test_what_flower_no_longer_has_is_not_replaced(name, attribute, monkeypatch):
+    owner, attributes, given = CHANGES[name]
+    for present in attributes:  # restored after the test
+        monkeypatch.setattr(owner, present, getattr(owner, present))
     monkeypatch.delattr(owner, attribute)
-    refuses(attribute, CHANGES[name][1], error=AttributeError)
+    refuses(attribute, getattr(flower_patches, name), *given, error=AttributeError)
 
 
 def test_objects_of_another_flower_are_not_changed_either():
-    with pytest.raises(AttributeError, match="activate_node"):
-        flower_patches.let_be_missed(SimpleNamespace, 1.0)
-    refuses("push_messages", flower_patches.send_along, SimpleNamespace(), {}, error=AttributeError)
-    with pytest.raises(AttributeError, match="_message_id"):
-        flower_patches.set_message_id(SimpleNamespace(metadata=SimpleNamespace()), "1")
+    bare = SimpleNamespace(metadata=SimpleNamespace())
+    for words, change, *given in (
+        ("activate_node", flower_patches.let_be_missed, SimpleNamespace, 1.0),
+        ("push_messages", flower_patches.send_along, bare, {}),
+        ("_message_id", flower_patches.set_message_id, bare, "1"),
+    ):
+        refuses(words, change, *given, error=AttributeError)
 
 
 def test_the_table_has_every_function():

@@ -40,14 +40,10 @@ def test_the_environment_of_a_run_is_empty(tmp_path, monkeypatch):
     folder = install_from_fab(build_fab_from_disk(ROOT), skip_prompt=True)
     command = [sys.executable, "-m", "uv", "sync", "--python", sys.executable, "--inexact"]
     command += ["--no-install-project", "--no-install-package", "flwr"]
-    done = subprocess.run(
-        [*command, "--offline", "--no-build-isolation", "--dry-run"],
-        cwd=folder,
-        env=os.environ
-        | {"UV_PROJECT_ENVIRONMENT": sys.prefix, "UV_CACHE_DIR": str(tmp_path / "uv")},
-        capture_output=True,
-        text=True,
-    )
+    command += ["--offline", "--no-build-isolation", "--dry-run"]
+    own = {"UV_PROJECT_ENVIRONMENT": sys.prefix, "UV_CACHE_DIR": str(tmp_path / "uv")}
+    environment = os.environ | own
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Resolved 1 package" in done.stderr
 
@@ -142,12 +138,9 @@ def flwr(tmp_path_factory):
     """Flower's commands, with a SuperLink that ends with the tests."""
     flower = Flower(tmp_path_factory.mktemp("flower") / "home")
     command = [str(Path(sys.executable).parent / "flower-superlink"), "--insecure", "--simulation"]
-    superlink = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(flower.port)],
-        env=flower.environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command += ["--host", "127.0.0.1", "--port", str(flower.port)]
+    quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+    superlink = subprocess.Popen(command, env=flower.environment, **quiet)
     try:
         wait_for(lambda: answers(flower.port))
         yield flower

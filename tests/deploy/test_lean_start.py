@@ -1,8 +1,6 @@
 """Sites fork a process for every message: what it imports itself is imported anew in each."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from flwr.common.serde import recorddict_to_proto
@@ -12,6 +10,8 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import dump_config
+
+from ..processes import told
 
 # What takes long to import and has no part in a step on prepared data.
 HEAVY = {
@@ -64,10 +64,5 @@ def test_a_process_that_only_searches_imports_little(compose_config, tmp_path, o
     grid.push_messages = record  # type: ignore[method-assign]
     with pytest.raises(Recorded):
         serve(config, grid, listeners=[], resumed=False)  # prepares the data, as ever before
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS, dump_config(config), str(file), actions[0]],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not HEAVY & set(json.loads(done.stdout.splitlines()[-1]))
+    printed = told("-c", PROCESS, dump_config(config), file, actions[0])
+    assert not HEAVY & set(json.loads(printed.splitlines()[-1]))

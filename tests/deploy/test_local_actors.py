@@ -55,10 +55,9 @@ def wait_for_workers(event):
 
 
 def test_tasks_that_cores_do_not_divide_evenly_share_them(monkeypatch):
-    for cores, tasks, threads, number in (
-        *((2, 3, 1, 3), (2, 4, 1, 2), (2, 5, 1, 3), (2, 3, 2, 1), (1, 3, 1, 1), (1, 3, 2, 0)),
-        *((4, 3, 1, 3), (8, 10, 1, 10), (8, 27, 1, 11), (2, 1, 1, 1)),
-    ):
+    cases = [(2, 3, 1, 3), (2, 4, 1, 2), (2, 5, 1, 3), (2, 3, 2, 1), (1, 3, 1, 1), (1, 3, 2, 0)]
+    cases += [(4, 3, 1, 3), (8, 10, 1, 10), (8, 27, 1, 11), (2, 1, 1, 1)]
+    for cores, tasks, threads, number in cases:
         monkeypatch.setattr(os, "sched_getaffinity", lambda p, n=cores: set(range(n)))
         assert processes.at_once(tasks, threads=threads) == number
     monkeypatch.delattr(os, "sched_getaffinity")

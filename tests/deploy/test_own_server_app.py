@@ -27,13 +27,9 @@ def test_a_strategy_runs_in_a_server_app(algorithm, compose_config, federate):
         assert isinstance(num_rounds, int)
         initial = strategy.named_arrays().to_torch_state_dict()
         initial = {n: t / 2 if t.is_floating_point() else t for n, t in initial.items()}
-        result = strategy.start(
-            grid=grid,
-            initial_arrays=ArrayRecord(initial),
-            train_config=ConfigRecord({"lr": 0.01}),
-            num_rounds=num_rounds,
-            evaluate_fn=global_evaluate,
-        )
+        own = {"train_config": ConfigRecord({"lr": 0.01}), "evaluate_fn": global_evaluate}
+        own |= {"initial_arrays": ArrayRecord(initial), "num_rounds": num_rounds}
+        result = strategy.start(grid=grid, **own)
         seen["result"] = result.arrays.to_torch_state_dict()
         seen["rounds"] = list(result.train_metrics_clientapp)
         seen["told"] = result.evaluate_metrics_serverapp[0]["weights"]

@@ -129,9 +129,8 @@ def asked(script, folder, **environment):
 @pytest.mark.run
 @pytest.mark.ray
 def test_a_client_process_that_dies_costs_the_replies_that_it_worked_on(tmp_path):
-    with tempfile.TemporaryDirectory(
-        prefix="ray_", dir="/tmp"
-    ) as short:  # sockets have short names
+    # sockets have short names
+    with tempfile.TemporaryDirectory(prefix="ray_", dir="/tmp") as short:
         left = Path(short, "ray", "ray_current_cluster")  # by a cluster that has ended
         left.parent.mkdir()
         left.write_text("127.0.0.1:9")

@@ -16,10 +16,8 @@ from fednas_flwr.deploy import whole_run
 from fednas_flwr.runs.numbers import is_complete, read_run
 from fednas_flwr.runs.run_folder import create_run_folder
 
-LINEAR = (
-    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
-    *("dataset.linear_baseline=false",),
-)
+LINEAR = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]")
+LINEAR += ("dataset.linear_baseline=false",)
 
 
 @pytest.fixture

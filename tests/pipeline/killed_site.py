@@ -7,11 +7,8 @@ from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 
-RECORDS = {
-    "train.weights": "begin",
-    "query.sign_survivors": "sign",
-    "query.open_masks": "open",
-}  # the method that writes into the journal what is about to be sent
+# the method that writes into the journal what is about to be sent
+RECORDS = {"train.weights": "begin", "query.sign_survivors": "sign", "query.open_masks": "open"}
 
 
 def serve(pipe, config, num_clients, action, moment):

@@ -27,6 +27,7 @@ from fednas_flwr.settings.optimizers import RESNETS
 from fednas_flwr.spaces.costs import count_multiply_adds
 
 from ..booked import booked
+from ..composing import ranges_of
 from ..refusals import refuses
 from ..rows import seldom
 
@@ -34,8 +35,6 @@ SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", 
 
 GROUP = "search_space.norm=group retrain.norm=group"
 PRIVATE = f"algorithm=dp_fnas privacy=dp privacy.epsilon=50 clients=2 {GROUP}"
-RANGES = dict.fromkeys(("lr", "momentum", "alpha_lr", "dropout"), (0.02, 0.03))
-RANGES |= dict.fromkeys(("weight_decay", "alpha_weight_decay"), (1e-4, 2e-4))
 
 
 @pytest.fixture
@@ -61,12 +60,10 @@ REAL_SITES = ("runtime=deployment", "runtime.superlink=site", "partition=sites")
 
 
 def test_private_real_sites_train_no_baselines():
-    private = ("algorithm=dp_fnas", "privacy=dp", *REAL_SITES)
-    with pytest.raises(NoEffectError, match=r"evaluation.baselines=2 .* would pay for more"):
-        compose(*private, "evaluation.baselines=2")
+    private, two = ("algorithm=dp_fnas", "privacy=dp", *REAL_SITES), "evaluation.baselines=2"
+    refuses(f"{two} .* would pay for more", compose, *private, two, error=NoEffectError)
     assert compose(*private).evaluation.baselines is None
-    exact = compose(*REAL_SITES, "evaluation.baselines=2")  # they cost time alone
-    assert exact.evaluation.baselines == 2
+    assert compose(*REAL_SITES, two).evaluation.baselines == 2  # they cost time alone
 
 
 @pytest.mark.run
@@ -146,10 +143,10 @@ def test_private_baselines_have_a_ledger_of_their_own(compose_config, tmp_path):
     assert booked(sites) == before
 
 
-@pytest.mark.parametrize(
-    ("search", "retrain", "evaluate", "number"),
-    [(200.0, 10.0, 1.0, 2), (40.0, 1.0, 0.0, 0), (200.0, 30.0, 0.0, 0), (200.0, 10.0, 20.0, 0)],
-)
+TIMES = [(200.0, 10.0, 1.0, 2), (40.0, 1.0, 0.0, 0), (200.0, 30.0, 0.0, 0), (200.0, 10.0, 20.0, 0)]
+
+
+@pytest.mark.parametrize(("search", "retrain", "evaluate", "number"), TIMES)
 def test_baselines_are_made_where_they_add_little(tmp_path, search, retrain, evaluate, number):
     """The run takes over a minute, and five times all but its search is less than half of it."""
     stages = {"search": search, "retrain": retrain, "evaluate": evaluate}
@@ -190,12 +187,8 @@ def test_the_data_free_choice_of_a_table_keeps_the_tables_space(compose_config):
 def test_found_hyper_parameters_are_taken_over(compose_config, tmp_path, low, high):
     """Also a learning rate below the one to which retraining's would fall."""
     folder = tmp_path / "run"
-    ranges = ",".join(
-        f"{name}: {{low: {least}, high: {most}, log: false}}"
-        for name, (least, most) in (RANGES | {"lr": (low, high)}).items()
-    )
     own = ("algorithm=random_search", "rounds=1", f"run_dir={folder}")
-    config = compose_config(*own, f"algorithm.ranges={{{ranges}}}")
+    config = compose_config(*own, ranges_of(lr=(low, high)))
     run(config)
     derived = read_run(folder).last("derived")
     found = derived["configuration"]

@@ -1,23 +1,22 @@
 """Sites of a run have names, and decide how many clients there are."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from fednas_flwr.api import compose
-from fednas_flwr.cli import main
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun
 from fednas_flwr.pipeline.baselines import _planned_retraining, prepare_candidates
 from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
-from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
 
+from ..finished_runs import Told
 from ..refusals import refuses
 
 SITES = ("cleveland", "hungarian", "va")
@@ -99,19 +98,17 @@ def test_clients_follow_from_what_divides_the_data(folder, one_table):
 
 
 @pytest.mark.run
-def test_a_run_names_its_sites_everywhere(folder, tmp_path, capsys):
+def test_a_run_names_its_sites_everywhere(folder, tmp_path, prints):
     run = tmp_path / "run"
     settings = ("partition=sites", "search_space=mlp_small", "rounds=1", *SHORT[1:])
-    assert main(["run", *overrides(folder, *settings, f"run_dir={run}")]) == 0
-    printed = capsys.readouterr().out
+    printed = prints("run", *overrides(folder, *settings, f"run_dir={run}"))
     assert "3 clients: cleveland, hungarian, va\n" in printed
     assert "client parts" not in printed
     assert "On the clients' own test parts: from" in printed
-    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    (partition,) = (event for event in lines if event["event"] == "partition")
-    assert partition["names"] == list(SITES)
-    (evaluated,) = (event for event in lines if event["event"] == "evaluated")
-    assert [of["client"] for of in evaluated["clients"]] == [0, 1, 2]  # the names stand once
+    told = Told(events=read_events(run / "events.jsonl"))
+    assert told.the("partition")["names"] == list(SITES)
+    tested = told.the("evaluated")["clients"]
+    assert [client["client"] for client in tested] == [0, 1, 2]  # the names stand once
     page, card = write_report(run).read_text(), write_model_card(run).read_text()
     assert '"x":["cleveland","hungarian","va"]' in page
     assert "<td>hungarian</td>" in page
@@ -122,12 +119,9 @@ def test_a_run_names_its_sites_everywhere(folder, tmp_path, capsys):
 @pytest.mark.parametrize(("declared", "names"), [(False, None), (True, list(SITES))])
 def test_values_of_a_private_column_are_told_if_declared(one_table, run_inline, declared, names):
     wards = f"dataset.categories={{ward: [{', '.join(SITES)}]}}"
-    ran = run_inline(
-        *overrides(one_table, "partition=column", "partition.column=ward"),
-        *("privacy=dp", "algorithm=fedavg", "algorithm.network=linear", "privacy.epsilon=50"),
-        "dataset.ranges={age: [-4, 4], chol: [-4, 4]}",
-        *([wards] if declared else []),
-        *("clients=3", "retrain.channels=null", "retrain.rounds=1"),
-    )
+    own = ["privacy=dp", "algorithm=fedavg", "algorithm.network=linear", "privacy.epsilon=50"]
+    own += ["partition=column", "partition.column=ward", "clients=3", *[wards] * declared]
+    own += ["dataset.ranges={age: [-4, 4], chol: [-4, 4]}", "retrain.channels=null"]
+    ran = run_inline(*overrides(one_table, *own, "retrain.rounds=1"))
     partition = ran.the("partition")
     assert partition.get("names") == names

@@ -9,16 +9,13 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from fednas_flwr import FedClassifier, load
-from fednas_flwr.cli import main
 from fednas_flwr.runs.numbers import read_run
 
 LINEAR = ("algorithm=fedavg", "algorithm.network=linear", "dataset=csv", "dataset.label=died")
 LINEAR += ("clients=2", "retrain.rounds=6", "stages=[retrain,evaluate,export]")
 PRIVATE = ("privacy=dp", "privacy.epsilon=200", "privacy.scores_error=.005")
-PRIVATE += (
-    "dataset.ranges={age: [20, 90], pressure: [60, 180]}",
-    'dataset.class_names=["no","yes"]',
-)
+PRIVATE += ("dataset.ranges={age: [20, 90], pressure: [60, 180]}",)
+PRIVATE += ('dataset.class_names=["no","yes"]',)
 NAMED = ("evaluation.positive=no",)
 
 
@@ -41,7 +38,7 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("more", [(), PRIVATE, NAMED], ids=["plain", "private", "named"])
-def test_every_route_gives_the_same_labels(finished_run, data, more, tmp_path, capsys):
+def test_every_route_gives_the_same_labels(finished_run, data, more, tmp_path, prints):
     run = finished_run(*LINEAR, f"dataset.root={data}", *more)
     positive, other = ("no", "yes") if more == NAMED else ("yes", "no")
     file, table = data / "test.csv", pd.read_csv(data / "test.csv")
@@ -53,13 +50,11 @@ def test_every_route_gives_the_same_labels(finished_run, data, more, tmp_path, c
     assert more == NAMED or 0 < (labels != np.where(shares >= 0.5, "yes", "no")).mean()
 
     exported = tmp_path / "exported"
-    assert main(["export", str(run.folder), "--to", str(exported)]) == 0
+    prints("export", run.folder, "--to", exported)
     for folder in (run.folder, exported):
         output = tmp_path / "found.csv"
-        capsys.readouterr()
-        assert main(["predict", str(folder), str(file), "--output", str(output)]) == 0
+        printed = prints("predict", folder, file, "--output", output)
         assert (pd.read_csv(output)["label"] == labels).all()
-        printed = capsys.readouterr().out
         assert f"Scores at a threshold of {threshold:g}" in printed
         for name in ("f1", "sensitivity", "specificity"):
             assert f" {central[name]:.3f} " in printed

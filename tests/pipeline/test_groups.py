@@ -12,12 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fednas_flwr.cli import USER_ERROR, main
+from fednas_flwr.cli import USER_ERROR
 from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.models.networks import load
 from fednas_flwr.pipeline.groups import group_by_alphas
 from fednas_flwr.runs.checkpoints import CheckpointFolder
-from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 
 from ..booked import booked
@@ -25,14 +24,13 @@ from ..finished_runs import copy_without, named
 from ..refusals import refuses, refuses_run
 
 COST = "{table: null, unit: multiply_adds, target: 7e4, loss: additive, scale: %s, exponent: 1.0}"
-CFDNAS = [
-    *("algorithm.group_by=tag", "algorithm.num_groups=null"),
-    *("algorithm=cfdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=5"),
-    *("search_space.width=0.25", "search_space.candidates=fdnas", "retrain.local_epochs=1"),
-    *("algorithm.search.batch_size=16", "algorithm.search.local_epochs=1", "retrain.batch_size=16"),
-    *("algorithm.search.alphas.lr=0.3", "algorithm.search.warm_up_rounds=0", "rounds=2"),
-    *("algorithm.group_rounds=2", "retrain.rounds=1", "algorithm.client_tags=[b,a,b,a,b]"),
-]
+CFDNAS = ["algorithm.group_by=tag", "algorithm.num_groups=null", "algorithm=cfdnas"]
+CFDNAS += ["search_space=mbconv_small", "retrain=mbconv", "clients=5", "search_space.width=0.25"]
+CFDNAS += ["search_space.candidates=fdnas", "retrain.local_epochs=1"]
+CFDNAS += ["algorithm.search.batch_size=16", "algorithm.search.local_epochs=1"]
+CFDNAS += ["retrain.batch_size=16", "algorithm.search.alphas.lr=0.3"]
+CFDNAS += ["algorithm.search.warm_up_rounds=0", "rounds=2", "algorithm.group_rounds=2"]
+CFDNAS += ["retrain.rounds=1", "algorithm.client_tags=[b,a,b,a,b]"]
 HARDWARE = f"algorithm.group_hardware={{a: {COST % 1000.0}}}"
 
 
@@ -71,7 +69,7 @@ def test_each_group_gets_its_network_report_and_results(whole):
         assert network(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
         parameters = sum(p.numel() for p in network.parameters())
         assert event["results"]["num_parameters"] == parameters
-        rounds = named(read_events(folder / "events.jsonl"), "round")
+        rounds = read_run(folder).of_kind("round")
         told = [(e["stage"], e["round"]) for e in rounds]
         assert told == [("search", 1), ("search", 2), ("retrain", 1)]
         assert all(set(e["clients"]) == set(map(str, event["clients"])) for e in rounds)
@@ -139,20 +137,17 @@ def test_a_resumed_run_gives_the_same_networks(whole, run, tmp_path):
     (folder / "groups" / "a" / "genotype.json").unlink()
     (folder / "groups" / "a" / "checkpoints" / "search-000002.safetensors").write_bytes(b"torn")
     run(resume=folder)
-    warnings = named(read_events(folder / "groups" / "a" / "events.jsonl"), "warning")
+    warnings = read_run(folder / "groups" / "a").of_kind("warning")
     assert any("search-000002" in warning["message"] for warning in warnings)
-    for name in ("a", "b"):
-        one, other = (
-            load_file(base / "groups" / name / "model.safetensors")
-            for base in (whole.folder, folder)
-        )
+    for file in ("groups/a/model.safetensors", "groups/b/model.safetensors"):
+        one, other = load_file(whole.folder / file), load_file(folder / file)
         assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
-def test_a_group_is_not_resumed_alone(whole, capsys):
+def test_a_group_is_not_resumed_alone(whole, prints):
     """Of the run's configuration it has the number of clients."""
-    assert main(["run", f"resume={whole.folder / 'groups' / 'a'}"]) == USER_ERROR
-    assert f"continue that with resume={whole.folder}." in capsys.readouterr().err
+    told = prints("run", f"resume={whole.folder / 'groups' / 'a'}", code=USER_ERROR)
+    assert f"continue that with resume={whole.folder}." in told
 
 
 def test_clients_with_similar_updates_of_the_alphas_form_a_group():
@@ -166,10 +161,8 @@ def test_clients_with_similar_updates_of_the_alphas_form_a_group():
     refuses("num_groups=7 for 6 clients", group_by_alphas, updates, num_groups=7)
 
 
-BY_ALPHAS = (
-    *("algorithm.group_by=alphas", "algorithm.num_groups=2", "algorithm.client_tags=[]"),
-    *("algorithm.group_hardware={}", "algorithm.group_rounds=1"),
-)
+BY_ALPHAS = ("algorithm.group_by=alphas", "algorithm.num_groups=2", "algorithm.client_tags=[]")
+BY_ALPHAS += ("algorithm.group_hardware={}", "algorithm.group_rounds=1")
 
 
 def test_groups_of_alphas_come_from_all_updates_of_the_search(run, monkeypatch):
@@ -188,11 +181,8 @@ def test_groups_of_alphas_come_from_all_updates_of_the_search(run, monkeypatch):
     found = run(*BY_ALPHAS, "stages=[search]")
     of_all = asked_and_answered[: 2 * 5]  # rounds, clients; the groups' own searches follow
     sums = {k: sum(moved for client, moved in of_all if client == k) for k in range(5)}
-    kept = (
-        CheckpointFolder(found.folder / "checkpoints", pytest.fail)
-        .latest("search")
-        .values["updates"]
-    )
+    checkpoints = CheckpointFolder(found.folder / "checkpoints", pytest.fail)
+    kept = checkpoints.latest("search").values["updates"]
     for client, moved in sums.items():
         assert moved.abs().max() > 0
         torch.testing.assert_close(torch.tensor(kept[str(client)], dtype=torch.float64), moved)
@@ -231,10 +221,8 @@ def test_settings_that_do_not_fit_are_refused(compose_config, overrides):
     assert list(config.algorithm.group_hardware) == ["2"]
 
 
-PRIVATE = (
-    *("privacy=dp", "privacy.epsilon=100", "privacy.local_steps=2", "rounds=1"),
-    *("privacy.retrain.local_steps=3", "algorithm.group_hardware={}"),
-)
+PRIVATE = ("privacy=dp", "privacy.epsilon=100", "privacy.local_steps=2", "rounds=1")
+PRIVATE += ("privacy.retrain.local_steps=3", "algorithm.group_hardware={}")
 
 
 def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
@@ -251,7 +239,7 @@ def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
         assert counts == Counter(steps)
         assert {entry.run for entry in entries} == {entries[0].run}
     for name, clients in (("a", [1, 3]), ("b", [0, 2, 4])):
-        events = read_events(whole.folder / "groups" / name / "events.jsonl")
+        events = read_run(whole.folder / "groups" / name).events
         own, spent = named(events, "privacy", "privacy_spent")
         assert [told["client"] for told in own["clients"]] == clients
         assert all(told["spent"] > 0 for told in spent["clients"])

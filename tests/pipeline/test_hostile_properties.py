@@ -82,18 +82,14 @@ def site_files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def table(site_files):
     *_, new = site_files
-    return [
-        *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=3", *LINEAR),
-        *("dataset=csv", f"dataset.root={new}", "dataset.label=y", "retrain.rounds=4"),
-        *("retrain.weights.lr=0.05", f"dataset.cache={new.parent / 'cache'}"),
-    ]
+    own = ["runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=3", *LINEAR]
+    own += ["dataset=csv", f"dataset.root={new}", f"dataset.cache={new.parent / 'cache'}"]
+    return [*own, "dataset.label=y", "retrain.rounds=4", "retrain.weights.lr=0.05"]
 
 
-PRIVATE = [
-    *("clients=4", "secure_sum={least_sites: 3, colluding: 1}", *LINEAR),
-    *("privacy=dp", "retrain.rounds=1", "privacy.retrain.local_steps=1", "partition=iid"),
-    "privacy.retrain.noise_multiplier=1",
-]
+PRIVATE = ["clients=4", "secure_sum={least_sites: 3, colluding: 1}", *LINEAR, "privacy=dp"]
+PRIVATE += ["retrain.rounds=1", "privacy.retrain.local_steps=1", "partition=iid"]
+PRIVATE += ["privacy.retrain.noise_multiplier=1"]
 
 
 @pytest.fixture(scope="module")
@@ -246,11 +242,9 @@ def test_no_number_of_a_client_spoils_a_run(number, honest, table, run_inline, s
 # --- one hostile client among three: it is named and left out
 
 
-PRIVATE_SEARCH = [
-    *("privacy=dp", "search_space.norm=group", "retrain.norm=group", "rounds=1"),
-    *("privacy.local_steps=1", "privacy.retrain.local_steps=1", "retrain.rounds=1"),
-    *("retrain.weights.clip_norm=null", "retrain.batch_size=8", "privacy.epsilon=50"),
-]
+PRIVATE_SEARCH = ["privacy=dp", "search_space.norm=group", "retrain.norm=group", "rounds=1"]
+PRIVATE_SEARCH += ["privacy.local_steps=1", "privacy.retrain.local_steps=1", "retrain.rounds=1"]
+PRIVATE_SEARCH += ["retrain.weights.clip_norm=null", "retrain.batch_size=8", "privacy.epsilon=50"]
 EXACT = ["algorithm=fedavg", "stages=[retrain,evaluate,export]", "retrain.rounds=2"]
 SEARCHES = {
     "train.weight_gradient": ["algorithm=dp_fnas", "algorithm.batch_size=8", *PRIVATE_SEARCH],

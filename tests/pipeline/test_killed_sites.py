@@ -25,10 +25,8 @@ from ..finished_runs import whole_run
 from .test_secure_sum import SUMS, LossyGrid, lost_at, never, weights
 
 VICTIM = 2
-BASE = (
-    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain]"),
-    *("retrain.rounds=1", "partition=quantity"),
-)
+BASE = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain]", "retrain.rounds=1")
+BASE += ("partition=quantity",)
 ASKED, SIGN, OPEN = "train.weights", "query.sign_survivors", "query.open_masks"
 MOMENTS = ("asked", "recorded", "answered", "sent")
 

@@ -21,11 +21,9 @@ from ..refusals import refuses
 from .test_hostile_properties import variants
 
 COST = "{table: null, unit: ms, target: %s, loss: additive, scale: 1.0, exponent: 1.0}"
-FDNAS = [
-    *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=3"),
-    *("search_space.width=0.25", "algorithm.batch_size=16", "algorithm.local_epochs=1"),
-    *("algorithm.warm_up_rounds=0", "rounds=1", "stages=[search]"),
-]
+FDNAS = ["algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=3"]
+FDNAS += ["search_space.width=0.25", "algorithm.batch_size=16", "algorithm.local_epochs=1"]
+FDNAS += ["algorithm.warm_up_rounds=0", "rounds=1", "stages=[search]"]
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,10 @@ from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.reply_checks import distance
 
 from ..finished_runs import Told
+from ..refusals import refuses
 
-LINEAR = [
-    *("algorithm=fedavg", "algorithm.network=plain_cnn", "stages=[retrain,export]", "clients=2"),
-    *("retrain.rounds=1", "runtime.device=cpu"),
-]
+LINEAR = ["algorithm=fedavg", "algorithm.network=plain_cnn", "stages=[retrain,export]", "clients=2"]
+LINEAR += ["retrain.rounds=1", "runtime.device=cpu"]
 
 
 @pytest.fixture
@@ -98,10 +97,9 @@ def test_private_training_stays_float32(trained):
 # --- the learning rate of a private run
 
 
-PRIVATE_LINEAR = (
-    *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "stages=[retrain]"),
-    *("clients=2", "retrain.rounds=3", "privacy.retrain.local_steps=2", "privacy.epsilon=20"),
-)
+PRIVATE_LINEAR = ("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "stages=[retrain]")
+PRIVATE_LINEAR += ("clients=2", "retrain.rounds=3", "privacy.retrain.local_steps=2")
+PRIVATE_LINEAR += ("privacy.epsilon=20",)
 
 
 class Listening(InProcessGrid):
@@ -242,5 +240,5 @@ def test_rates_scale_as_the_noise_does(clients, batch, sigma, norm):
 
 
 def test_noise_that_is_not_calibrated_is_no_number():
-    with pytest.raises(ValueError, match="not calibrated"):
-        later_settings.noise_per_step(replace(RELEASE, noise_multiplier=None), [1.0], asked=1)
+    unknown, of = replace(RELEASE, noise_multiplier=None), later_settings.noise_per_step
+    refuses("not calibrated", of, unknown, [1.0], asked=1, error=ValueError)

@@ -64,11 +64,10 @@ def test_what_was_found_without_validation_records_holds_for_the_network_with_th
     assert [one["keeps"] for one in compared(answers, known)] == [False, True]
 
 
-PERSONAL = (
-    *("algorithm=fedavg", "algorithm.network=linear", "partition=dirichlet", "partition.alpha=.3"),
-    *("evaluation.personalised=true", "stages=[retrain,evaluate,export]", "retrain.rounds=1"),
-    "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}",
-)
+PERSONAL = ("algorithm=fedavg", "algorithm.network=linear", "partition=dirichlet")
+PERSONAL += ("partition.alpha=.3", "evaluation.personalised=true")
+PERSONAL += ("stages=[retrain,evaluate,export]", "retrain.rounds=1")
+PERSONAL += ("dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}",)
 
 
 def test_gains_are_of_records_that_neither_network_nor_copy_was_trained_on(run_inline, monkeypatch):

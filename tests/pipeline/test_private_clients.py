@@ -11,7 +11,6 @@ import pytest
 
 from fednas_flwr import compose, run
 from fednas_flwr.algorithms.feathers.strategy import BOUND_PER_SCALE
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import prv_epsilon, rdp_epsilon
 from fednas_flwr.runs.events import read_events
@@ -20,20 +19,16 @@ from fednas_flwr.settings.optimizers import LEAST_LOSS_BOUND
 from fednas_flwr.settings.unused import without_effect
 
 from ..booked import booked, decoded_totals, promised_steps
-from ..refusals import refuses_run
+from ..refusals import refuses, refuses_run
 
 SIZES = ("channels=2", "num_cells=1")
-CLIENTS = [
-    *("privacy=dp", "privacy.unit=client", "privacy.epsilon=200", "clients=4", "secure_sum=true"),
-    *("secure_sum={least_sites: 3, colluding: 1}", "retrain.batch_size=8"),
-    *("privacy.weights.noise_multiplier=null", "privacy.alphas.noise_multiplier=null"),
-    *("rounds=2", "retrain.rounds=2", "retrain.local_epochs=2"),
-    "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}",
-]
-SEARCH = [
-    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
-    *("algorithm.local_epochs=2", "algorithm.batch_size=8"),
-]
+CLIENTS = ["privacy=dp", "privacy.unit=client", "privacy.epsilon=200", "clients=4"]
+CLIENTS += ["secure_sum=true", "secure_sum={least_sites: 3, colluding: 1}", "retrain.batch_size=8"]
+CLIENTS += ["privacy.weights.noise_multiplier=null", "privacy.alphas.noise_multiplier=null"]
+CLIENTS += ["rounds=2", "retrain.rounds=2", "retrain.local_epochs=2"]
+CLIENTS += ["dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}"]
+SEARCH = [f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES]
+SEARCH += ["algorithm.local_epochs=2", "algorithm.batch_size=8"]
 RUNS = {
     "fed_darts": [*SEARCH, "algorithm.rule=mixed_level"],
     "feathers": [*SEARCH, "algorithm.num_configurations=3", "algorithm.nas_rounds=2"],
@@ -126,15 +121,13 @@ def table(tmp_path):
 
 @pytest.fixture
 def overrides(table, tmp_path):
-    return [
-        *("algorithm=dp_fnas", "privacy=dp", *OF_TABLE, "search_space.norm=group"),
-        *("retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu"),
-        *("algorithm.batch_size=6", "retrain.batch_size=6", "privacy.epsilon=100"),
-        *("privacy.metrics_noise_multiplier=5", "privacy.micro_batch_size=4"),
-        *("dataset=csv", f"dataset.root={table}", f"dataset.cache={tmp_path / 'cache'}"),
-        *("dataset.id_column=patient", "dataset.statistics={a: [0, 1], b: [0, 1]}"),
-        *("dataset.server_test=false", "trackers=[]"),
-    ]
+    own = ["algorithm=dp_fnas", "privacy=dp", *OF_TABLE, "search_space.norm=group"]
+    own += ["retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu"]
+    own += ["algorithm.batch_size=6", "retrain.batch_size=6", "privacy.epsilon=100", "trackers=[]"]
+    own += ["privacy.metrics_noise_multiplier=5", "privacy.micro_batch_size=4"]
+    own += ["dataset=csv", f"dataset.root={table}", f"dataset.cache={tmp_path / 'cache'}"]
+    own += ["dataset.id_column=patient", "dataset.statistics={a: [0, 1], b: [0, 1]}"]
+    return [*own, "dataset.server_test=false"]
 
 
 @pytest.mark.run
@@ -155,41 +148,44 @@ def test_persons_are_drawn_declared_and_promised(overrides, tmp_path):
     assert "A person contributes the mean of their records" in card
 
 
+@pytest.fixture
+def by_unit(overrides, tmp_path):
+    """``by_unit(unit, name)``: a run of that name, whose sites all runs share, per that unit."""
+
+    def ran(unit, name):
+        own = [text for text in overrides if not text.startswith("dataset.id_column")]
+        own = [*own, "dataset.ignore=[patient]"] if unit == "record" else overrides
+        places = (f"privacy.sites={tmp_path / 'sites'}", f"run_dir={tmp_path / name}")
+        return run(compose(*own, *places))
+
+    return ran
+
+
 @pytest.mark.run
-def test_the_policy_and_the_data_must_name_the_same_unit(overrides, tmp_path):
-    sites = tmp_path / "sites"
-    once = [*overrides, f"privacy.sites={sites}"]
-    run(compose(*once, f"run_dir={tmp_path / 'run'}"))
-    records = [text for text in once if not text.startswith("dataset.id_column")]
-    with pytest.raises(ConfigError, match="policy has unit: person, but the data does not say"):
-        run(compose(*records, "dataset.ignore=[patient]", f"run_dir={tmp_path / 'other'}"))
-    for policy in sites.glob("*/policy.yaml"):
+def test_the_policy_and_the_data_must_name_the_same_unit(by_unit, tmp_path):
+    by_unit("person", "run")
+    refuses("policy has unit: person, but the data does not say", by_unit, "record", "other")
+    for policy in tmp_path.glob("sites/*/policy.yaml"):
         policy.write_text(policy.read_text().replace("unit: person", "unit: record"))
-    with pytest.raises(ConfigError, match="policy has unit: record, but dataset.id_column says"):
-        run(compose(*once, f"run_dir={tmp_path / 'third'}"))
+    refuses("policy has unit: record, but dataset.id_column says", by_unit, "person", "third")
     assert not (tmp_path / "other").exists()
     assert not (tmp_path / "third").exists()
 
 
 @pytest.mark.run
-def test_another_unit_keeps_the_budget_and_a_new_one_says_its_gap(overrides, tmp_path, capsys):
+def test_another_unit_keeps_the_budget_and_a_new_one_says_its_gap(by_unit, tmp_path):
     """Releases per record promise nothing to persons, whatever the policy says afterwards."""
-    sites = tmp_path / "sites"
-    by_person = [*overrides, f"privacy.sites={sites}"]
-    by_record = [text for text in by_person if not text.startswith("dataset.id_column")]
-    first = run(compose(*by_record, "dataset.ignore=[patient]", f"run_dir={tmp_path / 'run'}"))
+    first, sites = by_unit("record", "run"), tmp_path / "sites"
     assert "under budgets other than" not in (first.folder / "MODEL_CARD.md").read_text()
     policies = list(sites.glob("*/policy.yaml"))
     for policy in policies:
         text = policy.read_text().replace("unit: record", "unit: person")
         policy.write_text(re.sub(r"records: \d+", f"records: {PERSONS // 2}", text))
-    with pytest.raises(ConfigError, match="more than what is left of budgets covers"):
-        run(compose(*by_person, f"run_dir={tmp_path / 'second'}"))
-    kept = tmp_path / "kept"
-    shutil.copytree(sites, kept)
+    refuses("more than what is left of budgets covers", by_unit, "person", "second")
+    kept = shutil.copytree(sites, tmp_path / "kept")
     for policy in policies:
         policy.write_text(policy.read_text() + "    account: per-person\n")
-    third = run(compose(*by_person, f"run_dir={tmp_path / 'third'}"))
+    third = by_unit("person", "third")
     card = re.sub(r"\s+", " ", (third.folder / "MODEL_CARD.md").read_text())
     assert "per person, add/remove" in card
     assert (
@@ -206,16 +202,12 @@ def test_another_unit_keeps_the_budget_and_a_new_one_says_its_gap(overrides, tmp
 
 
 IMAGE_SIZES = ("norm=group", "channels=2", "num_cells=1")
-PRIVATE = [
-    *("privacy=dp", "clients=2", "algorithm.batch_size=8", "retrain.batch_size=8"),
-    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in IMAGE_SIZES),
-    *("privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"),
-    *(f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")),
-]
-FEATHERS = [
-    *(*PRIVATE, "algorithm=feathers", "algorithm.nas_rounds=2", "algorithm.bandit.beta=1.0"),
-    *("algorithm.num_configurations=7", "rounds=3", "retrain.rounds=3", "privacy.epsilon=30"),
-]
+PRIVATE = [f"{part}.{size}" for part in ("search_space", "retrain") for size in IMAGE_SIZES]
+PRIVATE += ["privacy=dp", "clients=2", "algorithm.batch_size=8", "retrain.batch_size=8"]
+PRIVATE += ["privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"]
+PRIVATE += [f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")]
+FEATHERS = [*PRIVATE, "algorithm=feathers", "algorithm.nas_rounds=2", "algorithm.bandit.beta=1.0"]
+FEATHERS += ["algorithm.num_configurations=7", "rounds=3", "retrain.rounds=3", "privacy.epsilon=30"]
 
 
 @pytest.fixture(scope="module")
@@ -309,31 +301,25 @@ def test_the_server_knows_the_noise_on_its_rewards_and_nothing_else_of_the_recor
     assert later["loss_bound"] == pytest.approx(min(largest, own))
 
 
-FDNAS = [
-    *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "privacy=dp", "clients=2"),
-    *("search_space.norm=group", "search_space.width=0.25", "retrain.norm=group"),
-    *("algorithm.batch_size=8", "retrain.batch_size=8", "algorithm.warm_up_rounds=1"),
-    *("privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"),
-    *("rounds=3", "retrain.rounds=2", "privacy.epsilon=30"),
-    *(f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")),
-]
+FDNAS = ["algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "privacy=dp"]
+FDNAS += ["clients=2", "search_space.norm=group", "search_space.width=0.25", "retrain.norm=group"]
+FDNAS += ["algorithm.batch_size=8", "retrain.batch_size=8", "algorithm.warm_up_rounds=1"]
+FDNAS += ["privacy.local_steps=2", "privacy.retrain.local_steps=3", "stages=[search,retrain]"]
+FDNAS += ["rounds=3", "retrain.rounds=2", "privacy.epsilon=30"]
+FDNAS += [f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")]
 
 
-DPNAS = [
-    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "privacy=dp", "clients=2"),
-    *("search_space.widths=[2,2,4]", "search_space.head=4", "algorithm.warm_up_rounds=1"),
-    *("algorithm.trained_candidates=3", "algorithm.rewarded_candidates=4", "rounds=3"),
-    *("algorithm.final_candidates=5", "algorithm.local_steps=2", "algorithm.batch_size=8"),
-    *("retrain.batch_size=8", "retrain.rounds=2", "privacy.retrain.local_steps=3"),
-    *("stages=[search,retrain]", "privacy.epsilon=30", "privacy.weights.noise_multiplier=null"),
-]
+DPNAS = ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "privacy=dp", "clients=2"]
+DPNAS += ["search_space.widths=[2,2,4]", "search_space.head=4", "algorithm.warm_up_rounds=1"]
+DPNAS += ["algorithm.trained_candidates=3", "algorithm.rewarded_candidates=4", "rounds=3"]
+DPNAS += ["algorithm.final_candidates=5", "algorithm.local_steps=2", "algorithm.batch_size=8"]
+DPNAS += ["retrain.batch_size=8", "retrain.rounds=2", "privacy.retrain.local_steps=3"]
+DPNAS += ["stages=[search,retrain]", "privacy.epsilon=30", "privacy.weights.noise_multiplier=null"]
 
 
-HALVING = [
-    *("algorithm=successive_halving", "algorithm.pool.draws=5", "algorithm.pool.keep=4"),
-    *("privacy=dp", "clients=2", "rounds=2", "stages=[search]", "search_space.norm=group"),
-    *("privacy.local_steps=3", "algorithm.batch_size=8", "privacy.epsilon=100"),
-]
+HALVING = ["algorithm=successive_halving", "algorithm.pool.draws=5", "algorithm.pool.keep=4"]
+HALVING += ["privacy=dp", "clients=2", "rounds=2", "stages=[search]", "search_space.norm=group"]
+HALVING += ["privacy.local_steps=3", "algorithm.batch_size=8", "privacy.epsilon=100"]
 BOOKED_RETRAINING = ("retrain", "train.weights:weights", ("train", "validation"))
 SEARCH_WEIGHTS = ("search", "train.search:weights", ("train",))
 SEARCH_ALPHAS = ("search", "train.search:alphas", ("validation",))
@@ -384,11 +370,9 @@ def test_all_steps_of_the_schedule_are_booked(run_booked, algorithm):
 def test_the_total_of_updates_carries_the_noise_that_is_booked(run_inline):
     """Of clients that move nothing, totals are the noise alone."""
     with decoded_totals() as totals:
-        ran = run_inline(
-            *CLIENTS,
-            *("algorithm=fedavg", "algorithm.network=resnet8_4", "stages=[retrain]"),
-            *("retrain.weights.lr=1e-30", "retrain.weights.min_lr=0", "retrain.rounds=4"),
-        )
+        own = ("algorithm=fedavg", "algorithm.network=resnet8_4", "stages=[retrain]")
+        still = ("retrain.weights.lr=1e-30", "retrain.weights.min_lr=0", "retrain.rounds=4")
+        ran = run_inline(*CLIENTS, *own, *still)
     assert len(totals) == 4
     private = ran.the("privacy")
     (planned,) = private["schedule"]

@@ -30,7 +30,6 @@ from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline import beginning
 from fednas_flwr.pipeline.beginning import commit, make_cohort
-from fednas_flwr.pipeline.stages import run_stages
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
 from fednas_flwr.privacy.books.ledger import Ledger
@@ -40,8 +39,7 @@ from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Header, encode_request
 from fednas_flwr.protocol.requests import Commit, Describe, Evaluate
-from fednas_flwr.runs.events import EventLog, read_events
-from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
+from fednas_flwr.runs.events import read_events
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
@@ -49,21 +47,18 @@ from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
 from ..booked import booked, promised_steps
-from ..conftest import sound
-from ..finished_runs import Told, named
+from ..finished_runs import Told, named, stop_at
 from ..policies import policy_of
 from ..refusals import refuses
 from ..rows import seldom
 from .test_schedule import make_schedule
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
-DP = [
-    *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "retrain.batch_size=8"),
-    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
-    *("clients=2", "privacy.retrain.local_steps=3", "privacy.epsilon=1000"),
-    *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas")),
-    *("retrain.weights.lr=0.05", "retrain.weights.min_lr=0.001", "privacy.retrain.max_grad_norm=1"),
-]
+DP = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "retrain.batch_size=8"]
+DP += [*(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES), "clients=2"]
+DP += ["privacy.retrain.local_steps=3", "privacy.epsilon=1000"]
+DP += [f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas")]
+DP += ["retrain.weights.lr=0.05", "retrain.weights.min_lr=0.001", "privacy.retrain.max_grad_norm=1"]
 SEARCH = [*DP, "stages=[search]"]
 
 
@@ -73,29 +68,15 @@ def steps_by_split(entries):
 
 
 @pytest.fixture
-def start(compose_config, tmp_path, monkeypatch):
-    """``start(*overrides)``: run the stages inline; folder, sites, events; an error if it fails."""
-    numbers = iter(range(100))
+def start(quick_run, monkeypatch):
+    """``start(*overrides)``: a whole run, with the folder of its simulated sites."""
     # PRV takes a tenth of these runs' time; the whole run below has it
     monkeypatch.setitem(release_guard.ACCOUNTANTS, "prv", rdp_epsilon)
 
-    def started(*overrides, grid=None, listener=None, resume=None, fails=False):
-        folder = tmp_path / f"run-{next(numbers)}"
-        if resume is None:
-            config = create_run_folder(compose_config(*overrides, f"run_dir={folder}"))
-        else:
-            config, folder = open_run_folder(str(resume)), resume
-        grid = grid or InProcessGrid(make_client_app(dump_config(config)), config.clients)
-        error = None
-        with EventLog(folder / "events.jsonl", [listener] if listener else []) as log:
-            try:
-                run_stages(config, grid, log, resumed=resume is not None)
-            except (QuorumError, ConfigError, KeyboardInterrupt) as raised:
-                error = raised
-        events = read_events(folder / "events.jsonl")
-        sites = Path(getattr(config.privacy, "sites", None) or folder / "sites")
-        ran = Told(folder=folder, sites=sites, events=events, error=error, config=config)
-        return sound(ran, fails)
+    def started(*overrides, **how):
+        ran = quick_run(*overrides, **how)
+        sites = Path(getattr(ran.config.privacy, "sites", None) or ran.folder / "sites")
+        return Told(**vars(ran), sites=sites)
 
     return started
 
@@ -220,12 +201,9 @@ def test_every_step_of_the_search_is_booked_on_its_split(start, local_steps, fus
 
 
 def test_a_killed_run_books_again_under_a_new_name_and_keeps_the_noise_of_retraining(start):
-    def stop(event):
-        if event["event"] == "round" and event["stage"] == "retrain":
-            raise KeyboardInterrupt
-
     given = ["stages=[search,retrain]", "privacy.epsilon=40"]  # which is the sites' budget, too
-    killed = start(*DP, *given, "clients=1", listener=stop, fails=True)
+    stop = stop_at("round", stage="retrain")
+    killed = start(*DP, *given, "clients=1", listeners=[stop], fails=True)
     assert isinstance(killed.error, KeyboardInterrupt)
     before = booked(killed.sites, 0)
     reopened()
@@ -250,15 +228,11 @@ def test_a_resumed_run_with_rounds_done_goes_on_while_its_budget_lasts(start, tm
     """The budget is for six rounds: when a round is repeated, for four of the five to do."""
     six_rounds = Release(noise_multiplier=1.0, sample_rate=8 / 16, steps=6)  # of the alphas
     budget = 1.002 * filter_epsilon([six_rounds], 1e-5)
-
-    def stop(event):
-        name, number = event["event"], event.get("round")
-        if (name, number) == ("round", 2) if done else name == "stage_started":
-            raise KeyboardInterrupt  # its checkpoint would have come after the event
-
+    # the checkpoint of a round would have come after its event
+    stop = stop_at("round", round=2) if done else stop_at("stage_started")
     given = [*SEARCH, "clients=1", f"privacy.sites={tmp_path}", "rounds=6"]
     write_policy(tmp_path, 0, epsilon=budget)
-    killed = start(*given, listener=stop, fails=True)
+    killed = start(*given, listeners=[stop], fails=True)
     assert isinstance(killed.error, KeyboardInterrupt)
     before = len(booked(tmp_path, 0))
     if not done:
@@ -286,13 +260,10 @@ def test_one_round_is_the_loop_of_single_records(compose_config, federate, monke
     """DP-FNAS, Eq. 3 and 4 and Alg. 1, in float64, at p = 1 and without the noise."""
     monkeypatch.setattr(release_guard, "add_noise", lambda total, generator, **terms: total)
     norms = {"weights": 0.8, "alphas": 0.01}
-    config = compose_config(
-        *SEARCH,
-        *("clients=3", "partition=quantity", "partition.fractions=[0.5,0.3,0.2]"),
-        *("algorithm.batch_size=null", f"privacy.sites={tmp_path}", "rounds=1"),
-        "dataset.limit_train=40",
-        *(f"privacy.{state}.max_grad_norm={norm}" for state, norm in norms.items()),
-    )
+    own = [f"privacy.{state}.max_grad_norm={norm}" for state, norm in norms.items()]
+    own += ["clients=3", "partition=quantity", "partition.fractions=[0.5,0.3,0.2]", "rounds=1"]
+    own += ["algorithm.batch_size=null", f"privacy.sites={tmp_path}", "dataset.limit_train=40"]
+    config = compose_config(*SEARCH, *own)
     fed = federate(config)
     fed.cohort.connect(fed.grid)
     records = [properties["splits"] for properties in fed.cohort.properties.values()]
@@ -409,10 +380,8 @@ def test_noise_is_not_calibrated_below_what_most_sites_accept(others, quorum, st
     for client, least in enumerate((*[1.5] * others, 90.0)):
         write_policy(tmp_path, client, least_noise_multiplier=least)
     null = [f"privacy.{kind}.noise_multiplier=null" for kind in ("weights", "alphas")]
-    run = start(
-        *(*SEARCH, *null, f"clients={others + 1}", "rounds=1", f"runtime.quorum={quorum}"),
-        f"privacy.sites={tmp_path}",
-    )
+    own = (f"clients={others + 1}", f"runtime.quorum={quorum}", f"privacy.sites={tmp_path}")
+    run = start(*SEARCH, *null, *own, "rounds=1")
     event = run.the("privacy")
     assert {planned["noise_multiplier"] for planned in event["schedule"]} == {1.5}
     reasons = [(event["client"], event["reason"]) for event in run.named("client_failed")]
@@ -455,10 +424,8 @@ def test_an_infinite_epsilon_is_told_as_such(start, monkeypatch):
 # --- what a site tells
 
 
-REAL_SITES = [
-    *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=1"),
-    *("dataset.root=null", "dataset.server_test=false"),
-]
+REAL_SITES = ["runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=1"]
+REAL_SITES += ["dataset.root=null", "dataset.server_test=false"]
 
 
 @pytest.fixture
@@ -489,7 +456,7 @@ def site(compose_config, start, tmp_path, made_data):
             return cohort
 
         def run(**how):
-            return start(*([] if "resume" in how else overrides), grid=grid, **how)
+            return start(*([] if "resume" in how else overrides), grid=lambda *_: grid, **how)
 
         nodes = [context.node_config for context in grid._contexts.values()]
         made = SimpleNamespace(config=config, grid=grid, nodes=nodes, node=nodes[0])
@@ -509,15 +476,11 @@ def booked_at(node):
         return [row.entry for row in ledger.entries()]
 
 
-SMALL = [
-    *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]"),
-    "privacy.epsilon=1000",
-]
-OF_TABLES = [
-    *("search_space=mlp_small", "dataset=csv"),
-    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES[:1]),
-    *(f"{part}.channels=8" for part in ("search_space", "retrain")),
-]
+SMALL = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "stages=[search]"]
+SMALL += ["privacy.epsilon=1000"]
+PARTS = ("search_space", "retrain")
+OF_TABLES = [f"{part}.{size}" for part in PARTS for size in ("norm=group", "channels=8")]
+OF_TABLES += ["search_space=mlp_small", "dataset=csv"]
 
 
 def write_table(path, *, changed):
@@ -785,10 +748,9 @@ def test_a_running_site_keeps_to_what_its_policy_says_now(site, broken, capsys):
 def test_a_private_node_must_name_everything_of_its_own(site, capsys, key):
     own = site()
     del own.node[key]
-    with pytest.raises(QuorumError) as error:
-        own.connected()
+    told = refuses("", own.connected, error=QuorumError)
     if key == "policy":
-        assert "privacy=dp on a node without a policy: start it with" in str(error.value)
+        assert "privacy=dp on a node without a policy: start it with" in told
     else:
         assert f"the node has a policy but lacks {key}" in capsys.readouterr().err
 
@@ -821,7 +783,9 @@ def approval(node, awaited=None):
     return ["approve", *([awaited] if awaited else []), *options]
 
 
-def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(site, compose_config, capsys):
+def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
+    site, compose_config, capsys, prints
+):
     """Not approved in time it ends with a sentence; approved, it goes on under the same name."""
     waiting = ("runtime.approval_s=0", "privacy.weights.noise_multiplier=2")
     own = site(*waiting, approve="manual")
@@ -839,9 +803,7 @@ def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(site, compose
 
     again = own.run(resume=run.folder, fails=True)  # too early
     assert str(again.error) == str(run.error)
-    capsys.readouterr()
-    assert main(approval(node)) == 0
-    shown = capsys.readouterr().out
+    shown = prints(*approval(node))
     budget = "budget records: epsilon 1000 at delta 1e-05 for one record"
     assert all(part in shown for part in (awaited, event["run"], budget, "0 is spent"))
     rows = [line.split("│")[1:-1] for line in shown.splitlines() if "│ search" in line]
@@ -853,16 +815,13 @@ def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(site, compose
     weights = sum(weight.numel() for weight in space.supernet().weights().values())
     assert f"size of the model that is searched: 30 alphas and {weights:,} weights" in shown
     assert "epsilon with all that was booked before (PRV): train " in shown
-    assert main(approval(node, "0" * 32)) == 2
     refusal = f"no schedule {'0' * 32} waits for approval; there is {awaited}."
-    assert refusal in capsys.readouterr().err
+    assert refusal in prints(*approval(node, "0" * 32), code=2)
 
-    assert main(approval(node, awaited)) == 0
-    assert f"approved {awaited}." in capsys.readouterr().out
+    assert f"approved {awaited}." in prints(*approval(node, awaited))
     own.run(resume=run.folder)
     assert {row.run for row in booked_at(node)} == {event["run"]}
-    assert main(approval(node)) == 0
-    assert capsys.readouterr().out.endswith("nothing waits for approval.\n")
+    assert prints(*approval(node)).endswith("nothing waits for approval.\n")
     new = site(*waiting, approve="manual").run(fails=True)
     assert awaited not in str(new.error)  # the next run is another one
     assert "waits for a person's approval" in str(new.error)
@@ -882,7 +841,7 @@ def test_a_run_goes_on_once_approved_and_without_a_site_where_nobody_does(site, 
             if 0 in asked[-1]:
                 assert main(approval(nodes[0], asked[-1][0])) == 0
 
-    run = own.run(listener=person)
+    run = own.run(listeners=[person])
     assert [sorted(waiting) for waiting in asked] == [[0, 1], [1]]
     left = run.the("client_left")
     assert left["client"] == 1

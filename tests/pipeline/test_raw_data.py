@@ -11,21 +11,16 @@ import pytest
 import torch
 
 from fednas_flwr import load
-from fednas_flwr.cli import main
 from fednas_flwr.models.export import onnx_inputs
 
 from ..data_sets import colour_digits, digit_files, read
 from ..finished_runs import looked_at
 from ..patients import patients
 
-FIXED = (
-    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
-    *("clients=2", "retrain.rounds=8", "retrain.weights.lr=0.05"),
-)
-SEARCHED = (
-    *("algorithm=fed_darts", "search_space=mlp_small", "retrain=quickstart", "rounds=1"),
-    *("clients=2", "retrain.rounds=4", "search_space.channels=16", "retrain.channels=16"),
-)
+FIXED = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]")
+FIXED += ("clients=2", "retrain.rounds=8", "retrain.weights.lr=0.05")
+SEARCHED = ("algorithm=fed_darts", "search_space=mlp_small", "retrain=quickstart", "rounds=1")
+SEARCHED += ("clients=2", "retrain.rounds=4", "search_space.channels=16", "retrain.channels=16")
 
 
 def digits(folder):
@@ -112,24 +107,23 @@ def test_python_takes_raw_data(finished):
         assert again.accuracy is None
 
 
-def test_the_command_takes_raw_data(finished, tmp_path, capsys):
+def test_the_command_takes_raw_data(finished, tmp_path, prints):
     data = finished.raw
     if data is None:
         data = tmp_path / "data.npz"
         np.savez(data, x=finished.test.features.numpy(), y=finished.test.labels.numpy())
     output = tmp_path / "found.csv"
-    command = ["predict", str(finished.folder), str(data), "--output", str(output)]
+    command = ("predict", finished.folder, data, "--output", output)
     half = ["--threshold", "0.5"] if len(finished.test.class_names) == 2 else []
-    assert main([*command, *half]) == 0
-    printed = capsys.readouterr().out
+    printed = prints(*command, *half)
     assert f"{len(finished.test):,} records" in printed
     assert f"accuracy by the labels in {data}: {100 * finished.accuracy:.1f} %" in printed
     table = pd.read_csv(output, dtype={"label": str, "truth": str})
     assert (table["label"] == table["truth"]).mean() == finished.accuracy
     shares = table.filter(like="probability of ")
     assert [n.removeprefix("probability of ") for n in shares] == list(finished.test.class_names)
-    assert main(command) == 0  # by the threshold of the report, where it has one
-    printed = " ".join(capsys.readouterr().out.split())
+    # by the threshold of the report, where it has one
+    printed = " ".join(prints(*command).split())
     central = finished.central
     of_two = ("sensitivity", "specificity") if half else ()
     for name in ("f1", "auroc", "average_precision", *of_two):
@@ -165,11 +159,11 @@ def test_what_the_model_takes_is_told(finished):
     assert all(column.name in card for column in finished.test.schema)
 
 
-def test_the_model_is_ready_to_publish(finished, tmp_path, capsys):
+def test_the_model_is_ready_to_publish(finished, tmp_path, prints):
     from huggingface_hub import ModelCard
 
     hub = tmp_path / "hub"
-    assert main(["export", str(finished.folder), "--to", str(hub)]) == 0
+    prints("export", finished.folder, "--to", hub)
     card = ModelCard.load(hub / "README.md")
     (result,) = (r for r in card.data.eval_results if r.metric_type == "accuracy")
     assert result.metric_value == finished.accuracy
@@ -178,8 +172,7 @@ def test_the_model_is_ready_to_publish(finished, tmp_path, capsys):
     assert "from huggingface_hub import snapshot_download" in card.content
     x = finished.test.features[:5]
     assert torch.equal(load(hub)(x), load(finished.folder)(x))
-    assert main(["export", str(finished.folder), "--to", str(hub)]) == 2
-    assert "must be a new folder" in capsys.readouterr().err
+    assert "must be a new folder" in prints("export", finished.folder, "--to", hub, code=2)
 
 
 def test_the_model_of_real_sites_takes_raw_data(run_inline, tmp_path):
@@ -192,13 +185,9 @@ def test_the_model_of_real_sites_takes_raw_data(run_inline, tmp_path):
         own = table[site * 200 : (site + 1) * 200]
         own.to_csv(file, index=False, sep=",;\t"[site])
     test = tmp_path / "patients" / "test.csv"
-    ran = run_inline(
-        *("runtime=deployment", "runtime.superlink=site", "partition=sites", "clients=3"),
-        *("dataset=csv", f"dataset.root={test}", "dataset.label=outcome", *SEARCHED[:3]),
-        *("search_space.channels=16", "retrain.channels=16", "retrain.rounds=4"),
-        f"dataset.cache={tmp_path / 'cache'}",
-        sites=files,
-    )
+    own = ("runtime=deployment", "runtime.superlink=site", "partition=sites", "dataset=csv")
+    own += (f"dataset.root={test}", "dataset.label=outcome", f"dataset.cache={tmp_path / 'cache'}")
+    ran = run_inline(*SEARCHED, *own, "clients=3", "rounds=2", sites=files)
     evaluated = ran.the("evaluated")
     found = load(ran.folder).predict(test)
     assert found.accuracy == evaluated["central"]["accuracy"] > 0.6

@@ -9,13 +9,11 @@ from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.numbers import read_run
 
 from ..booked import booked
+from ..composing import ranges_of
 
-PRIVATE = [
-    *("privacy=dp", "privacy.epsilon=100", "clients=2"),
-    *("algorithm.batch_size=8", "retrain.batch_size=16", "retrain.local_epochs=9"),
-    *("search_space.norm=group", "retrain.norm=group"),
-    *("privacy.local_steps=2", "privacy.retrain.local_steps=3"),
-]
+PRIVATE = ["privacy=dp", "privacy.epsilon=100", "clients=2", "algorithm.batch_size=8"]
+PRIVATE += ["retrain.batch_size=16", "retrain.local_epochs=9", "search_space.norm=group"]
+PRIVATE += ["retrain.norm=group", "privacy.local_steps=2", "privacy.retrain.local_steps=3"]
 
 
 def card(run):
@@ -50,10 +48,8 @@ def test_a_given_genotype_was_not_searched_for(finished_run):
     searched = finished_run("stages=[search]", "clients=2", "rounds=1")
     assert "; its weights were not trained." in card(searched)
     assert "Nothing was searched" not in card(searched)
-    run = finished_run(
-        *("stages=[retrain,evaluate]", f"genotype={searched.folder / 'genotype.json'}"),
-        *("clients=2", "retrain.rounds=1", "algorithm.local_epochs=7"),
-    )
+    given = ("stages=[retrain,evaluate]", f"genotype={searched.folder / 'genotype.json'}")
+    run = finished_run(*given, "clients=2", "retrain.rounds=1", "algorithm.local_epochs=7")
     assert run.error is None
     shown, text = dict(setting_rows(read_run(run.folder))), card(run)
     assert sentence("title", read_run(run.folder)) == "npz, 2 clients"
@@ -68,20 +64,13 @@ def test_a_given_genotype_was_not_searched_for(finished_run):
 
 
 def test_hyper_parameters_that_were_chosen_are_not_those_of_the_settings(finished_run):
-    run = finished_run(
-        *("algorithm=feathers", "algorithm.num_configurations=3", "algorithm.nas_rounds=2"),
-        *("clients=2", "stages=[search,retrain]"),
-    )
+    feathers = ("algorithm=feathers", "algorithm.num_configurations=3", "algorithm.nas_rounds=2")
+    run = finished_run(*feathers, "clients=2", "stages=[search,retrain]")
     text = card(run)
     assert "retrain.weights.lr" not in text
     assert "| retrain.hyperparameters | chosen by feathers in every round |" in text
-    found = finished_run(
-        *("algorithm=random_search", "rounds=1", "clients=2", "retrain.rounds=1"),
-        "algorithm.ranges={lr:{low:.001,high:.002,log:true},"
-        "weight_decay:{low:1e-5,high:1e-4,log:true},momentum:{low:.1,high:.2,log:false},"
-        "alpha_lr:{low:1e-4,high:1e-3,log:true},alpha_weight_decay:{low:1e-5,high:1e-4,log:true},"
-        "dropout:{low:0.0,high:0.1,log:false}}",
-    )
+    own = ("algorithm=random_search", "rounds=1", "clients=2", "retrain.rounds=1")
+    found = finished_run(*own, ranges_of(lr=(0.001, 0.002), dropout=(0.0, 0.1)))
     derived = found.the("derived")
     assert f"| retrain.weights.lr | {derived['configuration']['lr']} |" in card(found)
     assert f"| retrain.drop_path_prob | {derived['configuration']['dropout']} |" in card(found)

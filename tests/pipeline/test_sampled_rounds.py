@@ -26,12 +26,9 @@ from ..rows import seldom
 
 SIX = ["clients=6", "sampling.per_round=2", "rounds=4", "retrain.rounds=3"]
 FNAS = ["algorithm=fnas", "algorithm.batch_size=8", *SIX]
-DP = [
-    *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "retrain.batch_size=8"),
-    *("search_space.norm=group", "retrain.norm=group", "retrain.channels=2"),
-    *("privacy.retrain.local_steps=3", "privacy.epsilon=30", "search_space.channels=2"),
-    *SIX,
-]
+DP = ["algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=8", "retrain.batch_size=8"]
+DP += ["search_space.norm=group", "retrain.norm=group", "retrain.channels=2"]
+DP += ["privacy.retrain.local_steps=3", "privacy.epsilon=30", "search_space.channels=2", *SIX]
 
 
 def drawn(run):
@@ -83,10 +80,9 @@ def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, fed
 
 
 def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(finished_run):
-    run = finished_run(
-        *("algorithm=fedex", "algorithm.network=linear", "algorithm.num_configurations=3"),
-        *("clients=4", "sampling.per_round=2", "retrain.rounds=2", "stages=[retrain]"),
-    )
+    fedex = ("algorithm=fedex", "algorithm.network=linear", "algorithm.num_configurations=3")
+    own = ("clients=4", "sampling.per_round=2", "retrain.rounds=2", "stages=[retrain]")
+    run = finished_run(*fedex, *own)
     assert [len(event["asked"]) for event in run.named("round")] == [2, 2]
 
 

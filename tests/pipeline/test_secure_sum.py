@@ -14,26 +14,20 @@ from fednas_flwr.cli import main
 from fednas_flwr.client.making import make_sum_site
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.messages import decode_reply, decode_request
-from fednas_flwr.runs.events import latest_rounds, read_events
+from fednas_flwr.runs.numbers import read_run
 
 from ..booked import booked, decoded_totals
 from ..refusals import refuses
 from ..rows import seldom
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
-SHORT = [
-    *("rounds=1", "retrain.rounds=1"),
-    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
-    "stages=[search,retrain,evaluate]",
-    "dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}",
-]
+SMALL = [f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES]
+SHORT = [*SMALL, "rounds=1", "retrain.rounds=1", "stages=[search,retrain,evaluate]"]
+SHORT += ["dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}"]
 SUMS = ("clients=4", "secure_sum={least_sites: 3, colluding: 1}")
-DP = [
-    *("algorithm=dp_fnas", "privacy=dp", "algorithm.batch_size=4", "retrain.batch_size=4"),
-    *(f"{part}.{size}" for part in ("search_space", "retrain") for size in SIZES),
-    *("privacy.epsilon=1000", "privacy.retrain.local_steps=1"),
-    *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas")),
-]
+DP = [*SMALL, "algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=1000"]
+DP += ["algorithm.batch_size=4", "retrain.batch_size=4", "privacy.retrain.local_steps=1"]
+DP += [f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas")]
 
 
 class LossyGrid(InProcessGrid):
@@ -270,10 +264,11 @@ DAMAGES = [
 ]
 
 
+KINDS = ["other masks", "shorter", "another request", "replayed"]
+
+
 @pytest.mark.run
-@pytest.mark.parametrize(
-    ("change", "said"), DAMAGES, ids=["other masks", "shorter", "another request", "replayed"]
-)
+@pytest.mark.parametrize(("change", "said"), DAMAGES, ids=KINDS)
 def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, run):
     rounds, fails = 1 if said else 2, change is other_masks
     own = ("algorithm=fed_darts", "stages=[search]", f"rounds={rounds}")
@@ -299,8 +294,7 @@ def test_a_run_that_was_killed_goes_on_with_new_masks(run):
     assert "not signed" in str(ran.error)
     before = records[-1 - [v for v, _, _ in reversed(records)].index("train.search")][2]
     assert main(["run", f"resume={ran.folder}"]) == 0
-    rounds = latest_rounds(read_events(ran.folder / "events.jsonl"), "search")
-    assert [e["round"] for e in rounds] == [1, 2]
+    assert [e["round"] for e in read_run(ran.folder).rounds("search")] == [1, 2]
     later = [r.properties["context"] for v, _, r in records[:-8] if v == "train.search"]
     assert before.properties["context"] not in later
 
@@ -330,11 +324,9 @@ def test_what_has_no_sum_is_refused_at_composition(settings, said, compose_confi
     refuses(said, compose_config, *least, *settings.split())
 
 
-LINEAR = [
-    *("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "privacy.epsilon=50"),
-    *("stages=[retrain]", "retrain.rounds=2", "retrain.batch_size=4", "retrain.norm=group"),
-    "privacy.retrain.local_steps=2",
-]
+LINEAR = ["algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "privacy.epsilon=50"]
+LINEAR += ["stages=[retrain]", "retrain.rounds=2", "retrain.batch_size=4", "retrain.norm=group"]
+LINEAR += ["privacy.retrain.local_steps=2"]
 
 
 @pytest.mark.run

@@ -25,10 +25,8 @@ from ..refusals import refuses, refuses_run
 
 NAMES = ("even", "large", "prime")
 SCORES = {"auroc": metrics.roc_auc_score, "average_precision": metrics.average_precision_score}
-LINEAR = (
-    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
-    *("clients=2", "retrain.rounds=8", "retrain.weights.lr=0.05"),
-)
+LINEAR = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]")
+LINEAR += ("clients=2", "retrain.rounds=8", "retrain.weights.lr=0.05")
 
 
 def digits():
@@ -156,11 +154,9 @@ def test_report_card_and_counts_are_of_labels(finished):
 
 def test_private_clients_search_and_train_on_several_labels(finished_run, tmp_path):
     images(tmp_path)
-    run = finished_run(
-        *("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=8", "clients=2", "rounds=2"),
-        *("dataset=npz", f"dataset.root={tmp_path / 'raw.npz'}", "retrain.rounds=1"),
-        "dataset.class_names=[even,large,prime]",
-    )
+    private = ("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=8", "clients=2", "rounds=2")
+    data = (f"dataset.root={tmp_path / 'raw.npz'}", "dataset.class_names=[even,large,prime]")
+    run = finished_run(*private, "dataset=npz", *data, "retrain.rounds=1")
     evaluated = run.the("evaluated")
     assert not run.failed
     assert 0 < evaluated["central"]["accuracy"] < 1
@@ -173,12 +169,9 @@ def test_real_sites_say_that_records_can_have_several_labels(run_inline, tmp_pat
     for site, file in enumerate(files):
         own[site * 400 : site * 400 + 400].to_csv(file, index=False)
     own[800:].to_csv(tmp_path / "new.csv", index=False)
-    ran = run_inline(
-        *("runtime=deployment", "runtime.superlink=site", "partition=sites", *LINEAR),
-        *("dataset=csv", f"dataset.root={tmp_path / 'new.csv'}", "dataset.label_separator='|'"),
-        f"dataset.cache={tmp_path / 'cache'}",
-        sites=files,
-    )
+    own = ("runtime=deployment", "runtime.superlink=site", "partition=sites", "dataset=csv")
+    own += (f"dataset.root={tmp_path / 'new.csv'}", f"dataset.cache={tmp_path / 'cache'}")
+    ran = run_inline(*LINEAR, *own, "dataset.label_separator='|'", sites=files)
     found = load(ran.folder).predict(tmp_path / "new.csv")
     assert found.inputs.multi_label
     evaluated = ran.the("evaluated")
@@ -204,12 +197,11 @@ def test_what_is_for_one_class_is_refused(override, compose_config, tmp_path):
 
 
 @pytest.mark.run
-def test_several_labels_are_audited(tmp_path, capsys):
+def test_several_labels_are_audited(tmp_path, prints):
     images(tmp_path)
     own = ("algorithm=dp_fnas", "privacy=dp", "privacy.weights.noise_multiplier=1", "dataset=npz")
     data = (f"dataset.root={tmp_path / 'raw.npz'}", "dataset.class_names=[even,large,prime]")
-    assert main(["audit", *own, *data]) == 0
-    assert "The audit does not refute" in capsys.readouterr().out
+    assert "The audit does not refute" in prints("audit", *own, *data)
 
 
 # --- targets that are numbers
@@ -220,10 +212,8 @@ RANGES = ("dataset.ranges={age:[0,100],crp:[0,60]}", "dataset.target_range=[0,12
 LINEAR_OF_THREE = (*LINEAR, "clients=3")
 DP_CELLS = ("search_space=dp_cells_small", "retrain=dp_cells")
 TINY = ("clients=2", "rounds=1", "retrain=quickstart", "retrain.rounds=1")
-OF_TABLES = (
-    *("algorithm=random_search", "experiment=search/recommended"),
-    *("algorithm=fed_darts", "algorithm=feathers", "algorithm=fnas"),
-)
+OF_TABLES = ("algorithm=random_search", "experiment=search/recommended", "algorithm=fed_darts")
+OF_TABLES += ("algorithm=feathers", "algorithm=fnas")
 SMALL = ("search_space=mlp_small", "search_space.channels=8", "retrain.channels=8")
 
 
@@ -306,11 +296,9 @@ def test_onnxruntime_predicts_as_python_does(of_numbers):
     assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"]) == ["days"]
 
 
-def test_the_command_writes_numbers_and_prints_scores(of_numbers, tmp_path, capsys):
+def test_the_command_writes_numbers_and_prints_scores(of_numbers, tmp_path, prints):
     output = tmp_path / "found.csv"
-    given = [str(of_numbers.folder), str(of_numbers.raw), "--output", str(output)]
-    assert main(["predict", *given]) == 0
-    printed = capsys.readouterr().out
+    printed = prints("predict", of_numbers.folder, of_numbers.raw, "--output", output)
     assert f"{of_numbers.central['rmse']:.4g}" in printed
     assert "accuracy" not in printed
     table = pd.read_csv(output)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fednas_flwr.cli import RUN_FAILED, STOPPED
-from fednas_flwr.runs.events import latest_rounds, read_events
+from fednas_flwr.runs.events import read_events
+from fednas_flwr.runs.numbers import read_run
 
 MOMENTS = 50
 TIMEOUT_S = 900
@@ -50,20 +51,29 @@ def stop_when(start, moment, *arguments, by=signal.SIGINT):
         assert all(line.startswith("to go on: fednas run resume=") for line in lines[:-1])
 
 
+def events_of(folder):
+    """The events of a run, none if it has not begun."""
+    log = folder / "events.jsonl"
+    return read_events(log) if log.exists() else []
+
+
+def assert_same_network(one, other):
+    for name in ("genotype.json", "model.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+
+
 def assert_goes_on(start, folder, whole):
     """Continue what a folder holds of a run, to the results of one that nobody stopped."""
     if not (folder / "config.yaml").exists():  # stopped before there was a run
         assert not list(folder.glob("*.*"))
         return
-    log = folder / "events.jsonl"
-    before = read_events(log) if log.exists() else []
+    before = events_of(folder)
     complete(start, f"resume={folder}")
-    for name in ("genotype.json", "model.safetensors"):
-        assert (folder / name).read_bytes() == (whole / name).read_bytes()
-    events = [read_events(path / "events.jsonl") for path in (folder, whole)]
-    assert events[0][: len(before)] == before
+    assert_same_network(folder, whole)
+    runs = read_run(folder), read_run(whole)
+    assert runs[0].events[: len(before)] == before
     for stage in ("search", "retrain"):
-        one, other = ([e["metrics"] for e in latest_rounds(of, stage)] for of in events)
+        one, other = ([event["metrics"] for event in run.rounds(stage)] for run in runs)
         assert one == other
 
 
@@ -83,18 +93,18 @@ def whole(fednas, overrides, tmp_path_factory):
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("event", [slow("partition"), "round", slow("exported")])
 def test_a_run_that_is_stopped_or_killed_goes_on(fednas, overrides, whole, tmp_path, event, by):
-    log = tmp_path / "run" / "events.jsonl"
+    folder = tmp_path / "run"
 
     def told():
-        return log.exists() and event in [told["event"] for told in read_events(log)]
+        return event in [told["event"] for told in events_of(folder)]
 
-    stop_when(fednas, told, *overrides, f"run_dir={tmp_path / 'run'}", by=by)
+    stop_when(fednas, told, *overrides, f"run_dir={folder}", by=by)
     if by == signal.SIGINT and event == "round":
         assert STOPPED == 130
-        ended = read_events(log)[-1]
+        ended = events_of(folder)[-1]
         assert ended["event"] == "run_finished"
         assert ended["status"] == "completed" or ended["reason"] == "stopped by Ctrl-C"
-    assert_goes_on(fednas, tmp_path / "run", whole[0])
+    assert_goes_on(fednas, folder, whole[0])
 
 
 @pytest.mark.slow
@@ -141,9 +151,7 @@ def test_a_run_outlives_processes_of_ray(fednas, overrides, whole, tmp_path, sta
     own = ("runtime=ray", "runtime.client_cpus=0.5", "runtime.quorum=1", f"run_dir={folder}")
 
     def begun():
-        log = folder / "events.jsonl"
-        told = read_events(log) if log.exists() else []
-        return any(event["event"] == "round" and event["stage"] == stage for event in told)
+        return any(e["event"] == "round" and e["stage"] == stage for e in events_of(folder))
 
     with fednas("run", *overrides, *own) as process:
         while process.poll() is None and not begun():
@@ -162,5 +170,4 @@ def test_a_run_outlives_processes_of_ray(fednas, overrides, whole, tmp_path, sta
         complete(fednas, f"resume={folder}")
     else:  # workers go on without what has started them, and idle ones are not missed
         assert process.returncode == 0
-    for name in ("genotype.json", "model.safetensors"):
-        assert (folder / name).read_bytes() == (whole[0] / name).read_bytes()
+    assert_same_network(folder, whole[0])

@@ -4,7 +4,6 @@ import pytest
 
 from fednas_flwr import load, run
 from fednas_flwr.report.model_card import write_model_card
-from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import is_complete, read_run
 from fednas_flwr.settings import parser
 from fednas_flwr.settings.configuration import parse_config
@@ -35,7 +34,7 @@ def test_a_search_stops_at_its_checkpoint_and_goes_on(run_inline, no_time, monke
     assert not is_complete(done.folder)
     (warning,) = (e["message"] for e in done.named("warning"))
     assert warning.startswith("the time limit has ended the search after round 1 of 3; resume=")
-    assert read_events(done.folder / "events.jsonl")[-1]["status"] == "completed"
+    assert read_run(done.folder).events[-1]["status"] == "completed"
     monkeypatch.setitem(parser.SECONDS, "s", 1e6)
     run_inline(resume=done.folder)
     assert (rounds(done.folder, "search"), rounds(done.folder, "retrain")) == ([1, 2, 3], [1, 2, 3])

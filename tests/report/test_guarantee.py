@@ -8,21 +8,14 @@ from ..refusals import lacking
 from .conftest import SEARCH_RELEASE
 
 
-def _client(client, prv, *, delta=1e-5, train=300, **more):
-    return {
-        "client": client,
-        "records": {"train": train, "validation": 200, "test": 0},
-        "budget": {"epsilon": 8.0, "delta": delta},
-        "secure_noise": True,
-        "epsilon": {} if prv is None else {"prv": prv},
-        **more,
-    }
+def _client(client, prv, *, delta=1e-5, **more):
+    told = {"client": client, "records": {"train": 300, "validation": 200, "test": 0}}
+    told |= {"budget": {"epsilon": 8.0, "delta": delta}, "secure_noise": True}
+    return told | {"epsilon": {} if prv is None else {"prv": prv}} | more
 
 
-SHOWN = [
-    *[(3.1, "3.10"), (3.1000001, "3.11"), (9.999, "10.00"), (0.00123456, "0.00124")],
-    *[(12345.6, "12400"), (0.0, "0"), (8, "8.00"), (None, "∞")],
-]
+SHOWN = [(3.1, "3.10"), (3.1000001, "3.11"), (9.999, "10.00"), (0.00123456, "0.00124")]
+SHOWN += [(12345.6, "12400"), (0.0, "0"), (8, "8.00"), (None, "∞")]
 
 
 @pytest.mark.parametrize(("epsilon", "text"), SHOWN)

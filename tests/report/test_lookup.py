@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from fednas_flwr import cli
+from fednas_flwr.cli import USER_ERROR, main
 from fednas_flwr.report.lookup import found_cell, print_lookup, read_cell, read_table
 from fednas_flwr.runs.numbers import read_run
 
@@ -155,7 +155,7 @@ def test_what_is_no_table_is_refused_in_one_sentence(tmp_path, make_run, capsys,
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     folder = make_run("run", CELLS[0])
-    assert cli.main(["lookup", str(folder), "--table", str(path)]) == cli.USER_ERROR
+    assert main(["lookup", str(folder), "--table", str(path)]) == USER_ERROR
     output = capsys.readouterr()
     assert sentence in output.err
     assert str(path) in output.err
@@ -170,25 +170,22 @@ UNLISTED = [
 
 
 @pytest.mark.parametrize(("cell", "space", "sentence"), UNLISTED)
-def test_runs_without_a_listed_cell_are_named(tmp_path, make_run, capsys, cell, space, sentence):
+def test_runs_without_a_listed_cell_are_named(tmp_path, make_run, prints, cell, space, sentence):
     table = write(tmp_path / "t.csv", made_rows(CELLS[1:50]))
     good, bad = make_run("good", CELLS[7]), make_run("bad", cell, space)
-    arguments = ["lookup", str(good), str(bad), "--table", str(table), "--column", *COLUMNS]
-    assert cli.main(arguments) == cli.USER_ERROR
-    error = capsys.readouterr().err
+    error = prints("lookup", good, bad, "--table", table, "--column", *COLUMNS, code=USER_ERROR)
     assert f"{bad} {sentence}" in error
     assert error.count("\n") == 1
 
 
-def test_a_run_that_has_not_begun_and_no_run_are_refused(tmp_path, capsys):
+def test_a_run_that_has_not_begun_and_no_run_are_refused(tmp_path, prints):
     table = write(tmp_path / "t.csv", made_rows(CELLS[:9]))
     for folder in (tmp_path / "sweep", tmp_path / "nothing"):
         folder.mkdir()
     (tmp_path / "sweep" / "config.yaml").write_text("seed: 1\n")
     for name, sentence in (("sweep", "its run has not begun"), ("nothing", "holds no run")):
-        arguments = ["lookup", str(tmp_path / name), "--table", str(table), "--column", *COLUMNS]
-        assert cli.main(arguments) == cli.USER_ERROR
-        assert sentence in capsys.readouterr().err
+        command = ("lookup", tmp_path / name, "--table", table, "--column", *COLUMNS)
+        assert sentence in prints(*command, code=USER_ERROR)
 
 
 def test_several_runs_are_shown_with_their_mean_and_worst(tmp_path, make_run):
@@ -210,13 +207,12 @@ def test_several_runs_are_shown_with_their_mean_and_worst(tmp_path, make_run):
         assert found[name] == pytest.approx(values, abs=0.06)
 
 
-def test_a_search_is_looked_up_from_its_folder(tmp_path, finished_run, capsys):
+def test_a_search_is_looked_up_from_its_folder(tmp_path, finished_run, prints):
     """A real run: its cell of every round and the derived one stand in a table of all cells."""
     table = write(tmp_path / "all.csv", made_rows(CELLS))
     space = ("search_space=nasbench201", "search_space.channels=4", "search_space.num_cells=1")
     folder = finished_run(*space, "stages=[search]", "clients=2").folder
-    assert cli.main(["lookup", str(folder), "--table", str(table), "--column", *COLUMNS]) == 0
-    printed = capsys.readouterr().out
+    printed = prints("lookup", folder, "--table", table, "--column", *COLUMNS)
     read, cell = read_table(table, COLUMNS), found_cell(read_run(folder))
     assert len(read.percentiles) == 15_625
     assert f"{read.percentiles[cell]:.1f}" in printed

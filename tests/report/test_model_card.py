@@ -42,11 +42,8 @@ def test_a_private_run_states_one_epsilon_and_delta_per_client(make_run):
         "| 1 | (4.11, 1e-05) | per record, add/remove | 2.90 of 8 |",
         "| 2 | (5.11, 1e-05) | per record, add/remove | – of 8 |",
         "| search | train.weight_gradient | train | 1.25 | 0.5 | 16 | 0.032 to 0.0533 | 1,200 |",
-        *(
-            "The clients were simulated on one machine",
-            "one record of one client, added or removed",
-        ),
-        *("PRV accountant of dp-accounting", "a Renyi filter", "Poisson sampling"),
+        *("The clients were simulated on one machine", "a Renyi filter", "Poisson sampling"),
+        *("one record of one client, added or removed", "PRV accountant of dp-accounting"),
         "15 test records, as they declare",
         "| mean accuracy over clients, noised | 49.0 % |",
         "| client 1 left the run | its budget has ended |",

@@ -58,19 +58,15 @@ def test_warnings_and_failures_are_printed_whole_and_a_repeated_failure_once():
 def test_what_fails_before_the_first_round_has_no_round():
     failure = {"event": "client_failed", "stage": "connect", "round": 0, "client": 2}
     text = _show([failure | {"action": "query.describe", "reason": "KeyError: x"}])
-    assert text == (
-        "client 2 failed before the first round, when it was asked what it has (query.describe): "
-        "KeyError: x\n"
-    )
+    place = "before the first round, when it was asked what it has (query.describe)"
+    assert text == f"client 2 failed {place}: KeyError: x\n"
 
 
 def test_whoever_waits_for_a_person_is_told_with_the_command():
     awaited = [{"client": client, "schedule": "a1" * 16} for client in (0, 2)]
     text = _show([{"event": "approval_awaited", "run": "r", "clients": awaited}], terminal=False)
-    assert text.splitlines() == [
-        f"client {client} waits for a person's approval: `fednas approve {'a1' * 16}` at its site"
-        for client in (0, 2)
-    ]
+    words = f"waits for a person's approval: `fednas approve {'a1' * 16}` at its site"
+    assert text.splitlines() == [f"client 0 {words}", f"client 2 {words}"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -21,7 +21,7 @@ def unfinished(make_run):
 
 
 def test_the_page_follows_the_run_and_reloads_itself_no_more_after_it(
-    unfinished, monkeypatch, capsys
+    unfinished, monkeypatch, prints
 ):
     page = unfinished / "report.html"
     seen = []
@@ -36,8 +36,7 @@ def test_the_page_follows_the_run_and_reloads_itself_no_more_after_it(
                 log.emit("run_finished", status="completed", seconds=1.0)
 
     monkeypatch.setattr("time.sleep", wait)
-    assert main(["watch", str(unfinished)]) == 0
-    assert str(page) in capsys.readouterr().out
+    assert str(page) in prints("watch", unfinished)
     first, second = seen
     assert first.count(RELOADS) == first.count("</body>") == second.count(RELOADS) == 1
     assert "a later warning" not in first
@@ -61,6 +60,5 @@ def test_an_end_by_hand_leaves_a_page_that_rests(unfinished, monkeypatch):
     assert RELOADS not in (unfinished / "report.html").read_text()
 
 
-def test_a_folder_without_a_run_is_one_sentence(tmp_path, capsys):
-    assert main(["watch", str(tmp_path)]) == 2
-    assert "holds no events.jsonl" in capsys.readouterr().err
+def test_a_folder_without_a_run_is_one_sentence(tmp_path, prints):
+    assert "holds no events.jsonl" in prints("watch", tmp_path, code=2)

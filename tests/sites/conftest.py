@@ -55,14 +55,8 @@ def machines(tmp_path_factory, loopback):
         machine = Path(service["volumes"][0].split(":")[0]).name
         parts[name] = loopback.Part(machine, service["command"], own)
     (port,) = loopback.free_ports(1)
-    made = loopback.Machines(
-        base,
-        replace(listed, server=Server(("127.0.0.1",), port)),
-        data,
-        records=50,
-        class_names="012",
-        parts=parts,
-    )
+    here = replace(listed, server=Server(("127.0.0.1",), port))
+    made = loopback.Machines(base, here, data, records=50, class_names="012", parts=parts)
 
     def begin(*, private, sums=None):
         made.make_private(private)

@@ -13,6 +13,7 @@ from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 
 from ..processes import told
+from .test_faults import DEPLOYMENT, PRIVATE, RUN
 
 DOCKER = Path(__file__).parents[2] / "docker"
 COMPOSE = DOCKER / "compose.yaml"
@@ -119,14 +120,8 @@ def test_a_private_search_on_three_sites(cluster, loopback):
     """At one of them a person types the command that releases the schedule."""
     run_dir = cluster.folder / "server" / "state" / "run"
     loopback.edit(cluster.folder / SITES[0] / "policy.yaml", r"approve: \w+", "approve: manual")
-    running = cluster.launch(
-        *("fednas", "run", "runtime=deployment", "runtime.superlink=server", "runtime.quorum=1"),
-        *("partition=sites", "dataset=npz", "dataset.server_test=false", "clients=3", "rounds=1"),
-        *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=1000"),
-        *("algorithm.batch_size=8", "search_space.norm=group", "search_space.channels=2"),
-        *("search_space.num_cells=1", "stages=[search]", "trackers=[]", f"run_dir={run_dir}"),
-        "runtime.approval_s=600",
-    )
+    own = ("rounds=1", "runtime.quorum=1", "runtime.approval_s=600", f"run_dir={run_dir}")
+    running = cluster.launch("fednas", "run", *DEPLOYMENT, *RUN, *PRIVATE, *own)
     file = run_dir / "events.jsonl"
 
     def awaited():

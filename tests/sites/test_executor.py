@@ -18,17 +18,10 @@ from fednas_flwr.deploy.sites.executor import IMPORTED, NAME
 
 
 def spec(task):
-    return ExecutionSpec(
-        task_type=task,
-        runtime_api_address="127.0.0.1:1",
-        token="secret",
-        insecure=True,
-        root_certificates_path=None,
-        runtime_dependency_install=False,
-        parent_pid=os.getpid(),
-        suppress_output=False,
-        task_id=1,
-    )
+    where = {"runtime_api_address": "127.0.0.1:1", "insecure": True, "root_certificates_path": None}
+    how = {"runtime_dependency_install": False, "suppress_output": False}
+    own = {"task_type": task, "token": "secret", "parent_pid": os.getpid()}
+    return ExecutionSpec(**own, **where, **how, task_id=1)
 
 
 @pytest.mark.parametrize("task", TaskType)

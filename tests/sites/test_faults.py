@@ -22,16 +22,12 @@ from fednas_flwr.runs.events import read_events
 pytestmark = pytest.mark.slow
 
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=server")
-RUN = (
-    *("partition=sites", "dataset=npz", "dataset.server_test=false", "clients=3", "rounds=2"),
-    *("stages=[search]", "search_space.channels=2", "search_space.num_cells=1", "trackers=[]"),
-    "runtime.device=cpu",
-)
+RUN = ("partition=sites", "dataset=npz", "dataset.server_test=false", "clients=3", "rounds=2")
+RUN += ("stages=[search]", "search_space.channels=2", "search_space.num_cells=1", "trackers=[]")
+RUN += ("runtime.device=cpu",)
 SLOW = (*RUN, "algorithm.local_epochs=60")  # so that signals come in the middle of the work
-PRIVATE = (
-    *("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=1000"),
-    *("algorithm.batch_size=8", "search_space.norm=group"),
-)
+PRIVATE = ("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=1000")
+PRIVATE += ("algorithm.batch_size=8", "search_space.norm=group")
 
 
 @pytest.fixture(scope="module")

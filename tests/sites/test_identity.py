@@ -58,29 +58,23 @@ def net(tmp_path_factory, loopback):
     processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(name, *command):
+        own = {"env": environment, "cwd": folder}
         with (folder / f"{name}.log").open("wb") as log:
-            processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, cwd=folder
-            )
+            processes[name] = subprocess.Popen(command, stdout=log, stderr=log, **own)
 
     def start_link(name, port):
         files = {"ca-certfile": "ca/ca.crt", "certfile": f"{name}/server.crt"}
         files |= {"keyfile": f"{name}/server.key"}
-        start(
-            name,
-            *(sys.executable, "-m", "fednas_flwr.deploy.sites.superlink", "--port", str(port)),
-            *(f"--ssl-{option}={path}" for option, path in files.items()),
-            *("--enable-supernode-auth", "--isolation=process", f"--database={name}/state.db"),
-        )
+        module, own = "fednas_flwr.deploy.sites.superlink", ["--enable-supernode-auth"]
+        own += [f"--ssl-{option}={path}" for option, path in files.items()]
+        own += ["--isolation=process", f"--database={name}/state.db", f"--port={port}"]
+        start(name, sys.executable, "-m", module, *own)
 
     def start_node(name, *, address, authority, key):
         tls = ["--insecure"] if not authority else [f"--root-certificates={authority}/ca.crt"]
         own = [f"--auth-supernode-private-key={key}"] if key else []
-        start(
-            name,
-            *(str(BIN / "flower-supernode"), f"--superlink={address}", "--max-retries=0"),
-            *(*tls, *own, "--isolation=process", f"--port={ports.pop()}"),
-        )
+        own += [f"--superlink={address}", "--max-retries=0", "--isolation=process"]
+        start(name, str(BIN / "flower-supernode"), *tls, *own, f"--port={ports.pop()}")
 
     def flwr(*command):
         named = ("-m", "flwr.cli.app", "supernode", *command, "--format=json")

@@ -217,11 +217,11 @@ def broken(folder):
     return {finding.name: finding.text for finding in examine(folder) if finding.broken}
 
 
-def test_doctor_finds_a_new_server_well(folder, capsys):
+def test_doctor_finds_a_new_server_well(folder, prints):
     settings = folder / "server" / "server.env"
     settings.write_text(settings.read_text().replace("8000", "1"))  # where nothing listens
-    assert main(["doctor", str(folder / "server")]) == 0
-    assert "for fl.example.org, 10.0.0.7, localhost, 127.0.0.1, valid 36" in capsys.readouterr().out
+    words = "for fl.example.org, 10.0.0.7, localhost, 127.0.0.1, valid 36"
+    assert words in prints("doctor", folder / "server")
 
 
 def test_doctor_needs_to_write_into_the_state_only(folder, monkeypatch):
@@ -385,15 +385,13 @@ KEYS = [
 
 
 @pytest.mark.parametrize(("kind", "make", "sent", "known"), KEYS)
-def test_a_sites_keys_are_made_once(tmp_path, capsys, kind, make, sent, known):
+def test_a_sites_keys_are_made_once(tmp_path, prints, kind, make, sent, known):
     key = tmp_path / "own.key"
-    assert main(["key", *kind, str(key)]) == 0
-    assert sent in capsys.readouterr().out
+    assert sent in prints("key", *kind, key)
     content = key.read_bytes()
     (public,) = tmp_path.glob("*.pub")
     assert content.splitlines()[len(content.splitlines()) // 2][:64] not in public.read_bytes()
-    assert main(["key", *kind, str(key)]) == 2
-    assert f"exists: {known} may know the site by it" in capsys.readouterr().err
+    assert f"exists: {known} may know the site by it" in prints("key", *kind, key, code=2)
     assert (key.read_bytes(), key.stat().st_mode & 0o777) == (content, 0o600)
     refuses("", make, key, error=FileExistsError)
     refuses("give a folder of `fednas provision`", examine, tmp_path)

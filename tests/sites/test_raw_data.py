@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from fednas_flwr import load
-from fednas_flwr.cli import main
 from fednas_flwr.deploy.sites.provision import Deployment, Server
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
@@ -21,10 +20,8 @@ pytestmark = pytest.mark.slow
 
 SITES = ("north", "south", "east")
 OWNERS = (*SITES, "test")
-NETWORK = (
-    *("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]"),
-    *("retrain.rounds=4", "retrain.weights.lr=0.05", "trackers=[]"),
-)
+NETWORK = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]")
+NETWORK += ("retrain.rounds=4", "retrain.weights.lr=0.05", "trackers=[]")
 NAMES = [f"digit{digit}" for digit in range(10)]
 
 
@@ -60,12 +57,10 @@ def private_csv(folder):
     made = csv(folder)
     del made.dataset["statistics"]
     made.dataset["ranges"] = {"age": [0, 120], "seen": [15000, 22000]}
-    made.overrides += (
-        *("privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "privacy.delta=1e-4"),
-        *("privacy.statistics_noise_multiplier=1", "search_space.norm=group"),
-        *("retrain.norm=group", "retrain.rounds=2"),
-        *(f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas", "retrain")),
-    )
+    own = [f"privacy.{kind}.noise_multiplier=1" for kind in ("weights", "alphas", "retrain")]
+    own += ["privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=90", "privacy.delta=1e-4"]
+    own += ["privacy.statistics_noise_multiplier=1", "search_space.norm=group"]
+    made.overrides += (*own, "retrain.norm=group", "retrain.rounds=2")
     return made
 
 
@@ -98,11 +93,9 @@ def finished(request, loopback, tmp_path_factory):
     folder = base / "run"
     try:
         machines.begin()
-        machines.operate(
-            *("fednas", "run", "runtime=deployment", "runtime.superlink=server", "clients=3"),
-            *("partition=sites", f"dataset={kind.dataset['name']}", *read, *kind.overrides),
-            *(f"dataset.root={kind.files['test']}", f"run_dir={folder}"),
-        )
+        read += [f"dataset={kind.dataset['name']}", f"dataset.root={kind.files['test']}"]
+        own = ("runtime=deployment", "runtime.superlink=server", "partition=sites", "clients=3")
+        machines.operate("fednas", "run", *own, *read, *kind.overrides, f"run_dir={folder}")
     finally:
         left = machines.stop()
     assert left == []
@@ -112,15 +105,14 @@ def finished(request, loopback, tmp_path_factory):
     )
 
 
-def test_raw_data_has_the_reported_accuracy(finished, tmp_path, capsys):
+def test_raw_data_has_the_reported_accuracy(finished, tmp_path, prints):
     evaluated = finished.the("evaluated")
     reported = evaluated["central"]["accuracy"]
     assert load(finished.folder).predict(finished.files["test"]).accuracy == reported
     assert reported > 0.5 or finished.kind == "private_csv"  # which hardly learns
     output = tmp_path / "predictions.csv"
-    raw = str(finished.files["test"])
-    assert main(["predict", str(finished.folder), raw, "--output", str(output)]) == 0
-    assert f"{100 * reported:.1f} %" in capsys.readouterr().out
+    printed = prints("predict", finished.folder, finished.files["test"], "--output", output)
+    assert f"{100 * reported:.1f} %" in printed
 
 
 def test_every_site_has_the_model_and_its_own_test_is_what_was_reported(finished):

@@ -82,17 +82,12 @@ def node(deployment):
     terms = f"secure_sum: {{roster: {roster.fingerprint}, least_sites: 2, colluding: 0}}"
     (line,) = [text for text in template().splitlines() if "# secure_sum:" in text]
     (own / "policy.yaml").write_text(template().replace(line.strip(), terms))
-    return {
-        "partition-id": 0,
-        "policy": str(own / "policy.yaml"),
-        "data-set": "my-data",
-        "ledger": str(deployment / "books" / "ledger.sqlite"),
-        "ledger-key": str(deployment / "ledger.key"),
-        "roster": str(own / "roster.json"),
-        "sum-key": str(deployment / "north" / "sum.key"),
-        "sums": str(deployment / "sums.sqlite"),
-        **dict.fromkeys(("data-path", "dataset", "cache", "split-key"), "no such file"),
-    }
+    files = {"policy": own / "policy.yaml", "ledger-key": deployment / "ledger.key"}
+    files |= {"ledger": deployment / "books" / "ledger.sqlite", "roster": own / "roster.json"}
+    files |= {"sum-key": deployment / "north" / "sum.key", "sums": deployment / "sums.sqlite"}
+    files |= dict.fromkeys(("data-path", "dataset", "cache", "split-key"), "no such file")
+    named = {name: str(file) for name, file in files.items()}
+    return {"partition-id": 0, "data-set": "my-data", **named}
 
 
 def begun(node, attempt="a"):
@@ -101,10 +96,9 @@ def begun(node, attempt="a"):
     terms = policy.data_sets["my-data"].secure_sum
     assert terms is not None
     site = SumSite.of_node(0, {key: str(value) for key, value in node.items()}, terms)
-    return site.begin(
-        **{"run": "r", "attempt": attempt, "stage": "search", "round": 1, "phase": 1},
-        **{"participants": [0, 1, 2], "agreed": {"request": "h"}},
-    ).context.hex()
+    own = {"run": "r", "attempt": attempt, "stage": "search", "round": 1, "phase": 1}
+    begun = site.begin(**own, participants=[0, 1, 2], agreed={"request": "h"})
+    return begun.context.hex()
 
 
 def asked(action, settings, node, **more):

@@ -12,15 +12,15 @@ from flwr.supernode import start_client_internal
 from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.sites import supernode
 
+from ..refusals import refuses
+
 
 @pytest.fixture
 def pushing(monkeypatch):
     """``pushing(whole)``: sends one reply of which all objects are there, or all but one."""
     monkeypatch.setattr(supernode, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(
-        start_client_internal, "_push_messages", start_client_internal._push_messages
-    )
-    monkeypatch.setattr(start_client_internal, "time", start_client_internal.time)
+    for name in ("_push_messages", "time"):  # restored after the test
+        monkeypatch.setattr(start_client_internal, name, getattr(start_client_internal, name))
     monkeypatch.setattr(supernode, "flower_supernode", lambda: None)
     supernode.main()
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 7, 1
@@ -88,11 +88,7 @@ def test_the_waits_of_flowers_supernode_are_ours(monkeypatch):
             raise StopIteration
         return []
 
-    with pytest.raises(StopIteration):
-        start_client_internal._push_messages(
-            state=SimpleNamespace(get_messages_legacy=look),
-            object_store=None,
-            send=None,
-            push_object=None,
-        )
+    none = dict.fromkeys(("object_store", "send", "push_object"))
+    state = SimpleNamespace(get_messages_legacy=look)
+    refuses("", start_client_internal._push_messages, state=state, **none, error=StopIteration)
     assert slept == [0.1, 0.1]
