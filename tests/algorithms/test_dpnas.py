@@ -189,8 +189,7 @@ def test_messages_carry_paths_and_give_what_whole_states_do(momentum, compose_co
         def restored(action, settings, *, only):
             """Average whole states, and keep of them what the paths have."""
             before = {name: dict(packed) for name, packed in strategy.states.items()}
-            replies = told(action, settings)
-            average, metrics = strategy.average(replies)
+            average, metrics = strategy.average(told(action, settings))
             for state, packed in average.items():
                 layout = strategy.layouts[state]
                 kept = unpack(before[state], layout)

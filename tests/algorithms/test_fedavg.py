@@ -75,8 +75,7 @@ def test_rounds_equal_local_loops_and_a_weighted_average(trained):
             network.load_state_dict(state)
             split = client.split("train+validation")
             generator = make_generator(config.seed, "retrain", number, client.index, "weights")
-            lr = rate_of_round(sgd, number, ROUNDS)
-            optimizer = make_sgd(network.parameters(), sgd, lr)
+            optimizer = make_sgd(network.parameters(), sgd, rate_of_round(sgd, number, ROUNDS))
             for _ in range(2):
                 total = 0.0
                 for rows in epoch_batches(len(split), batch_size=16, generator=generator):

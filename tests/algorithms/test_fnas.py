@@ -174,8 +174,7 @@ def test_second_order_with_one_client_equals_a_plain_loop(search):
         old = [weight.detach().clone() for weight in plain.weights]
         plain.step_weights(step, plain.mean_loss(train))
         new = [weight.detach().clone() for weight in plain.weights]
-        loss = plain.mean_loss(validation)
-        gradients = plain.gradients(loss, plain.alphas + plain.weights)
+        gradients = plain.gradients(plain.mean_loss(validation), plain.alphas + plain.weights)
         gradients, direction = gradients[: len(plain.alphas)], gradients[len(plain.alphas) :]
         r = 0.01 / torch.cat([d.reshape(-1) for d in direction]).norm()
         plus = alpha_gradients_at([w + r * d for w, d in zip(old, direction, strict=True)])
@@ -209,8 +208,7 @@ def test_local_steps_equal_a_plain_loop_of_local_descents(search):
         split = client.split(name)
         for local in range(2 * step, 2 * step + 2):
             terms = {"seed": config.seed, "purpose": ("batches", name, client.index)}
-            indices = step_batch(len(split), batch_size=16, step=local, **terms)
-            yield split.batch(indices, "cpu")
+            yield split.batch(step_batch(len(split), batch_size=16, step=local, **terms), "cpu")
 
     def exchange(name, step, parameters, lr):
         """Each client descends from the same point; their moves are averaged by batch size."""
@@ -239,8 +237,7 @@ def test_local_steps_equal_a_plain_loop_of_local_descents(search):
     assert len({len(c.data.train) for c in federation.clients}) == 2
     for step in range(ROUNDS):
         plain.step_weights(step, exchange("train", step, plain.weights, plain.lr(step)))
-        alpha_lr = config.algorithm.alphas.lr
-        plain.step_alphas(exchange("validation", step, plain.alphas, alpha_lr))
+        plain.step_alphas(exchange("validation", step, plain.alphas, config.algorithm.alphas.lr))
     plain.assert_equals(federation.strategy)
 
 
@@ -268,8 +265,7 @@ def test_batch_norm_statistics_are_averaged_by_batch_and_counted_once(search):
 
 def test_a_deadline_is_of_one_start_alone(compose_config, federate):
     """Two stages share one cohort: what one is started with is not the other's."""
-    config = compose_config("algorithm=fnas", *FULL, *UNEQUAL)
-    federation = federate(config)
+    federation = federate(compose_config("algorithm=fnas", *FULL, *UNEQUAL))
     known = []
     federation.cohort.emit = lambda event, **_: known.append(federation.cohort.deadline_s)
     federation.strategy.start(federation.grid, num_rounds=1, timeout=41.0)

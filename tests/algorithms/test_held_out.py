@@ -51,8 +51,7 @@ def test_validation_records_are_measured_on_or_trained_on(every, exchange, run_i
         if size == len(data[0].train) and len(rows) <= 64 and train & rows and held & rows
     ]
     assert bool(mixed) == (every == 0)
-    report = (run.folder / "report.html").read_text()
-    assert ("overfitting is invisible" in report) == (every == 0)
+    assert ("overfitting is invisible" in (run.folder / "report.html").read_text()) == (every == 0)
     if every == 0:
         return
     network = read_model(run.folder / "model.safetensors", make_network).network

@@ -22,8 +22,7 @@ def searched(search):
 
 
 def accuracies(federation):
-    rounds = federation.named("round")
-    return [event["metrics"]["validation_accuracy"] for event in rounds]
+    return [event["metrics"]["validation_accuracy"] for event in federation.named("round")]
 
 
 def test_the_candidate_of_best_validation_accuracy_is_derived(searched):

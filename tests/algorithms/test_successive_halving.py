@@ -101,8 +101,7 @@ def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate)
     synflow = [measure(space, own, ["synflow"], seed=config.seed)["synflow"] for own in best]
     kept = [best[place] for place in sorted(range(6), key=lambda place: -synflow[place])[:4]]
     shortlist = "algorithm.pool.shortlist={keep: 6, scores: [synflow]}"
-    strategy = federate(compose_config(*SEARCH, shortlist)).strategy
-    assert strategy._choose()[:4] == kept
+    assert federate(compose_config(*SEARCH, shortlist)).strategy._choose()[:4] == kept
 
 
 def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
@@ -372,8 +371,7 @@ def test_one_network_is_left_and_rungs_divide_by_eta(private, keep, eta, rounds)
     left = [num_left(number, rounds, keep=keep, eta=eta) for number in range(rounds + 1)]
     assert (left[0], left[-1]) == (keep, 1)
     assert left == sorted(left, reverse=True)
-    powers = {math.ceil(keep / eta**rung) for rung in range(8)}
-    assert set(left) <= powers
+    assert set(left) <= {math.ceil(keep / eta**rung) for rung in range(8)}
     first = PrivateRound(private, private.privacy, "search", 1, rounds)
     pool = SimpleNamespace(size=lambda space: keep)
     settings = SimpleNamespace(pool=pool, eta=eta)

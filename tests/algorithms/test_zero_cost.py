@@ -35,8 +35,7 @@ def test_the_best_ranked_of_all_drawn_architectures_is_derived(searched):
             genotype = space.random_genotype(generator)
             of_round[to_json(genotype)] = genotype
         drawn |= of_round
-    scores = [score(genotype) for genotype in drawn.values()]
-    combined = combine(scores)
+    combined = combine([score(genotype) for genotype in drawn.values()])
     best = list(drawn.values())[max(range(len(combined)), key=combined.__getitem__)]
     assert searched.strategy.derive() == best
     rounds = [event["metrics"] for event in searched.named("round")]
@@ -62,8 +61,7 @@ def test_no_client_is_asked_anything(searched):
 
 def test_the_best_of_the_shortlist_is_derived(searched, search):
     """The first three of the same ranking, in the order of synflow."""
-    shortlist = "algorithm.shortlist={keep: 3, scores: [synflow]}"
-    federation = search(*SEARCH, shortlist, rounds=ROUNDS)
+    federation = search(*SEARCH, "algorithm.shortlist={keep: 3, scores: [synflow]}", rounds=ROUNDS)
     space, seed = federation.strategy.space, federation.config.seed
     plain = [one.genotype for one in searched.strategy.pool()]
     values = [measure(space, genotype, ["synflow"], seed=seed)["synflow"] for genotype in plain]
@@ -71,8 +69,7 @@ def test_the_best_of_the_shortlist_is_derived(searched, search):
     pool = federation.strategy.pool()
     assert [one.genotype for one in pool] == [plain[index] for index in best] + plain[3:]
     assert federation.strategy.derive() == plain[best[0]]
-    metrics = federation.events[-1]["metrics"]
-    assert metrics["synflow"] == values[best[0]]
+    assert federation.events[-1]["metrics"]["synflow"] == values[best[0]]
 
 
 def test_resume_gives_the_same_ranking(searched, federate, tmp_path):

@@ -94,8 +94,7 @@ def test_noise_of_what_left_is_what_the_run_has_committed_to(make_site, tmp_path
         "query.describe": {},
     }
     for action in expected:
-        request = admit(site.guard, site.request(action))
-        trail.released(request, site.ask(action), guard=site.guard)
+        trail.released(admit(site.guard, site.request(action)), site.ask(action), guard=site.guard)
     told = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert {line["action"]: line["noise_multipliers"] for line in told} == expected
     assert told[-1]["epsilon_spent"] == site.guard.spent() > told[0]["epsilon_spent"] > 0

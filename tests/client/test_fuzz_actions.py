@@ -108,14 +108,12 @@ def outcome(site, action, text, states, read):
     except (ConfigError, BudgetExceededError) as error:
         said = "refused", f"{type(error).__name__}: {error}"
         said = *said, f"{len(read)} batches were read"
-    booked = [replace(entry, run="") for entry in site.rows()[before:]]
-    return said, booked
+    return said, [replace(entry, run="") for entry in site.rows()[before:]]
 
 
 @pytest.mark.run
 def test_no_malformed_request_tells_two_sites_apart(make_site, read):
-    plan = schedule(steps=1000)
-    sites = [make_site(hold=hold, committed=plan) for hold in HELD]
+    sites = [make_site(hold=hold, committed=schedule(steps=1000)) for hold in HELD]
     rng, seen = random.Random(SEED), Counter()
     for number in range(REQUESTS):
         action, text, states = make_message(rng, sites[0])

@@ -158,8 +158,7 @@ def ask_pool(pool_site, action, stage, settings, states):
 
 def train_pool(pool_site, pool, steps=1, **changes):
     described = pool.described | changes
-    amount = Amount(None, steps, None)
-    local = LocalTraining(described, "train+validation", amount, STEP, 0.0, 0.0)
+    local = LocalTraining(described, "train+validation", Amount(None, steps, None), STEP, 0.0, 0.0)
     asked = Train(local=local, data_set=DATA_SET)
     return ask_pool(pool_site, "train.weights", "retrain", asked, pool.states)
 

@@ -150,8 +150,7 @@ def test_noise_is_on_the_paths_own_weights_and_on_computed_alphas_alone(ask, net
     ]
     assert all(len(ops) <= 1 for ops in used)
     assert sum(map(len, used)) >= 3
-    whole = {n for n in before if n.startswith(("body.before", "body.after"))}
-    assert whole <= moved
+    assert {n for n in before if n.startswith(("body.before", "body.after"))} <= moved
     change = supernet.alphas()["blocks"].detach() - before["alphas.blocks"]
     assert (change != 0).sum(1).tolist() == [2] * 6
 

@@ -54,8 +54,7 @@ def asked(site, action, **changes):
 
 
 def update(reply, request, state):
-    sent = request.states[state]["float32"]
-    return reply.states[state]["float32"].double() - sent.double()
+    return reply.states[state]["float32"].double() - request.states[state]["float32"].double()
 
 
 @given(
@@ -193,8 +192,7 @@ def sharing(make_site):
         for planned in of_clients(schedule())
     ]
     made = make_site(policy=POLICY_CLIENT, committed=[], test_seed=b"noise")
-    terms = SumTerms("ab" * 32, SITES, 0)
-    made.guard.allowed = replace(made.guard.allowed, secure_sum=terms)
+    made.guard.allowed = replace(made.guard.allowed, secure_sum=SumTerms("ab" * 32, SITES, 0))
     made.guard.commit("run", plan)
     made.norm = plan[0].max_grad_norm
     return made
@@ -228,8 +226,7 @@ def test_no_weight_that_is_sent_takes_noise_from_a_share(weight, sharing):
     assert std == pytest.approx(expected, rel=6 / math.sqrt(2 * len(cells.values)))
     sizes = sizes_of(reply.states, reply.shares)
     summands = Summands("train.weights", sizes, request.summed, request.states)
-    sent = summands.encode(reply)["int32"]
-    np.testing.assert_array_equal(sent.astype(np.int64), cells.values)
+    np.testing.assert_array_equal(summands.encode(reply)["int32"].astype(np.int64), cells.values)
 
 
 @pytest.mark.parametrize("weight", [1.5 * 2.0**33, -1e30, math.inf, math.nan])

@@ -520,8 +520,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("hold", "objective", "bound", "measure"), MEASURED)
 def test_measures_are_bounded_sums(hold, objective, bound, measure, make_site, networks, totals):
-    site = make_site(hold=hold, objective=objective)
-    reply, logits, y = measured_large(site, networks)
+    reply, logits, y = measured_large(make_site(hold=hold, objective=objective), networks)
     assert scales(totals) == [(METRICS["noise_multiplier"], math.sqrt(2))]
     losses, right = measure(logits, y)
     assert losses.max() > bound > losses.min()
@@ -532,8 +531,7 @@ def test_measures_are_bounded_sums(hold, objective, bound, measure, make_site, n
 
 def test_squared_errors_are_released_within_the_squared_range(make_site, networks, totals):
     """Whatever targets and predictions are, both here mostly beyond the range."""
-    site = make_site(hold=numbers, objective=NUMBERS)
-    reply, logits, y = measured_large(site, networks)
+    reply, logits, y = measured_large(make_site(hold=numbers, objective=NUMBERS), networks)
     assert scales(totals) == [(METRICS["noise_multiplier"], math.sqrt(2))]
     predicted = logits[:, 0].double() * 20 / 12**0.5 + 10
     assert not ((predicted >= 0) & (predicted <= 20)).all()
@@ -661,8 +659,7 @@ OUTSIDE = [
 @pytest.mark.parametrize(("action", "change", "words"), OUTSIDE)
 def test_requests_outside_the_rules_are_refused_unread(action, change, words, refusing, no_record):
     site = refusing
-    refusal = refuses(words, site.ask, action, **change)
-    assert len(refusal) < 250
+    assert len(refuses(words, site.ask, action, **change)) < 250
     assert site.rows() == []
 
 
@@ -803,8 +800,7 @@ def with_steps(value):
     """Return an edit of moments of a supernet that sets the number of steps of the alphas."""
 
     def edit(packed, supernet):
-        moments = unpack(packed, Layout.of(no_moments(supernet)))
-        for moment, tensor in moments.items():
+        for moment, tensor in unpack(packed, Layout.of(no_moments(supernet))).items():
             if moment.startswith("alphas.step."):
                 tensor.fill_(value)
         return packed

@@ -83,8 +83,7 @@ def test_the_site_tests_before_it_reads_and_computes_as_tested(make_site, monkey
 
 
 def test_threads_are_those_of_the_policy(make_site, monkeypatch):
-    site = make_site(policy={"threads": 2})
-    assert site.client.threads == 2
+    assert make_site(policy={"threads": 2}).client.threads == 2
 
 
 def test_threads_other_than_those_of_policies_are_refused(site_config, prepared, tmp_path):

@@ -68,14 +68,12 @@ def test_a_release_is_the_sum_over_a_poisson_batch_plus_noise_of_std_sigma_times
 
 def test_an_empty_batch_releases_pure_noise_and_is_booked_like_any_other(make_site):
     site = make_site()
-    released = release(site.guard, admit(site), 0, zeros)["a"]
-    assert released.std() == pytest.approx(STD, rel=0.03)
+    assert release(site.guard, admit(site), 0, zeros)["a"].std() == pytest.approx(STD, rel=0.03)
     assert len(site.rows()) == 1
 
 
 def test_the_batch_size_that_the_server_divides_by_is_the_expected_one_exactly(make_site):
-    fractions = {"train": 0.49, "validation": 0.51, "test": 0.0}
-    policy = {"records": 100, "fractions": fractions}
+    policy = {"records": 100, "fractions": {"train": 0.49, "validation": 0.51, "test": 0.0}}
     for size, expected in ((1, 1.0), (8, 8.0), (1000, 49.0), (None, 49.0)):
         plan = [p for p in schedule(batch_size=size) if p.action == "train.gradients"]
         site = make_site(policy=policy, committed=plan)
@@ -222,8 +220,7 @@ def test_a_run_keeps_to_its_first_schedule_and_to_its_steps(make_site):
     for other in (schedule(steps=3), schedule(steps=2, noise_multiplier=0.5), [], schedule()[:1]):
         refuses("has committed to other terms", site.ask, "query.commit", releases=other)
     site.commit(steps=2)  # the same again, as a retried message brings it
-    again = make_site(folder=site.folder, committed=[])
-    for guard in (site.guard, again.guard):
+    for guard in (site.guard, make_site(folder=site.folder, committed=[]).guard):
         release(guard, admit(site), 30, zeros)
     refuses("committed to 2 steps", release, site.guard, admit(site), 30, zeros)
     refuses("rule committed values: steps=3", site.ask, "train.gradients", local_steps=3)
@@ -270,8 +267,7 @@ TIGHTER = [
 
 @pytest.mark.parametrize(("policy", "rule"), TIGHTER)
 def test_a_policy_that_was_tightened_since_refuses(make_site, no_record, policy, rule):
-    site = make_site()
-    tight = make_site(folder=site.folder, policy=policy, committed=[])
+    tight = make_site(folder=make_site().folder, policy=policy, committed=[])
     if rule == "secure_noise":
         tight.guard._generator = SecureGenerator(b"1")
     for action in ASKED:
@@ -330,8 +326,7 @@ def make_gate(tmp_path):
             text = text.replace(line.strip(), SUM_TERMS)
         text = text.replace("epsilon: 3.0", "epsilon: 1000.0")
         ledgers.append(Ledger(folder / "books" / "ledger.sqlite", folder / "key"))
-        policy = parse_policy(text)
-        guard = ReleaseGuard(policy, ledgers[-1], SecureGenerator(), data_set="my-data")
+        guard = ReleaseGuard(parse_policy(text), ledgers[-1], SecureGenerator(), data_set="my-data")
         guard.hold("the records")
         guard.commit("run", [planned])
         return guard

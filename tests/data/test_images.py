@@ -88,8 +88,7 @@ def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_p
         assert len({one, four, six}) == 3
     # as those of the same pixels in an array
     arrays = [colours.transpose(2, 0, 1)[None], gray[None, None]]
-    told = [records_from_arrays(x, np.zeros(1), ("a",)).ids[0] for x in arrays]
-    assert told == [one, four]
+    assert [records_from_arrays(x, np.zeros(1), ("a",)).ids[0] for x in arrays] == [one, four]
 
 
 def test_folder_of_classes_and_persons(tmp_path):

@@ -73,8 +73,7 @@ def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path):
 
 @pytest.mark.parametrize("given", [{}, {"decimal": "comma"}, {"thousands": "point"}], ids=str)
 def test_numbers_to_predict_are_in_the_notation_of_their_file(tmp_path, given):
-    lines = ["path;g", "a.png;1.250,5", "b.png;2,5", "c.png;3,5"]
-    root = written(tmp_path, lines)
+    root = written(tmp_path, ["path;g", "a.png;1.250,5", "b.png;2,5", "c.png;3,5"])
     train, _ = read("labelled_images", root, labels_file="labels.csv", task="regression", **given)
     assert train.labels.tolist() == [1250.5, 2.5, 3.5]
     assert (train.form.decimal, train.form.thousands) == ("comma", "point")
@@ -93,8 +92,7 @@ def test_numbers_of_a_test_part_and_of_a_site_are_read_as_in_training(tmp_path):
     site.write_text("\n".join(["name: labelled_images", f"root: {tmp_path / 'test'}", *lines]))
     at_site = prepare(site_dataset(site, cache=str(tmp_path / "cache")))
     assert {*at_site.train.labels.tolist()} == {1.25}  # nothing is looked for in its rows
-    again = read_raw(tmp_path / "test" / "labels.csv", at_site.inputs)
-    assert again.labels.tolist() == [1.25] * 3
+    assert read_raw(tmp_path / "test" / "labels.csv", at_site.inputs).labels.tolist() == [1.25] * 3
 
 
 def test_sites_may_write_numbers_in_their_own_notation(tmp_path):
@@ -152,8 +150,7 @@ def test_a_table_that_does_not_fit_is_one_sentence(line, settings, sentence, tmp
     if line:
         with (root / "labels.csv").open("a") as file:
             file.write(f"{line}\n")
-    told = refuses(sentence, read, "labelled_images", root, **FINDINGS | settings)
-    assert "\n" not in told
+    assert "\n" not in refuses(sentence, read, "labelled_images", root, **FINDINGS | settings)
 
 
 def test_names_that_two_images_share_must_be_paths(tmp_path):

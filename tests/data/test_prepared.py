@@ -38,8 +38,7 @@ def in_file(name):
 def partition(records, *, name, clients, **changed):
     """The parts by the settings of ``conf/partition``, of which some are changed."""
     known = {key: value for key, value in changed.items() if key in in_file(name)}
-    settings = PARTITIONS[name](**in_file(name) | known)
-    return prepared.partition(records, settings, clients=clients)
+    return prepared.partition(records, PARTITIONS[name](**in_file(name) | known), clients=clients)
 
 
 def labelled(labels, num_classes):
@@ -60,8 +59,7 @@ def test_partitions_cover_all_records_and_repeat(images, choice):
     parts = partition(images, seed=3, **choice)
     assert len(parts) == choice["clients"]
     assert_covers(parts, len(images))
-    again = partition(images, seed=3, **choice)
-    assert [p.tolist() for p in again] == [p.tolist() for p in parts]
+    assert [p.tolist() for p in partition(images, seed=3, **choice)] == [p.tolist() for p in parts]
     if choice["name"] != "column":
         other = partition(images, seed=4, **choice)
         assert [p.tolist() for p in other] != [p.tolist() for p in parts]
@@ -115,8 +113,7 @@ def test_dirichlet_skews_labels_as_alpha_says(images):
 
 
 def test_dirichlet_does_not_follow_the_order_of_the_file():
-    records = labelled(np.zeros(1000), 1)
-    parts = partition(records, name="dirichlet", clients=2, seed=0, alpha=100.0)
+    parts = partition(labelled(np.zeros(1000), 1), name="dirichlet", clients=2, seed=0, alpha=100.0)
     assert [part.mean() / 1000 for part in parts] == pytest.approx([0.5, 0.5], abs=0.1)
 
 

@@ -224,8 +224,7 @@ def test_the_digest_is_equal_where_the_assignment_is(ids, other, key, fractions,
     for id_column in ("", "patient"):
         own = digest(ids, id_column=id_column)
         assert digest(ids, key=key[:-1] + bytes([key[-1] ^ 1]), id_column=id_column) != own
-        same = digest(ids, fractions=moved, id_column=id_column) == own
-        assert same == (moved == fractions)
+        assert (digest(ids, fractions=moved, id_column=id_column) == own) == (moved == fractions)
     assert digest(ids, id_column="card") != digest(ids, id_column="patient") != digest(ids)
 
 

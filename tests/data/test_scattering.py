@@ -42,8 +42,7 @@ def test_coefficients_are_kymatios(shape, scales, angles):
 def test_features_are_normalised_in_groups():
     transform = Scattering((1, 28, 28), scales=2, angles=8)
     images = torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    together = transform(images)
-    groups = together.view(4, 27, -1)
+    groups = transform(images).view(4, 27, -1)
     torch.testing.assert_close(groups.mean(-1), torch.zeros(4, 27), rtol=0, atol=1e-4)
     assert not list(transform.parameters())
     assert not transform.state_dict()
@@ -102,8 +101,7 @@ def test_prepared_features_are_those_of_the_raw_images(tmp_path):
     (note,) = reading_notes(features)
     sizes = r"\(\d+, \d+, \d+\), \d+ MB"
     assert re.fullmatch(rf"scattering features: {sizes}, [\d.]+ s, [\d.]+ s per 1,000 images", note)
-    again = prepared(**settings, scattering={"scales": 1, "angles": 3})
-    assert again.input_shape == (4, 4, 4)
+    assert prepared(**settings, scattering={"scales": 1, "angles": 3}).input_shape == (4, 4, 4)
     assert not features.uses_own_statistics
 
 

@@ -99,8 +99,7 @@ def test_what_would_join_sites_is_proposed(tmp_path):
     theirs = "age,sex,cholesterol,y\n"
     write(tmp_path, a=header + ours, b=header + ours, c=theirs + rows, d=header + zero)
     tables = read_site_tables(data_settings("csv", {"cache": "none"}), tmp_path)
-    found = proposals(tables)
-    assert found == {
+    assert proposals(tables) == {
         "c": {"rename": {"cholesterol": "chol"}, "map": {"sex": {"F": "?", "M": "?"}}},
         "d": {"missing_in": {"chol": ["0"]}},
     }
@@ -216,5 +215,4 @@ SEEMINGLY_OTHER = [
 @pytest.mark.parametrize(("text", "is_told"), SEEMINGLY_OTHER)
 def test_that_a_site_seems_to_differ_is_told(tmp_path, text, is_told):
     write(tmp_path, a="age,sex,y\n50,m,0\n60,f,1\n", b=text)
-    notes = "".join(join(tmp_path).notes)
-    assert ("than most, it seems; fednas data" in notes) is is_told
+    assert ("than most, it seems; fednas data" in "".join(join(tmp_path).notes)) is is_told

@@ -194,8 +194,7 @@ def write_forms(folder):
     paths["utf-16"].write_text(text, encoding="utf-16")
     paths["tabs"].write_text(text.replace(";", "\t").replace(",", "."))
     table = pd.DataFrame({"name": ["Åsa", "Ole"], "age": [50.5, 61.0], "blood": [1.25, None]})
-    day = pd.Timestamp("2024-05-31")
-    table = table.assign(seen=day, sex=["f", "m"], ill=["ja", "nein"])
+    table = table.assign(seen=pd.Timestamp("2024-05-31"), sex=["f", "m"], ill=["ja", "nein"])
     table.to_excel(paths["excel"], index=False)
     table.to_parquet(paths["parquet"])
     return paths

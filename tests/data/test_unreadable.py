@@ -135,8 +135,7 @@ def test_any_row_of_texts_changes_no_other_record(tmp_path_factory, cells, place
     folder = tmp_path_factory.mktemp("any")
     alone = read(write_csv(folder / "alone.csv", ROWS), TABLE)
     found = read(write_csv(folder / "with.csv", [*ROWS[:place], cells, *ROWS[place:]]), TABLE)
-    left_out = len(found.train) == len(ROWS)
-    assert_untouched(found, alone, left_out=left_out, place=place)
+    assert_untouched(found, alone, left_out=len(found.train) == len(ROWS), place=place)
 
 
 def test_a_table_is_read_alike_with_and_without_leaving_out(tmp_path):
@@ -415,8 +414,7 @@ def test_a_bare_name_that_images_share_is_refused(tmp_path, other):
 def test_a_site_may_have_no_record_that_can_be_read(tmp_path):
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "x.png").write_bytes(b"")
-    x = np.full((1, 2), np.inf)
-    np.savez(tmp_path / "x.npz", x_train=x, y_train=[0])
+    np.savez(tmp_path / "x.npz", x_train=np.full((1, 2), np.inf), y_train=[0])
     table = {"name": "npz", "class_names": ["a"], "statistics": {"x0": [0, 1], "x1": [0, 1]}}
     for path, own in (
         (write_csv(tmp_path / "a.csv", [["", *ROWS[0][1:]]]), TABLE),
@@ -437,8 +435,7 @@ def test_a_private_site_cannot_refuse_for_one_record(tmp_path):
 
 @pytest.mark.parametrize("content", [png(9), b"no image"], ids=["readable", "broken"])
 def test_memory_is_refused_whether_or_not_an_image_can_be_read(tmp_path, content):
-    described = IMAGES | {"name": "image_folder", "image_size": 16384}
-    settings = dataset_of(tmp_path, described)
+    settings = dataset_of(tmp_path, IMAGES | {"name": "image_folder", "image_size": 16384})
     assert isinstance(settings, EncodedImages)
     with pytest.raises(ConfigError, match="1000 images of 1x16384x16384 pixels"):
         decode_images(settings, 1000, lambda i: ("a.png", content))

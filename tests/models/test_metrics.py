@@ -257,8 +257,7 @@ def test_a_report_has_all_scores_as_json(num_classes):
         called = (logits.softmax(1)[:, 1] >= 0.4).long()
         assert (called != logits.argmax(1)).any()
     assert found["confusion"] == confusion_matrix(labels, called).tolist()
-    counts = [row["count"] for row in found["per_class"]]
-    assert counts == [200 / num_classes] * num_classes
+    assert [row["count"] for row in found["per_class"]] == [200 / num_classes] * num_classes
     accuracy = float((called == labels).double().mean())
     assert found["accuracy"] == pytest.approx(accuracy)
     low, high = found["intervals"]["accuracy"]
@@ -290,8 +289,7 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, class
     for _ in range(clients):
         number = int(torch.randint(1, 40, (), generator=drawn))
         # On the grid of ranks, so that none are rounded together.
-        steps = torch.randint(-90, 90, (number, classes), generator=drawn)
-        logits = steps.double() / 20
+        logits = torch.randint(-90, 90, (number, classes), generator=drawn).double() / 20
         logits[:, 0], logits[:, 1] = 0.0, logits[:, 1] + 1 / 40
         logits[:, 2:] = -1e4  # so that log odds are differences of two logits
         parts.append((logits, torch.randint(2, (number,), generator=drawn)))
@@ -318,8 +316,7 @@ def test_added_sums_of_numbers_give_the_score_of_all_records(metric, clients, se
     ]
     objective = Regression(target=(50.0, 9.0))
     score, logits, labels = score_of_parts(parts, metric, objective)
-    expected = objective.scores(logits, labels)[metric]
-    assert float(score[0]) == pytest.approx(expected, rel=1e-6)
+    assert float(score[0]) == pytest.approx(objective.scores(logits, labels)[metric], rel=1e-6)
     assert score[1:].isfinite().any()
 
 

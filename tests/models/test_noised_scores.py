@@ -63,8 +63,7 @@ def test_the_error_that_is_told_is_that_of_many_draws():
     assert len(areas) > 350
     assert np.std(areas) == pytest.approx(np.mean([one.error for one in told]), rel=0.2)
     assert np.mean(areas) == pytest.approx(roc_auc_score(positive, odds), abs=0.03)
-    planned = planned_noise(np.std(areas), records=1500, rarer=0.15)
-    assert noise / 2 < planned < noise * 2
+    assert noise / 2 < planned_noise(np.std(areas), records=1500, rarer=0.15) < noise * 2
 
 
 def test_an_auroc_that_noise_could_have_made_is_not_told():

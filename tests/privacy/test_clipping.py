@@ -255,8 +255,7 @@ def test_shared_layers_and_tied_parameters():
     network = two_paths().double()
     x, y = make_batch((6,), torch.float64, batch=4)
     check_against_loop(network, x, y)
-    chosen = {"weight": network.tied.weight, "bias": network.head.bias}
-    check_against_loop(network, x, y, chosen)
+    check_against_loop(network, x, y, {"weight": network.tied.weight, "bias": network.head.bias})
 
 
 @pytest.mark.usefixtures("uncut")
@@ -359,8 +358,7 @@ def test_a_supernet_that_stacks_a_weight_twice_is_an_error():
 def test_some_weights_of_a_fast_supernet():
     supernet, shape = make_network("darts supernet", torch.float64)
     x, y = make_batch(shape, torch.float64)
-    stem = {"stem": supernet.body.stem[0].weight}
-    check_against_loop(supernet, x, y, stem)
+    check_against_loop(supernet, x, y, {"stem": supernet.body.stem[0].weight})
     one_of_many = {"edge": supernet.weights()["body.cells.0.edges.0.ops.sep_conv_3x3.1.weight"]}
     refuses("", check_against_loop, supernet, x, y, one_of_many, error=KeyError)
 
@@ -545,8 +543,7 @@ def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted
         if as_factors:
             gradients.append((["c"], OuterProducts(first, second)))
             shapes["c"] = torch.empty(2, 3)
-        terms = clipping.Clipping(max_norm)
-        sums = terms._clipped_sum(gradients, shapes, factors, len(rows))
+        sums = clipping.Clipping(max_norm)._clipped_sum(gradients, shapes, factors, len(rows))
         return {n: micro_batches.from_units(total, bound=max_norm) for n, total in sums.items()}
 
     both = add(rows, factors)

@@ -361,8 +361,7 @@ def taken(folder):
 
 
 def spend_the_day(folder, *, day=0, left=0):
-    counter = counter_of(folder / "key" / "site")
-    counter.write_text(f"{day:>12} {MOST_BYTES - left:>20} {0:>20}\n")
+    counter_of(folder / "key" / "site").write_text(f"{day:>12} {MOST_BYTES - left:>20} {0:>20}\n")
 
 
 def test_rows_and_commitments_take_from_one_daily_allowance(folder):
@@ -699,8 +698,7 @@ def test_a_disk_that_takes_no_more_releases_nothing(folder, step):
 
 def test_read_only_files_release_nothing(folder):
     book(folder)
-    message = as_process("readonly", folder)
-    assert "cannot be used, nothing is released: " in message
+    assert "cannot be used, nothing is released: " in as_process("readonly", folder)
     with open_ledger(folder) as ledger:
         assert ledger.verify() == 1
 

@@ -46,8 +46,7 @@ def test_the_keystream_is_aes_of_a_counter():
     block_cipher = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
     plain = bytes.fromhex("00112233445566778899aabbccddeeff")
     assert block_cipher.update(plain).hex() == "8ea2b7ca516745bfeafc49904b496089"
-    counters = b"".join(block.to_bytes(16, "big") for block in range(8))
-    expected = block_cipher.update(counters)
+    expected = block_cipher.update(b"".join(block.to_bytes(16, "big") for block in range(8)))
     stream = _Keystream(key)
     got = np.concatenate([stream.words(count) for count in (2, 6, 8)])
     assert got.astype("<u8").tobytes() == expected
@@ -246,8 +245,7 @@ def test_neighbouring_totals_are_rounded_apart_by_no_more_than_is_covered():
     below = torch.full((count,), 0.5 - (step - math.floor(step)) / 2, dtype=torch.float64) * grid
     above = below + step * grid
     assert float((above - below).norm()) == pytest.approx(norm, rel=1e-9)
-    moved = float((noised(above) - noised(below)).norm())
-    assert norm < moved <= norm + math.sqrt(count) * grid
+    assert norm < float((noised(above) - noised(below)).norm()) <= norm + math.sqrt(count) * grid
 
 
 @pytest.mark.parametrize("norm", [1e-6, 0.3, 1.0, 1e30])
@@ -265,8 +263,7 @@ def test_within_its_range_noise_can_always_be_added(num_values, num_records, nor
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e18])
 def test_a_total_that_noise_cannot_hide_is_refused(value):
-    total = torch.tensor([0.0, value])
-    refuses("total must be finite", noised, total, error=ValueError)
+    refuses("total must be finite", noised, torch.tensor([0.0, value]), error=ValueError)
 
 
 UNUSABLE = [*((1.0, norm) for norm in (0.0, -1.0, math.nan, math.inf, 1e-101))]

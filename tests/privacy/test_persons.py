@@ -106,8 +106,7 @@ def test_nobody_is_in_two_micro_batches(counts, size):
 
 def test_of_many_records_others_are_drawn_every_time():
     draws = (rows for _ in range(20) for rows, _ in by_person([torch.arange(50)], 4))
-    drawn = {tuple(rows.tolist()) for rows in draws}
-    assert len(drawn) > 10
+    assert len({tuple(rows.tolist()) for rows in draws}) > 10
 
 
 def test_means_of_persons_do_not_depend_on_others():

@@ -165,8 +165,7 @@ def groups(kind, values, path=""):
     """Yield path, dataclass and values of every dataclass in JSON values, the outermost first."""
     yield path, kind, values
     for name, hint in get_type_hints(kind).items():
-        place = f"{path}.{name}".lstrip(".")
-        yield from _inside(hint, values[name], place)
+        yield from _inside(hint, values[name], f"{path}.{name}".lstrip("."))
 
 
 def _inside(hint, value, place):
@@ -328,8 +327,7 @@ def test_any_json_is_a_request_or_refused_with_a_config_error(data, action):
     values = plain_of(data.draw(ALL[action]))
     message = {"header": dict(vars(ASKED)), "settings": values}
     inner = [group for _, _, group in groups(REQUESTS[action], values)]
-    places = [message, message["header"], *inner]
-    place = data.draw(st.sampled_from(places))
+    place = data.draw(st.sampled_from([message, message["header"], *inner]))
     if place:
         place[data.draw(st.sampled_from(sorted(place)))] = data.draw(trees)
     try:

@@ -110,8 +110,7 @@ def test_az_nas_parts_of_a_toy_by_their_definitions():
     network, generator = toy().train(), make_generator(4, "az")
     for name in ("stem", "first.1", "second", "classifier"):
         module = network.get_submodule(name)
-        fan_in = module.weight[0].numel()
-        module.weight.data.normal_(std=math.sqrt(2 / fan_in), generator=generator)
+        module.weight.data.normal_(std=math.sqrt(2 / module.weight[0].numel()), generator=generator)
         if module.bias is not None:
             module.bias.data.zero_()
     x = torch.randn(6, 2, 5, 5, generator=generator)
@@ -170,8 +169,7 @@ def test_learning_is_the_loss_of_sgd_on_inputs_that_are_a_pattern_plus_noise():
     shape, steps = (2, 4, 6), 6
     batch_size, lr = data_free_scores.LEARNING_BATCH, data_free_scores.LEARNING_RATE
     toy = nn.Sequential(nn.Flatten(), nn.Linear(48, 5)).double()
-    single = copy.deepcopy(toy).float()
-    found = learning(single, shape, make_generator(2, "learning"), steps=steps)
+    found = learning(copy.deepcopy(toy).float(), shape, make_generator(2, "learning"), steps=steps)
     generator = make_generator(2, "learning")
     patterns, losses = data_free_scores._noise(5, shape, generator).numpy(), []
     weight, bias = (p.detach().clone() for p in toy.parameters())
@@ -323,8 +321,7 @@ def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
 @pytest.mark.parametrize("name", ["nasbench201", "mlp"])
 def test_no_found_network_exceeds_a_limit(name):
     space = SPACES[name]
-    free = run(space, numbered, draws=10)
-    networks = [space.network(one.genotype) for one in free]
+    networks = [space.network(one.genotype) for one in run(space, numbered, draws=10)]
     parameters = sorted(map(count_parameters, networks))[6]
     multiply_adds = sorted(count_multiply_adds(n, space.input_shape) for n in networks)[6]
     limits = {"parameters": parameters, "multiply_adds": multiply_adds}

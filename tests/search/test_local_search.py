@@ -110,8 +110,7 @@ def test_a_pass_equals_an_explicit_loop(rule, beta_decay, net, batch):
 def test_entropy_of_known_distributions():
     assert alpha_entropy({"a": torch.zeros(3, 8)}) == pytest.approx(math.log(8))
     assert alpha_entropy({"a": torch.tensor([[1e4, 0.0]])}) == 0.0
-    half = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
-    two = {"a": half, "b": torch.zeros(1, 4)}
+    two = {"a": torch.log(torch.tensor([[0.5, 0.25, 0.25]])), "b": torch.zeros(1, 4)}
     assert alpha_entropy(two) == pytest.approx((1.5 * math.log(2) + math.log(4)) / 2, rel=1e-6)
 
 

@@ -268,8 +268,7 @@ def test_moments_are_named_and_shaped_as_those_of_the_network(name):
 
 
 def test_a_network_without_alphas_has_moments_of_its_parameters():
-    network = nn.Linear(2, 3)
-    found = {key: value.shape for key, value in no_moments(network).items()}
+    found = {key: value.shape for key, value in no_moments(nn.Linear(2, 3)).items()}
     assert found == {"weights.momentum_buffer.weight": (3, 2), "weights.momentum_buffer.bias": (3,)}
 
 

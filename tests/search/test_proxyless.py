@@ -106,8 +106,7 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
 def alpha_step(supernet, batch, optimizers, generator):
     """One step of the alphas on a validation batch."""
     gradients = AlphasOnly(lambda: batches(1, start=100), lambda: iter([batch]))
-    paths = SampledPaths(False, None)
-    search_paths(supernet, gradients, optimizers, paths, generator=generator)
+    search_paths(supernet, gradients, optimizers, SampledPaths(False, None), generator=generator)
     assert gradients.validation_tally.num_examples == len(batch[1])
 
 
@@ -122,8 +121,7 @@ def test_alpha_steps_move_only_sampled_probabilities(supernet):
         alpha_step(supernet, batch, optimizers, generator)
         draw_paths(alphas, number=1, generator=again)  # of the weight step
         sampled = torch.zeros(3, 4, dtype=torch.bool).scatter(1, pairs, True)
-        change = alphas.softmax(-1) - before.softmax(-1)
-        assert change[~sampled].abs().max() < 1e-15
+        assert (alphas.softmax(-1) - before.softmax(-1))[~sampled].abs().max() < 1e-15
         assert (alphas - before).gather(-1, pairs).abs().min() > 1e-6
         assert torch.equal(alphas[~sampled], before[~sampled])
     assert alphas[2, 3] == NEVER

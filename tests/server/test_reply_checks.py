@@ -241,8 +241,7 @@ def test_json_as_deep_as_can_be_read_is_refused_by_a_sentence(federation):
             record["json"] = re.sub(r'"round": \d+', f'"round": {deep}', record["json"])
             return content
 
-        setting = federation(damage={BAD: damage})
-        assert setting.answering() == [0, 2]
+        assert federation(damage={BAD: damage}).answering() == [0, 2]
 
 
 ONES = [1] * BINS
@@ -485,8 +484,7 @@ def test_adam_moves_an_alpha_by_less_than_its_share_of_the_limit(gradients, beta
 
 
 def take(local_steps=1, batch=None):
-    given = smallest()["train.gradients"]
-    return replace(given, local_steps=local_steps, batch_size=batch)
+    return replace(smallest()["train.gradients"], local_steps=local_steps, batch_size=batch)
 
 
 def test_gradients_of_private_clients_are_bounded_sums_over_the_expected_batch():

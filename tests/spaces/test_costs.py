@@ -141,8 +141,7 @@ def test_dense_layer_counted_by_hand():
 
 def test_pooling_norms_and_activations_count_nothing():
     layers = [nn.AvgPool2d(2), nn.BatchNorm2d(3), nn.ReLU()]
-    convolution = nn.Conv2d(3, 3, 1)
-    assert count_multiply_adds(nn.Sequential(convolution, *layers), (3, 8, 8)) == 9 * 64
+    assert count_multiply_adds(nn.Sequential(nn.Conv2d(3, 3, 1), *layers), (3, 8, 8)) == 9 * 64
     assert count_parameters(nn.BatchNorm2d(3)) == 6  # weight and bias, not the statistics
 
 

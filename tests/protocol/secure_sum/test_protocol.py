@@ -237,8 +237,7 @@ def test_parts_of_another_exchange_or_changed_ones_are_not_used(sites):
 
 def test_sites_that_were_asked_different_things_give_no_sum(sites):
     exchange = Exchange(sites).answer([0, 1])
-    other = Exchange(sites, agreed={"request": "i"}).answer([2])
-    assert other.context != exchange.context
+    assert Exchange(sites, agreed={"request": "i"}).answer([2]).context != exchange.context
     refuses("answered no such request", sites[2].sign, exchange.context, [0, 1, 2])
 
 
@@ -273,8 +272,7 @@ def test_terms_under_which_a_sum_hides_nothing(least_sites, colluding):
 
 def test_keys_are_made_once_and_kept_secret(tmp_path):
     path = tmp_path / "keys"
-    first = SiteKeys.at(path)
-    assert first.public("a") == SiteKeys.at(path).public("a")
+    assert SiteKeys.at(path).public("a") == SiteKeys.at(path).public("a")
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o640)
     refuses("mode 640", SiteKeys.at, path)
