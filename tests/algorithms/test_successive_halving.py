@@ -18,17 +18,10 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.answer import answer
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
+from fednas_flwr.protocol import states
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Train
-from fednas_flwr.protocol.states import (
-    MOMENTS,
-    Layout,
-    load_states,
-    median_rewards,
-    network_states,
-    pack,
-    unpack,
-)
+from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
 from fednas_flwr.search.data_free_scores import AZ_NAS, combine, measure
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.spaces.genotype import from_json, to_json
@@ -263,7 +256,7 @@ def test_a_secure_sum_is_the_mean_of_local_rewards(run_inline, compose_config, f
     weights = torch.tensor([reply.num_examples for reply in replies])
     assert found == pytest.approx((weights @ own / weights.sum()).tolist(), abs=1e-4)
     rewarded = next(event["rewards"] for event in plain.named("rewarded"))
-    assert rewarded == pytest.approx(median_rewards(own.double()).tolist())
+    assert rewarded == pytest.approx(states.median_rewards(own.double()).tolist())
 
 
 @pytest.mark.parametrize("settings", [SEARCH, LOCAL], ids=["averaged", "local"])

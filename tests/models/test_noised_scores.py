@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from fednas_flwr.models.noised_scores import (
-    BINS,
-    LARGEST,
-    NoisedScores,
-    one_hot,
-    planned_noise,
-    scores_of_counts,
-)
+from fednas_flwr.models import noised_scores
+from fednas_flwr.models.noised_scores import BINS, one_hot, planned_noise, scores_of_counts
 
 
 def records(count, share, spread):
@@ -38,8 +32,8 @@ def test_a_record_is_in_exactly_one_count(rows):
 def test_without_noise_they_are_those_of_the_binned_scores(spread):
     odds, positive = records(2000, 0.3, spread)
     told = scores_of_counts(one_hot(odds, positive).sum(0), noise=0.0)
-    assert isinstance(told, NoisedScores)
-    scale = BINS / 2 / np.arcsinh(LARGEST)
+    assert isinstance(told, noised_scores.NoisedScores)
+    scale = BINS / 2 / np.arcsinh(noised_scores.LARGEST)
     binned = np.floor(np.arcsinh(odds.numpy()) * scale)
     assert told.auroc == pytest.approx(roc_auc_score(positive, binned), abs=1e-9)
     assert told.auroc == pytest.approx(roc_auc_score(positive, odds), abs=0.02)

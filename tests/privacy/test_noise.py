@@ -23,11 +23,9 @@ from fednas_flwr.privacy.policy import noise_range
 from ..refusals import refuses
 from .divergences import KERNEL_STD, continuous_divergence, sum_divergence
 
-SEEDED = b"only for tests"
-
 
 def seeded():
-    return SecureGenerator(test_seed=SEEDED)
+    return SecureGenerator(test_seed=b"only for tests")
 
 
 def normals(generator, count):
@@ -334,10 +332,7 @@ def test_shared_noise_is_drawn_as_far_as_its_grid_reaches():
 # --- Discrete Gaussian noise against the published algorithms in fractions
 
 
-KEY = bytes(range(32))
-
-
-def keystream(key=KEY):
+def keystream(key=bytes(range(32))):
     return noise._Keystream(key).words
 
 

@@ -6,12 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import BudgetExceededError
-from fednas_flwr.privacy.books.renyi_filter import (
-    RenyiFilter,
-    covered_steps,
-    default_orders,
-    filter_epsilon,
-)
+from fednas_flwr.privacy.books import renyi_filter
+from fednas_flwr.privacy.books.renyi_filter import RenyiFilter, default_orders, filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, rdp_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release, epsilon_at_order, renyi_divergence
 
@@ -166,7 +162,7 @@ def test_covered_steps_are_those_that_the_filters_afford_one_by_one(sigma, steps
         "search": [(step(0.3, steps[0]), both[:1]), (step(0.5, steps[1]), both[1:])],
         "retrain": [(step(0.4, steps[2]), both)],
     }
-    covered = covered_steps(left, stages)
+    covered = renyi_filter.covered_steps(left, stages)
 
     expected = dict.fromkeys(stages, 0)
     try:

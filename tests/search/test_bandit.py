@@ -170,7 +170,6 @@ def test_a_diverged_trial_counts_as_the_worst(nothing):
 
 
 schedules = st.sampled_from(SCHEDULES)
-discounts = st.floats(0, 1)
 
 
 def rounds_over(num_configurations, most=8):
@@ -227,7 +226,7 @@ def test_steps_are_those_of_the_algorithm(drawn, schedule, discount):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-12)
 
 
-@given(theta_cases, schedules, discounts)
+@given(theta_cases, schedules, st.floats(0, 1))
 def test_theta_stays_a_distribution(case, schedule, discount):
     theta = theta_after(*case, schedule, discount)
     pi = theta.probabilities()

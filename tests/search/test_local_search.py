@@ -7,14 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fednas_flwr.search import local_search
 from fednas_flwr.search.exact_gradients import BatchGradients, ExactGradients
-from fednas_flwr.search.local_search import (
-    Alternating,
-    alpha_entropy,
-    alternate,
-    beta_gradient,
-    rising,
-)
+from fednas_flwr.search.local_search import Alternating, alpha_entropy, alternate, beta_gradient
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import SGD, Adam
@@ -120,5 +115,5 @@ def test_ops_that_are_never_chosen_are_left_alone():
 
 
 def test_the_weight_rises_linearly_to_its_value_in_the_last_round():
-    found = [rising(5.0, number, 4) for number in (1, 2, 3, 4)]
+    found = [local_search.rising(5.0, number, 4) for number in (1, 2, 3, 4)]
     assert found == pytest.approx([1.25, 2.5, 3.75, 5.0])

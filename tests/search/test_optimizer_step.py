@@ -13,14 +13,7 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search import optimizer_step
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate, train_candidates
-from fednas_flwr.search.optimizer_step import (
-    Optimizer,
-    Optimizers,
-    make_adam,
-    make_sgd,
-    no_moments,
-    trainable_weights,
-)
+from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd, no_moments
 from fednas_flwr.search.proxyless import SampledPaths, search_paths
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.dp_cells import DPCellSpace
@@ -323,5 +316,6 @@ def test_the_learning_rate_falls_along_a_cosine():
 
 
 def test_trainable_weights_leave_the_alphas_out(net):
-    assert set(trainable_weights(net)) == {n for n, _ in net.named_parameters() if n[0] != "a"}
-    assert set(trainable_weights(nn.Linear(1, 1))) == {"weight", "bias"}
+    found = set(optimizer_step.trainable_weights(net))
+    assert found == {n for n, _ in net.named_parameters() if n[0] != "a"}
+    assert set(optimizer_step.trainable_weights(nn.Linear(1, 1))) == {"weight", "bias"}

@@ -14,7 +14,6 @@ from fednas_flwr.spaces.mbconv import Layer
 
 from ..refusals import refuses
 
-CPU = torch.device("cpu")
 SMALL = Layer("conv", (2, 4, 4), (2, 4, 4), 1, 1, 1)
 LARGE = Layer("conv", (64, 32, 32), (64, 32, 32), 1, 7, 1)
 MEASURED = {"machine": "a machine", "device": "cpu", "clock": "process_time", "threads": 1}
@@ -41,7 +40,7 @@ def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monk
         module.number = len(made) - 1
         return module
 
-    under = latency_tables.Conditions(CPU, threads=2, batch_size=4, passes=5)
+    under = latency_tables.Conditions(torch.device("cpu"), threads=2, batch_size=4, passes=5)
     assert latency_tables._clock(under).__name__ == "timer"  # two threads: wall time
     assert latency_tables._clock(replace(under, threads=1)).__name__ == "process_time"
     monkeypatch.setattr(latency_tables, "_clock", lambda *_: timer)
