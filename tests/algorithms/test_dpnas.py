@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.models.networks import supernet_space
@@ -78,7 +77,7 @@ def test_a_round_is_steps_on_each_candidate_and_a_weighted_average(server_round,
             rows = step_batch(len(train), batch_size=16, **place, purpose=purpose)
             x, y = train.batch(rows, "cpu")
             logits = supernet.body(x, path=trained[server_round - 1][number // 2])
-            step(sgd, F.cross_entropy(logits, y))
+            step(sgd, torch.nn.functional.cross_entropy(logits, y))
         states.append(copied(supernet.weights()))
     before, after = (searched.rounds[server_round - i][0] for i in (1, 0))
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fednas_flwr.algorithms.fedavg.strategy import LONGER, planned
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -82,7 +81,7 @@ def test_rounds_equal_local_loops_and_a_weighted_average(trained):
                     x, y = split.batch(rows, "cpu")
                     if augmented:
                         x = augment(x, generator=generator, crop_padding=1, flip=True, cutout=0)
-                    loss = F.cross_entropy(network(x), y)
+                    loss = torch.nn.functional.cross_entropy(network(x), y)
                     total += loss.item() * len(y)
                     for name, weight in network.named_parameters():
                         loss = loss + mu / 2 * (weight - state[name].float()).square().sum()
@@ -104,5 +103,4 @@ def test_a_plain_network_has_no_alphas_to_send(trained):
     states = network_states(trained.network)
     assert set(trained.strategy.states) == {name for name, own in states.items() if own}
     refuses("does not search", trained.strategy.derive, error=ValueError)
-    rounds = trained.named("round")
-    assert "alpha_entropy" not in rounds[0]["metrics"]
+    assert "alpha_entropy" not in trained.named("round")[0]["metrics"]

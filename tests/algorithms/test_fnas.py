@@ -9,7 +9,6 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.loaders import step_batch
@@ -70,7 +69,7 @@ class Plain:
         return list(own)
 
     def mean_loss(self, batch):
-        return F.cross_entropy(self.supernet(batch[0]), batch[1])
+        return torch.nn.functional.cross_entropy(self.supernet(batch[0]), batch[1])
 
     def assert_equals(self, strategy, *, weights=CLOSE, alphas=ALPHAS_CLOSE):
         weight_vector = torch.cat([w.detach().reshape(-1) for w in self.weights])
@@ -252,8 +251,7 @@ def test_batch_norm_statistics_are_averaged_by_batch_and_counted_once(search):
         plain.supernet.load_state_dict(initial)
         plain.supernet(full(client, "train")[0])
         for name, buffer in plain.supernet.named_buffers():
-            share = buffer.double() * size / sum(sizes)
-            expected[name] = expected.get(name, 0) + share
+            expected[name] = expected.get(name, 0) + buffer.double() * size / sum(sizes)
     arrays = federation.strategy.named_arrays().to_torch_state_dict()
     for name, buffer in expected.items():
         actual = arrays[f"buffers.{name}"]
@@ -280,8 +278,7 @@ def test_a_deadline_is_of_one_start_alone(compose_config, federate):
 def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(search):
     federation = search("algorithm=fnas", "clients=2", "algorithm.evaluate_every=2", rounds=3)
     rounds = federation.named("round")
-    evaluated = [e["round"] for e in rounds if "validation_accuracy" in e["metrics"]]
-    assert evaluated == [2, 3]
+    assert [e["round"] for e in rounds if "validation_accuracy" in e["metrics"]] == [2, 3]
     assert rounds[0]["bytes_received"] > 0
     for event in rounds:
         assert math.isfinite(event["metrics"]["train_loss"])

@@ -57,7 +57,6 @@ def test_validation_records_are_measured_on_or_trained_on(every, exchange, run_i
     network = read_model(run.folder / "model.safetensors", make_network).network
     parts = [evaluate(network, c.validation, torch.device("cpu")) for c in clients]
     total = sum(p.num_examples for p in parts)
-    last = rounds[-1]["metrics"]
     for name in ("loss", "accuracy"):
         mean = sum(p.num_examples * getattr(p, name) for p in parts) / total
-        assert last[f"validation_{name}"] == pytest.approx(mean, rel=1e-5)
+        assert rounds[-1]["metrics"][f"validation_{name}"] == pytest.approx(mean, rel=1e-5)

@@ -146,8 +146,7 @@ def test_a_member_is_trained_as_it_would_be_alone(momentum, searched, compose_co
                     states[MOMENTS] = pack({n: t for n, t in moments.items() if own in n})
                 header = Header("run", "search", number, 1, client.index, "nonce")
                 asked = Train(local=replace(settings.local, network=alone))
-                request = Request("train.weights", header, asked, states)
-                expected = answer(client, request).states
+                expected = answer(client, Request("train.weights", header, asked, states)).states
                 for state in ("weights", "buffers"):
                     found = pack(member(replies[client.index].states[state], layouts[state], index))
                     for dtype, vector in expected[state].items():
@@ -273,8 +272,7 @@ def test_one_client_of_three_does_not_choose(settings, compose_config, federate)
 
     spied(federation, claiming)
     searched_by(federation, rounds=2)
-    first = federation.named("rewarded")[0]
-    pool = [json.dumps(genotype) for genotype in first["genotypes"]]
+    pool = [json.dumps(genotype) for genotype in federation.named("rewarded")[0]["genotypes"]]
     kept = [json.dumps(json.loads(one)) for one in federation.after[0][0]]
     assert kept == [pool[1], pool[0]]
     assert claims.mean(dim=0).argmax() == 3  # the mean would have the last
@@ -366,8 +364,7 @@ def test_one_network_is_left_and_rungs_divide_by_eta(private, keep, eta, rounds)
     assert left == sorted(left, reverse=True)
     assert set(left) <= {math.ceil(keep / eta**rung) for rung in range(8)}
     first = PrivateRound(private, private.privacy, "search", 1, rounds)
-    pool = SimpleNamespace(size=lambda space: keep)
-    settings = SimpleNamespace(pool=pool, eta=eta)
+    settings = SimpleNamespace(pool=SimpleNamespace(size=lambda space: keep), eta=eta)
     each = [replace(first, number=number) for number in range(1, rounds + 1)]
     measured = sum(len(SuccessiveHalving.releases(settings, one)) - 1 for one in each)
     assert measured == len(set(left)) - 1

@@ -104,8 +104,7 @@ def test_limits_hold(searched, search):
     free = sorted(count_parameters(space.network(s.genotype)) for s in searched.strategy.pool())
     most = free[len(free) // 2]
     limits = f"parameters: {most}, multiply_adds: null, latency_ms: null, table: null"
-    own = ("stages=[search]", f"algorithm.limits={{{limits}}}")
-    federation = search(*SEARCH, *own, rounds=2)
+    federation = search(*SEARCH, "stages=[search]", f"algorithm.limits={{{limits}}}", rounds=2)
     found = [count_parameters(space.network(s.genotype)) for s in federation.strategy.pool()]
     assert max(found) <= most < max(free)
 
@@ -122,9 +121,7 @@ LIMITED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("own", "limits", "cost"), LIMITED, ids=["multiply-adds", "parameters", "pool"]
-)
+@pytest.mark.parametrize(("own", "limits", "cost"), LIMITED)
 def test_limits_are_those_of_what_is_retrained(own, limits, cost, compose_config, finished_run):
     """Real runs, whose networks would all be within the limit at the size of the search."""
     own = [*own, *DIGITS, "clients=2", "retrain.rounds=1"]
@@ -144,6 +141,5 @@ def test_limits_are_those_of_what_is_retrained(own, limits, cost, compose_config
     found = []
     for limit, stages in ((most, "search,retrain"), ("null", "search")):
         run = finished_run(*own, f"{limits}.{cost}={limit}", f"stages=[{stages}]")
-        derived = run.the("derived")
-        found.append(derived["num_parameters" if cost == "parameters" else cost])
+        found.append(run.the("derived")["num_parameters" if cost == "parameters" else cost])
     assert found[0] <= most < found[1]

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search import proxyless
@@ -107,7 +106,7 @@ def searched(site, networks, *, loss, warm_up, steps=2):
         chosen = proxyless.PathNetwork(supernet, torch.tensor(path)[:, None]).weights()
 
         def by_weights(x, y, path=path, chosen=chosen):
-            loss = functional.cross_entropy(supernet.body(x, paths=[[p] for p in path]), y)
+            loss = torch.nn.functional.cross_entropy(supernet.body(x, paths=[[p] for p in path]), y)
             return torch.autograd.grad(loss, list(chosen.values()))
 
         total, _ = clipped_sum(site.client.data.train, by_weights, NORM)

@@ -135,10 +135,9 @@ def test_two_policies_that_name_one_account_pay_on_every_split_but_for_the_first
     second = Policy({"lab": first.guard.allowed})
     guard = ReleaseGuard(second, first.guard._ledger, SecureGenerator(), data_set="lab")
     guard.hold("the same")
-    header = replace(HEADER, run="second")
     guard.commit("second", schedule())
     planned = admit(first)
-    guard.release(planned, header, Contributions(30, zeros))
+    guard.release(planned, replace(HEADER, run="second"), Contributions(30, zeros))
     release(first.guard, planned, 30, zeros)
     booked = [(row.data_set, row.splits) for row in first.rows()]
     assert booked == [("ward", ("train",)), ("lab", SPLITS), ("ward", ("train",))]
@@ -193,13 +192,12 @@ def test_a_person_approves_a_schedule_before_anything_is_released(make_site):
 def test_a_model_larger_than_the_one_that_was_approved_is_refused(make_site, networks):
     site = make_site(policy={"approve": "manual"}, committed=[])
     site.commit()
-    kept = read_commitment(site.guard._ledger.committed("run"))
     sizes = {
         kind: sum(tensor.numel() for tensor in states.values())
         for kind, states in network_states(networks.supernet).items()
         if kind in ("weights", "alphas")
     }
-    assert kept.sizes == sizes
+    assert read_commitment(site.guard._ledger.committed("run")).sizes == sizes
     site.guard._ledger.approve("run")
     for kind, splits in (("weights", ("train",)), ("alphas", ("validation",))):
         asked = {"action": "train.gradients", "kind": kind, "splits": splits}

@@ -311,13 +311,12 @@ def pages(pixels, path):
 
 def bands(pixels, path, extra=1):
     """Red, green, blue and infrared, as satellites see."""
-    counts = struct.pack("<4H", 8, 8, 8, 8)
     data = np.stack([pixels] * (3 + extra), 2).tobytes()
     tags = {256: 8, 257: 8, 258: 8, 259: 1, 262: 2, 273: 16, 277: 3 + extra, 278: 8}
     tags |= {279: len(data), 338: 0}
     each = ((tag, 3, 4 if tag == 258 else 1, value) for tag, value in tags.items())
     entries = b"".join(struct.pack("<HHII", *entry) for entry in each)
-    head = struct.pack("<2sHI8s", b"II", 42, 16 + len(data), counts)
+    head = struct.pack("<2sHI8s", b"II", 42, 16 + len(data), struct.pack("<4H", 8, 8, 8, 8))
     path.write_bytes(head + data + struct.pack("<H", len(tags)) + entries + bytes(4))
 
 
@@ -409,8 +408,7 @@ def test_masks_in_folders_of_a_class_are_told(tmp_path):
     told = "4 images such as 0.png may be masks: remove them"
     for image in tmp_path.glob("?/*.png"):
         image.unlink()
-    words = r"a/images: 2.*; .*dataset.id_column=patient has"
-    refuses(words, read_folder, tmp_path, image_size=8)
+    refuses(r"a/images: 2.*; .*dataset.id_column=patient has", read_folder, tmp_path, image_size=8)
     records, _ = read_folder(tmp_path, image_size=8, id_column="patient")
     assert records.notes == (told,)
     inputs = Inputs(shape=(1, 8, 8), schema=(), mean=(0.5,), std=(1.0,), class_names=("a", "b"))

@@ -394,8 +394,7 @@ def scans(**tags):
     def write(folder):
         def save(pixels, path):
             rows = {"Rows": 8 // (len(tags) + 1)}
-            wide = pixels.astype(np.uint16) * 16
-            save_dicom(path.with_suffix(".dcm"), wide, **rows | tags)
+            save_dicom(path.with_suffix(".dcm"), pixels.astype(np.uint16) * 16, **rows | tags)
 
         return fill(folder, ("{}",), save)
 

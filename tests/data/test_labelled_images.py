@@ -45,9 +45,8 @@ def written(root, lines, *, name="labels.csv"):
 
 
 def by_findings(root):
-    head = "Image Index,Patient ID,Finding Labels"
     rows = [f"{Path(image).name},{person},{found}" for image, (found, person) in ROWS.items()]
-    return written(root, [head, *rows])
+    return written(root, ["Image Index,Patient ID,Finding Labels", *rows])
 
 
 FINDINGS = {"labels_file": "labels.csv", "label_separator": "|"}
@@ -64,8 +63,7 @@ def shades(records):
 def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path):
     root = by_findings(tmp_path)
     picture(root / "images_2" / "extra.png", 99)
-    chosen = {"label": "Finding Labels", "id_column": "Patient ID"}
-    train, test = read_labelled(root, **FINDINGS, **chosen)
+    train, test = read_labelled(root, **FINDINGS, label="Finding Labels", id_column="Patient ID")
     assert (test, train.class_names) == (None, ("Mass", "Nodule"))
     assert shades(train) == [0, 10, 20, 30]
     assert train.labels.tolist() == [[1, 1], [0, 0], [0, 1], [1, 0]]
@@ -117,8 +115,7 @@ def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path):
     assert shades(train) == [20, 0]  # in the order of the table
     assert (train.class_names, train.labels.tolist()) == (("nodule", "mass"), [[1, 0], [1, 1]])
     assert train.columns["site"].tolist() == ["x", "y"]
-    chosen = {"labels_file": "labels.csv", "label": "sex", "class_names": ["m", "f"]}
-    one, _ = read_labelled(root, **chosen)
+    one, _ = read_labelled(root, labels_file="labels.csv", label="sex", class_names=["m", "f"])
     assert one.labels.tolist() == [1, 0]
     assert not one.multi_label
     last, _ = read_labelled(root, labels_file="labels.csv")
@@ -160,8 +157,7 @@ def test_a_table_that_does_not_fit_is_one_sentence(line, settings, sentence, tmp
 def test_names_that_two_images_share_must_be_paths(tmp_path):
     root = by_findings(tmp_path)
     picture(root / "images_2" / "a.png", 77)
-    words = "share their names with others: a.png; give paths"
-    refuses(words, read_labelled, root, **FINDINGS)
+    refuses("share their names with others: a.png; give paths", read_labelled, root, **FINDINGS)
     text = (root / "labels.csv").read_text().replace("\na.png", "\nimages_2/a.png")
     (root / "labels.csv").write_text(text)
     train, _ = read_labelled(root, **FINDINGS)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional
 
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data import loaders
@@ -167,7 +166,7 @@ def slow_augment(x, *, generator, crop_padding, flip, cutout):
     columns = draw(width) if cutout else [0] * batch
     out = []
     for i in range(batch):
-        image = functional.pad(x[i], (crop_padding,) * 4)
+        image = torch.nn.functional.pad(x[i], (crop_padding,) * 4)
         image = image[:, tops[i] : tops[i] + height, lefts[i] : lefts[i] + width]
         image = (image.flip(2) if flips[i] else image).clone()
         top, left = rows[i] - cutout // 2, columns[i] - cutout // 2

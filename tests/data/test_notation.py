@@ -40,9 +40,8 @@ def found(*columns, points_are_decimal=True, **given):
 
 
 def written(number, notation):
-    plain = f"{number:,.2f}"
     signs = {",": SIGNS[notation.thousands], ".": SIGNS[notation.decimal]}
-    return "".join(signs.get(sign, sign) for sign in plain)
+    return "".join(signs.get(sign, sign) for sign in f"{number:,.2f}")
 
 
 @pytest.mark.parametrize("notation", NOTATIONS, ids=str)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import prepared
-from fednas_flwr.data.prepared import load_partition, save_partition
 from fednas_flwr.data.records import record_ids
 from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.hydra_config import compose_tree
@@ -177,8 +176,8 @@ def test_a_class_too_small_for_its_clients():
 
 def test_saved_partitions_come_back(tmp_path, images):
     parts = partition(images, name="iid", clients=7, seed=0)
-    save_partition(tmp_path / "partition.json", parts)
-    loaded = load_partition(tmp_path / "partition.json")
+    prepared.save_partition(tmp_path / "partition.json", parts)
+    loaded = prepared.load_partition(tmp_path / "partition.json")
     assert [p.tolist() for p in loaded] == [p.tolist() for p in parts]
     assert [path.name for path in tmp_path.iterdir()] == ["partition.json"]
 
@@ -196,7 +195,7 @@ NO_PARTITIONS = [
 @pytest.mark.parametrize(("content", "message"), NO_PARTITIONS)
 def test_files_that_hold_no_partition(tmp_path, content, message):
     (tmp_path / "partition.json").write_text(content)
-    refuses(message, load_partition, tmp_path / "partition.json")
+    refuses(message, prepared.load_partition, tmp_path / "partition.json")
 
 
 def test_iid_does_not_pay_for_flwr_datasets():

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.records import Column, Records
@@ -24,7 +23,7 @@ SCHEMA = (
 MEAN, STD = (10.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), (2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
-class Known(nn.Module):
+class Known(torch.nn.Module):
     """Class 1 where ``used`` is above its mean, surer for the kind c."""
 
     asked = 0
@@ -38,7 +37,7 @@ def table():
     x = torch.randn(NUMBER, 7, generator=torch.Generator().manual_seed(0))
     x[:, 1] = x[:, 0] + 0.1 * x[:, 1]  # goes with what is used, and is not used
     x[:, 3] = 0
-    x[:, 4:] = nn.functional.one_hot(torch.arange(NUMBER) % 3, 3).float()
+    x[:, 4:] = torch.nn.functional.one_hot(torch.arange(NUMBER) % 3, 3).float()
     labels = (x[:, 0] > 0).long()
     x[:, 0] = 2 * x[:, 0] + 10
     return Split(x, labels, torch.arange(NUMBER), MEAN, STD), labels

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import confusion_matrix, f1_score, roc_auc_score
 from torch import nn
-from torch.nn import functional
 
 from fednas_flwr.base.shares import wilson
 from fednas_flwr.data.loaders import Split
@@ -297,7 +296,7 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, class
     score, logits, labels = score_of_parts(parts, metric, objective)
     expected = objective.scores(logits, labels) | {
         "accuracy": float((logits.argmax(1) == labels).double().mean()),
-        "log_loss": float(functional.cross_entropy(logits, labels)),
+        "log_loss": float(nn.functional.cross_entropy(logits, labels)),
     }
     if metric not in expected:  # of records of one kind
         assert math.isnan(score[0])

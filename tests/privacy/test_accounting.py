@@ -4,7 +4,6 @@ from dataclasses import asdict
 
 import dp_accounting
 import pytest
-from dp_accounting import pld, rdp
 from opacus.accountants import PRVAccountant
 from opacus.accountants.analysis import gdp as opacus_gdp
 from scipy.optimize import brentq
@@ -81,12 +80,12 @@ def test_reference_values(release, gdp, tight, renyi):
 
 def test_rdp_agrees_with_dp_accounting():
     for release, *_ in REFERENCES[:5]:
-        accountant = rdp.RdpAccountant(accounting.RDP_ORDERS)
+        accountant = dp_accounting.rdp.RdpAccountant(accounting.RDP_ORDERS)
         theirs = accountant.compose(event(release)).get_epsilon(DELTA)
         assert rdp_epsilon([release], DELTA) == pytest.approx(theirs, rel=2e-3)
         assert rdp_epsilon([release], DELTA) <= theirs * (1 + 1e-8)
     mixed = [Release(1.0, 0.02, 300), Release(3.0, 1.0, 4), Release(0.8, 0.001, 500)]
-    accountant = rdp.RdpAccountant(accounting.RDP_ORDERS)
+    accountant = dp_accounting.rdp.RdpAccountant(accounting.RDP_ORDERS)
     for release in mixed:
         accountant.compose(event(release))
     assert rdp_epsilon(mixed, DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-4)
@@ -94,7 +93,7 @@ def test_rdp_agrees_with_dp_accounting():
 
 def test_prv_agrees_with_a_fine_grid_and_with_opacus():
     mixed = [Release(1.0, 0.05, 10), Release(2.0, 0.02, 40)]
-    fine = pld.PLDAccountant(value_discretization_interval=2e-4)
+    fine = dp_accounting.pld.PLDAccountant(value_discretization_interval=2e-4)
     for release in mixed:
         fine.compose(event(release))
     ours = prv_epsilon(mixed, DELTA)

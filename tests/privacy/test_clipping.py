@@ -18,7 +18,6 @@ from fednas_flwr.base.layers import stacked
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
-from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
 from fednas_flwr.search.exact_gradients import trainable_weights
 
@@ -114,12 +113,12 @@ def loss_of(name):
 def weight_sum(network, x, y, **changed):
     """The clipped sum of the weights' gradients, to a norm of 1 unless another is given."""
     common = {"loss": cross_entropy, "parameters": trainable_weights(network), "max_norm": 1.0}
-    return clipped_gradient_sum(network, x, y, **common | changed)
+    return clipping.clipped_gradient_sum(network, x, y, **common | changed)
 
 
 def alpha_sum(supernet, x, y, **changed):
     common = {"loss": cross_entropy, "alphas": supernet.alphas(), "max_norm": 1.0}
-    return clipped_alpha_gradient_sum(supernet, x, y, **common | changed)
+    return clipping.clipped_alpha_gradient_sum(supernet, x, y, **common | changed)
 
 
 SUMS = {"alphas": alpha_sum, "weights": weight_sum, "factors": weight_sum}
@@ -220,9 +219,8 @@ def test_public_factors_multiply_after_clipping():
     for parameters, summed in ((supernet.weights(), weight_sum), (supernet.alphas(), alpha_sum)):
         records = gradients_one_by_one(supernet, x, y, loss=cross_entropy, parameters=parameters)
         max_norm = 0.5 * min(map(norm, records))
-        expected = clipped_sum(records, max_norm, factors=[1.0, 0.25, 0.5])
         sums = summed(supernet, x, y, max_norm=max_norm, class_factors=factors)
-        assert max(error(sums, expected)) < 1e-10
+        assert max(error(sums, clipped_sum(records, max_norm, factors=[1.0, 0.25, 0.5]))) < 1e-10
 
 
 # Traps, most of them of Opacus' hooks
@@ -368,9 +366,8 @@ def test_pools_of_any_form():
         return self.head(self.flat(self.pool(x)[0].squeeze(1)).flatten(1))
 
     both = {"pool": nn.MaxPool2d(2, return_indices=True), "flat": nn.AvgPool2d(2)}
-    pools = Made(forward, **both, head=nn.Linear(6, CLASSES))
     x, y = make_batch((1, 8, 12), torch.float64)
-    check_against_loop(pools.double(), x, y)
+    check_against_loop(Made(forward, **both, head=nn.Linear(6, CLASSES)).double(), x, y)
 
 
 def test_a_parameter_under_two_names_is_refused():
@@ -414,7 +411,7 @@ def test_batch_norm_is_refused(frozen):
         with pytest.raises(ValueError, match=r"batch normalisation .* group normalisation .*\.$"):
             weight_sum(network, x, y)
         terms = {"loss": cross_entropy, "alphas": {}, "max_norm": 1.0, "error": ValueError}
-        refuses("batch normalisation", clipped_alpha_gradient_sum, network, x, y, **terms)
+        refuses("batch normalisation", clipping.clipped_alpha_gradient_sum, network, x, y, **terms)
 
 
 DIRECT = Made(

@@ -34,8 +34,7 @@ def normals(generator, count):
 
 def noised(total, generator=None, *, sigma=1.0, norm=1.0):
     """Return the total with noise from a seed, or from another generator."""
-    terms = {"noise_multiplier": sigma, "max_grad_norm": norm}
-    return noise.add_noise(total, generator or seeded(), **terms)
+    return noise.add_noise(total, generator or seeded(), noise_multiplier=sigma, max_grad_norm=norm)
 
 
 def test_the_keystream_is_aes_of_a_counter():
@@ -197,8 +196,7 @@ def test_added_noise_is_the_rounded_total_plus_noise_of_the_booked_std():
 
 def test_added_noise_hides_the_low_bits_of_the_total():
     for value in (0.0, 1 / 3, math.pi * 1e-9, -7.123456789e3):
-        total = torch.full((2000,), value, dtype=torch.float64)
-        cells = noised(total, sigma=0.5) / noise_grid(0.5)
+        cells = noised(torch.full((2000,), value, dtype=torch.float64), sigma=0.5) / noise_grid(0.5)
         assert torch.equal(cells, cells.round())
     # Totals that round to one cell are told apart by nothing.
     assert torch.equal(*(noised(torch.tensor([x]), sigma=0.5) for x in (1.0, 1.0 + 1e-9)))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import cross_entropy
 
 from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.micro_batches import by_person, person_means
@@ -49,7 +48,7 @@ def test_a_persons_records_are_averaged_and_clipped_together(of):
     expected = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for person in range(3):
         rows = (persons == person).nonzero().flatten()
-        loss = cross_entropy(network(x[rows].double()), y[rows])
+        loss = torch.nn.functional.cross_entropy(network(x[rows].double()), y[rows])
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         known = [
             torch.zeros_like(p) if g is None else g

@@ -221,9 +221,8 @@ def test_no_plan_outside_the_policy_passes_and_none_inside_is_refused(data, allo
 def test_just_the_actions_inside_the_policy_pass(allowed, data_set, action, is_secure):
     may_draw = is_secure or (allowed.test_seed and not allowed.secure_noise)
     inside = data_set == "a" and action in allowed.actions and may_draw
-    policy = Policy({"a": allowed})
     try:
-        found = check_action(policy, data_set, action, is_secure=is_secure)
+        found = check_action(Policy({"a": allowed}), data_set, action, is_secure=is_secure)
     except ConfigError:
         found = None
     assert found is (allowed if inside else None)

@@ -281,8 +281,7 @@ def test_rows_that_fill_a_micro_batch_contribute_nothing_even_if_they_are_not_fi
     y = torch.tensor([0, 1, 2, 0, 1])
 
     def clipped(x, y, size):
-        sizes = {"max_norm": 0.1, "micro_batch_size": size}
-        return weight_sum(network, x, y, **sizes)
+        return weight_sum(network, x, y, max_norm=0.1, micro_batch_size=size)
 
     one_by_one = clipped(x, y, 1)
     assert all(bool(total.any()) for total in one_by_one.values())

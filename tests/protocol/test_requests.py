@@ -333,8 +333,7 @@ def test_any_json_is_a_request_or_refused_with_a_config_error(data, action):
     try:
         request = messages.decode_request(action, content(json.dumps(message)))
     except ConfigError as error:
-        refusal = str(error)
-        refusal.encode()
+        str(error).encode()
     else:
         assert isinstance(request, messages.Request)
         assert rq.decode(action, plain_of(request.settings)) == request.settings

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fednas_flwr.protocol.states import (
@@ -100,7 +99,7 @@ def test_states_of_a_supernet_are_all_its_tensors_once(supernets):
     own = supernets[0].state_dict()
     assert set(named) == set(own)
     assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in named.items())
-    assert network_states(nn.Linear(2, 1))["alphas"] == {}
+    assert network_states(torch.nn.Linear(2, 1))["alphas"] == {}
 
 
 def average(replies):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate
@@ -47,7 +46,7 @@ def test_candidates_are_trained_one_after_the_other(dp_aware):
         weights = list(candidate.weights().values())
         total = [torch.zeros_like(weight) for weight in weights]
         for i in range(3):
-            loss = F.cross_entropy(candidate(x[i, None]), y[i, None])
+            loss = torch.nn.functional.cross_entropy(candidate(x[i, None]), y[i, None])
             record = torch.autograd.grad(loss, weights)
             norms.append(torch.cat([g.reshape(-1) for g in record]).norm().item())
             scale = 1.0 if dp_aware is None else min(1.0, dp_aware.max_grad_norm / norms[-1])

@@ -6,13 +6,11 @@ import copy
 import functools
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -184,7 +182,7 @@ def test_learning_is_the_loss_of_sgd_on_inputs_that_are_a_pattern_plus_noise():
         x = (torch.from_numpy(images) + noise).flatten(1).double()
         log_probs = (x @ weight.T + bias).log_softmax(dim=1)
         losses.append(-float(log_probs[torch.arange(batch_size), labels].mean()))
-        slope = (log_probs.exp() - F.one_hot(labels, 5)) / batch_size
+        slope = (log_probs.exp() - nn.functional.one_hot(labels, 5)) / batch_size
         gradients = [slope.T @ x, slope.sum(dim=0)]
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
         for kept, gradient in zip(velocity, gradients, strict=True):
@@ -207,7 +205,7 @@ def test_combine_adds_logarithms_of_ranks():
 
 @pytest.mark.run
 def test_all_scores_of_every_space_are_finite_and_set_by_the_seed_alone(space, monkeypatch):
-    monkeypatch.setattr(data_free_scores, "learning", partial(learning, steps=2))
+    monkeypatch.setattr(data_free_scores, "learning", functools.partial(learning, steps=2))
     genotype = genotype_of(space)
     with seeded(1, "elsewhere"):
         before = torch.get_rng_state()

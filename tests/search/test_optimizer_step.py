@@ -86,11 +86,7 @@ def assert_moments(moments, kept):
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.0], ids=["DARTS", "ProxylessNAS"])
-@pytest.mark.parametrize(
-    ("momentum", "nesterov"),
-    [(0.9, False), (0.9, True), (0.0, True)],
-    ids=["plain", "nesterov", "without momentum"],
-)
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (0.0, True)])
 def test_requests_with_moments_handed_over_are_one_training(parts, momentum, nesterov, beta):
     """Bit by bit, with new optimisers in every request and gradients that are missing."""
     twin = copy.deepcopy(parts)
@@ -152,9 +148,8 @@ class Stream:
 
     def batches(self, name):
         generator = make_generator(0, name)
-        shape = self.space.input_shape
         while True:
-            x = torch.randn(5, *shape, generator=generator)
+            x = torch.randn(5, *self.space.input_shape, generator=generator)
             yield x, torch.randint(3, (5,), generator=generator)
 
     def optimizers(self, sent):
@@ -282,13 +277,13 @@ def test_moments_of_alphas_that_stay_are_returned_as_they_were_sent(name):
     assert any(value.any() for key, value in found.items() if key.startswith("weights."))
 
 
-@pytest.mark.parametrize(
-    ("ours", "torchs", "constants"),
-    [
-        (optimizer_step.PlainSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        (optimizer_step.PlainAdam, torch.optim.Adam, {"betas": (0.5, 0.999)}),
-    ],
-)
+PLAIN = [
+    (optimizer_step.PlainSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (optimizer_step.PlainAdam, torch.optim.Adam, {"betas": (0.5, 0.999)}),
+]
+
+
+@pytest.mark.parametrize(("ours", "torchs", "constants"), PLAIN)
 def test_optimisers_step_as_torchs_own(ours, torchs, constants):
     layers = [nn.Linear(3, 2) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())

@@ -213,15 +213,13 @@ def test_two_ops_are_drawn_without_replacement_and_one_by_their_softmax():
             share = p_i * p_j / (1 - p_i) + p_i * p_j / (1 - p_j)
             assert len(actives) / DRAWS == pytest.approx(share, abs=0.03)
             if len(actives) > 400:
-                expected = p_i / (p_i + p_j)
-                assert actives.count(i) / len(actives) == pytest.approx(expected, abs=0.08)
+                assert actives.count(i) / len(actives) == pytest.approx(p_i / (p_i + p_j), abs=0.08)
 
 
 def test_what_is_not_offered_comes_last_even_where_probabilities_underflow():
     alphas = torch.tensor([[900.0, 0.0, -900.0, NEVER]])
     for expected in ([0], [0, 1], [0, 1, 2, 3]):
-        generator = make_generator(0, "underflow")
-        paths = draw_paths(alphas, number=len(expected), generator=generator)
+        paths = draw_paths(alphas, number=len(expected), generator=make_generator(0, "underflow"))
         assert paths.tolist() == [expected]
 
 
@@ -347,8 +345,7 @@ def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, sha
     for i in range(len(records[1])):
         loss = F.cross_entropy(derived(records[0][i : i + 1]), records[1][i : i + 1])
         gradients.append(torch.autograd.grad(loss, list(derived.parameters())))
-    lengths = clip_to(gradients, 1.0)[1]
-    norm = sorted(lengths)[3]  # some are clipped, some are not
+    norm = sorted(clip_to(gradients, 1.0)[1])[3]  # some are clipped, some are not
     expected, _ = clip_to(gradients, norm)
     terms = {"loss": CLASSIFICATION.plain_losses, "max_norm": norm, "micro_batch_size": 4}
     sums = clipping.clipped_gradient_sum(network, *records, parameters=own, **terms)
@@ -414,8 +411,7 @@ def test_no_alphas_that_a_server_can_send_draw_what_is_not_offered(values, numbe
         alphas = proxyless.drawable_alphas(shared)
         for drawn in (alphas, proxyless.uniform_alphas(alphas)):
             found = draw_paths(drawn, number=number, generator=make_generator(seed, "paths"))
-            computed = found[:, :1] if number == 4 else found
-            assert bool(offered.gather(1, computed).all())
+            assert bool(offered.gather(1, found[:, :1] if number == 4 else found).all())
 
 
 def test_alphas_of_a_search_are_drawn_from_as_they_are(shared):
@@ -424,10 +420,9 @@ def test_alphas_of_a_search_are_drawn_from_as_they_are(shared):
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_covering_paths_compute_every_op_that_is_offered_and_no_other(shared, number):
-    covering = proxyless.covering_paths(shared, number=number)
     offered_EO = proxyless.offered_ops(shared)
     computed_EO = torch.zeros_like(offered_EO)
-    for paths_EK in covering:
+    for paths_EK in proxyless.covering_paths(shared, number=number):
         assert paths_EK.shape == (3, number)
         assert all(len(set(row)) == len(row) for row in paths_EK.tolist())
         assert bool(offered_EO.gather(1, paths_EK[:, :1]).all())

@@ -76,8 +76,7 @@ def test_the_controller_finds_the_path_of_most_reward():
         for _ in range(60):
             paths = controller.sample(20, generator)
             controller.learn(paths, (torch.tensor(paths) == best).double().mean(1).tolist())
-        likeliest = every_path(SMALL)[controller.policy(every_path(SMALL)).argmax()]
-        assert torch.equal(likeliest, best)
+        assert torch.equal(every_path(SMALL)[controller.policy(every_path(SMALL)).argmax()], best)
 
 
 def test_random_paths_are_uniform():
@@ -139,9 +138,8 @@ def test_scaled_rewards_are_deviations_from_those_so_far():
         rewards = generator.normal(0.6 + 0.05 * number, 0.01, len(paths))
         batches.append(rewards)
         mean, deviation = weighted_moments(batches, SETTINGS.baseline_decay)
-        told = scaled.learn(paths, rewards.tolist())
         expected = plain.learn(paths, ((rewards - mean) / deviation).tolist())
-        assert told == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert scaled.learn(paths, rewards.tolist()) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert scaled.seen.mean == pytest.approx(mean)
     assert math.sqrt(scaled.seen.variance) == pytest.approx(deviation)
     for name, parameter in scaled.policy.state_dict().items():

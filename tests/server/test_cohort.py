@@ -280,8 +280,7 @@ def test_a_client_whose_data_is_not_like_that_of_most_is_left_out(said, strange,
 
 
 def test_connecting_can_be_tried_again(federation):
-    waits = {"connect_s": 0.2, "deadline_s": 0.2}
-    short = federation(2, grid=Withholding, connected=False, **waits)
+    short = federation(2, grid=Withholding, connected=False, connect_s=0.2, deadline_s=0.2)
     short.grid.withheld = frozenset({0, 1})
     with pytest.raises(QuorumError, match="query.describe: 0 of 2 clients answered"):
         short.cohort.connect(short.grid)

@@ -43,9 +43,8 @@ def test_published_genotype_has_the_published_number_of_parameters():
     # 3.3 M in the paper's table 1; the published code logs 3.349342 M without auxiliary head.
     CIFAR.check(PUBLISHED)
     assert count(LARGE.network(PUBLISHED).parameters()) == 3_349_342
-    with_head = LARGE.network(PUBLISHED, auxiliary=True)
     head = 36 * 4 * 4 * 128 + 2 * 128 + 128 * 768 * 4 + 2 * 768 + 768 * 10 + 10
-    assert count(with_head.parameters()) == 3_349_342 + head
+    assert count(LARGE.network(PUBLISHED, auxiliary=True).parameters()) == 3_349_342 + head
     assert skip_share(PUBLISHED) == 5 / 16
 
 
@@ -78,13 +77,12 @@ def test_derive_never_returns_none_and_breaks_ties_by_lowest_source():
 
 def test_check_refuses_none_and_doubled_sources():
     edges = PUBLISHED.cells["normal"]
-    cases = {
+    for message, wrong in {
         "unknown op 'none'": (Edge("none", 0, 2), *edges[1:]),
         "different earlier nodes": (edges[0], edges[0], *edges[2:]),
         "got 0 -> 2, 1 -> 2, 0 -> 3": (*edges[:2], *edges[2:3], *edges[2:3], *edges[4:]),
         "earlier nodes": (*edges[:6], Edge("skip_connect", 0, 6), Edge("skip_connect", 1, 6)),
-    }
-    for message, wrong in cases.items():
+    }.items():
         refuses(message, CIFAR.check, Genotype("darts", {**PUBLISHED.cells, "normal": wrong}))
 
 

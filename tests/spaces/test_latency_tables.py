@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.spaces import latency_tables
@@ -29,7 +28,7 @@ def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monk
     def timer():
         return now[0]
 
-    class Slow(nn.Identity):
+    class Slow(torch.nn.Identity):
         def forward(self, x):
             now[0] += made[self.number].kernel
             return x
@@ -45,7 +44,7 @@ def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monk
     assert latency_tables._clock(replace(under, threads=1)).__name__ == "process_time"
     monkeypatch.setattr(latency_tables, "_clock", lambda *_: timer)
     threads = torch.get_num_threads()
-    layers, networks = [SMALL, LARGE, SMALL, LARGE, SMALL], [(nn.Flatten(), (2, 3))]
+    layers, networks = [SMALL, LARGE, SMALL, LARGE, SMALL], [(torch.nn.Flatten(), (2, 3))]
     table, timings = latency_tables.measure_latency(
         layers, remember, under, norm="group", networks=networks
     )

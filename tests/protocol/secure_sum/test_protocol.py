@@ -210,14 +210,9 @@ def test_forged_signatures_open_nothing(sites):
     exchange = Exchange(sites).answer(range(SITES)).sign()
     genuine = dict(exchange.signatures)
     other = survivors_message(exchange.context, (0, 1, 2, 3))
-    forgeries = [
-        genuine[3],  # another site's
-        bytes(64),
-        b"",
-        genuine[4][:-1] + bytes([genuine[4][-1] ^ 1]),
-        sites[4]._keys.sign(other),  # for another list
-    ]
-    for forged in forgeries:
+    changed = genuine[4][:-1] + bytes([genuine[4][-1] ^ 1])
+    # another site's, none, one of its own that is changed, and of another list
+    for forged in (genuine[3], bytes(64), b"", changed, sites[4]._keys.sign(other)):
         exchange.signatures = genuine | {4: forged}
         refuses("site 4 has not signed", exchange.open_by, 0)
 
