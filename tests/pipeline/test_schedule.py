@@ -376,3 +376,11 @@ def test_no_counts_are_planned_for_baselines_units_of_clients_or_other_classes(c
     for names, several in ((("a", "b"), True), (("a", "b", "c"), False)):
         train = SimpleNamespace(class_names=names, multi_label=several)
         assert counts_of(for_classes(config, train), RECORDS) is None
+
+
+def test_no_noise_is_calibrated_below_what_most_sites_accept(compose_config):
+    """Of two sites the lower: the one that asks for more leaves."""
+    config = compose_config(*DP_FNAS, "privacy.epsilon=1e3", "clients=3")
+    for least_noise, expected in (([8.0, 2.0], 2.0), ([9.0, 1.0, 8.0], 8.0)):
+        schedule = make_schedule(config, RECORDS, done={}, least_noise=least_noise)
+        assert schedule[-1].noise_multiplier == expected
