@@ -110,10 +110,8 @@ def test_rewards_are_accuracies_on_all_validation_records_and_the_best_is_found(
 def test_the_controller_learns_after_the_warm_up_only(searched):
     samplers = [sampler for _, sampler in searched.rounds]
     names = [name for name in samplers[0] if name.startswith("policy.")]
-    moved = [
-        any(not torch.equal(samplers[i][name], samplers[i + 1][name]) for name in names)
-        for i in range(3)
-    ]
+    rounds = zip(samplers[:-1], samplers[1:], strict=True)
+    moved = [any(not torch.equal(old[n], new[n]) for n in names) for old, new in rounds]
     assert moved == [False, True, True]
     actions = [action for action, _ in searched.asked]
     train, measure = "train.candidate", "evaluate.candidates"

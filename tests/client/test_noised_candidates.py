@@ -141,12 +141,10 @@ DATA_SET = "ward"
 
 @pytest.fixture(scope="module")
 def pool(networks):
-    genotypes = [
-        networks.space.random_genotype(make_generator(1, "pool", n)) for n in range(MEMBERS)
-    ]
+    drawn = [networks.space.random_genotype(make_generator(1, "pool", n)) for n in range(MEMBERS)]
     shapes = {key: networks.description[key] for key in ("input_shape", "num_classes")}
     sizes = {key: networks.description[key] for key in ("channels", "num_cells")}
-    described = describe_pool(genotypes, shapes=shapes, sizes=sizes, norm="group", auxiliary=False)
+    described = describe_pool(drawn, shapes=shapes, sizes=sizes, norm="group", auxiliary=False)
     with seeded(1, "pool"):
         network = make_network(described)
     return SimpleNamespace(described=described, network=network, states=wards.packed(network))

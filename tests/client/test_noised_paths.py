@@ -79,10 +79,8 @@ def searched(site, networks, *, loss, warm_up, steps=2):
     generator = site.client.generator(site.request("train.search").header, "search")
     for _ in range(steps):
         if not warm_up:
-            paths, old = (
-                proxyless.draw_paths(alphas, number=2, generator=generator),
-                alphas.detach().clone(),
-            )
+            paths = proxyless.draw_paths(alphas, number=2, generator=generator)
+            old = alphas.detach().clone()
             in_loss = loss if loss is not None and loss.form == "multiplicative" else None
 
             def by_alphas(x, y, paths=paths, in_loss=in_loss):

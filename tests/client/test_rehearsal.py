@@ -81,11 +81,8 @@ def test_the_site_tests_before_it_reads_and_computes_as_tested(make_site, monkey
     assert set(computed) == {2}
 
 
-def test_threads_are_those_of_the_policy(make_site, monkeypatch):
+def test_threads_are_those_of_policies(make_site, site_config, prepared, tmp_path):
     assert make_site(policy={"threads": 2}).client.threads == 2
-
-
-def test_threads_other_than_those_of_policies_are_refused(site_config, prepared, tmp_path):
     privacy = replace(site_config.privacy, sites=str(tmp_path))
 
     def client(threads):

@@ -167,10 +167,8 @@ def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path):
     refuses("1 of 1 files cannot be read", read_folder, tmp_path / "none", corrupt="skip")
 
 
-@pytest.mark.parametrize("settings", [{"image_size": 40}, {"image_size": 40, "channels": 1}, {}])
-def test_large_images_are_opened_side_by_side_as_one_after_the_other(
-    tmp_path, monkeypatch, settings
-):
+@pytest.mark.parametrize("how", [{"image_size": 40}, {"image_size": 40, "channels": 1}, {}])
+def test_large_images_are_opened_side_by_side_as_one_after_the_other(tmp_path, monkeypatch, how):
     rng = np.random.default_rng(0)
     for i in range(decoding._AT_ONCE + 6):
         shape = (96, 96, 3) if i % 5 == 3 else (96, 96)
@@ -188,11 +186,11 @@ def test_large_images_are_opened_side_by_side_as_one_after_the_other(
         return opened(*of)
 
     monkeypatch.setattr(decoding, "_open", noted)
-    settings = {**settings, "corrupt": "skip", "class_names": ["a", "b"]}
+    how = {**how, "corrupt": "skip", "class_names": ["a", "b"]}
     for number in (1, 3):
         monkeypatch.setattr(decoding, "cores", lambda number=number: number)
         meetings += [threading.Barrier(2)] * 2 if number > 1 else []
-        found.append(read_folder(tmp_path, **settings)[0])
+        found.append(read_folder(tmp_path, **how)[0])
     assert not meetings
     one, other = found
     assert torch.equal(one.features, other.features)

@@ -67,9 +67,7 @@ def labels(cells):
 
 def lines(change):
     """A table whose lines are changed."""
-    return content(
-        lambda of: "".join(f"{row}\n" for row in change(of.decode().splitlines())).encode()
-    )
+    return content(lambda of: "\n".join([*change(of.decode().splitlines()), ""]).encode())
 
 
 def mostly(usual, other, every):
@@ -438,9 +436,7 @@ def test_what_is_said_of_images(tmp_path, case):
 
 
 PIXELS = RNG.integers(0, 255, (N, 6, 6)).astype(np.uint8)
-OBJECTS = (
-    "refused: .* it holds objects; save texts by np.array.texts, dtype=str., or is no such fil"
-)
+OBJECT = "refused: .* it holds objects; save texts by np.array.texts, dtype=str., or is no such fil"
 ARRAYS = {
     "names of Keras": ({"train_images": PIXELS, "train_labels": Y}, "are taken as x_train and"),
     "names of scikit-learn": ({"data": PIXELS, "target": Y}, "are taken as x_train and y_train"),
@@ -457,7 +453,7 @@ ARRAYS = {
     "no number": ({"x": PIXELS / np.where(Y, 9, np.nan)[:, None, None], "y": Y}, "refused: .*nan"),
     "12 bits": ({"x_train": PIXELS.astype(int) * 16, "y_train": Y}, "refused: .* from 0 to 4064"),
     "flat": ({"X": PIXELS.repeat(2, 1)[:, :, :4].repeat(2, 2)[:, :8].reshape(N, 64), "y": Y}, "x8"),
-    "texts as objects": ({"X": PIXELS, "y": np.array(["a", "b"], dtype=object)[Y]}, OBJECTS),
+    "texts as objects": ({"X": PIXELS, "y": np.array(["a", "b"], dtype=object)[Y]}, OBJECT),
     "0 and 1": ({"x_train": (PIXELS > 99).astype("f4"), "y_train": Y}, "float32 .* as uint8"),
     "texts": ({"x_train": PIXELS.astype(str), "y_train": Y}, "refused: .*features <U3 of shape"),
     "one picture of two classes": (

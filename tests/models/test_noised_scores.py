@@ -40,9 +40,8 @@ def test_without_noise_they_are_those_of_the_binned_scores(spread):
     assert told.error == 0
     assert told.prevalence == pytest.approx(positive.double().mean().item())
     edges = [float(np.sinh(k / scale)) for k in range(1 - BINS // 2, BINS // 2)]
-    youden = [
-        (odds[positive] >= e).double().mean() + (odds[~positive] < e).double().mean() for e in edges
-    ]
+    ill, well = odds[positive], odds[~positive]
+    youden = [(ill >= edge).double().mean() + (well < edge).double().mean() for edge in edges]
     best = torch.tensor(edges[int(np.argmax(youden))]).double().sigmoid().item()
     assert told.threshold == pytest.approx(best)
 

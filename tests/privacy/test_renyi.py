@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import dp_accounting
@@ -12,11 +13,7 @@ from fednas_flwr.settings.names import CLIENT, PERSON, RECORD
 
 from ..refusals import refuses
 
-GRID = [
-    (sigma, rate)
-    for sigma in (0.2, 0.5, 1.0, 2.0664, 10.0, 200.0)
-    for rate in (1e-4, 0.01, 0.3, 0.97)
-]
+GRID = [*itertools.product((0.2, 0.5, 1.0, 2.0664, 10.0, 200.0), (1e-4, 0.01, 0.3, 0.97))]
 
 
 def divergence(sigma, rate, order):

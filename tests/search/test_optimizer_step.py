@@ -235,10 +235,8 @@ def test_two_requests_of_every_loop_are_one_training(name):
 def test_moments_are_named_and_shaped_as_those_of_the_network(name):
     stream = STREAMS[name]()
     none = no_moments(stream.network)
-    expected = {
-        f"weights.momentum_buffer.{n}": weight.shape
-        for n, weight in stream.network.weights().items()
-    }
+    weights = stream.network.weights()
+    expected = {f"weights.momentum_buffer.{n}": weight.shape for n, weight in weights.items()}
     for kind, alpha in stream.network.alphas().items():
         expected |= {f"alphas.{moment}.{kind}": alpha.shape for moment in ("exp_avg", "exp_avg_sq")}
         expected[f"alphas.step.{kind}"] = torch.Size([1])

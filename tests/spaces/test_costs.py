@@ -102,9 +102,8 @@ def test_a_loss_travels_as_json_and_is_the_same_again(costs, form):
     assert again == sent
     assert (again.costs.unit, again.costs.fixed) == (costs.unit, costs.fixed)
     assert again.costs.per_op_EO.dtype == torch.float64
-    torch.testing.assert_close(
-        again.costs.per_op_EO, costs.per_op_EO, rtol=0, atol=0, equal_nan=True
-    )
+    exact = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(again.costs.per_op_EO, costs.per_op_EO, **exact)
     task, cost = torch.tensor(2.0), torch.tensor(7.0)
     assert torch.equal(again(task, cost), sent(task, cost))
 

@@ -45,9 +45,8 @@ def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monk
     monkeypatch.setattr(latency_tables, "_clock", lambda *_: timer)
     threads = torch.get_num_threads()
     layers, networks = [SMALL, LARGE, SMALL, LARGE, SMALL], [(torch.nn.Flatten(), (2, 3))]
-    table, timings = latency_tables.measure_latency(
-        layers, remember, under, norm="group", networks=networks
-    )
+    given = {"norm": "group", "networks": networks}
+    table, timings = latency_tables.measure_latency(layers, remember, under, **given)
     assert len(timings) == 1
     assert made == [SMALL, LARGE] == list(table.timings)
     assert torch.get_num_threads() == threads

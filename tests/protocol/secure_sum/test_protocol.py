@@ -29,10 +29,8 @@ def make_sites(folder, number, *, least_sites, colluding):
     keys = [SiteKeys.at(folder / f"{i}" / "keys") for i in range(number)]
     roster = Roster(tuple(own.public(f"site-{i}") for i, own in enumerate(keys)))
     terms = SumTerms(roster.fingerprint, least_sites, colluding)
-    return [
-        SumSite(i, own, roster, terms, folder / f"{i}" / "journal.sqlite")
-        for i, own in enumerate(keys)
-    ]
+    journals = [folder / f"{i}" / "journal.sqlite" for i in range(number)]
+    return [SumSite(i, keys[i], roster, terms, journals[i]) for i in range(number)]
 
 
 def values_of(site):
