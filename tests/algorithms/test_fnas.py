@@ -21,11 +21,8 @@ ROUNDS = 3
 UNEQUAL = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.3,0.1]"]
 # Small steps: large ones blow up the rounding errors of float32 from round to round.
 SGD = "{lr: 0.02, min_lr: 0.002, momentum: 0.9, weight_decay: 3.0e-4, clip_norm: 1.0}"
-GROUP = [
-    "search_space.norm=group",
-    f"algorithm.weights={SGD}",
-    "algorithm.alphas={lr: 0.03, weight_decay: 1.0e-3}",
-]
+ADAM = "{lr: 0.03, weight_decay: 1.0e-3}"
+GROUP = ["search_space.norm=group", f"algorithm.weights={SGD}", f"algorithm.alphas={ADAM}"]
 FULL = [*GROUP, "algorithm.batch_size=null"]
 # Rounding is of this order, and another algorithm far away, as a test below shows.
 CLOSE = {"rtol": 0, "atol": 2e-6}

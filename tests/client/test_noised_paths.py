@@ -141,10 +141,8 @@ def test_noise_is_on_the_paths_own_weights_and_on_computed_alphas_alone(ask, net
     before = copy.deepcopy(supernet.state_dict())
     load_states(supernet, reply.states)
     moved = {n for n, t in supernet.state_dict().items() if not torch.equal(t, before[n])}
-    used = [
-        {name.split(".")[4] for name in moved if name.startswith(f"body.blocks.{block}.ops.")}
-        for block in range(6)
-    ]
+    blocks = [f"body.blocks.{block}.ops." for block in range(6)]
+    used = [{name.split(".")[4] for name in moved if name.startswith(block)} for block in blocks]
     assert all(len(ops) <= 1 for ops in used)
     assert sum(map(len, used)) >= 3
     assert {n for n in before if n.startswith(("body.before", "body.after"))} <= moved

@@ -187,10 +187,8 @@ SITES, SIGMA = 30, 1.0
 @pytest.fixture
 def sharing(make_site):
     """A site that is protected as a whole, of 30 that share noise."""
-    plan = [
-        replace(planned, shared=planned.kind != "rewards", noise_multiplier=SIGMA)
-        for planned in of_clients(schedule())
-    ]
+    of_all = of_clients(schedule())
+    plan = [replace(p, shared=p.kind != "rewards", noise_multiplier=SIGMA) for p in of_all]
     made = make_site(policy=POLICY_CLIENT, committed=[], test_seed=b"noise")
     made.guard.allowed = replace(made.guard.allowed, secure_sum=SumTerms("ab" * 32, SITES, 0))
     made.guard.commit("run", plan)

@@ -14,12 +14,8 @@ from fednas_flwr.models.explanation import PERMUTATIONS, importance, mistakes
 from fednas_flwr.search.objective import Objective
 
 NUMBER = 600
-SCHEMA = (
-    Column("used"),
-    Column("twin"),
-    Column("idle", indicator=True),
-    Column("kind", "category", ("a", "b", "c")),
-)
+KIND = Column("kind", "category", ("a", "b", "c"))
+SCHEMA = (Column("used"), Column("twin"), Column("idle", indicator=True), KIND)
 MEAN, STD = (10.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), (2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 

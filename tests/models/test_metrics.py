@@ -155,10 +155,8 @@ def test_boosted_trees_are_a_baseline_of_tables_alone():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(600, 3)).astype(np.float32)
     labels = torch.from_numpy((x[:, 0] * x[:, 1] > 0).astype(np.int64))  # no line parts these
-    parts = [
-        Split(torch.from_numpy(x), labels, rows, (0.0,) * 3, (1.0,) * 3)
-        for rows in torch.arange(600).split([250, 150, 200])
-    ]
+    held = torch.arange(600).split([250, 150, 200])
+    parts = [Split(torch.from_numpy(x), labels, rows, (0.0,) * 3, (1.0,) * 3) for rows in held]
     found = metrics.pooled_baselines(parts[:2], parts[2], 2, CLASSIFICATION)
     assert found["trees"]["accuracy"] > 0.85 > 0.6 > found["linear"]["accuracy"]
     assert found["trees"]["auroc"] > found["linear"]["auroc"] + 0.2
@@ -268,10 +266,8 @@ def test_a_report_has_all_scores_as_json(num_classes):
 
 def score_of_parts(parts, metric, objective):
     """Return the score of clients' added sums, as they travel, and their logits and labels."""
-    told = [
-        metrics.sums(logits, labels, metric=metric, objective=objective, seed=3)
-        for logits, labels in parts
-    ]
+    how = {"metric": metric, "objective": objective, "seed": 3}
+    told = [metrics.sums(logits, labels, **how) for logits, labels in parts]
     assert all(bool((of >= 0).all()) for of in told)  # as a reply's must be
     assert metrics.summed(told[0].flatten().tolist()[:-1], metric, 1) is None
     again = [metrics.summed(of.flatten().tolist(), metric, 1) for of in told]

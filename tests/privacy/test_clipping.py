@@ -414,13 +414,8 @@ def test_batch_norm_is_refused(frozen):
         refuses("batch normalisation", clipping.clipped_alpha_gradient_sum, network, x, y, **terms)
 
 
-DIRECT = Made(
-    lambda self, x: self.layer(x * self.scale),
-    scale=nn.Parameter(torch.ones(4)),
-    layer=nn.Linear(4, CLASSES),
-)
-
-
+SCALE = nn.Parameter(torch.ones(4))
+DIRECT = Made(lambda self, x: self.layer(x * self.scale), scale=SCALE, layer=nn.Linear(4, CLASSES))
 REPLACED = nn.Linear(4, CLASSES)
 REPLACED.forward = lambda x: 2 * nn.Linear.forward(REPLACED, x)
 UNFIT = [
@@ -595,11 +590,9 @@ def test_gradients_kept_as_factors_have_the_same_sum(bias, size, by_person, monk
     persons = torch.tensor([0, 0, 1, 2, 2]) if by_person else None
     factors = torch.linspace(0.2, 1, CLASSES)
     with seeded(3, "factors"):
-        networks = [
-            called_often(bias).double(),
-            nn.Sequential(nn.Linear(8, 6, bias=bias), nn.Tanh(), nn.Linear(6, CLASSES)).double(),
-        ]
-    for network in networks:
+        often = called_often(bias)
+        once = nn.Sequential(nn.Linear(8, 6, bias=bias), nn.Tanh(), nn.Linear(6, CLASSES))
+    for network in (often.double(), once.double()):
         found = []
         for large in (1, sys.maxsize):
             monkeypatch.setattr(record_gradients, "LARGE", large)

@@ -14,12 +14,7 @@ from fednas_flwr.privacy.mechanism.renyi import Release, epsilon_at_order, renyi
 from ..refusals import refuses
 
 STEP = Release(noise_multiplier=1.0, sample_rate=0.02, steps=1)
-requests = st.builds(
-    Release,
-    noise_multiplier=st.floats(0.3, 20.0),
-    sample_rate=st.floats(1e-4, 1.0),
-    steps=st.integers(1, 300),
-)
+requests = st.builds(Release, st.floats(0.3, 20.0), st.floats(1e-4, 1.0), st.integers(1, 300))
 
 
 def state_of(site):
@@ -158,10 +153,8 @@ def test_covered_steps_are_those_that_the_filters_afford_one_by_one(sigma, steps
         if left["train"].affords(step(0.2)):
             left["train"].spend(step(0.2))
     both = ("train", "validation")
-    stages = {
-        "search": [(step(0.3, steps[0]), both[:1]), (step(0.5, steps[1]), both[1:])],
-        "retrain": [(step(0.4, steps[2]), both)],
-    }
+    search = [(step(0.3, steps[0]), both[:1]), (step(0.5, steps[1]), both[1:])]
+    stages = {"search": search, "retrain": [(step(0.4, steps[2]), both)]}
     covered = renyi_filter.covered_steps(left, stages)
 
     expected = dict.fromkeys(stages, 0)

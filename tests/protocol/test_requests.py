@@ -117,9 +117,8 @@ pools = st.builds(
 one_of_three = {"candidates": none, "network": none, "training": none, "sparse": st.just(False)}
 of_three = [{"candidates": values(rq.Candidates), "sparse": st.booleans()}, {"network": pools}]
 of_three.append({"training": built(rq.LocalTraining, network=pools)})
-OWN[rq.RewardCandidates] = st.one_of(
-    *(built(rq.RewardCandidates, **one_of_three | given) for given in of_three)
-)
+rewards = (built(rq.RewardCandidates, **one_of_three | given) for given in of_three)
+OWN[rq.RewardCandidates] = st.one_of(*rewards)
 local_lrs = st.dictionaries(st.sampled_from(["weights", "alphas"]), st.floats(0, 1e30))
 OWN[rq.TakeGradients] = built(rq.TakeGradients, local_lrs=local_lrs)
 printed = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=99)

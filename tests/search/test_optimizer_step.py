@@ -106,9 +106,8 @@ def test_requests_with_moments_handed_over_are_one_training(parts, momentum, nes
         moments = optimizers.moments()
 
     weights, alphas = twin.weights(), twin.alphas()
-    sgd = torch.optim.SGD(
-        weights.values(), 0.1, momentum, weight_decay=0.01, nesterov=nesterov and momentum > 0
-    )
+    own = {"weight_decay": 0.01, "nesterov": nesterov and momentum > 0}
+    sgd = torch.optim.SGD(weights.values(), 0.1, momentum, **own)
     adam = torch.optim.Adam(alphas.values(), 0.05, (beta, 0.999), weight_decay=1e-3)
     for one in again:
         for state, named in (("alphas", alphas), ("weights", weights)):

@@ -96,9 +96,8 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
 def alpha_step(supernet, batch, optimizers, generator):
     """One step of the alphas on a validation batch."""
     gradients = AlphasOnly(lambda: batches(1, start=100), lambda: iter([batch]))
-    proxyless.search_paths(
-        supernet, gradients, optimizers, proxyless.SampledPaths(False, None), generator=generator
-    )
+    paths = proxyless.SampledPaths(False, None)
+    proxyless.search_paths(supernet, gradients, optimizers, paths, generator=generator)
     assert gradients.validation_tally.num_examples == len(batch[1])
 
 
@@ -146,9 +145,8 @@ def test_warm_up_trains_uniform_paths_and_no_alphas(supernet):
     gradients = ExactGradients(lambda: batches(20), lambda: batches(22, start=100))
     optimizers = optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
     generator = make_generator(0, "paths")
-    proxyless.search_paths(
-        supernet, gradients, optimizers, proxyless.SampledPaths(True, None), generator=generator
-    )
+    paths = proxyless.SampledPaths(True, None)
+    proxyless.search_paths(supernet, gradients, optimizers, paths, generator=generator)
     seen = gradients.train_tally, gradients.validation_tally
     assert tuple(tally.num_examples for tally in seen) == (100, 0)
     after = supernet.state_dict()
@@ -433,10 +431,8 @@ def test_covering_paths_compute_every_op_that_is_offered_and_no_other(shared, nu
 def test_the_first_covering_paths_have_the_most_weights(shared):
     assert proxyless.covering_paths(shared, number=1)[0].tolist() == [[1], [1], [1]]
     assert proxyless.covering_paths(shared, number=2)[0].tolist() == [[1, 2], [1, 2], [1, 2]]
-    counts = {
-        sum(w.numel() for w in PathNetwork(shared, paths(shared, 1, s)).weights().values())
-        for s in range(30)
-    }
+    networks = (PathNetwork(shared, paths(shared, 1, seed)) for seed in range(30))
+    counts = {sum(w.numel() for w in network.weights().values()) for network in networks}
     most = PathNetwork(shared, proxyless.covering_paths(shared, number=1)[0]).weights().values()
     assert len(counts) > 5
     assert max(counts) <= sum(w.numel() for w in most)
