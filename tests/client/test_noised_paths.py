@@ -23,13 +23,9 @@ NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 ALPHA_NORM = 0.002  # so small that it clips
 WEIGHT_TERMS = {"noise_multiplier": SIGMA, "max_grad_norm": NORM}
 ALPHA_TERMS = WEIGHT_TERMS | {"max_grad_norm": ALPHA_NORM}
-LOCAL = {
-    "alternating": None,
-    "paths": asdict(proxyless.SampledPaths(warm_up=False, hardware=None)),
-    "weights": replace(STEP, clip_norm=None),
-    "alphas": Adam(lr=0.05, weight_decay=0.0),
-    "steps": 2,
-}
+PATHS = proxyless.SampledPaths(warm_up=False, hardware=None)
+LOCAL = {"alternating": None, "paths": asdict(PATHS), "steps": 2}
+LOCAL |= {"weights": replace(STEP, clip_norm=None), "alphas": Adam(lr=0.05, weight_decay=0.0)}
 EVERYTHING = [
     replace(p, max_grad_norm=ALPHA_NORM) if p.kind == "alphas" else p
     for p in schedule(batch_size=None)

@@ -124,14 +124,9 @@ def by_weights(network):
 
 def by_alphas(supernet, network=None, **relaxation):
     def computation(x, y, watch):
-        clipping.clipped_alpha_gradient_sum(
-            *(network or supernet, x, y),
-            loss=CLASSIFICATION.plain_losses,
-            alphas=supernet.alphas(),
-            max_norm=MAX_NORM,
-            watch=watch,
-            **relaxation,
-        )
+        common = {"loss": CLASSIFICATION.plain_losses, "max_norm": MAX_NORM, "watch": watch}
+        common |= {"alphas": supernet.alphas()} | relaxation
+        clipping.clipped_alpha_gradient_sum(network or supernet, x, y, **common)
 
     return computation
 

@@ -257,13 +257,8 @@ def numbered(genotype):
 
 
 def run(space, score, *, seed=0, draws=60, **arguments):
-    return data_free_scores.search(
-        space,
-        functools.partial(map, score),
-        draws=draws,
-        generator=make_generator(seed, "search"),
-        **arguments,
-    )
+    arguments |= {"draws": draws, "generator": make_generator(seed, "search")}
+    return data_free_scores.search(space, functools.partial(map, score), **arguments)
 
 
 def test_random_draws_are_those_of_the_space_each_once_and_ranked(space):

@@ -37,11 +37,9 @@ def records(batch):
 
     def make(train, validation=0):
         log = []
-        return (
-            Records("train", [batch(6, seed) for seed in range(train)], log),
-            Records("validation", [batch(4, 50 + seed) for seed in range(validation)], log),
-            log,
-        )
+        batches = [batch(6, seed) for seed in range(train)]
+        others = [batch(4, 50 + seed) for seed in range(validation)]
+        return Records("train", batches, log), Records("validation", others, log), log
 
     return make
 

@@ -48,10 +48,10 @@ def explicit(net, train, validation, rule, beta_decay):
     adam = torch.optim.Adam(alphas, lr=0.05, betas=(0.5, 0.999), weight_decay=1e-3)
     of_one_batch, losses = BatchGradients(objective=OBJECTIVE), []
     for train_batch, validation_batch in zip(train, validation, strict=False):
+        both = {"train_batch": train_batch, "validation_batch": validation_batch}
         if rule == "first_order":
             gradients = torch.autograd.grad(loss_of(net, validation_batch), alphas)
         elif rule == "mixed_level":
-            both = {"train_batch": train_batch, "validation_batch": validation_batch}
             by_kind, _ = of_one_batch.mixed_level_gradient(net, **both, validation_weight=0.5)
             gradients = by_kind.values()
         else:
@@ -63,14 +63,8 @@ def explicit(net, train, validation, rule, beta_decay):
                     step.state[weight]["momentum_buffer"] = buffer
             loss_of(twin, train_batch).backward()
             step.step()
-            by_kind, _ = of_one_batch.second_order_gradient(
-                net,
-                weights=net.weights(),
-                virtual_weights=twin.weights(),
-                train_batch=train_batch,
-                validation_batch=validation_batch,
-                inner_lr=0.3,
-            )
+            places = {"weights": net.weights(), "virtual_weights": twin.weights()}
+            by_kind, _ = of_one_batch.second_order_gradient(net, **places, **both, inner_lr=0.3)
             gradients = by_kind.values()
         decays = torch.autograd.grad(beta_decay * torch.cat(alphas).logsumexp(-1).mean(), alphas)
         for alpha, gradient, decay in zip(alphas, gradients, decays, strict=True):

@@ -95,11 +95,9 @@ def test_requests_with_moments_handed_over_are_one_training(parts, momentum, nes
     weights, alphas = parts.weights(), parts.alphas()
     moments = no_moments(parts)
     for request in range(4):
-        optimizers = Optimizers(
-            Optimizer(weights, make_sgd(weights.values(), settings, nesterov=nesterov), 0.5),
-            Optimizer(alphas, make_adam(alphas.values(), ALPHAS, beta=beta)),
-            moments,
-        )
+        own = Optimizer(weights, make_sgd(weights.values(), settings, nesterov=nesterov), 0.5)
+        others = Optimizer(alphas, make_adam(alphas.values(), ALPHAS, beta=beta))
+        optimizers = Optimizers(own, others, moments)
         for one in gradients[request * STEPS :][:STEPS]:
             optimizers.alphas.step(one["alphas"])
             optimizers.weights.step(one["weights"])

@@ -182,13 +182,8 @@ def test_two_lists_cannot_both_be_opened_with_an_honest_site_in_common(sites):
     refuses("not the list that this site has signed", exchange.open_by, 0, [0, 1, 2, 3])
 
 
-UNSIGNED = [
-    ([0, 1], "3 or more"),
-    ([1, 2, 3], "with this site, 0, among them"),
-    ([0, 1, 1, 2], "ascending"),
-    ([2, 1, 0], "ascending"),
-    ([0, 1, 2, 7], "some of"),
-]
+UNSIGNED = [([0, 1], "3 or more"), ([1, 2, 3], "with this site, 0, among them")]
+UNSIGNED += [([0, 1, 1, 2], "ascending"), ([2, 1, 0], "ascending"), ([0, 1, 2, 7], "some of")]
 
 
 @pytest.mark.parametrize(("survivors", "said"), UNSIGNED)
