@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.models.networks import supernet_space
@@ -78,7 +77,7 @@ def test_a_round_is_steps_on_each_candidate_and_a_weighted_average(server_round,
             rows = step_batch(len(train), batch_size=16, **place, purpose=purpose)
             x, y = train.batch(rows, "cpu")
             logits = supernet.body(x, path=trained[server_round - 1][number // 2])
-            step(sgd, F.cross_entropy(logits, y))
+            step(sgd, torch.nn.functional.cross_entropy(logits, y))
         states.append(copied(supernet.weights()))
     before, after = (searched.rounds[server_round - i][0] for i in (1, 0))
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -111,10 +110,8 @@ def test_rewards_are_accuracies_on_all_validation_records_and_the_best_is_found(
 def test_the_controller_learns_after_the_warm_up_only(searched):
     samplers = [sampler for _, sampler in searched.rounds]
     names = [name for name in samplers[0] if name.startswith("policy.")]
-    moved = [
-        any(not torch.equal(samplers[i][name], samplers[i + 1][name]) for name in names)
-        for i in range(3)
-    ]
+    rounds = zip(samplers[:-1], samplers[1:], strict=True)
+    moved = [any(not torch.equal(old[n], new[n]) for n in names) for old, new in rounds]
     assert moved == [False, True, True]
     actions = [action for action, _ in searched.asked]
     train, measure = "train.candidate", "evaluate.candidates"
@@ -189,8 +186,7 @@ def test_messages_carry_paths_and_give_what_whole_states_do(momentum, compose_co
         def restored(action, settings, *, only):
             """Average whole states, and keep of them what the paths have."""
             before = {name: dict(packed) for name, packed in strategy.states.items()}
-            replies = told(action, settings)
-            average, metrics = strategy.average(replies)
+            average, metrics = strategy.average(told(action, settings))
             for state, packed in average.items():
                 layout = strategy.layouts[state]
                 kept = unpack(before[state], layout)

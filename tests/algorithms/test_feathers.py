@@ -132,10 +132,8 @@ def test_rewards_are_mean_decreases_by_validation_size(searched):
         assert local.amount == Amount(1, None, 32)
         supernet = client.network({"name": "supernet"}, exchange.states)
         before = loss_of(client, supernet)
-        reply = ANSWERS["train.search"](client, request, request.settings)
-        load_states(supernet, reply.states)
-        after = loss_of(client, supernet)
-        decreases.append(before - after)
+        load_states(supernet, ANSWERS["train.search"](client, request, request.settings).states)
+        decreases.append(before - loss_of(client, supernet))
         sizes.append(len(client.data.validation))
     mean = sum(d * n for d, n in zip(decreases, sizes, strict=True)) / sum(sizes)
     assert event["rewards"][str(drawn[0])] == pytest.approx(mean, abs=1e-6)
@@ -219,6 +217,5 @@ def test_drawn_configurations_follow_their_ranges():
         assert float(values.max()) < distribution.high
         # The median is the middle, in logarithms where the range has them.
         middle = distribution.at(0.5)
-        below = float((values < middle).double().mean())
-        assert abs(below - 0.5) < 5 * (0.25 / 4000) ** 0.5
+        assert abs(float((values < middle).double().mean()) - 0.5) < 5 * (0.25 / 4000) ** 0.5
     refuses("ranges", draw_configurations, 1, {"lr": RANGES["lr"]}, make_generator(1, "drawn"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.data.loaders import epoch_batches
@@ -43,7 +42,7 @@ def alternate(supernet, client, server_round, config, sgd, adam):
                 yield split.batch(indices, "cpu")
 
     def loss(batch):
-        return F.cross_entropy(supernet(batch[0]), batch[1])
+        return torch.nn.functional.cross_entropy(supernet(batch[0]), batch[1])
 
     supernet.train()
     for _ in range(2):
@@ -103,9 +102,8 @@ def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_conf
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=5e-6)
     assert len([name for name in arrays if not name.startswith(MOMENTS)]) == len(state)
     for name, weight in supernet.weights().items() if travel else ():
-        kept = sgd.state[weight]["momentum_buffer"]
         found = arrays[f"{MOMENTS}.weights.momentum_buffer.{name}"]
-        torch.testing.assert_close(found, kept, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, sgd.state[weight]["momentum_buffer"], rtol=0, atol=1e-5)
     for kind, alpha in supernet.alphas().items() if travel else ():
         assert float(arrays[f"{MOMENTS}.alphas.step.{kind}"]) == float(adam.state[alpha]["step"])
     rounds = federation.named("round")

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fednas_flwr.algorithms.fedavg.strategy import LONGER, planned
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -75,15 +74,14 @@ def test_rounds_equal_local_loops_and_a_weighted_average(trained):
             network.load_state_dict(state)
             split = client.split("train+validation")
             generator = make_generator(config.seed, "retrain", number, client.index, "weights")
-            lr = rate_of_round(sgd, number, ROUNDS)
-            optimizer = make_sgd(network.parameters(), sgd, lr)
+            optimizer = make_sgd(network.parameters(), sgd, rate_of_round(sgd, number, ROUNDS))
             for _ in range(2):
                 total = 0.0
                 for rows in epoch_batches(len(split), batch_size=16, generator=generator):
                     x, y = split.batch(rows, "cpu")
                     if augmented:
                         x = augment(x, generator=generator, crop_padding=1, flip=True, cutout=0)
-                    loss = F.cross_entropy(network(x), y)
+                    loss = torch.nn.functional.cross_entropy(network(x), y)
                     total += loss.item() * len(y)
                     for name, weight in network.named_parameters():
                         loss = loss + mu / 2 * (weight - state[name].float()).square().sum()
@@ -105,5 +103,4 @@ def test_a_plain_network_has_no_alphas_to_send(trained):
     states = network_states(trained.network)
     assert set(trained.strategy.states) == {name for name, own in states.items() if own}
     refuses("does not search", trained.strategy.derive, error=ValueError)
-    rounds = trained.named("round")
-    assert "alpha_entropy" not in rounds[0]["metrics"]
+    assert "alpha_entropy" not in trained.named("round")[0]["metrics"]

@@ -129,8 +129,7 @@ def test_one_private_client_is_dp_sgd_with_momentum(finished_run):
     """FedAvg's local loop, whose momentum travels with the model, is DP-SGD of one client."""
     found = {}
     for exchange, momentum in (("models", "averaged"), ("gradients", "reset")):
-        own = (f"retrain.exchange={exchange}", f"training.momentum={momentum}")
-        ran = finished_run(*DP, *own)
+        ran = finished_run(*DP, f"retrain.exchange={exchange}", f"training.momentum={momentum}")
         found[exchange] = load_file(ran.folder / "model.safetensors")
         rows = booked(ran.folder / "sites")
         action = {"models": "train.weights", "gradients": "train.network_gradient"}[exchange]

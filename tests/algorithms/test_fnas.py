@@ -9,7 +9,6 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.loaders import step_batch
@@ -22,11 +21,8 @@ ROUNDS = 3
 UNEQUAL = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.3,0.1]"]
 # Small steps: large ones blow up the rounding errors of float32 from round to round.
 SGD = "{lr: 0.02, min_lr: 0.002, momentum: 0.9, weight_decay: 3.0e-4, clip_norm: 1.0}"
-GROUP = [
-    "search_space.norm=group",
-    f"algorithm.weights={SGD}",
-    "algorithm.alphas={lr: 0.03, weight_decay: 1.0e-3}",
-]
+ADAM = "{lr: 0.03, weight_decay: 1.0e-3}"
+GROUP = ["search_space.norm=group", f"algorithm.weights={SGD}", f"algorithm.alphas={ADAM}"]
 FULL = [*GROUP, "algorithm.batch_size=null"]
 # Rounding is of this order, and another algorithm far away, as a test below shows.
 CLOSE = {"rtol": 0, "atol": 2e-6}
@@ -70,7 +66,7 @@ class Plain:
         return list(own)
 
     def mean_loss(self, batch):
-        return F.cross_entropy(self.supernet(batch[0]), batch[1])
+        return torch.nn.functional.cross_entropy(self.supernet(batch[0]), batch[1])
 
     def assert_equals(self, strategy, *, weights=CLOSE, alphas=ALPHAS_CLOSE):
         weight_vector = torch.cat([w.detach().reshape(-1) for w in self.weights])
@@ -174,8 +170,7 @@ def test_second_order_with_one_client_equals_a_plain_loop(search):
         old = [weight.detach().clone() for weight in plain.weights]
         plain.step_weights(step, plain.mean_loss(train))
         new = [weight.detach().clone() for weight in plain.weights]
-        loss = plain.mean_loss(validation)
-        gradients = plain.gradients(loss, plain.alphas + plain.weights)
+        gradients = plain.gradients(plain.mean_loss(validation), plain.alphas + plain.weights)
         gradients, direction = gradients[: len(plain.alphas)], gradients[len(plain.alphas) :]
         r = 0.01 / torch.cat([d.reshape(-1) for d in direction]).norm()
         plus = alpha_gradients_at([w + r * d for w, d in zip(old, direction, strict=True)])
@@ -209,8 +204,7 @@ def test_local_steps_equal_a_plain_loop_of_local_descents(search):
         split = client.split(name)
         for local in range(2 * step, 2 * step + 2):
             terms = {"seed": config.seed, "purpose": ("batches", name, client.index)}
-            indices = step_batch(len(split), batch_size=16, step=local, **terms)
-            yield split.batch(indices, "cpu")
+            yield split.batch(step_batch(len(split), batch_size=16, step=local, **terms), "cpu")
 
     def exchange(name, step, parameters, lr):
         """Each client descends from the same point; their moves are averaged by batch size."""
@@ -239,8 +233,7 @@ def test_local_steps_equal_a_plain_loop_of_local_descents(search):
     assert len({len(c.data.train) for c in federation.clients}) == 2
     for step in range(ROUNDS):
         plain.step_weights(step, exchange("train", step, plain.weights, plain.lr(step)))
-        alpha_lr = config.algorithm.alphas.lr
-        plain.step_alphas(exchange("validation", step, plain.alphas, alpha_lr))
+        plain.step_alphas(exchange("validation", step, plain.alphas, config.algorithm.alphas.lr))
     plain.assert_equals(federation.strategy)
 
 
@@ -255,8 +248,7 @@ def test_batch_norm_statistics_are_averaged_by_batch_and_counted_once(search):
         plain.supernet.load_state_dict(initial)
         plain.supernet(full(client, "train")[0])
         for name, buffer in plain.supernet.named_buffers():
-            share = buffer.double() * size / sum(sizes)
-            expected[name] = expected.get(name, 0) + share
+            expected[name] = expected.get(name, 0) + buffer.double() * size / sum(sizes)
     arrays = federation.strategy.named_arrays().to_torch_state_dict()
     for name, buffer in expected.items():
         actual = arrays[f"buffers.{name}"]
@@ -268,8 +260,7 @@ def test_batch_norm_statistics_are_averaged_by_batch_and_counted_once(search):
 
 def test_a_deadline_is_of_one_start_alone(compose_config, federate):
     """Two stages share one cohort: what one is started with is not the other's."""
-    config = compose_config("algorithm=fnas", *FULL, *UNEQUAL)
-    federation = federate(config)
+    federation = federate(compose_config("algorithm=fnas", *FULL, *UNEQUAL))
     known = []
     federation.cohort.emit = lambda event, **_: known.append(federation.cohort.deadline_s)
     federation.strategy.start(federation.grid, num_rounds=1, timeout=41.0)
@@ -284,8 +275,7 @@ def test_a_deadline_is_of_one_start_alone(compose_config, federate):
 def test_evaluation_on_validation_records_every_so_many_rounds_and_at_the_end(search):
     federation = search("algorithm=fnas", "clients=2", "algorithm.evaluate_every=2", rounds=3)
     rounds = federation.named("round")
-    evaluated = [e["round"] for e in rounds if "validation_accuracy" in e["metrics"]]
-    assert evaluated == [2, 3]
+    assert [e["round"] for e in rounds if "validation_accuracy" in e["metrics"]] == [2, 3]
     assert rounds[0]["bytes_received"] > 0
     for event in rounds:
         assert math.isfinite(event["metrics"]["train_loss"])

@@ -32,11 +32,8 @@ def read(monkeypatch):
 @pytest.mark.parametrize("exchange", ["models", "gradients"])
 @pytest.mark.parametrize("every", [0, 1, 2])
 def test_validation_records_are_measured_on_or_trained_on(every, exchange, run_inline, read):
-    run = run_inline(
-        *LINEAR,
-        *(f"retrain.evaluate_every={every}", f"retrain.exchange={exchange}"),
-        "dataset.linear_baseline=false",
-    )
+    own = (f"retrain.evaluate_every={every}", f"retrain.exchange={exchange}")
+    run = run_inline(*LINEAR, *own, "dataset.linear_baseline=false")
     rounds = [e for e in run.events if e["event"] == "round" and e["stage"] == "retrain"]
     measured = ["validation_loss" in e["metrics"] for e in rounds]
     assert measured == {0: [False] * 3, 1: [True] * 3, 2: [False, True, True]}[every]
@@ -45,20 +42,15 @@ def test_validation_records_are_measured_on_or_trained_on(every, exchange, run_i
     train = {r for c in clients for r in c.train.rows.tolist()}
     held = {r for c in clients for r in c.validation.rows.tolist()}
     # a batch with records of both parts is one of training; the checks before look at all records
-    mixed = [
-        rows
-        for size, rows in read
-        if size == len(data[0].train) and len(rows) <= 64 and train & rows and held & rows
-    ]
+    batches = [rows for size, rows in read if size == len(data[0].train) and len(rows) <= 64]
+    mixed = [rows for rows in batches if train & rows and held & rows]
     assert bool(mixed) == (every == 0)
-    report = (run.folder / "report.html").read_text()
-    assert ("overfitting is invisible" in report) == (every == 0)
+    assert ("overfitting is invisible" in (run.folder / "report.html").read_text()) == (every == 0)
     if every == 0:
         return
     network = read_model(run.folder / "model.safetensors", make_network).network
     parts = [evaluate(network, c.validation, torch.device("cpu")) for c in clients]
     total = sum(p.num_examples for p in parts)
-    last = rounds[-1]["metrics"]
     for name in ("loss", "accuracy"):
         mean = sum(p.num_examples * getattr(p, name) for p in parts) / total
-        assert last[f"validation_{name}"] == pytest.approx(mean, rel=1e-5)
+        assert rounds[-1]["metrics"][f"validation_{name}"] == pytest.approx(mean, rel=1e-5)

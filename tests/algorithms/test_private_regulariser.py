@@ -27,8 +27,6 @@ def test_the_regulariser_comes_after_clipping_and_costs_nothing(algorithm, finis
     assert down.max() < 0
     assert down.std() < 0.05 * down.mean().abs()
     assert moved(plain).max() > 0  # noise goes both ways
-    books = [
-        [(row.action, row.release) for row in booked(run.folder / "sites")]
-        for run in (decayed, plain)
-    ]
-    assert books[0] == books[1]
+    both = (booked(run.folder / "sites") for run in (decayed, plain))
+    one, other = ([(row.action, row.release) for row in rows] for rows in both)
+    assert one == other

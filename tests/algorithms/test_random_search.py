@@ -22,18 +22,14 @@ def searched(search):
 
 
 def accuracies(federation):
-    rounds = federation.named("round")
-    return [event["metrics"]["validation_accuracy"] for event in rounds]
+    return [event["metrics"]["validation_accuracy"] for event in federation.named("round")]
 
 
 def test_the_candidate_of_best_validation_accuracy_is_derived(searched):
     best = accuracies(searched).index(max(accuracies(searched)))
-    drawn = [
-        searched.strategy.space.random_genotype(
-            make_generator(searched.config.seed, "random_search", number)
-        )
-        for number in range(1, ROUNDS + 1)
-    ]
+    seed, space = searched.config.seed, searched.strategy.space
+    draws = [make_generator(seed, "random_search", number) for number in range(1, ROUNDS + 1)]
+    drawn = [space.random_genotype(generator) for generator in draws]
     assert len({to_json(genotype) for genotype in drawn}) == ROUNDS
     assert searched.strategy.derive() == drawn[best]
     assert searched.strategy.values["accuracy"] == max(accuracies(searched))

@@ -18,17 +18,10 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.client.answer import answer
 from fednas_flwr.models.metrics import evaluate
 from fednas_flwr.models.networks import make_network
+from fednas_flwr.protocol import states
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import Train
-from fednas_flwr.protocol.states import (
-    MOMENTS,
-    Layout,
-    load_states,
-    median_rewards,
-    network_states,
-    pack,
-    unpack,
-)
+from fednas_flwr.protocol.states import MOMENTS, Layout, load_states, network_states, pack, unpack
 from fednas_flwr.search.data_free_scores import AZ_NAS, combine, measure
 from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.spaces.genotype import from_json, to_json
@@ -101,8 +94,7 @@ def test_the_pool_is_the_best_of_a_shortlist(searched, compose_config, federate)
     synflow = [measure(space, own, ["synflow"], seed=config.seed)["synflow"] for own in best]
     kept = [best[place] for place in sorted(range(6), key=lambda place: -synflow[place])[:4]]
     shortlist = "algorithm.pool.shortlist={keep: 6, scores: [synflow]}"
-    strategy = federate(compose_config(*SEARCH, shortlist)).strategy
-    assert strategy._choose()[:4] == kept
+    assert federate(compose_config(*SEARCH, shortlist)).strategy._choose()[:4] == kept
 
 
 def test_all_train_in_one_exchange_a_round_and_one_more_ends_a_rung(searched):
@@ -154,8 +146,7 @@ def test_a_member_is_trained_as_it_would_be_alone(momentum, searched, compose_co
                     states[MOMENTS] = pack({n: t for n, t in moments.items() if own in n})
                 header = Header("run", "search", number, 1, client.index, "nonce")
                 asked = Train(local=replace(settings.local, network=alone))
-                request = Request("train.weights", header, asked, states)
-                expected = answer(client, request).states
+                expected = answer(client, Request("train.weights", header, asked, states)).states
                 for state in ("weights", "buffers"):
                     found = pack(member(replies[client.index].states[state], layouts[state], index))
                     for dtype, vector in expected[state].items():
@@ -264,7 +255,7 @@ def test_a_secure_sum_is_the_mean_of_local_rewards(run_inline, compose_config, f
     weights = torch.tensor([reply.num_examples for reply in replies])
     assert found == pytest.approx((weights @ own / weights.sum()).tolist(), abs=1e-4)
     rewarded = next(event["rewards"] for event in plain.named("rewarded"))
-    assert rewarded == pytest.approx(median_rewards(own.double()).tolist())
+    assert rewarded == pytest.approx(states.median_rewards(own.double()).tolist())
 
 
 @pytest.mark.parametrize("settings", [SEARCH, LOCAL], ids=["averaged", "local"])
@@ -281,8 +272,7 @@ def test_one_client_of_three_does_not_choose(settings, compose_config, federate)
 
     spied(federation, claiming)
     searched_by(federation, rounds=2)
-    first = federation.named("rewarded")[0]
-    pool = [json.dumps(genotype) for genotype in first["genotypes"]]
+    pool = [json.dumps(genotype) for genotype in federation.named("rewarded")[0]["genotypes"]]
     kept = [json.dumps(json.loads(one)) for one in federation.after[0][0]]
     assert kept == [pool[1], pool[0]]
     assert claims.mean(dim=0).argmax() == 3  # the mean would have the last
@@ -372,11 +362,9 @@ def test_one_network_is_left_and_rungs_divide_by_eta(private, keep, eta, rounds)
     left = [num_left(number, rounds, keep=keep, eta=eta) for number in range(rounds + 1)]
     assert (left[0], left[-1]) == (keep, 1)
     assert left == sorted(left, reverse=True)
-    powers = {math.ceil(keep / eta**rung) for rung in range(8)}
-    assert set(left) <= powers
+    assert set(left) <= {math.ceil(keep / eta**rung) for rung in range(8)}
     first = PrivateRound(private, private.privacy, "search", 1, rounds)
-    pool = SimpleNamespace(size=lambda space: keep)
-    settings = SimpleNamespace(pool=pool, eta=eta)
+    settings = SimpleNamespace(pool=SimpleNamespace(size=lambda space: keep), eta=eta)
     each = [replace(first, number=number) for number in range(1, rounds + 1)]
     measured = sum(len(SuccessiveHalving.releases(settings, one)) - 1 for one in each)
     assert measured == len(set(left)) - 1

@@ -48,8 +48,7 @@ def test_what_a_server_sends_is_rounded_to_the_nearest_value_and_only_to_be_trai
     states = {name: pack(weights) for name in ("weights", "moments", "previous_weights")}
     assert round_sent(states, action="evaluate.model", wire=wire) == states
     assert round_sent(states, action="train.weights", wire="float32") == states
-    sent = round_sent(states, action="train.weights", wire=wire)
-    found = restore_sent(sent)
+    found = restore_sent(round_sent(states, action="train.weights", wire=wire))
     assert all(found[name] is states[name] for name in ("moments", "previous_weights"))
     vector = states["weights"]["float32"]
     steps = torch.stack([block.abs().max() for block in vector.split(256)])

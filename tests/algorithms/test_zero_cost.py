@@ -35,8 +35,7 @@ def test_the_best_ranked_of_all_drawn_architectures_is_derived(searched):
             genotype = space.random_genotype(generator)
             of_round[to_json(genotype)] = genotype
         drawn |= of_round
-    scores = [score(genotype) for genotype in drawn.values()]
-    combined = combine(scores)
+    combined = combine([score(genotype) for genotype in drawn.values()])
     best = list(drawn.values())[max(range(len(combined)), key=combined.__getitem__)]
     assert searched.strategy.derive() == best
     rounds = [event["metrics"] for event in searched.named("round")]
@@ -62,8 +61,7 @@ def test_no_client_is_asked_anything(searched):
 
 def test_the_best_of_the_shortlist_is_derived(searched, search):
     """The first three of the same ranking, in the order of synflow."""
-    shortlist = "algorithm.shortlist={keep: 3, scores: [synflow]}"
-    federation = search(*SEARCH, shortlist, rounds=ROUNDS)
+    federation = search(*SEARCH, "algorithm.shortlist={keep: 3, scores: [synflow]}", rounds=ROUNDS)
     space, seed = federation.strategy.space, federation.config.seed
     plain = [one.genotype for one in searched.strategy.pool()]
     values = [measure(space, genotype, ["synflow"], seed=seed)["synflow"] for genotype in plain]
@@ -71,8 +69,7 @@ def test_the_best_of_the_shortlist_is_derived(searched, search):
     pool = federation.strategy.pool()
     assert [one.genotype for one in pool] == [plain[index] for index in best] + plain[3:]
     assert federation.strategy.derive() == plain[best[0]]
-    metrics = federation.events[-1]["metrics"]
-    assert metrics["synflow"] == values[best[0]]
+    assert federation.events[-1]["metrics"]["synflow"] == values[best[0]]
 
 
 def test_resume_gives_the_same_ranking(searched, federate, tmp_path):
@@ -107,8 +104,7 @@ def test_limits_hold(searched, search):
     free = sorted(count_parameters(space.network(s.genotype)) for s in searched.strategy.pool())
     most = free[len(free) // 2]
     limits = f"parameters: {most}, multiply_adds: null, latency_ms: null, table: null"
-    own = ("stages=[search]", f"algorithm.limits={{{limits}}}")
-    federation = search(*SEARCH, *own, rounds=2)
+    federation = search(*SEARCH, "stages=[search]", f"algorithm.limits={{{limits}}}", rounds=2)
     found = [count_parameters(space.network(s.genotype)) for s in federation.strategy.pool()]
     assert max(found) <= most < max(free)
 
@@ -125,9 +121,7 @@ LIMITED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("own", "limits", "cost"), LIMITED, ids=["multiply-adds", "parameters", "pool"]
-)
+@pytest.mark.parametrize(("own", "limits", "cost"), LIMITED)
 def test_limits_are_those_of_what_is_retrained(own, limits, cost, compose_config, finished_run):
     """Real runs, whose networks would all be within the limit at the size of the search."""
     own = [*own, *DIGITS, "clients=2", "retrain.rounds=1"]
@@ -147,6 +141,5 @@ def test_limits_are_those_of_what_is_retrained(own, limits, cost, compose_config
     found = []
     for limit, stages in ((most, "search,retrain"), ("null", "search")):
         run = finished_run(*own, f"{limits}.{cost}={limit}", f"stages=[{stages}]")
-        derived = run.the("derived")
-        found.append(derived["num_parameters" if cost == "parameters" else cost])
+        found.append(run.the("derived")["num_parameters" if cost == "parameters" else cost])
     assert found[0] <= most < found[1]

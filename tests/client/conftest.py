@@ -375,12 +375,8 @@ def of_table(tmp_path):
         def request(action, settings, stage="evaluate"):
             return Request(action, Header("run", stage, 1, 1, 0, "nonce"), settings, states)
 
-        return SimpleNamespace(
-            client=make_client(config, 0, data=data, networks={}),
-            network=network.eval(),
-            description=description,
-            request=request,
-        )
+        told = {"network": network.eval(), "description": description, "request": request}
+        return SimpleNamespace(client=make_client(config, 0, data=data, networks={}), **told)
 
     return make
 

@@ -225,8 +225,7 @@ def test_what_settings_decide_is_shared_by_the_hash_of_all(name, config, context
     change = dict(BY_SETTINGS[name])
     for group in change.keys() - {"seed"}:
         change[group] = replace(getattr(config, group), **change[group])
-    other = replace(config, **change)
-    changed = make_client(other, 0, data=make_data(config), networks={})
+    changed = make_client(replace(config, **change), 0, data=make_data(config), networks={})
     assert context(changed) != context()
 
 
@@ -256,8 +255,7 @@ def test_records_are_in_no_context(client, context):
     for rows in (train.rows[:1], train.rows.flip(0)):
         data = replace(client.data, train=replace(train, rows=rows))
         assert context(replace(client, data=data)) == context()
-    moments = [Moments(3, 1.0, 2.0)]
-    assert agreed(replace(client, moments=moments), REQUEST)["data"]["mean"] == []
+    assert agreed(replace(client, moments=[Moments(3, 1.0, 2.0)]), REQUEST)["data"]["mean"] == []
 
 
 @pytest.mark.parametrize("ranges", [{}, {"alphas": 8.0}, {"weights": 8.0, "alphas": 8.0}])

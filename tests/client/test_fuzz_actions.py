@@ -28,7 +28,6 @@ REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "250"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 JUNK = [*VALUES, "../../etc/passwd", "\x00", "a" * 10**4, [[]], {"a": {"b": []}}, -(2**63)]
 HELD = (None, without_last("train"), without_last("validation"))
-ACTIONS_ASKED = sorted(PRIVATE_ACTIONS)
 
 
 def edit_settings(rng, values):
@@ -74,7 +73,7 @@ def edit_states(rng, states):
 
 def make_message(rng, site):
     """Return an action and the parts of a message that asks for it, most of them malformed."""
-    action = rng.choice(ACTIONS_ASKED)
+    action = rng.choice(sorted(PRIVATE_ACTIONS))
     sound = site.request(action)
     header, values, states = asdict(sound.header), asdict(sound.settings), sound.states
     values = json.loads(json.dumps(values))
@@ -108,14 +107,12 @@ def outcome(site, action, text, states, read):
     except (ConfigError, BudgetExceededError) as error:
         said = "refused", f"{type(error).__name__}: {error}"
         said = *said, f"{len(read)} batches were read"
-    booked = [replace(entry, run="") for entry in site.rows()[before:]]
-    return said, booked
+    return said, [replace(entry, run="") for entry in site.rows()[before:]]
 
 
 @pytest.mark.run
 def test_no_malformed_request_tells_two_sites_apart(make_site, read):
-    plan = schedule(steps=1000)
-    sites = [make_site(hold=hold, committed=plan) for hold in HELD]
+    sites = [make_site(hold=hold, committed=schedule(steps=1000)) for hold in HELD]
     rng, seen = random.Random(SEED), Counter()
     for number in range(REQUESTS):
         action, text, states = make_message(rng, sites[0])

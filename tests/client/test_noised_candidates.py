@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.models.networks import describe_pool, make_network, supernet_space
@@ -24,7 +22,6 @@ from ..refusals import refuses
 from . import conftest as wards
 from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, flat, schedule, step_along
 
-METRICS_TERMS = {"noise_multiplier": METRICS["noise_multiplier"]}
 NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 EVERYTHING = schedule(batch_size=None)
 PATHS = [[*range(4, 10), 4, 3, 5, 4, 1, 2, 5, 6, 7], DIVIDED, [3] * 15]
@@ -56,7 +53,7 @@ def test_steps_are_clipped_sums_of_one_path_after_the_other(site, supernet, tota
         weights = list(candidate.weights().values())
 
         def by_weights(x, y, candidate=candidate, weights=weights):
-            return torch.autograd.grad(functional.cross_entropy(candidate(x), y), weights)
+            return torch.autograd.grad(torch.nn.functional.cross_entropy(candidate(x), y), weights)
 
         for _ in range(ASKED["local_steps"]):
             total, largest = wards.clipped_sum(train, by_weights, NORM)
@@ -82,6 +79,15 @@ def test_noise_lies_on_the_paths_own_weights_and_no_other_moves(site, supernet, 
     assert len(moved) < len(sent)
 
 
+def assert_counts(totals, reply, correct, *, norm):
+    """Check that one vector of counts was to be noised, and is what the reply says."""
+    ((total, terms),) = totals
+    torch.testing.assert_close(total, torch.tensor(correct).double())
+    assert terms == {"noise_multiplier": METRICS["noise_multiplier"], "max_grad_norm": norm}
+    rewards = reply.states["rewards"]["float32"]
+    torch.testing.assert_close(rewards, torch.tensor(correct) / RECORDS["validation"])
+
+
 def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, totals):
     """A record is right or wrong about each of M candidates: norm sqrt(M), as noise has it.
 
@@ -97,11 +103,7 @@ def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, 
     correct = [int((one == y).sum()) for one in said]
     assert correct[0] == len(split)
     assert correct[1] == int((y == said[1][0]).sum()) < len(split)
-    ((total, terms),) = totals
-    torch.testing.assert_close(total, torch.tensor(correct).double())
-    assert terms == METRICS_TERMS | {"max_grad_norm": math.sqrt(len(paths))}
-    rewards = reply.states["rewards"]["float32"]
-    torch.testing.assert_close(rewards, torch.tensor(correct) / RECORDS["validation"])
+    assert_counts(totals, reply, correct, norm=math.sqrt(len(paths)))
     (row,) = site.rows()
     assert (row.action, row.splits) == ("evaluate.candidates:rewards", ("validation",))
     assert (row.release.sample_rate, row.release.steps) == (1, 1)
@@ -139,12 +141,10 @@ DATA_SET = "ward"
 
 @pytest.fixture(scope="module")
 def pool(networks):
-    genotypes = [
-        networks.space.random_genotype(make_generator(1, "pool", n)) for n in range(MEMBERS)
-    ]
+    drawn = [networks.space.random_genotype(make_generator(1, "pool", n)) for n in range(MEMBERS)]
     shapes = {key: networks.description[key] for key in ("input_shape", "num_classes")}
     sizes = {key: networks.description[key] for key in ("channels", "num_cells")}
-    described = describe_pool(genotypes, shapes=shapes, sizes=sizes, norm="group", auxiliary=False)
+    described = describe_pool(drawn, shapes=shapes, sizes=sizes, norm="group", auxiliary=False)
     with seeded(1, "pool"):
         network = make_network(described)
     return SimpleNamespace(described=described, network=network, states=wards.packed(network))
@@ -158,8 +158,7 @@ def ask_pool(pool_site, action, stage, settings, states):
 
 def train_pool(pool_site, pool, steps=1, **changes):
     described = pool.described | changes
-    amount = Amount(None, steps, None)
-    local = LocalTraining(described, "train+validation", amount, STEP, 0.0, 0.0)
+    local = LocalTraining(described, "train+validation", Amount(None, steps, None), STEP, 0.0, 0.0)
     asked = Train(local=local, data_set=DATA_SET)
     return ask_pool(pool_site, "train.weights", "retrain", asked, pool.states)
 
@@ -180,7 +179,7 @@ def test_a_step_is_one_release_of_every_members_own_clipped_sum(pool_site, pool,
         weights = list(member.parameters())
 
         def by_weights(x, y, member=member, weights=weights):
-            return torch.autograd.grad(functional.cross_entropy(member(x), y), weights)
+            return torch.autograd.grad(torch.nn.functional.cross_entropy(member(x), y), weights)
 
         total, largest = wards.clipped_sum(split, by_weights, NORM)
         sums.append(total)
@@ -210,14 +209,7 @@ def test_rewards_of_members_are_one_vector_of_counts(pool_site, pool, totals):
     x, y = split.batch(torch.arange(len(split)), "cpu")
     with torch.no_grad():
         correct = [int((m.eval()(x).argmax(1) == y).sum()) for m in pool.network.members]
-    ((total, terms),) = totals
-    torch.testing.assert_close(total, torch.tensor(correct).double())
-    assert terms == {
-        "noise_multiplier": METRICS["noise_multiplier"],
-        "max_grad_norm": pytest.approx(math.sqrt(MEMBERS)),
-    }
-    rewards = reply.states["rewards"]["float32"]
-    torch.testing.assert_close(rewards, torch.tensor(correct) / RECORDS["validation"])
+    assert_counts(totals, reply, correct, norm=pytest.approx(math.sqrt(MEMBERS)))
 
 
 @dataclass(frozen=True)
@@ -251,8 +243,8 @@ def test_members_are_not_trained_to_be_measured(pool_site, pool, no_record):
     """Of their losses no plan bounds what a record moves."""
     training = LocalTraining(pool.described, "train", Amount(1, None, 4), STEP, 0.0, 0.0)
     settings = RewardCandidates(training=training, data_set=DATA_SET)
-    with pytest.raises(ConfigError, match="refused, training of candidates with privacy=dp"):
-        ask_pool(pool_site, "evaluate.candidates", "search", settings, pool.states)
+    words = "refused, training of candidates with privacy=dp"
+    refuses(words, ask_pool, pool_site, "evaluate.candidates", "search", settings, pool.states)
     assert pool_site.rows() == []
 
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from fednas_flwr.protocol.states import load_states
 from fednas_flwr.search import proxyless
@@ -24,13 +23,9 @@ NORM, SIGMA = TERMS["max_grad_norm"], TERMS["noise_multiplier"]
 ALPHA_NORM = 0.002  # so small that it clips
 WEIGHT_TERMS = {"noise_multiplier": SIGMA, "max_grad_norm": NORM}
 ALPHA_TERMS = WEIGHT_TERMS | {"max_grad_norm": ALPHA_NORM}
-LOCAL = {
-    "alternating": None,
-    "paths": asdict(proxyless.SampledPaths(warm_up=False, hardware=None)),
-    "weights": replace(STEP, clip_norm=None),
-    "alphas": Adam(lr=0.05, weight_decay=0.0),
-    "steps": 2,
-}
+PATHS = proxyless.SampledPaths(warm_up=False, hardware=None)
+LOCAL = {"alternating": None, "paths": asdict(PATHS), "steps": 2}
+LOCAL |= {"weights": replace(STEP, clip_norm=None), "alphas": Adam(lr=0.05, weight_decay=0.0)}
 EVERYTHING = [
     replace(p, max_grad_norm=ALPHA_NORM) if p.kind == "alphas" else p
     for p in schedule(batch_size=None)
@@ -80,10 +75,8 @@ def searched(site, networks, *, loss, warm_up, steps=2):
     generator = site.client.generator(site.request("train.search").header, "search")
     for _ in range(steps):
         if not warm_up:
-            paths, old = (
-                proxyless.draw_paths(alphas, number=2, generator=generator),
-                alphas.detach().clone(),
-            )
+            paths = proxyless.draw_paths(alphas, number=2, generator=generator)
+            old = alphas.detach().clone()
             in_loss = loss if loss is not None and loss.form == "multiplicative" else None
 
             def by_alphas(x, y, paths=paths, in_loss=in_loss):
@@ -107,7 +100,7 @@ def searched(site, networks, *, loss, warm_up, steps=2):
         chosen = proxyless.PathNetwork(supernet, torch.tensor(path)[:, None]).weights()
 
         def by_weights(x, y, path=path, chosen=chosen):
-            loss = functional.cross_entropy(supernet.body(x, paths=[[p] for p in path]), y)
+            loss = torch.nn.functional.cross_entropy(supernet.body(x, paths=[[p] for p in path]), y)
             return torch.autograd.grad(loss, list(chosen.values()))
 
         total, _ = clipped_sum(site.client.data.train, by_weights, NORM)
@@ -144,14 +137,11 @@ def test_noise_is_on_the_paths_own_weights_and_on_computed_alphas_alone(ask, net
     before = copy.deepcopy(supernet.state_dict())
     load_states(supernet, reply.states)
     moved = {n for n, t in supernet.state_dict().items() if not torch.equal(t, before[n])}
-    used = [
-        {name.split(".")[4] for name in moved if name.startswith(f"body.blocks.{block}.ops.")}
-        for block in range(6)
-    ]
+    blocks = [f"body.blocks.{block}.ops." for block in range(6)]
+    used = [{name.split(".")[4] for name in moved if name.startswith(block)} for block in blocks]
     assert all(len(ops) <= 1 for ops in used)
     assert sum(map(len, used)) >= 3
-    whole = {n for n in before if n.startswith(("body.before", "body.after"))}
-    assert whole <= moved
+    assert {n for n in before if n.startswith(("body.before", "body.after"))} <= moved
     change = supernet.alphas()["blocks"].detach() - before["alphas.blocks"]
     assert (change != 0).sum(1).tolist() == [2] * 6
 

@@ -54,8 +54,7 @@ def asked(site, action, **changes):
 
 
 def update(reply, request, state):
-    sent = request.states[state]["float32"]
-    return reply.states[state]["float32"].double() - sent.double()
+    return reply.states[state]["float32"].double() - request.states[state]["float32"].double()
 
 
 @given(
@@ -188,13 +187,10 @@ SITES, SIGMA = 30, 1.0
 @pytest.fixture
 def sharing(make_site):
     """A site that is protected as a whole, of 30 that share noise."""
-    plan = [
-        replace(planned, shared=planned.kind != "rewards", noise_multiplier=SIGMA)
-        for planned in of_clients(schedule())
-    ]
+    of_all = of_clients(schedule())
+    plan = [replace(p, shared=p.kind != "rewards", noise_multiplier=SIGMA) for p in of_all]
     made = make_site(policy=POLICY_CLIENT, committed=[], test_seed=b"noise")
-    terms = SumTerms("ab" * 32, SITES, 0)
-    made.guard.allowed = replace(made.guard.allowed, secure_sum=terms)
+    made.guard.allowed = replace(made.guard.allowed, secure_sum=SumTerms("ab" * 32, SITES, 0))
     made.guard.commit("run", plan)
     made.norm = plan[0].max_grad_norm
     return made
@@ -228,8 +224,7 @@ def test_no_weight_that_is_sent_takes_noise_from_a_share(weight, sharing):
     assert std == pytest.approx(expected, rel=6 / math.sqrt(2 * len(cells.values)))
     sizes = sizes_of(reply.states, reply.shares)
     summands = Summands("train.weights", sizes, request.summed, request.states)
-    sent = summands.encode(reply)["int32"]
-    np.testing.assert_array_equal(sent.astype(np.int64), cells.values)
+    np.testing.assert_array_equal(summands.encode(reply)["int32"].astype(np.int64), cells.values)
 
 
 @pytest.mark.parametrize("weight", [1.5 * 2.0**33, -1e30, math.inf, math.nan])

@@ -219,9 +219,7 @@ def clipped(network, split, parameters, norm=NORM, factors=None, loss_of=functio
 
     def gradients_of(x, y):
         loss = loss_of(network(x), y)
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
-        pairs = zip(found, parameters, strict=True)
-        return [torch.zeros_like(p) if g is None else g for g, p in pairs]
+        return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
 
     total, most = wards.clipped_sum(split, gradients_of, norm, factors)
     assert most > norm or len(parameters) == 1  # of the alphas, whose gradients are small
@@ -520,8 +518,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("hold", "objective", "bound", "measure"), MEASURED)
 def test_measures_are_bounded_sums(hold, objective, bound, measure, make_site, networks, totals):
-    site = make_site(hold=hold, objective=objective)
-    reply, logits, y = measured_large(site, networks)
+    reply, logits, y = measured_large(make_site(hold=hold, objective=objective), networks)
     assert scales(totals) == [(METRICS["noise_multiplier"], math.sqrt(2))]
     losses, right = measure(logits, y)
     assert losses.max() > bound > losses.min()
@@ -532,8 +529,7 @@ def test_measures_are_bounded_sums(hold, objective, bound, measure, make_site, n
 
 def test_squared_errors_are_released_within_the_squared_range(make_site, networks, totals):
     """Whatever targets and predictions are, both here mostly beyond the range."""
-    site = make_site(hold=numbers, objective=NUMBERS)
-    reply, logits, y = measured_large(site, networks)
+    reply, logits, y = measured_large(make_site(hold=numbers, objective=NUMBERS), networks)
     assert scales(totals) == [(METRICS["noise_multiplier"], math.sqrt(2))]
     predicted = logits[:, 0].double() * 20 / 12**0.5 + 10
     assert not ((predicted >= 0) & (predicted <= 20)).all()
@@ -660,10 +656,8 @@ OUTSIDE = [
 
 @pytest.mark.parametrize(("action", "change", "words"), OUTSIDE)
 def test_requests_outside_the_rules_are_refused_unread(action, change, words, refusing, no_record):
-    site = refusing
-    refusal = refuses(words, site.ask, action, **change)
-    assert len(refusal) < 250
-    assert site.rows() == []
+    assert len(refuses(words, refusing.ask, action, **change)) < 250
+    assert refusing.rows() == []
 
 
 TERM_KEYS = ["releases", "schedule", *(f"{key}_of" for key in TERMS), "sample_rate", "sigma"]
@@ -671,17 +665,16 @@ TERM_KEYS = ["releases", "schedule", *(f"{key}_of" for key in TERMS), "sample_ra
 
 def test_a_request_can_name_no_terms_of_its_own(refusing, no_record):
     """Wherever in it they stand; what is noised are the terms that were committed to."""
-    site = refusing
     terms = {kind: TERMS | {"noise_multiplier": 0.1} for kind in wards.TERMS_OF}
     for action in ASKED:
-        places = groups(asdict(site.request(action).settings))
+        places = groups(asdict(refusing.request(action).settings))
         nested = action in ("train.search", "train.probe", "train.weights")
         assert len(places) > (2 if nested else 0)
         for place in places:
             for key in (*TERM_KEYS, "noise_multiplier", "max_grad_norm"):
                 path = ".".join((*place, key))
-                refuses(f"setting={path} is unknown", site.ask, action, **{path: terms})
-    assert site.rows() == []
+                refuses(f"setting={path} is unknown", refusing.ask, action, **{path: terms})
+    assert refusing.rows() == []
 
 
 def groups(values, path=()):
@@ -799,12 +792,11 @@ def edited(name, edit):
     return change
 
 
-def with_steps(value):
+def with_steps(value, supernet):
     """Return an edit of moments of a supernet that sets the number of steps of the alphas."""
 
-    def edit(packed, supernet):
-        moments = unpack(packed, Layout.of(no_moments(supernet)))
-        for moment, tensor in moments.items():
+    def edit(packed):
+        for moment, tensor in unpack(packed, Layout.of(no_moments(supernet))).items():
             if moment.startswith("alphas.step."):
                 tensor.fill_(value)
         return packed
@@ -835,21 +827,19 @@ UNFIT = [
 
 @pytest.mark.parametrize(("action", "edit"), UNFIT)
 def test_states_that_do_not_fit_are_refused_before_data_is_read(action, edit, refusing, no_record):
-    site = refusing
-    request = site.request(action, moments="moments" in edit)
+    request = refusing.request(action, moments="moments" in edit)
     states = (MISFITS | misfits(MOMENTS))[edit](request.states)
-    refuses(f"do not fit {action}: ValueError", site.answer, replace(request, states=states))
-    assert site.rows() == []
+    refuses(f"do not fit {action}: ValueError", refusing.answer, replace(request, states=states))
+    assert refusing.rows() == []
 
 
 @pytest.mark.parametrize("steps", [-1.0, -7.0, -math.inf, math.nan])
 def test_moments_that_adam_cannot_go_on_from_are_refused(steps, refusing, networks, no_record):
-    site = refusing
-    request = site.request("train.search", moments=True)
-    edit = edited(MOMENTS, lambda packed: with_steps(steps)(packed, networks.supernet))
+    request = refusing.request("train.search", moments=True)
+    edit = edited(MOMENTS, with_steps(steps, networks.supernet))
     request = replace(request, states=edit(request.states))
-    refuses("do not fit train.search: ValueError: .*steps", site.answer, request)
-    assert site.rows() == []
+    refuses("do not fit train.search: ValueError: .*steps", refusing.answer, request)
+    assert refusing.rows() == []
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30, 1e-30])

@@ -73,28 +73,22 @@ def test_the_site_tests_before_it_reads_and_computes_as_tested(make_site, monkey
             yield part
 
     site = make_site(policy={"micro_batch_size": 8})
-    client = replace(site.client, cache=None)
     monkeypatch.setattr(micro_batches, "micro_batches", watched)
-    answer(client, site.request("train.weight_gradient"))
+    answer(replace(site.client, cache=None), site.request("train.weight_gradient"))
     rehearsed, *computed = sizes
     assert rehearsed == 8
     assert computed
     assert set(computed) == {2}
 
 
-def test_threads_are_those_of_the_policy(make_site, monkeypatch):
-    site = make_site(policy={"threads": 2})
-    assert site.client.threads == 2
-
-
-def test_threads_other_than_those_of_policies_are_refused(site_config, prepared, tmp_path):
+def test_threads_are_those_of_policies(make_site, site_config, prepared, tmp_path):
+    assert make_site(policy={"threads": 2}).client.threads == 2
     privacy = replace(site_config.privacy, sites=str(tmp_path))
-    data = (prepared, [torch.arange(20).numpy()])
 
     def client(threads):
         config = replace(site_config, privacy=privacy)
         config = with_runtime(config, threads=threads)
-        return make_client(config, 0, data=data, networks={})
+        return make_client(config, 0, data=(prepared, [torch.arange(20).numpy()]), networks={})
 
     assert client(1).threads == 1
     assert client(1).guard.allowed.micro_batch_size == privacy.micro_batch_size

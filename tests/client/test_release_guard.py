@@ -68,14 +68,12 @@ def test_a_release_is_the_sum_over_a_poisson_batch_plus_noise_of_std_sigma_times
 
 def test_an_empty_batch_releases_pure_noise_and_is_booked_like_any_other(make_site):
     site = make_site()
-    released = release(site.guard, admit(site), 0, zeros)["a"]
-    assert released.std() == pytest.approx(STD, rel=0.03)
+    assert release(site.guard, admit(site), 0, zeros)["a"].std() == pytest.approx(STD, rel=0.03)
     assert len(site.rows()) == 1
 
 
 def test_the_batch_size_that_the_server_divides_by_is_the_expected_one_exactly(make_site):
-    fractions = {"train": 0.49, "validation": 0.51, "test": 0.0}
-    policy = {"records": 100, "fractions": fractions}
+    policy = {"records": 100, "fractions": {"train": 0.49, "validation": 0.51, "test": 0.0}}
     for size, expected in ((1, 1.0), (8, 8.0), (1000, 49.0), (None, 49.0)):
         plan = [p for p in schedule(batch_size=size) if p.action == "train.gradients"]
         site = make_site(policy=policy, committed=plan)
@@ -137,10 +135,9 @@ def test_two_policies_that_name_one_account_pay_on_every_split_but_for_the_first
     second = Policy({"lab": first.guard.allowed})
     guard = ReleaseGuard(second, first.guard._ledger, SecureGenerator(), data_set="lab")
     guard.hold("the same")
-    header = replace(HEADER, run="second")
     guard.commit("second", schedule())
     planned = admit(first)
-    guard.release(planned, header, Contributions(30, zeros))
+    guard.release(planned, replace(HEADER, run="second"), Contributions(30, zeros))
     release(first.guard, planned, 30, zeros)
     booked = [(row.data_set, row.splits) for row in first.rows()]
     assert booked == [("ward", ("train",)), ("lab", SPLITS), ("ward", ("train",))]
@@ -195,13 +192,12 @@ def test_a_person_approves_a_schedule_before_anything_is_released(make_site):
 def test_a_model_larger_than_the_one_that_was_approved_is_refused(make_site, networks):
     site = make_site(policy={"approve": "manual"}, committed=[])
     site.commit()
-    kept = read_commitment(site.guard._ledger.committed("run"))
     sizes = {
         kind: sum(tensor.numel() for tensor in states.values())
         for kind, states in network_states(networks.supernet).items()
         if kind in ("weights", "alphas")
     }
-    assert kept.sizes == sizes
+    assert read_commitment(site.guard._ledger.committed("run")).sizes == sizes
     site.guard._ledger.approve("run")
     for kind, splits in (("weights", ("train",)), ("alphas", ("validation",))):
         asked = {"action": "train.gradients", "kind": kind, "splits": splits}
@@ -222,8 +218,7 @@ def test_a_run_keeps_to_its_first_schedule_and_to_its_steps(make_site):
     for other in (schedule(steps=3), schedule(steps=2, noise_multiplier=0.5), [], schedule()[:1]):
         refuses("has committed to other terms", site.ask, "query.commit", releases=other)
     site.commit(steps=2)  # the same again, as a retried message brings it
-    again = make_site(folder=site.folder, committed=[])
-    for guard in (site.guard, again.guard):
+    for guard in (site.guard, make_site(folder=site.folder, committed=[]).guard):
         release(guard, admit(site), 30, zeros)
     refuses("committed to 2 steps", release, site.guard, admit(site), 30, zeros)
     refuses("rule committed values: steps=3", site.ask, "train.gradients", local_steps=3)
@@ -270,8 +265,7 @@ TIGHTER = [
 
 @pytest.mark.parametrize(("policy", "rule"), TIGHTER)
 def test_a_policy_that_was_tightened_since_refuses(make_site, no_record, policy, rule):
-    site = make_site()
-    tight = make_site(folder=site.folder, policy=policy, committed=[])
+    tight = make_site(folder=make_site().folder, policy=policy, committed=[])
     if rule == "secure_noise":
         tight.guard._generator = SecureGenerator(b"1")
     for action in ASKED:
@@ -330,8 +324,7 @@ def make_gate(tmp_path):
             text = text.replace(line.strip(), SUM_TERMS)
         text = text.replace("epsilon: 3.0", "epsilon: 1000.0")
         ledgers.append(Ledger(folder / "books" / "ledger.sqlite", folder / "key"))
-        policy = parse_policy(text)
-        guard = ReleaseGuard(policy, ledgers[-1], SecureGenerator(), data_set="my-data")
+        guard = ReleaseGuard(parse_policy(text), ledgers[-1], SecureGenerator(), data_set="my-data")
         guard.hold("the records")
         guard.commit("run", [planned])
         return guard

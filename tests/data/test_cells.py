@@ -48,11 +48,10 @@ def test_an_even_file_is_read_as_any_other(tmp_path_factory, rows, is_quoted):
     quoting = csv.QUOTE_ALL if is_quoted else csv.QUOTE_MINIMAL
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, quoting=quoting).writerows([["x", "y", "z"], *rows])
-    form = ANY_FORM
 
     def read():
         try:
-            texts, *more = table_files.read_texts(path, form)
+            texts, *more = table_files.read_texts(path, ANY_FORM)
         except ValueError as error:
             return str(error)
         return {name: cells.tolist() for name, cells in texts.items()}, more

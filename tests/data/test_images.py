@@ -1,6 +1,7 @@
 import struct
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import decoding
 from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.raw import read_raw
@@ -17,6 +17,8 @@ from fednas_flwr.data.records import Inputs, record_ids
 from ..data_sets import prepared, read
 from ..refusals import refuses
 from .conftest import save_dicom
+
+read_folder = partial(read, "image_folder")
 
 
 def save_image(path, *, value=100, size=(6, 4), mode="L"):
@@ -61,7 +63,7 @@ def test_folder_of_classes(tmp_path):
     save_image(tmp_path / "cat" / "1.jpg", value=30)
     save_image(tmp_path / ".hidden" / "1.png")
     (tmp_path / "cat" / "notes.txt").write_text("no image")
-    train, test = read("image_folder", tmp_path)
+    train, test = read_folder(tmp_path)
     assert test is None
     assert (train.class_names, train.labels.tolist()) == (("cat", "dog"), [0, 0, 1])
     assert train.features.shape == (3, 1, 4, 6)
@@ -82,36 +84,36 @@ def test_an_id_is_of_an_images_own_pixels_however_they_are_stored_and_used(tmp_p
     for number, (pixels, options) in enumerate(stored):
         Image.fromarray(pixels).save(tmp_path / "a" / f"{number}.png", **options)
     for how in ({"image_size": 5}, {"image_size": 8, "channels": 1}, {"image_size": 9}):
-        ids = read("image_folder", tmp_path, **how)[0].ids.tolist()
+        ids = read_folder(tmp_path, **how)[0].ids.tolist()
         one, _, _, four, _, six = ids
         assert ids == [one, one, one, four, four, six]
         assert len({one, four, six}) == 3
     # as those of the same pixels in an array
     arrays = [colours.transpose(2, 0, 1)[None], gray[None, None]]
-    told = [records_from_arrays(x, np.zeros(1), ("a",)).ids[0] for x in arrays]
-    assert told == [one, four]
+    assert [records_from_arrays(x, np.zeros(1), ("a",)).ids[0] for x in arrays] == [one, four]
 
 
 def test_folder_of_classes_and_persons(tmp_path):
     for file in ("dog/ann/1", "cat/bob/2", "cat/ann/1"):
         save_image(tmp_path / f"{file}.png")
-    train, _ = read("image_folder", tmp_path, id_column="patient")
+    train, _ = read_folder(tmp_path, id_column="patient")
     assert train.by_person
     assert train.labels.tolist() == [0, 0, 1]
     assert train.columns["patient"].tolist() == ["ann", "bob", "ann"]
     assert train.ids.tolist() == record_ids([b"ann", b"bob", b"ann"]).tolist()
     save_image(tmp_path / "dog" / "3.png")
-    with pytest.raises(ConfigError, match=r"dog/3.png is in no person's folder: .*<person>"):
-        read("image_folder", tmp_path, id_column="patient")
-    with pytest.raises(ConfigError, match="ann has no images: expected <class>/<pers"):
-        read("image_folder", tmp_path / "dog" / "ann", id_column="patient")
+    for root, words in (
+        (tmp_path, r"dog/3.png is in no person's folder: .*<person>"),
+        (tmp_path / "dog" / "ann", "ann has no images: expected <class>/<pers"),
+    ):
+        refuses(words, read_folder, root, id_column="patient")
 
 
 def test_folder_with_train_and_test_resized_to_three_channels(tmp_path):
     save_image(tmp_path / "train" / "a" / "1.png", value=7, mode="RGB")
     save_image(tmp_path / "train" / "b" / "1.png", value=9, size=(10, 10))
     save_image(tmp_path / "test" / "b" / "1.png", value=9, size=(3, 5))
-    train, test = read("image_folder", tmp_path, image_size=8, channels=3, class_names=())
+    train, test = read_folder(tmp_path, image_size=8, channels=3, class_names=())
     assert train.features.shape == (2, 3, 8, 8)
     assert train.features[:, :, 4, 4].tolist() == [[7, 0, 255], [9, 9, 9]]
     assert test.labels.tolist() == [1]
@@ -119,18 +121,17 @@ def test_folder_with_train_and_test_resized_to_three_channels(tmp_path):
 
 def test_class_names_given_by_the_user_fix_the_order(tmp_path):
     save_image(tmp_path / "b" / "1.png")
-    train, _ = read("image_folder", tmp_path, class_names=("c", "b", "a"))
+    train, _ = read_folder(tmp_path, class_names=("c", "b", "a"))
     assert train.class_names == ("c", "b", "a")
     assert train.labels.tolist() == [1]
-    with pytest.raises(ConfigError, match="has the label b, which is not in"):
-        read("image_folder", tmp_path, class_names=("c", "a"))
+    refuses("has the label b, which is not in", read_folder, tmp_path, class_names=("c", "a"))
 
 
 def test_images_that_cannot_be_used(tmp_path):
-    refuses("has no images: expected <class>/<image>", read, "image_folder", tmp_path)
+    refuses("has no images: expected <class>/<image>", read_folder, tmp_path)
     save_image(tmp_path / "a" / "1.png")
     save_image(tmp_path / "a" / "2.png", size=(5, 5))
-    refuses(r"2 different sizes \(6x4: 1, 5x5: 1\): set dataset.im", read, "image_folder", tmp_path)
+    refuses(r"2 different sizes \(6x4: 1, 5x5: 1\): set dataset.im", read_folder, tmp_path)
 
 
 def test_no_image_decides_which_folders_are_read_at_private_sites(tmp_path):
@@ -138,9 +139,9 @@ def test_no_image_decides_which_folders_are_read_at_private_sites(tmp_path):
     for i in range(5):
         save_image(tmp_path / "a" / f"{i}.png", value=i)
     (tmp_path / "train").mkdir()
-    without = read("image_folder", tmp_path, **kind)[0]
+    without = read_folder(tmp_path, **kind)[0]
     save_image(tmp_path / "train" / "x.png", value=9)
-    assert len(read("image_folder", tmp_path, **kind)[0]) == len(without)
+    assert len(read_folder(tmp_path, **kind)[0]) == len(without)
 
 
 def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path):
@@ -151,8 +152,8 @@ def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "3.png").write_bytes(whole[:-30])  # cut within its pixels
     save_image(tmp_path / "b" / "5.png", value=5)
-    refuses(r"2 of 5 files .*a/2.png .*b/3.png .*corrupt=skip", read, "image_folder", tmp_path)
-    kept, _ = read("image_folder", tmp_path, corrupt="skip")
+    refuses(r"2 of 5 files .*a/2.png .*b/3.png .*corrupt=skip", read_folder, tmp_path)
+    kept, _ = read_folder(tmp_path, corrupt="skip")
     assert kept.features[:, 0, 0, 0].tolist() == [1, 4, 5]
     assert kept.labels.tolist() == [0, 0, 1]
     assert len(kept.ids) == 3
@@ -160,16 +161,14 @@ def test_all_corrupt_files_are_named_at_once_or_skipped(tmp_path):
     for name in ("1", "4"):
         (tmp_path / "a" / f"{name}.png").write_bytes(b"no image")
     (tmp_path / "b" / "5.png").unlink()
-    refuses(r"a/1.png, \S+, \S+a/4.png \(of no .*\), .*repair them", read, "image_folder", tmp_path)
+    refuses(r"a/1.png, \S+, \S+a/4.png \(of no .*\), .*repair them", read_folder, tmp_path)
     (tmp_path / "none" / "c").mkdir(parents=True)
     (tmp_path / "none" / "c" / "1.png").write_bytes(b"")
-    refuses("1 of 1 files cannot be read", read, "image_folder", tmp_path / "none", corrupt="skip")
+    refuses("1 of 1 files cannot be read", read_folder, tmp_path / "none", corrupt="skip")
 
 
-@pytest.mark.parametrize("settings", [{"image_size": 40}, {"image_size": 40, "channels": 1}, {}])
-def test_large_images_are_opened_side_by_side_as_one_after_the_other(
-    tmp_path, monkeypatch, settings
-):
+@pytest.mark.parametrize("how", [{"image_size": 40}, {"image_size": 40, "channels": 1}, {}])
+def test_large_images_are_opened_side_by_side_as_one_after_the_other(tmp_path, monkeypatch, how):
     rng = np.random.default_rng(0)
     for i in range(decoding._AT_ONCE + 6):
         shape = (96, 96, 3) if i % 5 == 3 else (96, 96)
@@ -187,11 +186,11 @@ def test_large_images_are_opened_side_by_side_as_one_after_the_other(
         return opened(*of)
 
     monkeypatch.setattr(decoding, "_open", noted)
-    settings = {**settings, "corrupt": "skip", "class_names": ["a", "b"]}
+    how = {**how, "corrupt": "skip", "class_names": ["a", "b"]}
     for number in (1, 3):
         monkeypatch.setattr(decoding, "cores", lambda number=number: number)
         meetings += [threading.Barrier(2)] * 2 if number > 1 else []
-        found.append(read("image_folder", tmp_path, **settings)[0])
+        found.append(read_folder(tmp_path, **how)[0])
     assert not meetings
     one, other = found
     assert torch.equal(one.features, other.features)
@@ -205,11 +204,11 @@ def test_sixteen_bits_are_brought_to_eight_by_a_stated_range(tmp_path):
     (tmp_path / "a").mkdir()
     deep = np.array([[0, 1000, 4095, 65535]], dtype=np.uint16)
     Image.fromarray(deep).save(tmp_path / "a" / "1.png")
-    full, _ = read("image_folder", tmp_path)
+    full, _ = read_folder(tmp_path)
     assert full.features.flatten().tolist() == [0, 4, 16, 255]  # 1000 / 65535 * 255 = 3.89
     (note,) = full.notes
     assert note == "1 16 bit images: 0..65535 become 0..255, of which they hold 0..65535"
-    cut, _ = read("image_folder", tmp_path, intensity=(1000, 4095))
+    cut, _ = read_folder(tmp_path, intensity=(1000, 4095))
     assert cut.features.flatten().tolist() == [0, 0, 255, 255]
     assert cut.ids.tolist() == full.ids.tolist()
 
@@ -218,11 +217,11 @@ def test_images_are_turned_upright_and_keep_their_ids(tmp_path):
     pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
     (tmp_path / "a").mkdir()
     Image.fromarray(pixels).save(tmp_path / "a" / "1.png")
-    plain, _ = read("image_folder", tmp_path)
+    plain, _ = read_folder(tmp_path)
     exif = Image.Exif()
     exif[0x0112] = 6  # as a camera on its side writes: turn by 90 degrees clockwise
     Image.fromarray(pixels).save(tmp_path / "a" / "1.png", exif=exif)
-    turned, _ = read("image_folder", tmp_path)
+    turned, _ = read_folder(tmp_path)
     assert turned.features[0, 0].tolist() == np.rot90(pixels, -1).tolist()
     assert turned.ids.tolist() == plain.ids.tolist()
     assert turned.notes == ("1 images turned upright as their EXIF orientation says",)
@@ -231,10 +230,10 @@ def test_images_are_turned_upright_and_keep_their_ids(tmp_path):
 def test_one_image_in_colour_makes_all_of_them_so(tmp_path):
     save_image(tmp_path / "a" / "1.png", value=7)
     save_image(tmp_path / "a" / "2.png", value=9, mode="RGB")
-    both, _ = read("image_folder", tmp_path)
+    both, _ = read_folder(tmp_path)
     assert both.features[:, :, 0, 0].tolist() == [[7, 7, 7], [9, 0, 255]]
     assert both.notes == ("1 gray and 1 colour images: all become colour",)
-    gray, _ = read("image_folder", tmp_path, channels=1)
+    gray, _ = read_folder(tmp_path, channels=1)
     assert gray.features.shape == (2, 1, 4, 6)
 
 
@@ -244,16 +243,16 @@ def test_dicom_is_shown_by_its_own_window(tmp_path):
     window = {"WindowCenter": 2000, "WindowWidth": 2000, "RescaleSlope": 1, "RescaleIntercept": 0}
     for name, kind in (("1", "MONOCHROME2"), ("2", "MONOCHROME1")):  # 1000 to 3000
         save_dicom(root / f"{name}.dcm", pixels, PhotometricInterpretation=kind, **window)
-    found, _ = read("image_folder", tmp_path)
+    found, _ = read_folder(tmp_path)
     assert found.features[0, 0].tolist() == [[0, 0], [128, 255]]
     assert found.features[1, 0].tolist() == [[255, 255], [127, 0]]
     # as anonymisation leaves them
     save_dicom(root / "1.dcm", pixels, PhotometricInterpretation="MONOCHROME1", WindowCenter=None)
-    found, _ = read("image_folder", tmp_path)
+    found, _ = read_folder(tmp_path)
     assert found.features[0, 0].tolist() == [[255, 191], [127, 0]]
     assert found.notes[0].startswith("1 DICOM images have no window")
     (root / "3.dcm").write_bytes(b"no image")
-    refuses(r"1 of 3 files .*3\.dcm", read, "image_folder", tmp_path)
+    refuses(r"1 of 3 files .*3\.dcm", read_folder, tmp_path)
     for name in ("2.dcm", "3.dcm"):
         (root / name).unlink()
     # in colour, also of 12 bits in 16, and by a palette, whose indices are no shades
@@ -269,7 +268,7 @@ def test_dicom_is_shown_by_its_own_window(tmp_path):
     wide = {"BitsStored": 12, "HighBit": 11}
     save_dicom(root / "4.dcm", colours.astype(np.uint16) * 16, **rgb | wide)
     Image.fromarray(colours).save(root / "3.png")
-    found, _ = read("image_folder", tmp_path)
+    found, _ = read_folder(tmp_path)
     assert found.features.tolist() == [[red.tolist(), green.tolist(), red.tolist()]] * 4
     assert len({*found.ids.tolist()}) == 1
 
@@ -310,13 +309,12 @@ def pages(pixels, path):
 
 def bands(pixels, path, extra=1):
     """Red, green, blue and infrared, as satellites see."""
-    counts = struct.pack("<4H", 8, 8, 8, 8)
     data = np.stack([pixels] * (3 + extra), 2).tobytes()
     tags = {256: 8, 257: 8, 258: 8, 259: 1, 262: 2, 273: 16, 277: 3 + extra, 278: 8}
     tags |= {279: len(data), 338: 0}
     each = ((tag, 3, 4 if tag == 258 else 1, value) for tag, value in tags.items())
     entries = b"".join(struct.pack("<HHII", *entry) for entry in each)
-    head = struct.pack("<2sHI8s", b"II", 42, 16 + len(data), counts)
+    head = struct.pack("<2sHI8s", b"II", 42, 16 + len(data), struct.pack("<4H", 8, 8, 8, 8))
     path.write_bytes(head + data + struct.pack("<H", len(tags)) + entries + bytes(4))
 
 
@@ -330,7 +328,7 @@ FILES = [
 
 @pytest.mark.parametrize(("save", "suffix", "seen", "note"), FILES)
 def test_what_a_file_holds_is_read_and_told(tmp_path, save, suffix, seen, note):
-    records, _ = read("image_folder", write(tmp_path, save, suffix), image_size=8, channels=1)
+    records, _ = read_folder(write(tmp_path, save, suffix), image_size=8, channels=1)
     assert records.features[0, 0].tolist() == seen.tolist()
     in_colour = ("4 colour images: all become gray",) if save in (ink, bands) else ()
     assert records.notes[:-1] == in_colour
@@ -346,7 +344,7 @@ def test_what_of_files_alone_tells_a_label_is_told(tmp_path, form):
         image.save(path.with_suffix(".bmp" if form == "suffix" and number else ".png"))
 
     folder = write(tmp_path, save, number=20)
-    notes = " ".join(read("image_folder", folder, image_size=8, channels=1)[0].notes)
+    notes = " ".join(read_folder(folder, image_size=8, channels=1)[0].notes)
     assert (f"the {form} of files alone tells a label" in notes) is (form != "nothing")
     assert notes.count("alone") == (form != "nothing")
 
@@ -358,8 +356,8 @@ def test_values_beyond_a_types_range_are_asked_about(tmp_path):
     root = write(tmp_path, hounsfield, ".tif")
     bright = Image.fromarray(np.full((8, 8), 1016, dtype=np.int32))
     bright.save(next(root.rglob("*.tif")).with_name("bright.tif"))  # read, but for the others
-    refuses(r"set dataset.intensity=\[-1024,1016\]", read, "image_folder", root, image_size=8)
-    records, _ = read("image_folder", root, image_size=8, intensity=[-1024, 1016])
+    refuses(r"set dataset.intensity=\[-1024,1016\]", read_folder, root, image_size=8)
+    records, _ = read_folder(root, image_size=8, intensity=[-1024, 1016])
     assert records.features.max() == 255
 
 
@@ -368,13 +366,13 @@ def test_signed_numbers_of_8_bits_are_not_taken_for_shades(tmp_path):
         Image.fromarray(pixels).save(path, tiffinfo={339: 2})
 
     root = write(tmp_path, signed, ".tif")
-    refuses("holds signed numbers of 8 bits", read, "image_folder", root, image_size=8)
+    refuses("holds signed numbers of 8 bits", read_folder, root, image_size=8)
 
 
 def test_one_picture_is_refused(tmp_path):
     root = write(tmp_path, lambda pixels, path: gray(np.zeros_like(pixels), path))
-    with pytest.raises(ConfigError, match="all 4 images are one picture"):
-        prepared("image_folder", root=root, cache=tmp_path / "cache", image_size=8)
+    own = {"root": root, "cache": tmp_path / "cache", "image_size": 8}
+    refuses("all 4 images are one picture", prepared, "image_folder", **own)
 
 
 def test_images_that_are_left_out_are_counted(tmp_path):
@@ -382,7 +380,7 @@ def test_images_that_are_left_out_are_counted(tmp_path):
     write(tmp_path / "train" / "a" / "more", gray)
     write(tmp_path / "validation", gray)
     write(tmp_path / "train" / "_c", gray)
-    records, test = read("image_folder", tmp_path, image_size=8)
+    records, test = read_folder(tmp_path, image_size=8)
     assert test is None
     assert len(records) == 4
     assert records.notes == (
@@ -394,7 +392,7 @@ def test_images_that_are_left_out_are_counted(tmp_path):
         for before, after in zip(names, spelled, strict=True):
             (tmp_path / before).rename(tmp_path / after)
         names = spelled
-        records, test = read("image_folder", tmp_path, image_size=8)
+        records, test = read_folder(tmp_path, image_size=8)
         assert test is not None
         assert (len(records), len(test)) == (4, 4)
 
@@ -408,9 +406,8 @@ def test_masks_in_folders_of_a_class_are_told(tmp_path):
     told = "4 images such as 0.png may be masks: remove them"
     for image in tmp_path.glob("?/*.png"):
         image.unlink()
-    with pytest.raises(ConfigError, match=r"a/images: 2.*; .*dataset.id_column=patient has"):
-        read("image_folder", tmp_path, image_size=8)
-    records, _ = read("image_folder", tmp_path, image_size=8, id_column="patient")
+    refuses(r"a/images: 2.*; .*dataset.id_column=patient has", read_folder, tmp_path, image_size=8)
+    records, _ = read_folder(tmp_path, image_size=8, id_column="patient")
     assert records.notes == (told,)
     inputs = Inputs(shape=(1, 8, 8), schema=(), mean=(0.5,), std=(1.0,), class_names=("a", "b"))
     assert read_raw(tmp_path, inputs).notes == (told,)

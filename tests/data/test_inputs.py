@@ -33,6 +33,7 @@ RNG = np.random.default_rng(5)
 AGE = RNG.normal(50, 10, N).round(1)
 Y = (AGE + RNG.normal(0, 8, N) > 50).astype(int)
 DAYS = pd.date_range("2021-01-01", periods=N, freq="9D")
+PLAIN = pd.DataFrame({"age": AGE, "lab": AGE * 2, "y": Y})
 
 
 def said(path, name, **given):
@@ -44,51 +45,33 @@ def said(path, name, **given):
         return f"refused: {error}"
 
 
-def column(cells, name="x"):
-    """A table with one more column."""
+def content(change, *, of=PLAIN):
+    """A table's file whose content is changed."""
 
     def write(folder):
-        table = pd.DataFrame({name: cells, "age": AGE, "y": Y})
-        table.to_csv(folder / "t.csv", index=False)
+        (folder / "t.csv").write_bytes(change(of.to_csv(index=False).encode()))
         return folder / "t.csv"
 
     return write
+
+
+def column(cells, name="x"):
+    """A table with one more column."""
+    return content(bytes, of=pd.DataFrame({name: cells, "age": AGE, "y": Y}))
 
 
 def labels(cells):
     """A table with other labels."""
-
-    def write(folder):
-        pd.DataFrame({"age": AGE, "y": cells}).to_csv(folder / "t.csv", index=False)
-        return folder / "t.csv"
-
-    return write
+    return content(bytes, of=pd.DataFrame({"age": AGE, "y": cells}))
 
 
 def lines(change):
     """A table whose lines are changed."""
-
-    def write(folder):
-        text = pd.DataFrame({"age": AGE, "lab": AGE * 2, "y": Y}).to_csv(index=False)
-        (folder / "t.csv").write_text("\n".join(change(text.splitlines())) + "\n")
-        return folder / "t.csv"
-
-    return write
+    return content(lambda of: "\n".join([*change(of.decode().splitlines()), ""]).encode())
 
 
 def mostly(usual, other, every):
     return [other if i % every == 0 else cell for i, cell in enumerate(np.broadcast_to(usual, N))]
-
-
-def content(change):
-    """A table's file whose content is changed."""
-
-    def write(folder):
-        path = lines(list)(folder)
-        path.write_bytes(change(path.read_bytes()))
-        return path
-
-    return write
 
 
 def parquet_of(names, cells):
@@ -130,16 +113,10 @@ def hide(table):
     table.row_dimensions[9].hidden = table.column_dimensions["A"].hidden = True
 
 
-def in_bytes(*columns, encoding):
+def in_bytes(name, usual, other, *, encoding):
     """A table of words beside numbers, in an encoding."""
-
-    def write(folder):
-        name, *words = columns
-        table = pd.DataFrame({name: mostly(words[0], words[1], 2), "age": AGE, "y": Y})
-        (folder / "t.csv").write_bytes(table.to_csv(index=False).encode(encoding))
-        return folder / "t.csv"
-
-    return write
+    table = pd.DataFrame({name: mostly(usual, other, 2), "age": AGE, "y": Y})
+    return content(lambda of: of.decode().encode(encoding), of=table)
 
 
 def after_an_empty_sheet(folder):
@@ -323,10 +300,7 @@ TABLES = {
 def test_what_is_said_of_a_table(tmp_path, case):
     write, expected = TABLES[case]
     found = said(write(tmp_path), "csv")
-    assert pd.Series([found]).str.contains(expected, regex=True).all(), found
-
-
-PLAIN = pd.DataFrame({"age": AGE, "lab": AGE * 2, "y": Y})
+    assert re.search(expected, found), found
 
 
 def test_the_index_of_a_parquet_file_is_a_column(tmp_path):
@@ -418,8 +392,7 @@ def scans(**tags):
     def write(folder):
         def save(pixels, path):
             rows = {"Rows": 8 // (len(tags) + 1)}
-            wide = pixels.astype(np.uint16) * 16
-            save_dicom(path.with_suffix(".dcm"), wide, **rows | tags)
+            save_dicom(path.with_suffix(".dcm"), pixels.astype(np.uint16) * 16, **rows | tags)
 
         return fill(folder, ("{}",), save)
 
@@ -463,9 +436,7 @@ def test_what_is_said_of_images(tmp_path, case):
 
 
 PIXELS = RNG.integers(0, 255, (N, 6, 6)).astype(np.uint8)
-OBJECTS = (
-    "refused: .* it holds objects; save texts by np.array.texts, dtype=str., or is no such fil"
-)
+OBJECT = "refused: .* it holds objects; save texts by np.array.texts, dtype=str., or is no such fil"
 ARRAYS = {
     "names of Keras": ({"train_images": PIXELS, "train_labels": Y}, "are taken as x_train and"),
     "names of scikit-learn": ({"data": PIXELS, "target": Y}, "are taken as x_train and y_train"),
@@ -482,7 +453,7 @@ ARRAYS = {
     "no number": ({"x": PIXELS / np.where(Y, 9, np.nan)[:, None, None], "y": Y}, "refused: .*nan"),
     "12 bits": ({"x_train": PIXELS.astype(int) * 16, "y_train": Y}, "refused: .* from 0 to 4064"),
     "flat": ({"X": PIXELS.repeat(2, 1)[:, :, :4].repeat(2, 2)[:, :8].reshape(N, 64), "y": Y}, "x8"),
-    "texts as objects": ({"X": PIXELS, "y": np.array(["a", "b"], dtype=object)[Y]}, OBJECTS),
+    "texts as objects": ({"X": PIXELS, "y": np.array(["a", "b"], dtype=object)[Y]}, OBJECT),
     "0 and 1": ({"x_train": (PIXELS > 99).astype("f4"), "y_train": Y}, "float32 .* as uint8"),
     "texts": ({"x_train": PIXELS.astype(str), "y_train": Y}, "refused: .*features <U3 of shape"),
     "one picture of two classes": (
@@ -498,7 +469,7 @@ def test_what_is_said_of_arrays(tmp_path, case):
     arrays, expected = ARRAYS[case]
     np.savez(tmp_path / "a.npz", **arrays)
     found = said(tmp_path / "a.npz", "npz")
-    assert pd.Series([found]).str.contains(expected, regex=True).all(), found
+    assert re.search(expected, found), found
 
 
 FORMS = ["truth values", "fractions", "whole floats", "another order of bytes", "RGBA"]
@@ -577,25 +548,20 @@ def test_a_model_is_given_no_settings(tmp_path, case):
     text, expected = ASKED[case]
     path = tmp_path / "label.csv"  # as a setting is called
     path.write_text(text)
-    with pytest.raises(ConfigError, match=expected) as refused:
-        read_raw(path, data.inputs)
-    assert "dataset." not in str(refused.value)
-    assert str(refused.value).startswith((str(path), "column age of"))
-
-
-def site_folder(folder):
-    """Two sites with other signs, names and codes, one of them without a column."""
-    (folder / "sites").mkdir()
-    PLAIN.head(40).assign(sex=mostly("f", "m", 2)[:40]).to_csv(folder / "sites/a.csv", index=False)
-    there = PLAIN.tail(40).rename(columns={"age": "AGE"}).drop(columns="lab")
-    there.assign(sex=1).to_csv(folder / "sites/b.csv", index=False, sep=";", decimal=",")
-    (folder / "sites/dataset.yml").write_text("b: {rename: {AGE: age}, map: {sex: {1: m}}}\n")
-    return folder / "sites"
+    told = refuses(expected, read_raw, path, data.inputs)
+    assert "dataset." not in told
+    assert told.startswith((str(path), "column age of"))
 
 
 def test_a_folder_of_sites_is_predicted_as_it_was_read(tmp_path):
-    root, data = site_folder(tmp_path), {"cache": tmp_path / "c", "label": "y"}
-    joined = prepared("csv", sites=True, root=root, server_test=False, **data)
+    """Two sites with other signs, names and codes, one of them without a column."""
+    (root := tmp_path / "sites").mkdir()
+    PLAIN.head(40).assign(sex=mostly("f", "m", 2)[:40]).to_csv(root / "a.csv", index=False)
+    there = PLAIN.tail(40).rename(columns={"age": "AGE"}).drop(columns="lab")
+    there.assign(sex=1).to_csv(root / "b.csv", index=False, sep=";", decimal=",")
+    (root / "dataset.yml").write_text("b: {rename: {AGE: age}, map: {sex: {1: m}}}\n")
+    given = {"cache": tmp_path / "c", "label": "y", "root": root, "server_test": False}
+    joined = prepared("csv", sites=True, **given)
     found = read_raw(root, joined.inputs)
     assert np.array_equal(found.batch(slice(None)), joined.train.features, equal_nan=True)
     assert found.names[0] == "a/0"
@@ -616,8 +582,8 @@ def test_numbers_on_another_scale_are_told(tmp_path):
         assert re.search(r"in another unit or scale: lab \(2.4\d, and not 100\)$", note)
     assert read_raw(PLAIN, inputs).notes == ()
     refuses("the data holds infinite numbers", read_raw, np.full((3, 2), np.inf), inputs)
-    with pytest.raises(ConfigError, match="expected numbers .N, 2., .*; or a DataFrame"):
-        read_raw(object(), inputs)  # a frame that is still to be computed is one, too
+    # a frame that is still to be computed is an object, too
+    refuses("expected numbers .N, 2., .*; or a DataFrame", read_raw, object(), inputs)
     train = data.train
     test = replace(train, features=train.features / 99, ids=np.roll(train.ids, 1))
     notes = oddities(train, test)

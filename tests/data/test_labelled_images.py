@@ -1,6 +1,7 @@
 """Images whose labels stand in a table, as chest X-rays come."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,9 @@ def picture(path, value):
     Image.fromarray(np.full((8, 8), value, np.uint8)).save(path)
 
 
+read_labelled = partial(read, "labelled_images")
+
+
 def written(root, lines, *, name="labels.csv"):
     """Four images of different shades, and the table of their labels."""
     for value, image in enumerate(ROWS):
@@ -41,9 +45,8 @@ def written(root, lines, *, name="labels.csv"):
 
 
 def by_findings(root):
-    head = "Image Index,Patient ID,Finding Labels"
     rows = [f"{Path(image).name},{person},{found}" for image, (found, person) in ROWS.items()]
-    return written(root, [head, *rows])
+    return written(root, ["Image Index,Patient ID,Finding Labels", *rows])
 
 
 FINDINGS = {"labels_file": "labels.csv", "label_separator": "|"}
@@ -60,8 +63,7 @@ def shades(records):
 def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path):
     root = by_findings(tmp_path)
     picture(root / "images_2" / "extra.png", 99)
-    chosen = {"label": "Finding Labels", "id_column": "Patient ID"}
-    train, test = read("labelled_images", root, **FINDINGS, **chosen)
+    train, test = read_labelled(root, **FINDINGS, label="Finding Labels", id_column="Patient ID")
     assert (test, train.class_names) == (None, ("Mass", "Nodule"))
     assert shades(train) == [0, 10, 20, 30]
     assert train.labels.tolist() == [[1, 1], [0, 0], [0, 1], [1, 0]]
@@ -73,9 +75,8 @@ def test_a_separator_gives_each_image_its_labels_and_its_patient(tmp_path):
 
 @pytest.mark.parametrize("given", [{}, {"decimal": "comma"}, {"thousands": "point"}], ids=str)
 def test_numbers_to_predict_are_in_the_notation_of_their_file(tmp_path, given):
-    lines = ["path;g", "a.png;1.250,5", "b.png;2,5", "c.png;3,5"]
-    root = written(tmp_path, lines)
-    train, _ = read("labelled_images", root, labels_file="labels.csv", task="regression", **given)
+    root = written(tmp_path, ["path;g", "a.png;1.250,5", "b.png;2,5", "c.png;3,5"])
+    train, _ = read_labelled(root, labels_file="labels.csv", task="regression", **given)
     assert train.labels.tolist() == [1250.5, 2.5, 3.5]
     assert (train.form.decimal, train.form.thousands) == ("comma", "point")
 
@@ -84,7 +85,7 @@ def test_numbers_of_a_test_part_and_of_a_site_are_read_as_in_training(tmp_path):
     how = {"labels_file": "labels.csv", "task": "regression"}
     for part, number in (("train", "1.250,5"), ("test", "1.250")):
         written(tmp_path / part, ["g\tpath", *(f"{number}\t{name}.png" for name in "abc")])
-    train, test = read("labelled_images", tmp_path, **how)  # the last column names the images
+    train, test = read_labelled(tmp_path, **how)  # the last column names the images
     assert (train.labels.tolist(), test.labels.tolist()) == ([1250.5] * 3, [1250.0] * 3)
     written(tmp_path / "test", ["path\tg", *(f"{name}.png\t1.250" for name in "abc")])
     site = tmp_path / "site.yaml"
@@ -93,8 +94,7 @@ def test_numbers_of_a_test_part_and_of_a_site_are_read_as_in_training(tmp_path):
     site.write_text("\n".join(["name: labelled_images", f"root: {tmp_path / 'test'}", *lines]))
     at_site = prepare(site_dataset(site, cache=str(tmp_path / "cache")))
     assert {*at_site.train.labels.tolist()} == {1.25}  # nothing is looked for in its rows
-    again = read_raw(tmp_path / "test" / "labels.csv", at_site.inputs)
-    assert again.labels.tolist() == [1.25] * 3
+    assert read_raw(tmp_path / "test" / "labels.csv", at_site.inputs).labels.tolist() == [1.25] * 3
 
 
 def test_sites_may_write_numbers_in_their_own_notation(tmp_path):
@@ -111,15 +111,14 @@ def test_sites_may_write_numbers_in_their_own_notation(tmp_path):
 def test_columns_of_0_and_1_are_labels_and_one_column_is_a_class(tmp_path):
     lines = ["path;sex;mass;nodule;site", "images_2/c.png;f;0;1;x", "images_1/a.png;m;1;1;y"]
     root = written(tmp_path, lines)
-    train, _ = read("labelled_images", root, labels_file="labels.csv", labels=["nodule", "mass"])
+    train, _ = read_labelled(root, labels_file="labels.csv", labels=["nodule", "mass"])
     assert shades(train) == [20, 0]  # in the order of the table
     assert (train.class_names, train.labels.tolist()) == (("nodule", "mass"), [[1, 0], [1, 1]])
     assert train.columns["site"].tolist() == ["x", "y"]
-    chosen = {"labels_file": "labels.csv", "label": "sex", "class_names": ["m", "f"]}
-    one, _ = read("labelled_images", root, **chosen)
+    one, _ = read_labelled(root, labels_file="labels.csv", label="sex", class_names=["m", "f"])
     assert one.labels.tolist() == [1, 0]
     assert not one.multi_label
-    last, _ = read("labelled_images", root, labels_file="labels.csv")
+    last, _ = read_labelled(root, labels_file="labels.csv")
     assert last.class_names == ("x", "y")
 
 
@@ -127,8 +126,8 @@ def test_a_broken_image_takes_its_row_with_it(tmp_path):
     root = by_findings(tmp_path)
     (root / "images_1" / "a.png").write_bytes(b"none")
     own = FINDINGS | {"id_column": "Patient ID"}
-    refuses("1 of 4 files cannot be read as an image", read, "labelled_images", root, **own)
-    train, _ = read("labelled_images", root, **own, corrupt="skip")
+    refuses("1 of 4 files cannot be read as an image", read_labelled, root, **own)
+    train, _ = read_labelled(root, **own, corrupt="skip")
     assert shades(train) == [10, 20, 30]
     assert train.labels.tolist() == [[0, 0], [0, 1], [1, 0]]
     assert train.columns["Patient ID"].tolist() == ["p1", "p2", "p3"]
@@ -152,23 +151,21 @@ def test_a_table_that_does_not_fit_is_one_sentence(line, settings, sentence, tmp
     if line:
         with (root / "labels.csv").open("a") as file:
             file.write(f"{line}\n")
-    told = refuses(sentence, read, "labelled_images", root, **FINDINGS | settings)
-    assert "\n" not in told
+    assert "\n" not in refuses(sentence, read_labelled, root, **FINDINGS | settings)
 
 
 def test_names_that_two_images_share_must_be_paths(tmp_path):
     root = by_findings(tmp_path)
     picture(root / "images_2" / "a.png", 77)
-    with pytest.raises(ConfigError, match="share their names with others: a.png; give paths"):
-        read("labelled_images", root, **FINDINGS)
+    refuses("share their names with others: a.png; give paths", read_labelled, root, **FINDINGS)
     text = (root / "labels.csv").read_text().replace("\na.png", "\nimages_2/a.png")
     (root / "labels.csv").write_text(text)
-    train, _ = read("labelled_images", root, **FINDINGS)
+    train, _ = read_labelled(root, **FINDINGS)
     assert shades(train)[0] == 77
     lines = text.removeprefix("\ufeff").splitlines()
     text = "".join(",".join(line.split(",")[::-1]) + "\n" for line in lines)
     (root / "labels.csv").write_text(text)  # the column of images last
-    turned, _ = read("labelled_images", root, label="Finding Labels", **FINDINGS)
+    turned, _ = read_labelled(root, label="Finding Labels", **FINDINGS)
     assert shades(turned) == shades(train)
     assert turned.labels.tolist() == train.labels.tolist()
     assert "labels.csv: column Image Index names the images" in turned.notes
@@ -190,7 +187,7 @@ def test_images_in_a_folder_called_train_are_read_beside_other_images(tmp_path):
     picture(tmp_path / "unlabelled" / "x.png", 99)
     lines = ["Path,y", *(f"{i}.png,{i % 2}" for i in range(4)), ""]
     (tmp_path / "train" / "labels.csv").write_text("\n".join(lines))
-    records, _ = read("labelled_images", tmp_path, labels_file="labels.csv")
+    records, _ = read_labelled(tmp_path, labels_file="labels.csv")
     assert records.labels.tolist() == [0, 1, 0, 1]
 
 
@@ -208,7 +205,7 @@ def test_words_of_labels_are_to_be_pasted_as_they_are_written(tmp_path):
     lines = [f"{image},{cell}" for image, cell in zip(ROWS, cells, strict=True)]
     root = written(tmp_path, ["Path,Edema,Mass", *lines])
     with pytest.raises(ConfigError, match=r"is one of the labels .*dataset.map={Edema: {Positive"):
-        read("labelled_images", root, labels_file="labels.csv", labels=["Edema", "Mass"])
+        read_labelled(root, labels_file="labels.csv", labels=["Edema", "Mass"])
 
 
 def test_what_labels_of_x_rays_leave_open_is_asked_and_can_be_said(tmp_path):
@@ -218,9 +215,9 @@ def test_what_labels_of_x_rays_leave_open_is_asked_and_can_be_said(tmp_path):
     root = written(tmp_path, ["Path,Edema,No Finding", *lines])
     of = {"labels_file": "labels.csv"}
     with pytest.raises(ConfigError, match=r"-1.0 \(1\).*labels=\[Edema,No Finding\]") as one:
-        read("labelled_images", root, **of)
+        read_labelled(root, **of)
     with pytest.raises(ConfigError, match=r"-1.0 \(1\).*dataset.map=") as all_:
-        read("labelled_images", root, labels=["Edema", "No Finding"], **of)
+        read_labelled(root, labels=["Edema", "No Finding"], **of)
     for refused, given, labels in (
         (one, [], [1, 0, 0]),
         (all_, ["dataset.labels=[Edema,No Finding]"], [[1, 0], [0, 1], [0, 0], [1, 0]]),
@@ -230,7 +227,7 @@ def test_what_labels_of_x_rays_leave_open_is_asked_and_can_be_said(tmp_path):
         config = compose(*named, "dataset.labels_file=labels.csv", line, *given)
         records, _ = DATA_SETS["labelled_images"].read(config.dataset, root)
         assert records.labels.tolist() == labels
-    left, _ = read("labelled_images", root, label="Edema", missing_in={"Edema": ["-1.0"]}, **of)
+    left, _ = read_labelled(root, label="Edema", missing_in={"Edema": ["-1.0"]}, **of)
     assert left.labels.tolist() == [1, 0, 1]
     of |= {"root": root, "server_test": False, "cache": tmp_path}
     model = prepared("labelled_images", **of, **MAPPED)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional
 
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data import loaders
@@ -57,8 +56,7 @@ def test_a_split_knows_the_records_of_each_person(images):
     data = client_data(replace(images, ids=ids, id_column="patient"), np.arange(0, 600, 2))
     held = [set(persons[s.rows].tolist()) for s in (data.train, data.validation, data.test)]
     assert sum(map(len, held)) == len(set.union(*held)) == len(set(persons[::2].tolist()))
-    both = loaders.concat_splits(data.train, data.validation)
-    for split in (data.train, both):
+    for split in (data.train, loaders.concat_splits(data.train, data.validation)):
         found = split.records_of(torch.arange(split.num_units))
         assert torch.cat(found).sort().values.tolist() == list(range(len(split)))
         owners = [set(persons[split.rows[indices].numpy()].tolist()) for indices in found]
@@ -107,8 +105,7 @@ def test_a_client_standardises_by_its_own_training_part(table):
     assert data.test.mean == data.validation.mean == data.train.mean
     table.features[data.test.rows] = 1e6
     table.features[1::2] = 1e6
-    again = client_data(table, np.arange(0, 400, 2), mean=(), std=())
-    assert again.train.mean == data.train.mean
+    assert client_data(table, np.arange(0, 400, 2), mean=(), std=()).train.mean == data.train.mean
 
 
 def test_a_batch_leaves_the_records_as_they_are(table):
@@ -169,7 +166,7 @@ def slow_augment(x, *, generator, crop_padding, flip, cutout):
     columns = draw(width) if cutout else [0] * batch
     out = []
     for i in range(batch):
-        image = functional.pad(x[i], (crop_padding,) * 4)
+        image = torch.nn.functional.pad(x[i], (crop_padding,) * 4)
         image = image[:, tops[i] : tops[i] + height, lefts[i] : lefts[i] + width]
         image = (image.flip(2) if flips[i] else image).clone()
         top, left = rows[i] - cutout // 2, columns[i] - cutout // 2
@@ -241,5 +238,4 @@ def test_missing_numbers_are_no_large_features():
     features = torch.tensor([[torch.nan, 1.0], [torch.nan, -3.0]])
     split = Split(features, torch.zeros(2).long(), torch.arange(2), (0.0, 0.0), (1.0, 1.0))
     assert largest_feature(split) == (1, 3.0)
-    empty = replace(split, rows=torch.arange(0))
-    assert largest_feature(empty) == (0, 0.0)
+    assert largest_feature(replace(split, rows=torch.arange(0))) == (0, 0.0)

@@ -31,18 +31,14 @@ def cells(*texts):
 
 
 def found(*columns, points_are_decimal=True, **given):
-    return find_notation(
-        {f"c{i}": column for i, column in enumerate(columns)},
-        replace(ANY_FORM, **given),
-        "," if points_are_decimal else ";",
-        where="t.csv",
-    )
+    named = {f"c{i}": column for i, column in enumerate(columns)}
+    separator = "," if points_are_decimal else ";"
+    return find_notation(named, replace(ANY_FORM, **given), separator, where="t.csv")
 
 
 def written(number, notation):
-    plain = f"{number:,.2f}"
     signs = {",": SIGNS[notation.thousands], ".": SIGNS[notation.decimal]}
-    return "".join(signs.get(sign, sign) for sign in plain)
+    return "".join(signs.get(sign, sign) for sign in f"{number:,.2f}")
 
 
 @pytest.mark.parametrize("notation", NOTATIONS, ids=str)

@@ -33,10 +33,8 @@ def jpegs(count, *, size=(8, 8)):
 
 
 def joined(encoded):
-    return {
-        "bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8),
-        "off": np.cumsum([0, *map(len, encoded)]),
-    }
+    offsets = np.cumsum([0, *map(len, encoded)])
+    return {"bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8), "off": offsets}
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW", "NHW"])

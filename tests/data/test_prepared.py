@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import prepared
-from fednas_flwr.data.prepared import load_partition, save_partition
 from fednas_flwr.data.records import record_ids
 from fednas_flwr.settings.data_settings import PARTITIONS
 from fednas_flwr.settings.hydra_config import compose_tree
@@ -38,8 +37,7 @@ def in_file(name):
 def partition(records, *, name, clients, **changed):
     """The parts by the settings of ``conf/partition``, of which some are changed."""
     known = {key: value for key, value in changed.items() if key in in_file(name)}
-    settings = PARTITIONS[name](**in_file(name) | known)
-    return prepared.partition(records, settings, clients=clients)
+    return prepared.partition(records, PARTITIONS[name](**in_file(name) | known), clients=clients)
 
 
 def labelled(labels, num_classes):
@@ -60,8 +58,7 @@ def test_partitions_cover_all_records_and_repeat(images, choice):
     parts = partition(images, seed=3, **choice)
     assert len(parts) == choice["clients"]
     assert_covers(parts, len(images))
-    again = partition(images, seed=3, **choice)
-    assert [p.tolist() for p in again] == [p.tolist() for p in parts]
+    assert [p.tolist() for p in partition(images, seed=3, **choice)] == [p.tolist() for p in parts]
     if choice["name"] != "column":
         other = partition(images, seed=4, **choice)
         assert [p.tolist() for p in other] != [p.tolist() for p in parts]
@@ -115,8 +112,7 @@ def test_dirichlet_skews_labels_as_alpha_says(images):
 
 
 def test_dirichlet_does_not_follow_the_order_of_the_file():
-    records = labelled(np.zeros(1000), 1)
-    parts = partition(records, name="dirichlet", clients=2, seed=0, alpha=100.0)
+    parts = partition(labelled(np.zeros(1000), 1), name="dirichlet", clients=2, seed=0, alpha=100.0)
     assert [part.mean() / 1000 for part in parts] == pytest.approx([0.5, 0.5], abs=0.1)
 
 
@@ -180,8 +176,8 @@ def test_a_class_too_small_for_its_clients():
 
 def test_saved_partitions_come_back(tmp_path, images):
     parts = partition(images, name="iid", clients=7, seed=0)
-    save_partition(tmp_path / "partition.json", parts)
-    loaded = load_partition(tmp_path / "partition.json")
+    prepared.save_partition(tmp_path / "partition.json", parts)
+    loaded = prepared.load_partition(tmp_path / "partition.json")
     assert [p.tolist() for p in loaded] == [p.tolist() for p in parts]
     assert [path.name for path in tmp_path.iterdir()] == ["partition.json"]
 
@@ -199,7 +195,7 @@ NO_PARTITIONS = [
 @pytest.mark.parametrize(("content", "message"), NO_PARTITIONS)
 def test_files_that_hold_no_partition(tmp_path, content, message):
     (tmp_path / "partition.json").write_text(content)
-    refuses(message, load_partition, tmp_path / "partition.json")
+    refuses(message, prepared.load_partition, tmp_path / "partition.json")
 
 
 def test_iid_does_not_pay_for_flwr_datasets():

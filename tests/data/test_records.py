@@ -11,20 +11,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data import records
 from fednas_flwr.data.cells import Cells
 from fednas_flwr.data.readers import data_settings
-from fednas_flwr.data.records import (
-    Column,
-    Inputs,
-    Records,
-    assign_splits,
-    assignment_digest,
-    check_alike,
-    encode_labels,
-    hash_positions,
-    join_sites,
-    keys_of,
-    record_ids,
-    select_records,
-)
+from fednas_flwr.data.records import Column, Inputs, Records, hash_positions, record_ids
 from fednas_flwr.settings.names import SPLITS
 
 from ..refusals import refuses
@@ -62,12 +49,12 @@ def test_ids_and_positions_do_not_hang_on_the_parts_in_which_they_are_made(monke
 
 def test_keys_differ_where_any_word_of_an_id_does():
     ids = record_ids([b"a", b"b", b"a"])
-    one, other, again = keys_of(ids).tolist()
+    one, other, again = records.keys_of(ids).tolist()
     assert one == again != other
     for place in range(32):
         changed = bytearray(ids[0])
         changed[place] ^= 1
-        assert keys_of(np.array([bytes(changed)], ids.dtype))[0] != one
+        assert records.keys_of(np.array([bytes(changed)], ids.dtype))[0] != one
 
 
 def test_unequal_parts_are_refused():
@@ -77,7 +64,7 @@ def test_unequal_parts_are_refused():
 
 def test_select_keeps_every_part_in_step(images):
     chosen = np.array([5, 2, 9])
-    part = select_records(images, chosen)
+    part = records.select_records(images, chosen)
     for name in ("features", "labels", "ids"):
         assert getattr(part, name).tolist() == getattr(images, name)[[5, 2, 9]].tolist()
     assert part.columns["hospital"].tolist() == images.columns["hospital"][chosen].tolist()
@@ -86,7 +73,7 @@ def test_select_keeps_every_part_in_step(images):
 
 def test_join_sites_adds_the_site():
     told = [replace(rows(count=n), notes=(f"{n} left out",)) for n in (2, 3)]
-    joined = join_sites(dict(zip(("paris", "oslo"), told, strict=True)))
+    joined = records.join_sites(dict(zip(("paris", "oslo"), told, strict=True)))
     assert joined.notes == ("paris: 2 left out", "oslo: 3 left out")
     assert joined.columns["site"].tolist() == ["paris"] * 2 + ["oslo"] * 3
     assert joined.columns["city"].tolist() == ["x"] * 5
@@ -103,13 +90,13 @@ UNFIT_SITES = [
 
 @pytest.mark.parametrize(("other", "message"), UNFIT_SITES)
 def test_join_sites_refuses_what_does_not_fit(other, message):
-    refuses(message, join_sites, {"oslo": rows(), "paris": other})
+    refuses(message, records.join_sites, {"oslo": rows(), "paris": other})
 
 
 def test_encode_labels_names_the_unknown():
-    assert encode_labels(Cells(["b", "a"]), ("a", "b"), where="it").tolist() == [1, 0]
+    assert records.encode_labels(Cells(["b", "a"]), ("a", "b"), where="it").tolist() == [1, 0]
     with pytest.raises(ConfigError, match="x.csv has the label c, which is not in"):
-        encode_labels(Cells(["b", "c"]), ("a", "b"), where="x.csv")
+        records.encode_labels(Cells(["b", "c"]), ("a", "b"), where="x.csv")
 
 
 @pytest.mark.parametrize("named_first", [True, False])
@@ -118,7 +105,7 @@ def test_as_many_features_without_names_are_not_the_same_columns(named_first):
     pair = [rows(), replace(rows(), schema=())]
     one, other = pair if named_first else reversed(pair)
     with pytest.raises(ConfigError, match="do not have the same feature columns"):
-        check_alike("the clients' records", one, "the server's test set", other)
+        records.check_alike("the clients' records", one, "the server's test set", other)
 
 
 def test_the_inputs_of_a_model_that_was_written_before_a_key_existed_are_read():
@@ -168,9 +155,9 @@ def test_positions_are_fractions(ids, key):
 
 
 def test_fractions_are_met_and_another_key_moves_records():
-    parts = assign_splits(MANY, key=b"key", fractions=FRACTIONS)
+    parts = records.assign_splits(MANY, key=b"key", fractions=FRACTIONS)
     assert np.bincount(parts) / len(MANY) == pytest.approx([0.5, 0.3, 0.2], abs=0.015)
-    moved = (assign_splits(MANY, key=b"other", fractions=FRACTIONS) != parts).mean()
+    moved = (records.assign_splits(MANY, key=b"other", fractions=FRACTIONS) != parts).mean()
     # independent parts agree with probability .5^2 + .3^2 + .2^2
     assert moved == pytest.approx(1 - 0.38, abs=0.015)
 
@@ -187,7 +174,7 @@ def test_rounded_fractions_send_nothing_to_a_part_without_a_share():
     assert hash_positions(late, key=b"key")[0] > 1 - 2e-7
     for shares, part in [((1 - 5e-7, 0, 0), 0), ((0.5, 0.5 - 5e-7, 0), 1), ((0.5, 0.2, 0.3), 2)]:
         fractions = dict(zip(SPLITS, shares, strict=True))
-        assert assign_splits(late, key=b"key", fractions=fractions).tolist() == [part]
+        assert records.assign_splits(late, key=b"key", fractions=fractions).tolist() == [part]
 
 
 UNUSABLE_FRACTIONS = [
@@ -214,7 +201,7 @@ def test_unusable_keys_are_refused(key):
 def test_the_digest_is_equal_where_the_assignment_is(ids, other, key, fractions, data):
     def digest(ids, key=key, fractions=fractions, id_column=""):
         ids = np.array(ids, dtype="S32")
-        return assignment_digest(ids, key=key, fractions=fractions, id_column=id_column)
+        return records.assignment_digest(ids, key=key, fractions=fractions, id_column=id_column)
 
     assert digest(data.draw(st.permutations(ids))) == digest(ids)
     assert (digest(other) == digest(ids)) == (sorted(other) == sorted(ids))
@@ -224,10 +211,9 @@ def test_the_digest_is_equal_where_the_assignment_is(ids, other, key, fractions,
     for id_column in ("", "patient"):
         own = digest(ids, id_column=id_column)
         assert digest(ids, key=key[:-1] + bytes([key[-1] ^ 1]), id_column=id_column) != own
-        same = digest(ids, fractions=moved, id_column=id_column) == own
-        assert same == (moved == fractions)
+        assert (digest(ids, fractions=moved, id_column=id_column) == own) == (moved == fractions)
     assert digest(ids, id_column="card") != digest(ids, id_column="patient") != digest(ids)
 
 
 def _parts(ids, key, fractions):
-    return assign_splits(np.array(ids, dtype="S32"), key=key, fractions=fractions).tolist()
+    return records.assign_splits(np.array(ids, dtype="S32"), key=key, fractions=fractions).tolist()

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from fednas_flwr import load
 from fednas_flwr.api import run
@@ -42,8 +41,7 @@ def test_coefficients_are_kymatios(shape, scales, angles):
 def test_features_are_normalised_in_groups():
     transform = Scattering((1, 28, 28), scales=2, angles=8)
     images = torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    together = transform(images)
-    groups = together.view(4, 27, -1)
+    groups = transform(images).view(4, 27, -1)
     torch.testing.assert_close(groups.mean(-1), torch.zeros(4, 27), rtol=0, atol=1e-4)
     assert not list(transform.parameters())
     assert not transform.state_dict()
@@ -55,7 +53,7 @@ def test_colours_become_brightness_and_differences_that_gray_lacks():
     red, green, blue = images.unbind(1)
     luma = 0.299 * red + 0.587 * green + 0.114 * blue
     converted = torch.stack([luma, (blue - luma) / 1.772, (red - luma) / 1.402], 1)  # BT.601
-    expected = functional.group_norm(transform.coefficients(converted).flatten(1, 2), 9)
+    expected = torch.nn.functional.group_norm(transform.coefficients(converted).flatten(1, 2), 9)
     torch.testing.assert_close(transform(images), expected, rtol=1e-3, atol=1e-3)
     gray = transform(luma[:, None].expand(-1, 3, -1, -1)).unflatten(1, (3, -1))
     alone = Scattering((1, 16, 16), scales=1, angles=2)(luma[:, None])
@@ -95,15 +93,13 @@ def test_prepared_features_are_those_of_the_raw_images(tmp_path):
         expected = transform(raw.features / 255)
         torch.testing.assert_close(made.features, expected, rtol=1e-4, atol=1e-4)
         assert made.ids.tolist() == raw.ids.tolist()
-        split = server_split(made, features.mean, features.std)
-        x, y = split.batch(torch.tensor([1, 3]), "cpu")
+        x, y = server_split(made, features.mean, features.std).batch(torch.tensor([1, 3]), "cpu")
         assert torch.equal(x, made.features[[1, 3]])
         assert torch.equal(y, raw.labels[[1, 3]])
     (note,) = reading_notes(features)
     sizes = r"\(\d+, \d+, \d+\), \d+ MB"
     assert re.fullmatch(rf"scattering features: {sizes}, [\d.]+ s, [\d.]+ s per 1,000 images", note)
-    again = prepared(**settings, scattering={"scales": 1, "angles": 3})
-    assert again.input_shape == (4, 4, 4)
+    assert prepared(**settings, scattering={"scales": 1, "angles": 3}).input_shape == (4, 4, 4)
     assert not features.uses_own_statistics
 
 
@@ -117,9 +113,8 @@ def test_features_are_not_augmented_and_what_asks_for_it_is_refused(compose_conf
     assert client.augmentation == {"crop_padding": 0, "flip": 0, "cutout": 0}
     for setting in ("dataset.flip=true", "dataset.crop_padding=1", "dataset.mean=[0.5]"):
         overrides = ("dataset.scattering={scales: 2, angles: 8}", setting)
-        given = user_settings(overrides)
         with pytest.raises(NoEffectError, match="no effect with dataset.scattering="):
-            parse_config(compose_tree(overrides), user=given)
+            parse_config(compose_tree(overrides), user=user_settings(overrides))
 
 
 @pytest.mark.run

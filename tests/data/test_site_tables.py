@@ -14,6 +14,10 @@ from ..refusals import refuses
 A = "age,sex,chol,y\n50,TRUE,200,0\n60,FALSE,250.5,1\n40,TRUE,190,1\n"
 
 
+def tables_of(root):
+    return read_site_tables(data_settings("csv", {"cache": "none"}), root)
+
+
 def join(root, **settings):
     csv = data_settings("csv", {"cache": "none", **settings})
     return site_tables.join_tables(read_site_tables(csv, root), csv, root)
@@ -95,18 +99,15 @@ def test_what_would_join_sites_is_proposed(tmp_path):
     rows = "".join(f"{50 + i},{'MF'[i % 2]},{4.2 + i / 100},{i % 2}\n" for i in range(9))
     ours = "".join(f"{50 + i},{i % 2},{160 + i},{i % 2}\n" for i in range(9))
     zero = "".join(f"{50 + i},{i % 2},{0 if i % 3 else 165},{i % 2}\n" for i in range(9))
-    header = "age,sex,chol,y\n"
-    theirs = "age,sex,cholesterol,y\n"
+    header, theirs = "age,sex,chol,y\n", "age,sex,cholesterol,y\n"
     write(tmp_path, a=header + ours, b=header + ours, c=theirs + rows, d=header + zero)
-    tables = read_site_tables(data_settings("csv", {"cache": "none"}), tmp_path)
-    found = proposals(tables)
-    assert found == {
+    assert proposals(tables_of(tmp_path)) == {
         "c": {"rename": {"cholesterol": "chol"}, "map": {"sex": {"F": "?", "M": "?"}}},
         "d": {"missing_in": {"chol": ["0"]}},
     }
     lines = site_tables.as_yaml({"c": {"rename": {"cholesterol": "chol"}}})
     (tmp_path / SITES_FILE).write_text("\n".join(lines))
-    tables = read_site_tables(data_settings("csv", {"cache": "none"}), tmp_path)
+    tables = tables_of(tmp_path)
     assert proposals(tables)["c"]["scale"] == {"chol": 38.67}
     rows_shown = side_by_side(tables)
     assert rows_shown[0] == ("", "a", "b", "c", "d")
@@ -193,14 +194,13 @@ def test_what_would_join_two_sites_is_proposed(tmp_path, first, second, expected
     for site, cell in (("a", first), ("b", second)):
         rows = (f"{cell(i)},{i % 2}\n" for i in range(12))
         write(tmp_path, **{site: "x,y\n" + "".join(rows)})
-    csv = data_settings("csv", {"cache": "none"})
-    found = proposals(read_site_tables(csv, tmp_path))
+    found = proposals(tables_of(tmp_path))
     assert found == ({"b": expected} if expected else {})
     (tmp_path / SITES_FILE).write_text("\n".join(site_tables.as_yaml(found)))
     if "?" in str(found):  # which somebody is to think about
         refuses("b.scale.x=. has the wrong type: expected a number", join, tmp_path)
     else:
-        assert proposals(read_site_tables(csv, tmp_path)) == {}
+        assert proposals(tables_of(tmp_path)) == {}
 
 
 SEEMINGLY_OTHER = [
@@ -216,5 +216,4 @@ SEEMINGLY_OTHER = [
 @pytest.mark.parametrize(("text", "is_told"), SEEMINGLY_OTHER)
 def test_that_a_site_seems_to_differ_is_told(tmp_path, text, is_told):
     write(tmp_path, a="age,sex,y\n50,m,0\n60,f,1\n", b=text)
-    notes = "".join(join(tmp_path).notes)
-    assert ("than most, it seems; fednas data" in notes) is is_told
+    assert ("than most, it seems; fednas data" in "".join(join(tmp_path).notes)) is is_told

@@ -95,7 +95,6 @@ def test_one_of_four_moves_what_standardises_all_by_little(count, mean, std):
 @pytest.mark.parametrize("value", [1e-300, 1e-45, 1e29])
 def test_no_deviation_is_one_that_float32_cannot_divide_by(value):
     for parties in ([0.0, 0.0, value], [value], [value, value]):
-        column = [[Moments(9, 0.0, std)] for std in parties]
-        found = pooled(column, ONE_COLUMN)
+        found = pooled([[Moments(9, 0.0, std)] for std in parties], ONE_COLUMN)
         assert 1e-37 < found.std[0] <= 1e30
         assert torch.isfinite(torch.tensor(3.0) / torch.tensor(found.std[0]))

@@ -21,8 +21,7 @@ def patients(tmp_path):
 
 
 def test_a_table_is_told_by_columns_clients_and_what_is_odd(patients, tmp_path, capsys):
-    cache = f"dataset.cache={tmp_path / 'cache'}"
-    own = ["clients=2", "dataset.server_test=false", cache]
+    own = ["clients=2", "dataset.server_test=false", f"dataset.cache={tmp_path / 'cache'}"]
     assert main(["data", str(patients), *own]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "120 records for clients; shape of one: 4"
@@ -54,8 +53,7 @@ def test_small_and_lopsided_clients_are_named(patients, tmp_path, capsys):
     own = ["partition=column", "partition.column=outcome", "clients=2"]
     cache = f"dataset.cache={tmp_path / 'cache'}"
     settings = ["dataset.label=ward", "dataset.server_test=false", cache]
-    filled = patients.read_text().replace(";;", ";e;")
-    patients.write_text(filled)
+    patients.write_text(patients.read_text().replace(";;", ";e;"))
     assert main(["data", str(patients), *own, *settings]) == 0
     printed = capsys.readouterr().out
     assert "died is small: " in printed or "died has no record for " in printed
@@ -67,8 +65,7 @@ def test_images_are_told_with_what_is_done_to_them(tmp_path, capsys):
     for i in range(40):
         folder = tmp_path / "images" / "ab"[i % 2]
         folder.mkdir(parents=True, exist_ok=True)
-        pixels = rng.integers(0, 256, (8 + i % 3, 8), np.uint8)
-        Image.fromarray(pixels).save(folder / f"{i}.png")
+        Image.fromarray(rng.integers(0, 256, (8 + i % 3, 8), np.uint8)).save(folder / f"{i}.png")
     (tmp_path / "images" / "a" / "no.png").write_bytes(b"no image")
     cache = [f"dataset.cache={tmp_path / 'cache'}", "dataset.channels=1", "dataset.image_size=8"]
     assert main(["data", str(tmp_path / "images"), *cache]) == 2

@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 
 from fednas_flwr.data import records
-from fednas_flwr.data.records import record_ids
 
 from ..data_sets import read
 from ..refusals import refuses
@@ -24,7 +23,7 @@ def test_columns_are_detected(table_csv):
     np.testing.assert_array_equal(table.features.numpy(), np.float32(expected))
     assert (table.labels.tolist(), table.class_names) == ([0, 1, 1, 0], ("0", "1"))
     assert table.id_column == "patient"
-    assert table.ids.tolist() == record_ids([b"p1", b"p2", b"p1", b"p3"]).tolist()
+    assert table.ids.tolist() == records.record_ids([b"p1", b"p2", b"p1", b"p3"]).tolist()
     # all but the label and fractions can make a partition
     assert set(table.columns) == {"patient", "age", "smokes", "site"}
     assert table.columns["site"].tolist() == ["A", "B", "A", "B"]
@@ -88,7 +87,7 @@ def test_other_features_make_other_records_unless_a_column_gives_ids(tmp_path, t
         return "\n".join(f"{name},{line}" for name, line in lines)
 
     one, two = (ids_of(tmp_path / "t.csv", named(t), id_column="n") for t in (ROWS, text))
-    assert one == two == sorted(record_ids([b"p", b"q", b"r"]).tolist())
+    assert one == two == sorted(records.record_ids([b"p", b"q", b"r"]).tolist())
 
 
 def test_a_column_that_is_no_feature_changes_no_id(tmp_path):
@@ -194,8 +193,7 @@ def write_forms(folder):
     paths["utf-16"].write_text(text, encoding="utf-16")
     paths["tabs"].write_text(text.replace(";", "\t").replace(",", "."))
     table = pd.DataFrame({"name": ["Åsa", "Ole"], "age": [50.5, 61.0], "blood": [1.25, None]})
-    day = pd.Timestamp("2024-05-31")
-    table = table.assign(seen=day, sex=["f", "m"], ill=["ja", "nein"])
+    table = table.assign(seen=pd.Timestamp("2024-05-31"), sex=["f", "m"], ill=["ja", "nein"])
     table.to_excel(paths["excel"], index=False)
     table.to_parquet(paths["parquet"])
     return paths

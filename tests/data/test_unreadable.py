@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.datasets import prepare
 from fednas_flwr.data.decoding import decode_images
 from fednas_flwr.data.readers import site_dataset
@@ -95,17 +94,27 @@ def write_csv(path, rows, header=HEADER):
     return path
 
 
-def of_ages(folder, name, cells):
-    """Write a table of ages and one more column."""
-    path = folder / f"{len(list(folder.iterdir()))}.csv"
-    return write_csv(path, [(f"{age}", cell) for age, cell in enumerate(cells)], ["age", name])
+def assert_left_out(folder, own, name, good, wrong):
+    """In a column beside ages each of the wrong cells, and nothing else, is left out."""
+
+    def with_cells(cells):
+        path = folder / f"{len(list(folder.iterdir()))}.csv"
+        return read(write_csv(path, [*enumerate(cells)], ["age", name]), own)
+
+    alone = with_cells(good)
+    for cell in wrong:
+        assert_untouched(with_cells([*good, cell]), alone, left_out=True, place=len(good))
+    return alone
 
 
-def with_cell(column, cell, *, place):
-    """Return the rows, a further one with the cell in it, and where that is."""
-    new = ["p9", "33", "2020-02-02", "north", "n", "left"]
-    new[HEADER.index(column)] = cell
-    return [*ROWS[:place], new, *ROWS[place:]], place
+def assert_others_untouched(write, rows, new, cells, own, *, place=2):
+    """Whatever cell a further row has, the other records are those of a file without it."""
+    alone = read(write("alone", rows), own)
+    for number, (column, cell, left_out) in enumerate(cells):
+        row = [cell if name == column else usual for name, usual in zip(HEADER, new, strict=True)]
+        found = read(write(f"{number}", [*rows[:place], row, *rows[place:]]), own)
+        assert_untouched(found, alone, left_out=left_out, place=place)
+    return alone
 
 
 CELLS = [(c, cell, True) for c, cells in WRONG.items() for cell in cells]
@@ -116,14 +125,14 @@ CELLS += [(c, cell, False) for c, cells in READABLE.items() for cell in cells]
 def test_a_cell_of_a_csv_changes_no_other_record(tmp_path, id_column, place):
     own = TABLE | {"id_column": id_column}
     own |= {"ignore": ["patient"]} if id_column is None else {}
-    alone = read(write_csv(tmp_path / "alone.csv", ROWS), own)
+
+    def write(name, rows):
+        return write_csv(tmp_path / f"{name}.csv", rows)
+
+    new = ["p9", "33", "2020-02-02", "north", "n", "left"]
+    cells = [cell for cell in CELLS if id_column or cell[0] != "patient"]
+    alone = assert_others_untouched(write, ROWS, new, cells, own, place=place)
     assert len(alone.train) == len(ROWS)
-    for number, (column, cell, left_out) in enumerate(CELLS):
-        if id_column is None and column == "patient":
-            continue
-        rows, at = with_cell(column, cell, place=place)
-        found = read(write_csv(tmp_path / f"{number}.csv", rows), own)
-        assert_untouched(found, alone, left_out=left_out, place=at)
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -135,8 +144,7 @@ def test_any_row_of_texts_changes_no_other_record(tmp_path_factory, cells, place
     folder = tmp_path_factory.mktemp("any")
     alone = read(write_csv(folder / "alone.csv", ROWS), TABLE)
     found = read(write_csv(folder / "with.csv", [*ROWS[:place], cells, *ROWS[place:]]), TABLE)
-    left_out = len(found.train) == len(ROWS)
-    assert_untouched(found, alone, left_out=left_out, place=place)
+    assert_untouched(found, alone, left_out=len(found.train) == len(ROWS), place=place)
 
 
 def test_a_table_is_read_alike_with_and_without_leaving_out(tmp_path):
@@ -173,23 +181,17 @@ def test_what_is_not_of_one_record_is_refused(tmp_path, text, message):
 
 
 def test_a_list_of_labels_is_left_out_by_itself(tmp_path):
-    good, wrong = ["a;b", "", "c", "a"], ["a;d", "d"]
     own = AGES | {"label": "found", "label_separator": ";", "class_names": [*"abc"]}
-    alone = read(of_ages(tmp_path, "found", good), own)
-    for cell in wrong:
-        found = read(of_ages(tmp_path, "found", [*good, cell]), own)
-        assert_untouched(found, alone, left_out=True, place=len(good))
+    assert_left_out(tmp_path, own, "found", ["a;b", "", "c", "a"], ["a;d", "d"])
 
 
 def test_a_number_to_predict_is_left_out_by_itself(tmp_path):
     own = AGES | {"label": "days", "target_range": [0, 60]}
     good = ["1", "2.5", "-3", "1e38", "60.0000001"]  # also far beyond the range
-    alone = read(of_ages(tmp_path, "days", good), own)
+    wrong = [*NO_NUMBER, "", "NA", "nan", "9" * 200_000, "2024-05-31"]
+    alone = assert_left_out(tmp_path, own, "days", good, wrong)
     assert alone.train.is_regression
     assert alone.target == pytest.approx((30, 60 / 12**0.5, 0, 60))
-    for cell in [*NO_NUMBER, "", "NA", "nan", "9" * 200_000, "2024-05-31"]:
-        found = read(of_ages(tmp_path, "days", [*good, cell]), own)
-        assert_untouched(found, alone, left_out=True, place=len(good))
 
 
 def test_no_record_tells_a_private_site_that_numbers_are_predicted(tmp_path):
@@ -235,17 +237,13 @@ EXCEL_CELLS = [
 def test_a_cell_of_excel_changes_no_other_record(tmp_path):
     """Above all no id: pandas would make floats of whole numbers, and texts of dates."""
 
-    def written(name, rows):
-        path = tmp_path / name
+    def write(name, rows):
+        path = tmp_path / f"{name}.xlsx"
         pd.DataFrame(rows, columns=HEADER, dtype=object).to_excel(path, index=False)
         return path
 
-    alone = read(written("alone.xlsx", EXCEL), TABLE)
-    for number, (column, cell, left_out) in enumerate(EXCEL_CELLS):
-        new = ["p9", 33, datetime(2020, 2, 2), "north", "n", "left"]
-        new[HEADER.index(column)] = cell
-        found = read(written(f"{number}.xlsx", [*EXCEL[:2], new, *EXCEL[2:]]), TABLE)
-        assert_untouched(found, alone, left_out=left_out, place=2)
+    new = ["p9", 33, datetime(2020, 2, 2), "north", "n", "left"]
+    assert_others_untouched(write, EXCEL, new, EXCEL_CELLS, TABLE)
 
 
 KINDS = [pa.int64(), pa.float64(), pa.date32(), pa.int64(), pa.timestamp("us"), pa.bool_()]
@@ -267,22 +265,18 @@ def test_a_cell_of_parquet_changes_no_other_record(tmp_path):
     """Above all no id beyond 2^53, which becomes a float beside a missing one; all years."""
     own = TABLE | {"class_names": ["False", "True"], "categories": {"ward": ["0", "1"]}}
 
-    def written(name, rows):
+    def write(name, rows):
         columns = [
             pa.array(cells, pa.int32() if kind == pa.date32() else kind).cast(kind)
             for kind, cells in zip(KINDS, zip(*rows, strict=True), strict=True)
         ]
-        parquet.write_table(pa.Table.from_arrays(columns, schema=PARQUET), tmp_path / name)
-        return tmp_path / name
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(pa.Table.from_arrays(columns, schema=PARQUET), path)
+        return path
 
-    alone = read(written("alone.parquet", PARQUET_ROWS), own)
+    new = [77, 2.5, 18000, 1, 10**15, True]
+    alone = assert_others_untouched(write, PARQUET_ROWS, new, PARQUET_CELLS, own)
     assert len(np.unique(alone.train.ids)) == 5
-    for number, (column, cell, left_out) in enumerate(PARQUET_CELLS):
-        new = [77, 2.5, 18000, 1, 10**15, True]
-        new[HEADER.index(column)] = cell
-        rows = [*PARQUET_ROWS[:2], new, *PARQUET_ROWS[2:]]
-        found = read(written(f"{number}.parquet", rows), own)
-        assert_untouched(found, alone, left_out=left_out, place=2)
 
 
 def png(value, *, mode="L", size=(8, 8)):
@@ -415,8 +409,7 @@ def test_a_bare_name_that_images_share_is_refused(tmp_path, other):
 def test_a_site_may_have_no_record_that_can_be_read(tmp_path):
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "x.png").write_bytes(b"")
-    x = np.full((1, 2), np.inf)
-    np.savez(tmp_path / "x.npz", x_train=x, y_train=[0])
+    np.savez(tmp_path / "x.npz", x_train=np.full((1, 2), np.inf), y_train=[0])
     table = {"name": "npz", "class_names": ["a"], "statistics": {"x0": [0, 1], "x1": [0, 1]}}
     for path, own in (
         (write_csv(tmp_path / "a.csv", [["", *ROWS[0][1:]]]), TABLE),
@@ -431,14 +424,13 @@ def test_a_site_may_have_no_record_that_can_be_read(tmp_path):
 
 
 def test_a_private_site_cannot_refuse_for_one_record(tmp_path):
-    with pytest.raises(ConfigError, match="corrupt=refuse in .* would end every run"):
-        dataset_of(tmp_path, TABLE | {"corrupt": "refuse"})
+    own = TABLE | {"corrupt": "refuse"}
+    refuses("corrupt=refuse in .* would end every run", dataset_of, tmp_path, own)
 
 
 @pytest.mark.parametrize("content", [png(9), b"no image"], ids=["readable", "broken"])
 def test_memory_is_refused_whether_or_not_an_image_can_be_read(tmp_path, content):
-    described = IMAGES | {"name": "image_folder", "image_size": 16384}
-    settings = dataset_of(tmp_path, described)
+    settings = dataset_of(tmp_path, IMAGES | {"name": "image_folder", "image_size": 16384})
     assert isinstance(settings, EncodedImages)
-    with pytest.raises(ConfigError, match="1000 images of 1x16384x16384 pixels"):
-        decode_images(settings, 1000, lambda i: ("a.png", content))
+    words = "1000 images of 1x16384x16384 pixels"
+    refuses(words, decode_images, settings, 1000, lambda i: ("a.png", content))

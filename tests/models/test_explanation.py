@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.records import Column, Records
@@ -15,16 +14,12 @@ from fednas_flwr.models.explanation import PERMUTATIONS, importance, mistakes
 from fednas_flwr.search.objective import Objective
 
 NUMBER = 600
-SCHEMA = (
-    Column("used"),
-    Column("twin"),
-    Column("idle", indicator=True),
-    Column("kind", "category", ("a", "b", "c")),
-)
+KIND = Column("kind", "category", ("a", "b", "c"))
+SCHEMA = (Column("used"), Column("twin"), Column("idle", indicator=True), KIND)
 MEAN, STD = (10.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), (2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
-class Known(nn.Module):
+class Known(torch.nn.Module):
     """Class 1 where ``used`` is above its mean, surer for the kind c."""
 
     asked = 0
@@ -35,11 +30,10 @@ class Known(nn.Module):
 
 
 def table():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(NUMBER, 7, generator=generator)
+    x = torch.randn(NUMBER, 7, generator=torch.Generator().manual_seed(0))
     x[:, 1] = x[:, 0] + 0.1 * x[:, 1]  # goes with what is used, and is not used
     x[:, 3] = 0
-    x[:, 4:] = nn.functional.one_hot(torch.arange(NUMBER) % 3, 3).float()
+    x[:, 4:] = torch.nn.functional.one_hot(torch.arange(NUMBER) % 3, 3).float()
     labels = (x[:, 0] > 0).long()
     x[:, 0] = 2 * x[:, 0] + 10
     return Split(x, labels, torch.arange(NUMBER), MEAN, STD), labels
@@ -54,8 +48,7 @@ def explained(metric="accuracy", sites=None, network=None):
 
 def test_the_unshuffled_table_is_computed_once():
     network = Known()
-    found = explained(network=network)
-    effects = sum(len(effect["x"]) for effect in found["effects"])
+    effects = sum(len(effect["x"]) for effect in explained(network=network)["effects"])
     assert network.asked == 1 + PERMUTATIONS * len(SCHEMA) + effects
 
 
@@ -102,8 +95,7 @@ def test_effects_are_in_the_units_of_the_column():
     changed = split.features.clone()
     changed[:, 0] = used["x"][3]
     x = (changed - torch.tensor(MEAN)) / torch.tensor(STD)
-    expected = Known()(x).softmax(1)[:, 1].mean()
-    assert used["y"][3] == pytest.approx(float(expected), abs=1e-3)
+    assert used["y"][3] == pytest.approx(float(Known()(x).softmax(1)[:, 1].mean()), abs=1e-3)
     assert effects["kind"]["x"] == ["a", "b", "c"]
     assert effects["kind"]["y"][0] == effects["kind"]["y"][1] < effects["kind"]["y"][2]
     assert effects["idle"]["y"] == pytest.approx([effects["idle"]["y"][0]] * 11)

@@ -76,8 +76,7 @@ def test_safetensors_gives_the_same_model_back(name, tmp_path):
     with torch.no_grad():
         assert torch.equal(loaded(x), model(x))
         mean, std = (torch.tensor(part)[:, None, None] for part in (IMAGES.mean, IMAGES.std))
-        own = (x / 255 - mean) / std
-        expected = torch.softmax(model.network(own), 1)
+        expected = torch.softmax(model.network((x / 255 - mean) / std), 1)
         torch.testing.assert_close(loaded(x), expected, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(loaded(x / 255), expected, rtol=1e-3, atol=1e-5)
     with safe_open(path, framework="pt") as file:
@@ -199,10 +198,9 @@ def test_onnx_decides_by_the_threshold(classes, positive, tmp_path):
     torch.manual_seed(0)
     names = ("a", "b", "c")[:classes]
     inputs = Inputs((2,), (Column("x"), Column("y")), (0.0, 0.0), (1.0, 1.0), names)
-    decided = replace(inputs, positive=positive, threshold=0.2)
     network, table = nn.Linear(2, classes), np.random.default_rng(0).normal(size=(200, 2))
     found = {}
-    for one in (inputs, decided):
+    for one in (inputs, replace(inputs, positive=positive, threshold=0.2)):
         model = Model(network, one)
         session = onnxruntime.InferenceSession(export_onnx(model, tmp_path)[0])
         fed = {"x": table[:, :1].astype(np.float32), "y": table[:, 1:].astype(np.float32)}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import confusion_matrix, f1_score, roc_auc_score
 from torch import nn
-from torch.nn import functional
 
 from fednas_flwr.base.shares import wilson
 from fednas_flwr.data.loaders import Split
@@ -156,10 +155,8 @@ def test_boosted_trees_are_a_baseline_of_tables_alone():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(600, 3)).astype(np.float32)
     labels = torch.from_numpy((x[:, 0] * x[:, 1] > 0).astype(np.int64))  # no line parts these
-    parts = [
-        Split(torch.from_numpy(x), labels, rows, (0.0,) * 3, (1.0,) * 3)
-        for rows in torch.arange(600).split([250, 150, 200])
-    ]
+    held = torch.arange(600).split([250, 150, 200])
+    parts = [Split(torch.from_numpy(x), labels, rows, (0.0,) * 3, (1.0,) * 3) for rows in held]
     found = metrics.pooled_baselines(parts[:2], parts[2], 2, CLASSIFICATION)
     assert found["trees"]["accuracy"] > 0.85 > 0.6 > found["linear"]["accuracy"]
     assert found["trees"]["auroc"] > found["linear"]["auroc"] + 0.2
@@ -257,8 +254,7 @@ def test_a_report_has_all_scores_as_json(num_classes):
         called = (logits.softmax(1)[:, 1] >= 0.4).long()
         assert (called != logits.argmax(1)).any()
     assert found["confusion"] == confusion_matrix(labels, called).tolist()
-    counts = [row["count"] for row in found["per_class"]]
-    assert counts == [200 / num_classes] * num_classes
+    assert [row["count"] for row in found["per_class"]] == [200 / num_classes] * num_classes
     accuracy = float((called == labels).double().mean())
     assert found["accuracy"] == pytest.approx(accuracy)
     low, high = found["intervals"]["accuracy"]
@@ -270,10 +266,8 @@ def test_a_report_has_all_scores_as_json(num_classes):
 
 def score_of_parts(parts, metric, objective):
     """Return the score of clients' added sums, as they travel, and their logits and labels."""
-    told = [
-        metrics.sums(logits, labels, metric=metric, objective=objective, seed=3)
-        for logits, labels in parts
-    ]
+    how = {"metric": metric, "objective": objective, "seed": 3}
+    told = [metrics.sums(logits, labels, **how) for logits, labels in parts]
     assert all(bool((of >= 0).all()) for of in told)  # as a reply's must be
     assert metrics.summed(told[0].flatten().tolist()[:-1], metric, 1) is None
     again = [metrics.summed(of.flatten().tolist(), metric, 1) for of in told]
@@ -290,8 +284,7 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, class
     for _ in range(clients):
         number = int(torch.randint(1, 40, (), generator=drawn))
         # On the grid of ranks, so that none are rounded together.
-        steps = torch.randint(-90, 90, (number, classes), generator=drawn)
-        logits = steps.double() / 20
+        logits = torch.randint(-90, 90, (number, classes), generator=drawn).double() / 20
         logits[:, 0], logits[:, 1] = 0.0, logits[:, 1] + 1 / 40
         logits[:, 2:] = -1e4  # so that log odds are differences of two logits
         parts.append((logits, torch.randint(2, (number,), generator=drawn)))
@@ -299,7 +292,7 @@ def test_added_sums_of_clients_give_the_score_of_all_their_records(metric, class
     score, logits, labels = score_of_parts(parts, metric, objective)
     expected = objective.scores(logits, labels) | {
         "accuracy": float((logits.argmax(1) == labels).double().mean()),
-        "log_loss": float(functional.cross_entropy(logits, labels)),
+        "log_loss": float(nn.functional.cross_entropy(logits, labels)),
     }
     if metric not in expected:  # of records of one kind
         assert math.isnan(score[0])
@@ -318,8 +311,7 @@ def test_added_sums_of_numbers_give_the_score_of_all_records(metric, clients, se
     ]
     objective = Regression(target=(50.0, 9.0))
     score, logits, labels = score_of_parts(parts, metric, objective)
-    expected = objective.scores(logits, labels)[metric]
-    assert float(score[0]) == pytest.approx(expected, rel=1e-6)
+    assert float(score[0]) == pytest.approx(objective.scores(logits, labels)[metric], rel=1e-6)
     assert score[1:].isfinite().any()
 
 

@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from fednas_flwr.models.noised_scores import (
-    BINS,
-    LARGEST,
-    NoisedScores,
-    one_hot,
-    planned_noise,
-    scores_of_counts,
-)
+from fednas_flwr.models import noised_scores
+from fednas_flwr.models.noised_scores import BINS, one_hot, planned_noise, scores_of_counts
 
 
 def records(count, share, spread):
@@ -38,17 +32,16 @@ def test_a_record_is_in_exactly_one_count(rows):
 def test_without_noise_they_are_those_of_the_binned_scores(spread):
     odds, positive = records(2000, 0.3, spread)
     told = scores_of_counts(one_hot(odds, positive).sum(0), noise=0.0)
-    assert isinstance(told, NoisedScores)
-    scale = BINS / 2 / np.arcsinh(LARGEST)
+    assert isinstance(told, noised_scores.NoisedScores)
+    scale = BINS / 2 / np.arcsinh(noised_scores.LARGEST)
     binned = np.floor(np.arcsinh(odds.numpy()) * scale)
     assert told.auroc == pytest.approx(roc_auc_score(positive, binned), abs=1e-9)
     assert told.auroc == pytest.approx(roc_auc_score(positive, odds), abs=0.02)
     assert told.error == 0
     assert told.prevalence == pytest.approx(positive.double().mean().item())
     edges = [float(np.sinh(k / scale)) for k in range(1 - BINS // 2, BINS // 2)]
-    youden = [
-        (odds[positive] >= e).double().mean() + (odds[~positive] < e).double().mean() for e in edges
-    ]
+    ill, well = odds[positive], odds[~positive]
+    youden = [(ill >= edge).double().mean() + (well < edge).double().mean() for edge in edges]
     best = torch.tensor(edges[int(np.argmax(youden))]).double().sigmoid().item()
     assert told.threshold == pytest.approx(best)
 
@@ -63,8 +56,7 @@ def test_the_error_that_is_told_is_that_of_many_draws():
     assert len(areas) > 350
     assert np.std(areas) == pytest.approx(np.mean([one.error for one in told]), rel=0.2)
     assert np.mean(areas) == pytest.approx(roc_auc_score(positive, odds), abs=0.03)
-    planned = planned_noise(np.std(areas), records=1500, rarer=0.15)
-    assert noise / 2 < planned < noise * 2
+    assert noise / 2 < planned_noise(np.std(areas), records=1500, rarer=0.15) < noise * 2
 
 
 def test_an_auroc_that_noise_could_have_made_is_not_told():

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch import nn
 
 from fednas_flwr.models.prediction import Model
 
@@ -51,7 +50,7 @@ def model_of(tmp_path):
             std = (data.train.features - mean).square().nanmean(0).sqrt()
             inputs = replace(inputs, mean=tuple(mean.tolist()), std=tuple(std.tolist()))
         torch.manual_seed(0)
-        network = nn.Linear(size, data.num_classes)
+        network = torch.nn.Linear(size, data.num_classes)
         network.weight.data /= 1000  # dates are large numbers
         return Model(network, inputs), path
 
@@ -117,9 +116,8 @@ def test_a_threshold_of_three_classes_needs_a_positive_one(model_of):
     model, path = model_of("age,y\n1,a\n20,b\n300,c\n")
     refuses("this one has 3 classes: leave it out", model.predict, path, threshold=0.5)
     model.inputs = replace(model.inputs, positive=0)
-    never = model.predict(path, threshold=1.0)
     most = model.predict(path).probabilities[:, 1:].argmax(1)
-    assert never.labels == ["bc"[place] for place in most]
+    assert model.predict(path, threshold=1.0).labels == ["bc"[place] for place in most]
 
 
 def test_two_columns_of_one_name_are_one_sentence(model_of):

@@ -401,3 +401,11 @@ def test_the_mean_of_pooled_features_costs_a_share_of_epsilon_where_noise_is_fre
     assert not planned("privacy.retrain.noise_multiplier=3")
     assert not planned("privacy.retrain.epsilon=3")
     assert not planned("privacy.unit=client", "secure_sum=true")
+
+
+def test_no_noise_is_calibrated_below_what_most_sites_accept(compose_config):
+    """Of two sites the lower: the one that asks for more leaves."""
+    config = compose_config(*DP_FNAS, "privacy.epsilon=1e3", "clients=3")
+    for least_noise, expected in (([8.0, 2.0], 2.0), ([9.0, 1.0, 8.0], 8.0)):
+        schedule = make_schedule(config, RECORDS, done={}, least_noise=least_noise)
+        assert schedule[-1].noise_multiplier == expected

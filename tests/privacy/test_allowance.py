@@ -20,6 +20,7 @@ def counter(tmp_path):
 
 
 def test_a_day_takes_so_much_and_the_next_one_as_much_again(counter):
+    assert MOST_BYTES == 256 * 2**20  # as policy.yaml says
     take(counter, MOST_BYTES - 10, now=5 * DAY)
     for _ in range(3):
         with pytest.raises(DayFullError, match="^refused: .*as it writes in a day .* tomorrow.$"):

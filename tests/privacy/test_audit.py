@@ -98,8 +98,7 @@ def test_tensors_without_their_noise_are_named_three_at_most(wrong):
         is_probe=False, by_client=False, on_path=False, two_steps=None, miss=1e-9,
     )  # fmt: skip
     none = replied[:0]
-    amounts = audit.Amounts(replies, replies, 1)
-    faults = test.finding(amounts, replied, replied, none, none).faults
+    faults = test.finding(audit.Amounts(replies, replies, 1), replied, replied, none, none).faults
     noise = [fault for fault in faults if fault.startswith("noise of ")]
     assert len(noise) == bool(wrong)
     if wrong:

@@ -18,7 +18,6 @@ from fednas_flwr.base.layers import stacked
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.models.networks import linear, plain_cnn, torchvision_network
 from fednas_flwr.privacy.mechanism import clipping, micro_batches, record_gradients
-from fednas_flwr.privacy.mechanism.clipping import clipped_alpha_gradient_sum, clipped_gradient_sum
 from fednas_flwr.privacy.mechanism.record_gradients import OuterProducts
 from fednas_flwr.search.exact_gradients import trainable_weights
 
@@ -114,12 +113,12 @@ def loss_of(name):
 def weight_sum(network, x, y, **changed):
     """The clipped sum of the weights' gradients, to a norm of 1 unless another is given."""
     common = {"loss": cross_entropy, "parameters": trainable_weights(network), "max_norm": 1.0}
-    return clipped_gradient_sum(network, x, y, **common | changed)
+    return clipping.clipped_gradient_sum(network, x, y, **common | changed)
 
 
 def alpha_sum(supernet, x, y, **changed):
     common = {"loss": cross_entropy, "alphas": supernet.alphas(), "max_norm": 1.0}
-    return clipped_alpha_gradient_sum(supernet, x, y, **common | changed)
+    return clipping.clipped_alpha_gradient_sum(supernet, x, y, **common | changed)
 
 
 SUMS = {"alphas": alpha_sum, "weights": weight_sum, "factors": weight_sum}
@@ -220,9 +219,8 @@ def test_public_factors_multiply_after_clipping():
     for parameters, summed in ((supernet.weights(), weight_sum), (supernet.alphas(), alpha_sum)):
         records = gradients_one_by_one(supernet, x, y, loss=cross_entropy, parameters=parameters)
         max_norm = 0.5 * min(map(norm, records))
-        expected = clipped_sum(records, max_norm, factors=[1.0, 0.25, 0.5])
         sums = summed(supernet, x, y, max_norm=max_norm, class_factors=factors)
-        assert max(error(sums, expected)) < 1e-10
+        assert max(error(sums, clipped_sum(records, max_norm, factors=[1.0, 0.25, 0.5]))) < 1e-10
 
 
 # Traps, most of them of Opacus' hooks
@@ -255,8 +253,7 @@ def test_shared_layers_and_tied_parameters():
     network = two_paths().double()
     x, y = make_batch((6,), torch.float64, batch=4)
     check_against_loop(network, x, y)
-    chosen = {"weight": network.tied.weight, "bias": network.head.bias}
-    check_against_loop(network, x, y, chosen)
+    check_against_loop(network, x, y, {"weight": network.tied.weight, "bias": network.head.bias})
 
 
 @pytest.mark.usefixtures("uncut")
@@ -359,8 +356,7 @@ def test_a_supernet_that_stacks_a_weight_twice_is_an_error():
 def test_some_weights_of_a_fast_supernet():
     supernet, shape = make_network("darts supernet", torch.float64)
     x, y = make_batch(shape, torch.float64)
-    stem = {"stem": supernet.body.stem[0].weight}
-    check_against_loop(supernet, x, y, stem)
+    check_against_loop(supernet, x, y, {"stem": supernet.body.stem[0].weight})
     one_of_many = {"edge": supernet.weights()["body.cells.0.edges.0.ops.sep_conv_3x3.1.weight"]}
     refuses("", check_against_loop, supernet, x, y, one_of_many, error=KeyError)
 
@@ -370,9 +366,8 @@ def test_pools_of_any_form():
         return self.head(self.flat(self.pool(x)[0].squeeze(1)).flatten(1))
 
     both = {"pool": nn.MaxPool2d(2, return_indices=True), "flat": nn.AvgPool2d(2)}
-    pools = Made(forward, **both, head=nn.Linear(6, CLASSES))
     x, y = make_batch((1, 8, 12), torch.float64)
-    check_against_loop(pools.double(), x, y)
+    check_against_loop(Made(forward, **both, head=nn.Linear(6, CLASSES)).double(), x, y)
 
 
 def test_a_parameter_under_two_names_is_refused():
@@ -416,16 +411,11 @@ def test_batch_norm_is_refused(frozen):
         with pytest.raises(ValueError, match=r"batch normalisation .* group normalisation .*\.$"):
             weight_sum(network, x, y)
         terms = {"loss": cross_entropy, "alphas": {}, "max_norm": 1.0, "error": ValueError}
-        refuses("batch normalisation", clipped_alpha_gradient_sum, network, x, y, **terms)
+        refuses("batch normalisation", clipping.clipped_alpha_gradient_sum, network, x, y, **terms)
 
 
-DIRECT = Made(
-    lambda self, x: self.layer(x * self.scale),
-    scale=nn.Parameter(torch.ones(4)),
-    layer=nn.Linear(4, CLASSES),
-)
-
-
+SCALE = nn.Parameter(torch.ones(4))
+DIRECT = Made(lambda self, x: self.layer(x * self.scale), scale=SCALE, layer=nn.Linear(4, CLASSES))
 REPLACED = nn.Linear(4, CLASSES)
 REPLACED.forward = lambda x: 2 * nn.Linear.forward(REPLACED, x)
 UNFIT = [
@@ -545,8 +535,7 @@ def test_sensitivity_of_any_per_sample_gradients(case, dtype, max_norm, weighted
         if as_factors:
             gradients.append((["c"], OuterProducts(first, second)))
             shapes["c"] = torch.empty(2, 3)
-        terms = clipping.Clipping(max_norm)
-        sums = terms._clipped_sum(gradients, shapes, factors, len(rows))
+        sums = clipping.Clipping(max_norm)._clipped_sum(gradients, shapes, factors, len(rows))
         return {n: micro_batches.from_units(total, bound=max_norm) for n, total in sums.items()}
 
     both = add(rows, factors)
@@ -601,11 +590,9 @@ def test_gradients_kept_as_factors_have_the_same_sum(bias, size, by_person, monk
     persons = torch.tensor([0, 0, 1, 2, 2]) if by_person else None
     factors = torch.linspace(0.2, 1, CLASSES)
     with seeded(3, "factors"):
-        networks = [
-            called_often(bias).double(),
-            nn.Sequential(nn.Linear(8, 6, bias=bias), nn.Tanh(), nn.Linear(6, CLASSES)).double(),
-        ]
-    for network in networks:
+        often = called_often(bias)
+        once = nn.Sequential(nn.Linear(8, 6, bias=bias), nn.Tanh(), nn.Linear(6, CLASSES))
+    for network in (often.double(), once.double()):
         found = []
         for large in (1, sys.maxsize):
             monkeypatch.setattr(record_gradients, "LARGE", large)

@@ -360,11 +360,6 @@ def taken(folder):
     return int(counter_of(folder / "key" / "site").read_text().split()[1])
 
 
-def spend_the_day(folder, *, day=0, left=0):
-    counter = counter_of(folder / "key" / "site")
-    counter.write_text(f"{day:>12} {MOST_BYTES - left:>20} {0:>20}\n")
-
-
 def test_rows_and_commitments_take_from_one_daily_allowance(folder):
     times = [0.0]
     with open_ledger(folder, clock=lambda: times[0]) as ledger:
@@ -373,8 +368,8 @@ def test_rows_and_commitments_take_from_one_daily_allowance(folder):
         ledger.commit("run", "terms")  # a retried message
         assert taken(folder) == committed > len("runterms")
         reserve(ledger)
-        row = taken(folder) - committed
-        spend_the_day(folder, left=row - 1)
+        spent = MOST_BYTES - (taken(folder) - committed) + 1  # a byte less than a row is left
+        counter_of(folder / "key" / "site").write_text(f"{0:>12} {spent:>20} {0:>20}\n")
         for ask in (lambda: reserve(ledger), lambda: ledger.commit("one more", "terms" * 1000)):
             refuses("^refused: requests have made this site write", ask, error=DayFullError)
         assert ledger.verify() == 1
@@ -699,8 +694,7 @@ def test_a_disk_that_takes_no_more_releases_nothing(folder, step):
 
 def test_read_only_files_release_nothing(folder):
     book(folder)
-    message = as_process("readonly", folder)
-    assert "cannot be used, nothing is released: " in message
+    assert "cannot be used, nothing is released: " in as_process("readonly", folder)
     with open_ledger(folder) as ledger:
         assert ledger.verify() == 1
 
@@ -827,7 +821,6 @@ if __name__ == "__main__":
 # --- what is said of the rows
 
 
-LARGE_BUDGET = {"epsilon": 50.0, "delta": 1e-5}
 STEP = Release(noise_multiplier=2.0, sample_rate=0.05, steps=10)
 ALPHA_STEP = Release(noise_multiplier=4.0, sample_rate=1.0, steps=1)
 WEIGHTS = Entry("ward", "a", "first", "search", 1, "train.weight_gradient", ("train",), STEP, 100)
@@ -838,14 +831,10 @@ ALPHAS = replace(WEIGHTS, **OF_ALPHAS, round=2)
 @pytest.fixture
 def rows(tmp_path):
     """What two runs booked on one account, taking turns, and one on another."""
-    clock = itertools.count(1000)
-    path, key = tmp_path / "ledger" / "site.sqlite", tmp_path / "key" / "site"
-    with Ledger(path, key) as ledger:
-        ledger._clock = lambda: next(clock)
-        for entry in (WEIGHTS, ALPHAS, WEIGHTS, replace(WEIGHTS, run="second"), WEIGHTS):
-            ledger.reserve(entry, **LARGE_BUDGET, assignment="a")
-        both = replace(ALPHAS, account="lab", splits=("validation", "train"))
-        ledger.reserve(both, **LARGE_BUDGET, assignment="a")
+    both = replace(ALPHAS, account="lab", splits=("validation", "train"))
+    with open_ledger(tmp_path, clock=itertools.count(1000).__next__) as ledger:
+        for entry in (WEIGHTS, ALPHAS, WEIGHTS, replace(WEIGHTS, run="second"), WEIGHTS, both):
+            reserve(ledger, entry, epsilon=50.0)
         return ledger.entries()
 
 

@@ -23,11 +23,9 @@ from fednas_flwr.privacy.policy import noise_range
 from ..refusals import refuses
 from .divergences import KERNEL_STD, continuous_divergence, sum_divergence
 
-SEEDED = b"only for tests"
-
 
 def seeded():
-    return SecureGenerator(test_seed=SEEDED)
+    return SecureGenerator(test_seed=b"only for tests")
 
 
 def normals(generator, count):
@@ -36,8 +34,7 @@ def normals(generator, count):
 
 def noised(total, generator=None, *, sigma=1.0, norm=1.0):
     """Return the total with noise from a seed, or from another generator."""
-    terms = {"noise_multiplier": sigma, "max_grad_norm": norm}
-    return noise.add_noise(total, generator or seeded(), **terms)
+    return noise.add_noise(total, generator or seeded(), noise_multiplier=sigma, max_grad_norm=norm)
 
 
 def test_the_keystream_is_aes_of_a_counter():
@@ -46,8 +43,7 @@ def test_the_keystream_is_aes_of_a_counter():
     block_cipher = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
     plain = bytes.fromhex("00112233445566778899aabbccddeeff")
     assert block_cipher.update(plain).hex() == "8ea2b7ca516745bfeafc49904b496089"
-    counters = b"".join(block.to_bytes(16, "big") for block in range(8))
-    expected = block_cipher.update(counters)
+    expected = block_cipher.update(b"".join(block.to_bytes(16, "big") for block in range(8)))
     stream = _Keystream(key)
     got = np.concatenate([stream.words(count) for count in (2, 6, 8)])
     assert got.astype("<u8").tobytes() == expected
@@ -200,8 +196,7 @@ def test_added_noise_is_the_rounded_total_plus_noise_of_the_booked_std():
 
 def test_added_noise_hides_the_low_bits_of_the_total():
     for value in (0.0, 1 / 3, math.pi * 1e-9, -7.123456789e3):
-        total = torch.full((2000,), value, dtype=torch.float64)
-        cells = noised(total, sigma=0.5) / noise_grid(0.5)
+        cells = noised(torch.full((2000,), value, dtype=torch.float64), sigma=0.5) / noise_grid(0.5)
         assert torch.equal(cells, cells.round())
     # Totals that round to one cell are told apart by nothing.
     assert torch.equal(*(noised(torch.tensor([x]), sigma=0.5) for x in (1.0, 1.0 + 1e-9)))
@@ -246,8 +241,7 @@ def test_neighbouring_totals_are_rounded_apart_by_no_more_than_is_covered():
     below = torch.full((count,), 0.5 - (step - math.floor(step)) / 2, dtype=torch.float64) * grid
     above = below + step * grid
     assert float((above - below).norm()) == pytest.approx(norm, rel=1e-9)
-    moved = float((noised(above) - noised(below)).norm())
-    assert norm < moved <= norm + math.sqrt(count) * grid
+    assert norm < float((noised(above) - noised(below)).norm()) <= norm + math.sqrt(count) * grid
 
 
 @pytest.mark.parametrize("norm", [1e-6, 0.3, 1.0, 1e30])
@@ -265,8 +259,7 @@ def test_within_its_range_noise_can_always_be_added(num_values, num_records, nor
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e18])
 def test_a_total_that_noise_cannot_hide_is_refused(value):
-    total = torch.tensor([0.0, value])
-    refuses("total must be finite", noised, total, error=ValueError)
+    refuses("total must be finite", noised, torch.tensor([0.0, value]), error=ValueError)
 
 
 UNUSABLE = [*((1.0, norm) for norm in (0.0, -1.0, math.nan, math.inf, 1e-101))]
@@ -337,10 +330,7 @@ def test_shared_noise_is_drawn_as_far_as_its_grid_reaches():
 # --- Discrete Gaussian noise against the published algorithms in fractions
 
 
-KEY = bytes(range(32))
-
-
-def keystream(key=KEY):
+def keystream(key=bytes(range(32))):
     return noise._Keystream(key).words
 
 

@@ -106,8 +106,7 @@ def test_splits_other_than_the_sites_are_refused(splits):
 
 
 def test_a_split_without_declared_records_is_refused_naming_it():
-    fractions = {"train": 0.8, "validation": 0.2, "test": 0.0}
-    allowed = parse(fractions=fractions).data_sets["ward"]
+    allowed = parse(fractions={"train": 0.8, "validation": 0.2, "test": 0.0}).data_sets["ward"]
     refuses("rule records: test has no declared record", plan, allowed, splits=["test"])
     assert plan(allowed, splits=["test", "train"])
 
@@ -139,13 +138,11 @@ AGAINST_RULES = [
 
 @pytest.mark.parametrize(("change", "words"), AGAINST_RULES)
 def test_every_other_rule_is_named(change, words):
-    refusal = refuses(words, check_asked, **{"policy": POLICY} | change)
-    assert len(refusal) < 250
+    assert len(refuses(words, check_asked, **{"policy": POLICY} | change)) < 250
 
 
 def test_a_refusal_does_not_tell_the_sites_other_data_sets():
-    refusal = refuses("", check_asked, POLICY, data_set="war")
-    assert "ward" not in refusal
+    assert "ward" not in refuses("", check_asked, POLICY, data_set="war")
 
 
 # --- nothing outside the policy passes
@@ -224,9 +221,8 @@ def test_no_plan_outside_the_policy_passes_and_none_inside_is_refused(data, allo
 def test_just_the_actions_inside_the_policy_pass(allowed, data_set, action, is_secure):
     may_draw = is_secure or (allowed.test_seed and not allowed.secure_noise)
     inside = data_set == "a" and action in allowed.actions and may_draw
-    policy = Policy({"a": allowed})
     try:
-        found = check_action(policy, data_set, action, is_secure=is_secure)
+        found = check_action(Policy({"a": allowed}), data_set, action, is_secure=is_secure)
     except ConfigError:
         found = None
     assert found is (allowed if inside else None)
@@ -288,8 +284,9 @@ def test_noise_that_costs_nothing_is_refused():
     allowed = parse(largest_noise_multiplier=200).data_sets["ward"]
     check_planned(allowed, noisy)
     refuses("rule largest_noise_multiplier: .* not 0.8 to 200.0", check_planned, allowed, cheap)
-    with pytest.raises(ConfigError, match="largest_noise_multiplier=100.0 .*the least, 150, or mo"):
-        parse(least_noise_multiplier=150)
+    words = "largest_noise_multiplier=100.0 .*the least, 150, or mo"
+    refuses(words, parse, least_noise_multiplier=150)
+    assert parse(least_noise_multiplier=100)  # as much as the largest
     assert parse_policy(template()).data_sets["my-data"].largest_noise_multiplier == 100
 
 
@@ -366,8 +363,7 @@ NO_POLICIES = [
 
 @pytest.mark.parametrize(("text", "words"), NO_POLICIES)
 def test_a_file_of_another_form_is_one_sentence(text, words):
-    mistake = refuses(words, parse_policy, text)
-    assert "\n" not in mistake
+    assert "\n" not in refuses(words, parse_policy, text)
 
 
 def test_an_unreadable_file_is_one_sentence(tmp_path):

@@ -1,9 +1,9 @@
+import itertools
 import math
 
 import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import rdp
 from hypothesis import given
 from hypothesis import strategies as st
 from opacus.accountants.analysis.rdp import compute_rdp
@@ -13,11 +13,7 @@ from fednas_flwr.settings.names import CLIENT, PERSON, RECORD
 
 from ..refusals import refuses
 
-GRID = [
-    (sigma, rate)
-    for sigma in (0.2, 0.5, 1.0, 2.0664, 10.0, 200.0)
-    for rate in (1e-4, 0.01, 0.3, 0.97)
-]
+GRID = [*itertools.product((0.2, 0.5, 1.0, 2.0664, 10.0, 200.0), (1e-4, 0.01, 0.3, 0.97))]
 
 
 def divergence(sigma, rate, order):
@@ -38,8 +34,7 @@ def integer_order(sigma, rate, order):
 @pytest.mark.parametrize("order", [2, 3, 7, 32, 200])
 def test_integer_orders_equal_the_closed_form_and_are_never_below(sigma, rate, order):
     exact = integer_order(sigma, rate, order)
-    got = divergence(sigma, rate, order)
-    assert exact <= got <= exact * (1 + 3e-9) + 1e-300
+    assert exact <= divergence(sigma, rate, order) <= exact * (1 + 3e-9) + 1e-300
 
 
 @pytest.mark.parametrize(("sigma", "rate"), [(0.5, 0.0192), (1.0, 0.01024), (2.0664, 0.041)])
@@ -49,9 +44,8 @@ def test_fractional_orders_equal_opacus_and_are_below_dp_accounting(sigma, rate,
     series = compute_rdp(q=rate, noise_multiplier=sigma, steps=1000, orders=order)
     assert ours == pytest.approx(series, rel=1e-7)
     # dp-accounting adds the absolute values of the alternating series.
-    accountant = rdp.RdpAccountant([order])
     event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
-    theirs = accountant.compose(event, 1000).get_epsilon(1e-5)
+    theirs = dp_accounting.rdp.RdpAccountant([order]).compose(event, 1000).get_epsilon(1e-5)
     ours = renyi.epsilon_at_order(order=order, divergence=ours, delta=1e-5)
     assert ours <= theirs * (1 + 1e-8)
     assert ours == pytest.approx(theirs, rel=0.03)
@@ -73,18 +67,15 @@ def test_the_other_neighbour_loses_less(sigma, rate, order):
 def test_tiny_rates_keep_their_digits():
     # For p -> 0 the divergence is order / 2 * p^2 * (exp(1 / s^2) - 1).
     for rate in (1e-7, 1e-9, 1e-12):
-        got = divergence(1.0, rate, 4.0)
-        assert got == pytest.approx(2 * rate**2 * math.expm1(1.0), rel=1e-5)
+        assert divergence(1.0, rate, 4.0) == pytest.approx(2 * rate**2 * math.expm1(1.0), rel=1e-5)
 
 
 def test_edges_of_rate_and_noise():
     full = divergence(2.0, 1.0, 8.0)
     assert 1 <= full == pytest.approx(8 / (2 * 4), rel=1e-8)
-    almost = divergence(2.0, 1 - 1e-12, 8.0)
-    assert almost == pytest.approx(full, rel=1e-6)
+    assert divergence(2.0, 1 - 1e-12, 8.0) == pytest.approx(full, rel=1e-6)
     # Too little noise to integrate: the bound of the full batch, at once.
-    tiny = divergence(1e-3, 0.01, 64.0)
-    assert 64 / 2e-6 <= tiny == pytest.approx(64 / 2e-6, rel=1e-8)
+    assert 64 / 2e-6 <= divergence(1e-3, 0.01, 64.0) == pytest.approx(64 / 2e-6, rel=1e-8)
 
 
 def test_conversion_is_the_maximum_of_the_hockey_stick():

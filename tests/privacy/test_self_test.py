@@ -91,8 +91,7 @@ def test_weights_that_cancel_do_not_let_a_record_change_what_others_contribute(a
 
 
 def derived(space, **changes):
-    genotype = space.random_genotype(make_generator(3, "genotype"))
-    return replace(space, **changes).network(genotype)
+    return replace(space, **changes).network(space.random_genotype(make_generator(3, "genotype")))
 
 
 SUPERNETS = {name: replace(SPACES[name], **SIZES) for name in ("darts", "nasbench201")}
@@ -125,14 +124,9 @@ def by_weights(network):
 
 def by_alphas(supernet, network=None, **relaxation):
     def computation(x, y, watch):
-        clipping.clipped_alpha_gradient_sum(
-            *(network or supernet, x, y),
-            loss=CLASSIFICATION.plain_losses,
-            alphas=supernet.alphas(),
-            max_norm=MAX_NORM,
-            watch=watch,
-            **relaxation,
-        )
+        common = {"loss": CLASSIFICATION.plain_losses, "max_norm": MAX_NORM, "watch": watch}
+        common |= {"alphas": supernet.alphas()} | relaxation
+        clipping.clipped_alpha_gradient_sum(network or supernet, x, y, **common)
 
     return computation
 
@@ -215,8 +209,7 @@ def test_rows_that_depend_on_others_or_on_their_place_take_the_size_to_one(how):
     network = Made(lambda self, x: self.layer(MIXES[how](x)), layer=nn.Linear(8, CLASSES))
     state = torch.get_rng_state()
     for size in (2, 3, 8):
-        found = largest(by_weights(network), network, (8,), size)
-        assert (found == 1) == bool(how)
+        assert (largest(by_weights(network), network, (8,), size) == 1) == bool(how)
     assert torch.equal(torch.get_rng_state(), state)  # what is made up moves no other draw
 
 
@@ -279,22 +272,18 @@ def test_labels_are_of_the_form_of_the_records(multi_label):
 def test_rows_that_fill_a_micro_batch_contribute_nothing_even_if_they_are_not_finite():
     # NaN for rows of zeros, which fill; float32 differs too much between machines
     network = Made(lambda self, x: self.layer(x / x), layer=nn.Linear(4, CLASSES)).double()
-    generator = make_generator(0, "filling")
-    x = torch.randn(5, 4, generator=generator, dtype=torch.double)
+    x = torch.randn(5, 4, generator=make_generator(0, "filling"), dtype=torch.double)
     y = torch.tensor([0, 1, 2, 0, 1])
 
     def clipped(x, y, size):
-        sizes = {"max_norm": 0.1, "micro_batch_size": size}
-        return weight_sum(network, x, y, **sizes)
+        return weight_sum(network, x, y, max_norm=0.1, micro_batch_size=size)
 
     one_by_one = clipped(x, y, 1)
     assert all(bool(total.any()) for total in one_by_one.values())
     for size in (2, 3, 4, 64):
-        sums = clipped(x, y, size)
-        for name, total in sums.items():
+        for name, total in clipped(x, y, size).items():
             torch.testing.assert_close(total, one_by_one[name], rtol=1e-6, atol=1e-9)
-        none = clipped(x[:0], y[:0], size)
-        assert not any(bool(total.any()) for total in none.values())
+        assert not any(bool(total.any()) for total in clipped(x[:0], y[:0], size).values())
 
 
 @given(st.integers(0, 20), st.integers(1, 9))
@@ -357,5 +346,4 @@ def test_rows_that_are_not_finite_show_nothing():
 
     for of_first, alike in ((2.0, True), (math.inf, False), (math.nan, False), (0.0, False)):
         watched = partial(computation, of_first=of_first)
-        found = rows_are_alike(watched, (4,), num_classes=1000, size=4, device=CPU)
-        assert found == alike
+        assert rows_are_alike(watched, (4,), num_classes=1000, size=4, device=CPU) == alike

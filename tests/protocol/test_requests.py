@@ -117,9 +117,8 @@ pools = st.builds(
 one_of_three = {"candidates": none, "network": none, "training": none, "sparse": st.just(False)}
 of_three = [{"candidates": values(rq.Candidates), "sparse": st.booleans()}, {"network": pools}]
 of_three.append({"training": built(rq.LocalTraining, network=pools)})
-OWN[rq.RewardCandidates] = st.one_of(
-    *(built(rq.RewardCandidates, **one_of_three | given) for given in of_three)
-)
+rewards = (built(rq.RewardCandidates, **one_of_three | given) for given in of_three)
+OWN[rq.RewardCandidates] = st.one_of(*rewards)
 local_lrs = st.dictionaries(st.sampled_from(["weights", "alphas"]), st.floats(0, 1e30))
 OWN[rq.TakeGradients] = built(rq.TakeGradients, local_lrs=local_lrs)
 printed = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=99)
@@ -165,8 +164,7 @@ def groups(kind, values, path=""):
     """Yield path, dataclass and values of every dataclass in JSON values, the outermost first."""
     yield path, kind, values
     for name, hint in get_type_hints(kind).items():
-        place = f"{path}.{name}".lstrip(".")
-        yield from _inside(hint, values[name], place)
+        yield from _inside(hint, values[name], f"{path}.{name}".lstrip("."))
 
 
 def _inside(hint, value, place):
@@ -328,15 +326,13 @@ def test_any_json_is_a_request_or_refused_with_a_config_error(data, action):
     values = plain_of(data.draw(ALL[action]))
     message = {"header": dict(vars(ASKED)), "settings": values}
     inner = [group for _, _, group in groups(REQUESTS[action], values)]
-    places = [message, message["header"], *inner]
-    place = data.draw(st.sampled_from(places))
+    place = data.draw(st.sampled_from([message, message["header"], *inner]))
     if place:
         place[data.draw(st.sampled_from(sorted(place)))] = data.draw(trees)
     try:
         request = messages.decode_request(action, content(json.dumps(message)))
     except ConfigError as error:
-        refusal = str(error)
-        refusal.encode()
+        str(error).encode()
     else:
         assert isinstance(request, messages.Request)
         assert rq.decode(action, plain_of(request.settings)) == request.settings

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fednas_flwr.protocol.states import (
@@ -65,14 +64,8 @@ def test_pack_copies_and_unpack_views():
 
 def test_the_digest_tells_names_shapes_dtypes_and_order_apart():
     a, b = torch.zeros(2, 3), torch.zeros(6)
-    layouts = [
-        {"a": a, "b": b},
-        {"b": b, "a": a},
-        {"a": a, "c": b},
-        {"a": b, "b": b},
-        {"a": a, "b": b.long()},
-        {"a": a},
-    ]
+    layouts = [{"a": a, "b": b}, {"b": b, "a": a}, {"a": a, "c": b}, {"a": b, "b": b}]
+    layouts += [{"a": a, "b": b.long()}, {"a": a}]
     assert len({Layout.of(tensors).digest for tensors in layouts}) == len(layouts)
     assert Layout.of({"a": a + 1, "b": b}).digest == Layout.of(layouts[0]).digest
 
@@ -100,7 +93,7 @@ def test_states_of_a_supernet_are_all_its_tensors_once(supernets):
     own = supernets[0].state_dict()
     assert set(named) == set(own)
     assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in named.items())
-    assert network_states(nn.Linear(2, 1))["alphas"] == {}
+    assert network_states(torch.nn.Linear(2, 1))["alphas"] == {}
 
 
 def average(replies):

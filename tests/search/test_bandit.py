@@ -32,8 +32,7 @@ arms = st.integers(1, 40)
 def composed_bandit(alpha):
     """The settings of an experiment with the paper's bandit."""
     overrides = ["experiment=feathers/paper_faithful", f"algorithm.bandit.step_size={alpha}"]
-    tree = compose_tree(overrides)
-    return BanditSettings(**tree["algorithm"]["bandit"])
+    return BanditSettings(**compose_tree(overrides)["algorithm"]["bandit"])
 
 
 def tried(num_arms, *phases, constants=SETTINGS):
@@ -44,8 +43,7 @@ def tried(num_arms, *phases, constants=SETTINGS):
 
 
 def some_phases(num_arms):
-    phase = st.dictionaries(st.integers(0, num_arms - 1), rewards, min_size=1)
-    return st.lists(phase, max_size=6)
+    return st.lists(st.dictionaries(st.integers(0, num_arms - 1), rewards, min_size=1), max_size=6)
 
 
 cases = arms.flatmap(lambda n: st.tuples(st.just(n), some_phases(n)))
@@ -75,13 +73,11 @@ def test_the_experiment_of_the_papers_name_is_paper_faithful(case, alpha):
 
 
 def test_the_default_is_not_the_papers():
-    default = BanditSettings(**compose_tree(["algorithm=feathers"])["algorithm"]["bandit"])
-    assert default == SETTINGS
+    assert BanditSettings(**compose_tree(["algorithm=feathers"])["algorithm"]["bandit"]) == SETTINGS
 
 
 def test_step_size_and_retention_are_apart_by_default():
-    bandit = tried(3, {0: 1.0}, {1: 2.0})
-    assert bandit.estimates_N.tolist() == pytest.approx([0.45, 1.0, 0.0])
+    assert tried(3, {0: 1.0}, {1: 2.0}).estimates_N.tolist() == pytest.approx([0.45, 1.0, 0.0])
 
 
 @given(cases)
@@ -90,8 +86,7 @@ def test_pi_is_a_distribution_and_follows_the_estimates(case):
     pi = bandit.probabilities()
     assert float(pi.sum()) == pytest.approx(1)
     assert bool((pi >= 0).all())
-    order = bandit.estimates_N.argsort()
-    assert bool((pi[order].diff() >= 0).all())
+    assert bool((pi[bandit.estimates_N.argsort()].diff() >= 0).all())
     assert 0 <= bandit.entropy() <= math.log(case[0]) + 1e-12
 
 
@@ -175,7 +170,6 @@ def test_a_diverged_trial_counts_as_the_worst(nothing):
 
 
 schedules = st.sampled_from(SCHEDULES)
-discounts = st.floats(0, 1)
 
 
 def rounds_over(num_configurations, most=8):
@@ -232,7 +226,7 @@ def test_steps_are_those_of_the_algorithm(drawn, schedule, discount):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-12)
 
 
-@given(theta_cases, schedules, discounts)
+@given(theta_cases, schedules, st.floats(0, 1))
 def test_theta_stays_a_distribution(case, schedule, discount):
     theta = theta_after(*case, schedule, discount)
     pi = theta.probabilities()

@@ -6,13 +6,11 @@ import copy
 import functools
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -110,8 +108,7 @@ def test_az_nas_parts_of_a_toy_by_their_definitions():
     network, generator = toy().train(), make_generator(4, "az")
     for name in ("stem", "first.1", "second", "classifier"):
         module = network.get_submodule(name)
-        fan_in = module.weight[0].numel()
-        module.weight.data.normal_(std=math.sqrt(2 / fan_in), generator=generator)
+        module.weight.data.normal_(std=math.sqrt(2 / module.weight[0].numel()), generator=generator)
         if module.bias is not None:
             module.bias.data.zero_()
     x = torch.randn(6, 2, 5, 5, generator=generator)
@@ -170,8 +167,7 @@ def test_learning_is_the_loss_of_sgd_on_inputs_that_are_a_pattern_plus_noise():
     shape, steps = (2, 4, 6), 6
     batch_size, lr = data_free_scores.LEARNING_BATCH, data_free_scores.LEARNING_RATE
     toy = nn.Sequential(nn.Flatten(), nn.Linear(48, 5)).double()
-    single = copy.deepcopy(toy).float()
-    found = learning(single, shape, make_generator(2, "learning"), steps=steps)
+    found = learning(copy.deepcopy(toy).float(), shape, make_generator(2, "learning"), steps=steps)
     generator = make_generator(2, "learning")
     patterns, losses = data_free_scores._noise(5, shape, generator).numpy(), []
     weight, bias = (p.detach().clone() for p in toy.parameters())
@@ -186,7 +182,7 @@ def test_learning_is_the_loss_of_sgd_on_inputs_that_are_a_pattern_plus_noise():
         x = (torch.from_numpy(images) + noise).flatten(1).double()
         log_probs = (x @ weight.T + bias).log_softmax(dim=1)
         losses.append(-float(log_probs[torch.arange(batch_size), labels].mean()))
-        slope = (log_probs.exp() - F.one_hot(labels, 5)) / batch_size
+        slope = (log_probs.exp() - nn.functional.one_hot(labels, 5)) / batch_size
         gradients = [slope.T @ x, slope.sum(dim=0)]
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
         for kept, gradient in zip(velocity, gradients, strict=True):
@@ -209,7 +205,7 @@ def test_combine_adds_logarithms_of_ranks():
 
 @pytest.mark.run
 def test_all_scores_of_every_space_are_finite_and_set_by_the_seed_alone(space, monkeypatch):
-    monkeypatch.setattr(data_free_scores, "learning", partial(learning, steps=2))
+    monkeypatch.setattr(data_free_scores, "learning", functools.partial(learning, steps=2))
     genotype = genotype_of(space)
     with seeded(1, "elsewhere"):
         before = torch.get_rng_state()
@@ -261,13 +257,8 @@ def numbered(genotype):
 
 
 def run(space, score, *, seed=0, draws=60, **arguments):
-    return data_free_scores.search(
-        space,
-        functools.partial(map, score),
-        draws=draws,
-        generator=make_generator(seed, "search"),
-        **arguments,
-    )
+    arguments |= {"draws": draws, "generator": make_generator(seed, "search")}
+    return data_free_scores.search(space, functools.partial(map, score), **arguments)
 
 
 def test_random_draws_are_those_of_the_space_each_once_and_ranked(space):
@@ -323,8 +314,7 @@ def test_a_shortlist_is_ranked_anew_by_scores_of_its_own_that_are_taken_once():
 @pytest.mark.parametrize("name", ["nasbench201", "mlp"])
 def test_no_found_network_exceeds_a_limit(name):
     space = SPACES[name]
-    free = run(space, numbered, draws=10)
-    networks = [space.network(one.genotype) for one in free]
+    networks = [space.network(one.genotype) for one in run(space, numbered, draws=10)]
     parameters = sorted(map(count_parameters, networks))[6]
     multiply_adds = sorted(count_multiply_adds(n, space.input_shape) for n in networks)[6]
     limits = {"parameters": parameters, "multiply_adds": multiply_adds}

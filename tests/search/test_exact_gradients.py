@@ -37,11 +37,9 @@ def records(batch):
 
     def make(train, validation=0):
         log = []
-        return (
-            Records("train", [batch(6, seed) for seed in range(train)], log),
-            Records("validation", [batch(4, 50 + seed) for seed in range(validation)], log),
-            log,
-        )
+        batches = [batch(6, seed) for seed in range(train)]
+        others = [batch(4, 50 + seed) for seed in range(validation)]
+        return Records("train", batches, log), Records("validation", others, log), log
 
     return make
 
@@ -60,10 +58,11 @@ def take(gradients, net):
     return steps
 
 
-@pytest.mark.parametrize(
-    ("limit", "steps"),  # after a whole pass no other is begun
-    [*(({"num_steps": n}, n) for n in (1, 2, 3, 4, 7)), *(({"epochs": n}, 3 * n) for n in (1, 3))],
-)
+# after a whole pass no other is begun
+STEPS = [*(({"num_steps": n}, n) for n in (1, 2, 3, 4, 7)), ({"epochs": 1}, 3), ({"epochs": 3}, 9)]
+
+
+@pytest.mark.parametrize(("limit", "steps"), STEPS)
 def test_as_many_steps_as_asked_over_as_many_passes_as_needed(net, records, limit, steps):
     train, _, log = records(3)
     gradients = ExactGradients(train, **limit)

@@ -7,14 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fednas_flwr.search import local_search
 from fednas_flwr.search.exact_gradients import BatchGradients, ExactGradients
-from fednas_flwr.search.local_search import (
-    Alternating,
-    alpha_entropy,
-    alternate,
-    beta_gradient,
-    rising,
-)
+from fednas_flwr.search.local_search import Alternating, alpha_entropy, alternate, beta_gradient
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd
 from fednas_flwr.settings.optimizers import SGD, Adam
@@ -53,10 +48,10 @@ def explicit(net, train, validation, rule, beta_decay):
     adam = torch.optim.Adam(alphas, lr=0.05, betas=(0.5, 0.999), weight_decay=1e-3)
     of_one_batch, losses = BatchGradients(objective=OBJECTIVE), []
     for train_batch, validation_batch in zip(train, validation, strict=False):
+        both = {"train_batch": train_batch, "validation_batch": validation_batch}
         if rule == "first_order":
             gradients = torch.autograd.grad(loss_of(net, validation_batch), alphas)
         elif rule == "mixed_level":
-            both = {"train_batch": train_batch, "validation_batch": validation_batch}
             by_kind, _ = of_one_batch.mixed_level_gradient(net, **both, validation_weight=0.5)
             gradients = by_kind.values()
         else:
@@ -68,14 +63,8 @@ def explicit(net, train, validation, rule, beta_decay):
                     step.state[weight]["momentum_buffer"] = buffer
             loss_of(twin, train_batch).backward()
             step.step()
-            by_kind, _ = of_one_batch.second_order_gradient(
-                net,
-                weights=net.weights(),
-                virtual_weights=twin.weights(),
-                train_batch=train_batch,
-                validation_batch=validation_batch,
-                inner_lr=0.3,
-            )
+            places = {"weights": net.weights(), "virtual_weights": twin.weights()}
+            by_kind, _ = of_one_batch.second_order_gradient(net, **places, **both, inner_lr=0.3)
             gradients = by_kind.values()
         decays = torch.autograd.grad(beta_decay * torch.cat(alphas).logsumexp(-1).mean(), alphas)
         for alpha, gradient, decay in zip(alphas, gradients, decays, strict=True):
@@ -110,8 +99,7 @@ def test_a_pass_equals_an_explicit_loop(rule, beta_decay, net, batch):
 def test_entropy_of_known_distributions():
     assert alpha_entropy({"a": torch.zeros(3, 8)}) == pytest.approx(math.log(8))
     assert alpha_entropy({"a": torch.tensor([[1e4, 0.0]])}) == 0.0
-    half = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
-    two = {"a": half, "b": torch.zeros(1, 4)}
+    two = {"a": torch.log(torch.tensor([[0.5, 0.25, 0.25]])), "b": torch.zeros(1, 4)}
     assert alpha_entropy(two) == pytest.approx((1.5 * math.log(2) + math.log(4)) / 2, rel=1e-6)
 
 
@@ -121,5 +109,5 @@ def test_ops_that_are_never_chosen_are_left_alone():
 
 
 def test_the_weight_rises_linearly_to_its_value_in_the_last_round():
-    found = [rising(5.0, number, 4) for number in (1, 2, 3, 4)]
+    found = [local_search.rising(5.0, number, 4) for number in (1, 2, 3, 4)]
     assert found == pytest.approx([1.25, 2.5, 3.75, 5.0])

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics
 from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
-from torch.nn import functional as F
 
 import fednas_flwr
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression, heads
@@ -97,7 +96,7 @@ def test_the_loss_of_several_labels_is_torchs(several):
     logits, auxiliary, labels = several
     objective = Objective(multi_label=True)
     own, further = (
-        F.multilabel_soft_margin_loss(of, labels.double(), reduction="none")
+        torch.nn.functional.multilabel_soft_margin_loss(of, labels.double(), reduction="none")
         for of in (logits, auxiliary)
     )
     torch.testing.assert_close(objective.losses(logits, labels), own)
@@ -190,8 +189,7 @@ def test_what_is_not_finite_has_no_area(wild):
     scores = CLASSIFICATION.scores(logits, labels)
     assert scores.keys() - DECIDED == {"f1"}
     assert 0 <= scores["f1"] <= 1
-    tame = logits.nan_to_num(3.0, 3.0, -3.0)
-    found = CLASSIFICATION.scores(tame, labels).keys()
+    found = CLASSIFICATION.scores(logits.nan_to_num(3.0, 3.0, -3.0), labels).keys()
     assert found - DECIDED == {"f1", "auroc", "average_precision"}
 
 

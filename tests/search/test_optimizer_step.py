@@ -13,14 +13,7 @@ from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search import optimizer_step
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.local_search import Alternating, alternate, train_candidates
-from fednas_flwr.search.optimizer_step import (
-    Optimizer,
-    Optimizers,
-    make_adam,
-    make_sgd,
-    no_moments,
-    trainable_weights,
-)
+from fednas_flwr.search.optimizer_step import Optimizer, Optimizers, make_adam, make_sgd, no_moments
 from fednas_flwr.search.proxyless import SampledPaths, search_paths
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.dp_cells import DPCellSpace
@@ -93,11 +86,7 @@ def assert_moments(moments, kept):
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.0], ids=["DARTS", "ProxylessNAS"])
-@pytest.mark.parametrize(
-    ("momentum", "nesterov"),
-    [(0.9, False), (0.9, True), (0.0, True)],
-    ids=["plain", "nesterov", "without momentum"],
-)
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (0.0, True)])
 def test_requests_with_moments_handed_over_are_one_training(parts, momentum, nesterov, beta):
     """Bit by bit, with new optimisers in every request and gradients that are missing."""
     twin = copy.deepcopy(parts)
@@ -106,20 +95,17 @@ def test_requests_with_moments_handed_over_are_one_training(parts, momentum, nes
     weights, alphas = parts.weights(), parts.alphas()
     moments = no_moments(parts)
     for request in range(4):
-        optimizers = Optimizers(
-            Optimizer(weights, make_sgd(weights.values(), settings, nesterov=nesterov), 0.5),
-            Optimizer(alphas, make_adam(alphas.values(), ALPHAS, beta=beta)),
-            moments,
-        )
+        own = Optimizer(weights, make_sgd(weights.values(), settings, nesterov=nesterov), 0.5)
+        others = Optimizer(alphas, make_adam(alphas.values(), ALPHAS, beta=beta))
+        optimizers = Optimizers(own, others, moments)
         for one in gradients[request * STEPS :][:STEPS]:
             optimizers.alphas.step(one["alphas"])
             optimizers.weights.step(one["weights"])
         moments = optimizers.moments()
 
     weights, alphas = twin.weights(), twin.alphas()
-    sgd = torch.optim.SGD(
-        weights.values(), 0.1, momentum, weight_decay=0.01, nesterov=nesterov and momentum > 0
-    )
+    own = {"weight_decay": 0.01, "nesterov": nesterov and momentum > 0}
+    sgd = torch.optim.SGD(weights.values(), 0.1, momentum, **own)
     adam = torch.optim.Adam(alphas.values(), 0.05, (beta, 0.999), weight_decay=1e-3)
     for one in again:
         for state, named in (("alphas", alphas), ("weights", weights)):
@@ -159,9 +145,8 @@ class Stream:
 
     def batches(self, name):
         generator = make_generator(0, name)
-        shape = self.space.input_shape
         while True:
-            x = torch.randn(5, *shape, generator=generator)
+            x = torch.randn(5, *self.space.input_shape, generator=generator)
             yield x, torch.randint(3, (5,), generator=generator)
 
     def optimizers(self, sent):
@@ -247,10 +232,8 @@ def test_two_requests_of_every_loop_are_one_training(name):
 def test_moments_are_named_and_shaped_as_those_of_the_network(name):
     stream = STREAMS[name]()
     none = no_moments(stream.network)
-    expected = {
-        f"weights.momentum_buffer.{n}": weight.shape
-        for n, weight in stream.network.weights().items()
-    }
+    weights = stream.network.weights()
+    expected = {f"weights.momentum_buffer.{n}": weight.shape for n, weight in weights.items()}
     for kind, alpha in stream.network.alphas().items():
         expected |= {f"alphas.{moment}.{kind}": alpha.shape for moment in ("exp_avg", "exp_avg_sq")}
         expected[f"alphas.step.{kind}"] = torch.Size([1])
@@ -268,8 +251,7 @@ def test_moments_are_named_and_shaped_as_those_of_the_network(name):
 
 
 def test_a_network_without_alphas_has_moments_of_its_parameters():
-    network = nn.Linear(2, 3)
-    found = {key: value.shape for key, value in no_moments(network).items()}
+    found = {key: value.shape for key, value in no_moments(nn.Linear(2, 3)).items()}
     assert found == {"weights.momentum_buffer.weight": (3, 2), "weights.momentum_buffer.bias": (3,)}
 
 
@@ -290,13 +272,13 @@ def test_moments_of_alphas_that_stay_are_returned_as_they_were_sent(name):
     assert any(value.any() for key, value in found.items() if key.startswith("weights."))
 
 
-@pytest.mark.parametrize(
-    ("ours", "torchs", "constants"),
-    [
-        (optimizer_step.PlainSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        (optimizer_step.PlainAdam, torch.optim.Adam, {"betas": (0.5, 0.999)}),
-    ],
-)
+PLAIN = [
+    (optimizer_step.PlainSGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (optimizer_step.PlainAdam, torch.optim.Adam, {"betas": (0.5, 0.999)}),
+]
+
+
+@pytest.mark.parametrize(("ours", "torchs", "constants"), PLAIN)
 def test_optimisers_step_as_torchs_own(ours, torchs, constants):
     layers = [nn.Linear(3, 2) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -324,5 +306,6 @@ def test_the_learning_rate_falls_along_a_cosine():
 
 
 def test_trainable_weights_leave_the_alphas_out(net):
-    assert set(trainable_weights(net)) == {n for n, _ in net.named_parameters() if n[0] != "a"}
-    assert set(trainable_weights(nn.Linear(1, 1))) == {"weight", "bias"}
+    found = set(optimizer_step.trainable_weights(net))
+    assert found == {n for n, _ in net.named_parameters() if n[0] != "a"}
+    assert set(optimizer_step.trainable_weights(nn.Linear(1, 1))) == {"weight", "bias"}

@@ -15,17 +15,7 @@ from fednas_flwr.privacy.mechanism import clipping
 from fednas_flwr.search import proxyless
 from fednas_flwr.search.exact_gradients import ExactGradients
 from fednas_flwr.search.objective import CLASSIFICATION
-from fednas_flwr.search.proxyless import (
-    PathNetwork,
-    SampledPaths,
-    alpha_gradient,
-    covering_paths,
-    draw_paths,
-    drawable_alphas,
-    gate_gradient,
-    offered_ops,
-    search_paths,
-)
+from fednas_flwr.search.proxyless import PathNetwork, alpha_gradient, draw_paths, gate_gradient
 from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.optimizers import SGD, Adam
 from fednas_flwr.spaces.costs import HardwareLoss
@@ -94,8 +84,8 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
             momenta[name] = sgd.state[weight]["momentum_buffer"]
 
         gradients = ExactGradients(lambda batch=batch: iter([batch]), lambda: batches(1, start=100))
-        paths = SampledPaths(warm_up, None)
-        search_paths(supernet, gradients, optimizers, paths, generator=generator)
+        paths = proxyless.SampledPaths(warm_up, None)
+        proxyless.search_paths(supernet, gradients, optimizers, paths, generator=generator)
         assert gradients.train_tally.loss == pytest.approx(loss.item())
         trained = network.state_dict()
         for name, tensor in supernet.state_dict().items():
@@ -106,8 +96,8 @@ def test_weight_steps_train_the_derived_networks_of_drawn_paths(supernet, warm_u
 def alpha_step(supernet, batch, optimizers, generator):
     """One step of the alphas on a validation batch."""
     gradients = AlphasOnly(lambda: batches(1, start=100), lambda: iter([batch]))
-    paths = SampledPaths(False, None)
-    search_paths(supernet, gradients, optimizers, paths, generator=generator)
+    paths = proxyless.SampledPaths(False, None)
+    proxyless.search_paths(supernet, gradients, optimizers, paths, generator=generator)
     assert gradients.validation_tally.num_examples == len(batch[1])
 
 
@@ -122,8 +112,7 @@ def test_alpha_steps_move_only_sampled_probabilities(supernet):
         alpha_step(supernet, batch, optimizers, generator)
         draw_paths(alphas, number=1, generator=again)  # of the weight step
         sampled = torch.zeros(3, 4, dtype=torch.bool).scatter(1, pairs, True)
-        change = alphas.softmax(-1) - before.softmax(-1)
-        assert change[~sampled].abs().max() < 1e-15
+        assert (alphas.softmax(-1) - before.softmax(-1))[~sampled].abs().max() < 1e-15
         assert (alphas - before).gather(-1, pairs).abs().min() > 1e-6
         assert torch.equal(alphas[~sampled], before[~sampled])
     assert alphas[2, 3] == NEVER
@@ -142,8 +131,8 @@ def test_hardware_adds_the_gradient_of_the_expected_cost(supernet, form):
 
     task, cost = losses.mean().requires_grad_(), COSTS.expected(alphas.softmax(-1))
     by_task, by_alphas = torch.autograd.grad(hardware(task, cost), [task, alphas])
-    expected = by_task * proxyless.alpha_gradient(plain, alphas, paths) + by_alphas
-    found = proxyless.alpha_gradient(found, alphas, paths)
+    expected = by_task * alpha_gradient(plain, alphas, paths) + by_alphas
+    found = alpha_gradient(found, alphas, paths)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert by_alphas.abs().max() > 1e-3
 
@@ -156,7 +145,8 @@ def test_warm_up_trains_uniform_paths_and_no_alphas(supernet):
     gradients = ExactGradients(lambda: batches(20), lambda: batches(22, start=100))
     optimizers = optimizers_of(supernet, WEIGHTS, ALPHAS, **SEARCHED)
     generator = make_generator(0, "paths")
-    search_paths(supernet, gradients, optimizers, SampledPaths(True, None), generator=generator)
+    paths = proxyless.SampledPaths(True, None)
+    proxyless.search_paths(supernet, gradients, optimizers, paths, generator=generator)
     seen = gradients.train_tally, gradients.validation_tally
     assert tuple(tally.num_examples for tally in seen) == (100, 0)
     after = supernet.state_dict()
@@ -198,7 +188,7 @@ def frequencies(paths, num_ops):
 
 def draw_many(number, alphas=GATED_ALPHAS):
     generator = make_generator(0, f"{number} paths")
-    return [proxyless.draw_paths(alphas, number=number, generator=generator) for _ in range(DRAWS)]
+    return [draw_paths(alphas, number=number, generator=generator) for _ in range(DRAWS)]
 
 
 # Standard deviation of a share is at most .5 / sqrt(4000) = .008.
@@ -221,15 +211,13 @@ def test_two_ops_are_drawn_without_replacement_and_one_by_their_softmax():
             share = p_i * p_j / (1 - p_i) + p_i * p_j / (1 - p_j)
             assert len(actives) / DRAWS == pytest.approx(share, abs=0.03)
             if len(actives) > 400:
-                expected = p_i / (p_i + p_j)
-                assert actives.count(i) / len(actives) == pytest.approx(expected, abs=0.08)
+                assert actives.count(i) / len(actives) == pytest.approx(p_i / (p_i + p_j), abs=0.08)
 
 
 def test_what_is_not_offered_comes_last_even_where_probabilities_underflow():
     alphas = torch.tensor([[900.0, 0.0, -900.0, NEVER]])
     for expected in ([0], [0, 1], [0, 1, 2, 3]):
-        generator = make_generator(0, "underflow")
-        paths = proxyless.draw_paths(alphas, number=len(expected), generator=generator)
+        paths = draw_paths(alphas, number=len(expected), generator=make_generator(0, "underflow"))
         assert paths.tolist() == [expected]
 
 
@@ -248,13 +236,13 @@ def test_full_gradient_is_autograds_through_the_softmax(batch):
     for index in itertools.product(*map(range, batch)):
         loss = (probabilities * gates[index]).sum()
         (expected,) = torch.autograd.grad(loss, [alphas], retain_graph=True)
-        found = proxyless.alpha_gradient(gates, alphas, paths)[index]
+        found = alpha_gradient(gates, alphas, paths)[index]
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
 def test_the_gradient_of_two_is_that_of_their_own_softmax_and_zero_elsewhere():
     gates = torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64)
-    found = proxyless.alpha_gradient(gates, GATED_ALPHAS, torch.tensor([[1, 3], [2, 0]]))
+    found = alpha_gradient(gates, GATED_ALPHAS, torch.tensor([[1, 3], [2, 0]]))
     a, b = (1 / (1 + torch.exp(d)) for d in (torch.tensor(2.5), torch.tensor(0.5)))
     expected = torch.zeros(2, 4, dtype=torch.float64)
     expected[0, 1], expected[1, 2] = a * (1 - a) * 3, b * (1 - b) * 2.5
@@ -297,7 +285,7 @@ def test_gate_gradients_of_every_path_equal_finite_differences(tiny_supernet, nu
             choices = [[*zip(active, other, strict=True)] for other in itertools.product(*others)]
         one_hot = F.one_hot(torch.tensor(active), 3).double()
         for paths in map(torch.tensor, choices):
-            gradients, _ = proxyless.gate_gradient(tiny_supernet, batch, paths)
+            gradients, _ = gate_gradient(tiny_supernet, batch, paths)
             for block, position in itertools.product(range(2), range(paths.shape[1])):
                 moved = torch.zeros_like(one_hot)
                 moved[block, paths[block, position]] = 1e-5
@@ -331,7 +319,7 @@ def records():
 
 def paths(shared, number, seed=0):
     generator = make_generator(seed, "paths")
-    return draw_paths(drawable_alphas(shared), number=number, generator=generator)
+    return draw_paths(proxyless.drawable_alphas(shared), number=number, generator=generator)
 
 
 def clip_to(gradients, norm):
@@ -355,8 +343,7 @@ def test_weights_of_a_path_are_clipped_as_those_of_its_derived_network(seed, sha
     for i in range(len(records[1])):
         loss = F.cross_entropy(derived(records[0][i : i + 1]), records[1][i : i + 1])
         gradients.append(torch.autograd.grad(loss, list(derived.parameters())))
-    lengths = clip_to(gradients, 1.0)[1]
-    norm = sorted(lengths)[3]  # some are clipped, some are not
+    norm = sorted(clip_to(gradients, 1.0)[1])[3]  # some are clipped, some are not
     expected, _ = clip_to(gradients, norm)
     terms = {"loss": CLASSIFICATION.plain_losses, "max_norm": norm, "micro_batch_size": 4}
     sums = clipping.clipped_gradient_sum(network, *records, parameters=own, **terms)
@@ -416,26 +403,24 @@ def test_no_alphas_that_a_server_can_send_draw_what_is_not_offered(values, numbe
     shared = SPACE.supernet()
     with torch.no_grad():
         shared.alphas()["blocks"].copy_(torch.tensor(values).view(3, 4))
-    offered = offered_ops(shared)
+    offered = proxyless.offered_ops(shared)
     assert offered.tolist() == [[True] * 4, [True] * 4, [True, True, True, False]]
     for seed in range(5):
-        alphas = drawable_alphas(shared)
+        alphas = proxyless.drawable_alphas(shared)
         for drawn in (alphas, proxyless.uniform_alphas(alphas)):
             found = draw_paths(drawn, number=number, generator=make_generator(seed, "paths"))
-            computed = found[:, :1] if number == 4 else found
-            assert bool(offered.gather(1, computed).all())
+            assert bool(offered.gather(1, found[:, :1] if number == 4 else found).all())
 
 
 def test_alphas_of_a_search_are_drawn_from_as_they_are(shared):
-    assert torch.equal(drawable_alphas(shared), shared.alphas()["blocks"])
+    assert torch.equal(proxyless.drawable_alphas(shared), shared.alphas()["blocks"])
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_covering_paths_compute_every_op_that_is_offered_and_no_other(shared, number):
-    covering = covering_paths(shared, number=number)
-    offered_EO = offered_ops(shared)
+    offered_EO = proxyless.offered_ops(shared)
     computed_EO = torch.zeros_like(offered_EO)
-    for paths_EK in covering:
+    for paths_EK in proxyless.covering_paths(shared, number=number):
         assert paths_EK.shape == (3, number)
         assert all(len(set(row)) == len(row) for row in paths_EK.tolist())
         assert bool(offered_EO.gather(1, paths_EK[:, :1]).all())
@@ -444,17 +429,15 @@ def test_covering_paths_compute_every_op_that_is_offered_and_no_other(shared, nu
 
 
 def test_the_first_covering_paths_have_the_most_weights(shared):
-    assert covering_paths(shared, number=1)[0].tolist() == [[1], [1], [1]]
-    assert covering_paths(shared, number=2)[0].tolist() == [[1, 2], [1, 2], [1, 2]]
-    counts = {
-        sum(w.numel() for w in PathNetwork(shared, paths(shared, 1, s)).weights().values())
-        for s in range(30)
-    }
-    most = PathNetwork(shared, covering_paths(shared, number=1)[0]).weights().values()
+    assert proxyless.covering_paths(shared, number=1)[0].tolist() == [[1], [1], [1]]
+    assert proxyless.covering_paths(shared, number=2)[0].tolist() == [[1, 2], [1, 2], [1, 2]]
+    networks = (PathNetwork(shared, paths(shared, 1, seed)) for seed in range(30))
+    counts = {sum(w.numel() for w in network.weights().values()) for network in networks}
+    most = PathNetwork(shared, proxyless.covering_paths(shared, number=1)[0]).weights().values()
     assert len(counts) > 5
     assert max(counts) <= sum(w.numel() for w in most)
 
 
 def test_other_supernets_have_no_paths():
     cells = DARTSSpace(input_shape=(3, 8, 8), num_classes=3, channels=4, num_cells=3).supernet()
-    refuses("set search_space=mbconv", offered_ops, cells, error=ValueError)
+    refuses("set search_space=mbconv", proxyless.offered_ops, cells, error=ValueError)

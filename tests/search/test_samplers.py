@@ -51,8 +51,7 @@ def test_expected_reinforce_gradient_is_the_objectives(baseline, temperature):
     pairs = zip(log_probs[:, None], regularised[:, None], strict=True)
     losses = [reinforce_loss(*pair, baseline=baseline) for pair in pairs]
     mean = sum(p.item() * loss for p, loss in zip(log_probs.exp(), losses, strict=True))
-    estimated = torch.autograd.grad(mean, list(policy.parameters()))
-    for one, other in zip(estimated, exact, strict=True):
+    for one, other in zip(torch.autograd.grad(mean, list(policy.parameters())), exact, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     assert max(gradient.abs().max() for gradient in exact) > 1e-3
 
@@ -62,8 +61,7 @@ def test_paths_are_drawn_as_often_as_the_policy_says():
     with seeded(2, "policy"):
         policy = Policy((2, 3, 4), temperature=0.1)
     paths = every_path((2, 3, 4))
-    drawn = policy.sample(5000, make_generator(2, "draws"))
-    counts = (drawn[:, None] == paths).all(-1).sum(0)
+    counts = (policy.sample(5000, make_generator(2, "draws"))[:, None] == paths).all(-1).sum(0)
     expected = 5000 * policy(paths).detach().exp()
     assert expected.min() > 5
     assert expected.max() > 4 * expected.min()
@@ -78,8 +76,7 @@ def test_the_controller_finds_the_path_of_most_reward():
         for _ in range(60):
             paths = controller.sample(20, generator)
             controller.learn(paths, (torch.tensor(paths) == best).double().mean(1).tolist())
-        likeliest = every_path(SMALL)[controller.policy(every_path(SMALL)).argmax()]
-        assert torch.equal(likeliest, best)
+        assert torch.equal(every_path(SMALL)[controller.policy(every_path(SMALL)).argmax()], best)
 
 
 def test_random_paths_are_uniform():
@@ -113,8 +110,7 @@ def test_the_baseline_is_a_moving_average_of_regularised_rewards():
     controller.entropy_weight = 0.0
     paths = controller.sample(4, make_generator(0, "draws"))
     for rewards, baseline in (([0.2, 0.4, 0.6, 0.8], 0.5), ([1.0] * 4, 0.55)):
-        told = controller.learn(paths, rewards)
-        assert told["controller_baseline"] == pytest.approx(baseline)
+        assert controller.learn(paths, rewards)["controller_baseline"] == pytest.approx(baseline)
     entropy = controller.learn(paths, [0.0] * 4)["controller_entropy"]
     assert entropy == pytest.approx(math.log(3), abs=0.1)
 
@@ -142,9 +138,8 @@ def test_scaled_rewards_are_deviations_from_those_so_far():
         rewards = generator.normal(0.6 + 0.05 * number, 0.01, len(paths))
         batches.append(rewards)
         mean, deviation = weighted_moments(batches, SETTINGS.baseline_decay)
-        told = scaled.learn(paths, rewards.tolist())
         expected = plain.learn(paths, ((rewards - mean) / deviation).tolist())
-        assert told == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert scaled.learn(paths, rewards.tolist()) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert scaled.seen.mean == pytest.approx(mean)
     assert math.sqrt(scaled.seen.variance) == pytest.approx(deviation)
     for name, parameter in scaled.policy.state_dict().items():

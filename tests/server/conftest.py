@@ -73,10 +73,9 @@ def npy(header):
 
 def client_tensors(client):
     generator = torch.Generator().manual_seed(client)
-    sizes = {"weights": {"a": (2, 3), "b": (4,)}, "alphas": {"cell": (2, 2)}}
     return {
         state: {name: torch.randn(size, generator=generator) for name, size in of.items()}
-        for state, of in sizes.items()
+        for state, of in {"weights": {"a": (2, 3), "b": (4,)}, "alphas": {"cell": (2, 2)}}.items()
     }
 
 

@@ -108,8 +108,7 @@ def test_a_client_answers_only_when_the_reply_before_is_consumed(federation):
 
         return note
 
-    lazy = federation(3, damage={client: noting(client) for client in range(3)})
-    for client, _ in lazy.ask():
+    for client, _ in federation(3, damage={client: noting(client) for client in range(3)}).ask():
         order.append(f"consumed {client}")
     assert order == [f"{what} {client}" for client in range(3) for what in ("answers", "consumed")]
 
@@ -207,8 +206,7 @@ def test_a_request_that_cannot_be_sent_is_a_failure_at_once(federation):
 
 
 def test_clients_may_appear_one_by_one(federation):
-    growing = federation(3, grid=Growing)
-    assert growing.cohort.clients == [0, 1, 2]
+    assert federation(3, grid=Growing).cohort.clients == [0, 1, 2]
 
 
 def test_a_missing_client_is_named_and_the_others_go_on(federation):
@@ -282,8 +280,7 @@ def test_a_client_whose_data_is_not_like_that_of_most_is_left_out(said, strange,
 
 
 def test_connecting_can_be_tried_again(federation):
-    waits = {"connect_s": 0.2, "deadline_s": 0.2}
-    short = federation(2, grid=Withholding, connected=False, **waits)
+    short = federation(2, grid=Withholding, connected=False, connect_s=0.2, deadline_s=0.2)
     short.grid.withheld = frozenset({0, 1})
     with pytest.raises(QuorumError, match="query.describe: 0 of 2 clients answered"):
         short.cohort.connect(short.grid)
@@ -299,8 +296,7 @@ def test_bytes_are_counted_per_client_and_direction(federation):
     counted = federation(3)
     states = client_reply(0).states
     exchange = Exchange("train.search", stage="search", settings=SEARCH, states=states)
-    replies = counted.cohort.ask(exchange)
-    refuses("were asked for", list, replies, error=QuorumError)
+    refuses("were asked for", list, counted.cohort.ask(exchange), error=QuorumError)
     sent, received = counted.cohort.bytes_sent, counted.cohort.bytes_received
     assert sent == received
     assert sent % 3 == 0
@@ -324,5 +320,4 @@ def test_a_dismissed_client_is_not_asked_unless_it_is_meant(federation):
     assert smaller.cohort.clients == [0, 2]
     assert smaller.answering() == [0, 2]
     again = Exchange("query.describe", stage="evaluate", settings=Describe(), also_left=True)
-    everyone = smaller.cohort.ask(again)
-    assert [client for client, _ in everyone] == [0, 1, 2]
+    assert [client for client, _ in smaller.cohort.ask(again)] == [0, 1, 2]

@@ -17,7 +17,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from flwr.clientapp import ClientApp
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.deploy.grids import InProcessGrid
@@ -26,7 +25,6 @@ from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol import sum_requests
 from fednas_flwr.protocol.messages import Header, Reply, encode_reply
-from fednas_flwr.protocol.requests import decode_properties
 from fednas_flwr.protocol.secure_sum.masks import PART_BYTES
 from fednas_flwr.protocol.states import Layout, Packed, TrimmedMean, WeightedAverage, pack
 from fednas_flwr.search.optimizer_step import make_adam, make_sgd
@@ -241,8 +239,7 @@ def test_json_as_deep_as_can_be_read_is_refused_by_a_sentence(federation):
             record["json"] = re.sub(r'"round": \d+', f'"round": {deep}', record["json"])
             return content
 
-        setting = federation(damage={BAD: damage})
-        assert setting.answering() == [0, 2]
+        assert federation(damage={BAD: damage}).answering() == [0, 2]
 
 
 ONES = [1] * BINS
@@ -485,8 +482,7 @@ def test_adam_moves_an_alpha_by_less_than_its_share_of_the_limit(gradients, beta
 
 
 def take(local_steps=1, batch=None):
-    given = smallest()["train.gradients"]
-    return replace(given, local_steps=local_steps, batch_size=batch)
+    return replace(smallest()["train.gradients"], local_steps=local_steps, batch_size=batch)
 
 
 def test_gradients_of_private_clients_are_bounded_sums_over_the_expected_batch():
@@ -534,7 +530,7 @@ def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
 
 def test_running_variances_of_deep_sums_are_honest():
     """Cells whose nodes add up what they skip multiply the scale by 4, the variance by 16."""
-    normalised = nn.BatchNorm1d(3).train()
+    normalised = torch.nn.BatchNorm1d(3).train()
     x = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 4.0]])
     for _ in range(8):
         x = x + x + (x + x)
@@ -549,9 +545,8 @@ def test_candidates_move_the_weights_as_the_same_steps_of_training_do():
     sizes, sent = {"weights": 100}, {"weights": 5.0}
     request = replace(smallest(weights=sgd)["train.candidate"], candidates=[[0], [1]])
     request = replace(request, local_steps=11, batch_size=50)
-    found = limits("train.candidate", request, sizes=sizes, sent=sent)
     same = limits("train.weights", training(1.0, rq.Amount(None, 22, 50)), sizes=sizes, sent=sent)
-    assert found.norms == same.norms
+    assert limits("train.candidate", request, sizes=sizes, sent=sent).norms == same.norms
 
 
 def test_of_a_pool_every_member_moves_as_far_as_it_may_alone():
@@ -718,7 +713,7 @@ SAID = st.dictionaries(st.sampled_from(sorted(FORMS)), JSON)
 def test_properties_are_refused_or_pass_and_nothing_else(said, asked):
     action, (form, _) = asked
     try:
-        properties = decode_properties(action, json.loads(json.dumps(said)))
+        properties = rq.decode_properties(action, json.loads(json.dumps(said)))
     except ReplyError:
         return
     assert set(properties) == set(said) <= set(get_type_hints(form))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn import functional
 
 from fednas_flwr import load
 from fednas_flwr.api import run
@@ -85,7 +84,7 @@ def test_a_supernet_weighs_the_ops_of_each_stage(space):
     own = dict(body.named_parameters())
     for name, parameter in derived.named_parameters():
         parameter.data.copy_(own[name])
-    one_hot = functional.one_hot(torch.tensor(path), len(OPS)).float()
+    one_hot = torch.nn.functional.one_hot(torch.tensor(path), len(OPS)).float()
     torch.testing.assert_close(body(images(), {CELL: one_hot}), derived(images()))
     other = torch.rand(4, *one_hot.shape, generator=torch.Generator().manual_seed(2))
     alone = [body(images()[i : i + 1], {CELL: other[i]}) for i in range(4)]
@@ -100,10 +99,8 @@ def test_a_low_rank_op_is_linear_and_a_bottleneck_is_not(space):
         op = choice.op(column)
         x = torch.randn(2, op[0].in_features, 3, 3, generator=torch.Generator().manual_seed(0))
         assert op[0].out_features == int(name.rpartition("_")[2])
-        is_linear = torch.allclose(op(-x), -op(x), atol=1e-5)
-        assert is_linear == name.startswith("low_rank")
-        tokens = x.flatten(2).mT
-        torch.testing.assert_close(op(tokens), op(x).flatten(2).mT)
+        assert torch.allclose(op(-x), -op(x), atol=1e-5) == name.startswith("low_rank")
+        torch.testing.assert_close(op(x.flatten(2).mT), op(x).flatten(2).mT)
 
 
 def test_a_state_dict_holds_the_frozen_tensors(space, genotype):
@@ -158,8 +155,7 @@ def test_a_search_sends_adapters_and_delivers_the_whole(tmp_path, weights, made_
     data = ("dataset=npz", f"dataset.root={made_data}", f"dataset.cache={tmp_path / 'c'}")
     sizes = ("rounds=1", "retrain.rounds=1", "clients=2", f"run_dir={tmp_path / 'run'}")
     private = ["privacy=dp", "privacy.epsilon=90"] if algorithm == "dp_fnas" else []
-    own = [f"algorithm={algorithm}", *private]
-    result = run(composed(*data, *own, *chosen(gone), *sizes))
+    result = run(composed(*data, f"algorithm={algorithm}", *private, *chosen(gone), *sizes))
     rounds = [e for e in read_events(result.folder / EVENTS_FILE) if e["event"] == "round"]
     whole = sum(tensor.numel() for tensor in load_file(gone).values()) * 4
     assert rounds

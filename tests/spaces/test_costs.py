@@ -80,15 +80,15 @@ def test_the_range_includes_its_ends(costs, target):
     assert loss(costs, target=target).terms.target == target
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"target": 4.9}, r"hardware\.target=4\.9 ms cannot be reached.*cost 5 to 8\.75 ms"),
-        ({"target": 8.8}, r"hardware\.target=8\.8 ms cannot be reached"),
-        ({"unit": "multiply_adds"}, r"the costs are in ms: give the target in ms, from 5 to 8\.75"),
-        ({"loss": "additiv"}, r"hardware\.loss=additiv is unknown.*nearest: additive"),
-    ],
-)
+UNREACHABLE = [
+    ({"target": 4.9}, r"hardware\.target=4\.9 ms cannot be reached.*cost 5 to 8\.75 ms"),
+    ({"target": 8.8}, r"hardware\.target=8\.8 ms cannot be reached"),
+    ({"unit": "multiply_adds"}, r"the costs are in ms: give the target in ms, from 5 to 8\.75"),
+    ({"loss": "additiv"}, r"hardware\.loss=additiv is unknown.*nearest: additive"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), UNREACHABLE)
 def test_what_cannot_be_reached_is_refused_with_the_range(costs, changes, message):
     refuses(message, loss, costs, **changes)
 
@@ -102,9 +102,8 @@ def test_a_loss_travels_as_json_and_is_the_same_again(costs, form):
     assert again == sent
     assert (again.costs.unit, again.costs.fixed) == (costs.unit, costs.fixed)
     assert again.costs.per_op_EO.dtype == torch.float64
-    torch.testing.assert_close(
-        again.costs.per_op_EO, costs.per_op_EO, rtol=0, atol=0, equal_nan=True
-    )
+    exact = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(again.costs.per_op_EO, costs.per_op_EO, **exact)
     task, cost = torch.tensor(2.0), torch.tensor(7.0)
     assert torch.equal(again(task, cost), sent(task, cost))
 
@@ -141,8 +140,7 @@ def test_dense_layer_counted_by_hand():
 
 def test_pooling_norms_and_activations_count_nothing():
     layers = [nn.AvgPool2d(2), nn.BatchNorm2d(3), nn.ReLU()]
-    convolution = nn.Conv2d(3, 3, 1)
-    assert count_multiply_adds(nn.Sequential(convolution, *layers), (3, 8, 8)) == 9 * 64
+    assert count_multiply_adds(nn.Sequential(nn.Conv2d(3, 3, 1), *layers), (3, 8, 8)) == 9 * 64
     assert count_parameters(nn.BatchNorm2d(3)) == 6  # weight and bias, not the statistics
 
 
@@ -202,13 +200,13 @@ def size(shape):
     return {"input_shape": shape, "num_classes": 3, "norm": "group"}
 
 
-@pytest.mark.parametrize(
-    ("space", "kinds"),
-    [
-        (MLPSpace(**size((5,)), channels=8, num_cells=2), ["normal", "reduction"]),
-        (NASBench201Space(**size((1, 8, 8)), channels=4, num_cells=1), [CELL] * 3),
-    ],
-)
+IN_ORDER = [
+    (MLPSpace(**size((5,)), channels=8, num_cells=2), ["normal", "reduction"]),
+    (NASBench201Space(**size((1, 8, 8)), channels=4, num_cells=1), [CELL] * 3),
+]
+
+
+@pytest.mark.parametrize(("space", "kinds"), IN_ORDER)
 def test_layers_are_in_the_order_of_computation_with_shapes(space, kinds):
     genotype = space.random_genotype(make_generator(0, "test"))
     network = space.network(genotype)

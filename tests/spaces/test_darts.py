@@ -42,11 +42,9 @@ def test_supernet_has_the_published_number_of_weights():
 def test_published_genotype_has_the_published_number_of_parameters():
     # 3.3 M in the paper's table 1; the published code logs 3.349342 M without auxiliary head.
     CIFAR.check(PUBLISHED)
-    network = LARGE.network(PUBLISHED)
-    assert count(network.parameters()) == 3_349_342
-    with_head = LARGE.network(PUBLISHED, auxiliary=True)
+    assert count(LARGE.network(PUBLISHED).parameters()) == 3_349_342
     head = 36 * 4 * 4 * 128 + 2 * 128 + 128 * 768 * 4 + 2 * 768 + 768 * 10 + 10
-    assert count(with_head.parameters()) == 3_349_342 + head
+    assert count(LARGE.network(PUBLISHED, auxiliary=True).parameters()) == 3_349_342 + head
     assert skip_share(PUBLISHED) == 5 / 16
 
 
@@ -79,15 +77,13 @@ def test_derive_never_returns_none_and_breaks_ties_by_lowest_source():
 
 def test_check_refuses_none_and_doubled_sources():
     edges = PUBLISHED.cells["normal"]
-    cases = {
+    for message, wrong in {
         "unknown op 'none'": (Edge("none", 0, 2), *edges[1:]),
         "different earlier nodes": (edges[0], edges[0], *edges[2:]),
         "got 0 -> 2, 1 -> 2, 0 -> 3": (*edges[:2], *edges[2:3], *edges[2:3], *edges[4:]),
         "earlier nodes": (*edges[:6], Edge("skip_connect", 0, 6), Edge("skip_connect", 1, 6)),
-    }
-    for message, wrong in cases.items():
-        genotype = Genotype("darts", {**PUBLISHED.cells, "normal": wrong})
-        refuses(message, CIFAR.check, genotype)
+    }.items():
+        refuses(message, CIFAR.check, Genotype("darts", {**PUBLISHED.cells, "normal": wrong}))
 
 
 def test_auxiliary_head_joins_in_train_mode_only():
@@ -122,8 +118,7 @@ SIZES = [(1, 1), (2, 2), (1, 3), (3, 5), (4, 4), (7, 7), (13, 8), (56, 56)]
 def test_auxiliary_head_takes_any_map_and_reads_all_of_it(size):
     head = AuxiliaryHead(3, 10, norm="group").double()
     x = torch.rand(1, 3, *size, dtype=torch.float64, requires_grad=True)
-    out = head(x)
-    assert out.shape == (1, 10)
+    assert head(x).shape == (1, 10)
     if min(size) > 1:
         pooled = []
         head.features.register_forward_pre_hook(lambda module, inputs: pooled.append(inputs[0]))

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search.candidate import Candidate
@@ -54,7 +53,7 @@ def test_the_cell_is_the_sum_and_concatenation_of_the_text():
         for i in range(j):
             (op,) = block.edges[EDGES.index((i, j))].ops.values() or (None,)
             f[j] = f[j] + (op(f[i]) if op is not None else 0.0)
-    expected = F.max_pool2d(torch.cat([f[j] for j in range(1, 6)], dim=1), 2)
+    expected = torch.nn.functional.max_pool2d(torch.cat([f[j] for j in range(1, 6)], dim=1), 2)
     torch.testing.assert_close(block(x), expected, rtol=0, atol=0)
 
 

@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.optim.swa_utils import update_bn
 
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -102,9 +100,9 @@ def test_op_weights_of_every_example(space):
 @pytest.mark.parametrize("size", [(8, 6), (7, 5), (1, 1), (1, 4)])
 def test_pools(size, stride):
     x = draw(2, 3, *size).round().requires_grad_()  # rounded: ties, which go to the first
-    mean = nn.AvgPool2d(3, stride=stride, padding=1, count_include_pad=False)
+    mean = torch.nn.AvgPool2d(3, stride=stride, padding=1, count_include_pad=False)
     for wide, plain in (
-        (max_pool(x, stride=stride), F.max_pool2d(x, 3, stride, 1)),
+        (max_pool(x, stride=stride), torch.nn.functional.max_pool2d(x, 3, stride, 1)),
         (average_pool(x, stride=stride), mean(x)),
     ):
         torch.testing.assert_close(wide, plain)

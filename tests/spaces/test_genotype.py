@@ -102,8 +102,7 @@ def test_a_huge_genotype_is_refused_in_a_short_sentence(space, large):
     if space == "mbconv":
         sizes = {"skeleton": "small", "candidates": "proxyless", "width": 1.0}
     made = make_space(space, input_shape=(3, 8, 8), num_classes=3, norm="batch", **sizes)
-    op = made.ops[-1]
-    cells = {kind: (Edge(op, 0, 1),) * 300_000 for kind in made.cell_kinds}
+    cells = {kind: (Edge(made.ops[-1], 0, 1),) * 300_000 for kind in made.cell_kinds}
     if large == "kinds":
         cells = {f"kind {i}": () for i in range(300_000)}
     if large == "op":

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.spaces import latency_tables
@@ -14,7 +13,6 @@ from fednas_flwr.spaces.mbconv import Layer
 
 from ..refusals import refuses
 
-CPU = torch.device("cpu")
 SMALL = Layer("conv", (2, 4, 4), (2, 4, 4), 1, 1, 1)
 LARGE = Layer("conv", (64, 32, 32), (64, 32, 32), 1, 7, 1)
 MEASURED = {"machine": "a machine", "device": "cpu", "clock": "process_time", "threads": 1}
@@ -30,7 +28,7 @@ def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monk
     def timer():
         return now[0]
 
-    class Slow(nn.Identity):
+    class Slow(torch.nn.Identity):
         def forward(self, x):
             now[0] += made[self.number].kernel
             return x
@@ -41,15 +39,14 @@ def test_duplicates_are_measured_once_and_every_layer_apart_from_the_others(monk
         module.number = len(made) - 1
         return module
 
-    under = latency_tables.Conditions(CPU, threads=2, batch_size=4, passes=5)
+    under = latency_tables.Conditions(torch.device("cpu"), threads=2, batch_size=4, passes=5)
     assert latency_tables._clock(under).__name__ == "timer"  # two threads: wall time
     assert latency_tables._clock(replace(under, threads=1)).__name__ == "process_time"
     monkeypatch.setattr(latency_tables, "_clock", lambda *_: timer)
     threads = torch.get_num_threads()
-    layers, networks = [SMALL, LARGE, SMALL, LARGE, SMALL], [(nn.Flatten(), (2, 3))]
-    table, timings = latency_tables.measure_latency(
-        layers, remember, under, norm="group", networks=networks
-    )
+    layers, networks = [SMALL, LARGE, SMALL, LARGE, SMALL], [(torch.nn.Flatten(), (2, 3))]
+    given = {"norm": "group", "networks": networks}
+    table, timings = latency_tables.measure_latency(layers, remember, under, **given)
     assert len(timings) == 1
     assert made == [SMALL, LARGE] == list(table.timings)
     assert torch.get_num_threads() == threads

@@ -64,14 +64,12 @@ def test_an_mbconv_counted_by_hand():
     """16 -> 24 channels, expansion 3, kernel 5, stride 2 on 9x9: 5x5 remains."""
     skeleton = Skeleton(16, 1, 16, ((24, 1),), (1,), 32)
     named = {"skeleton": skeleton, "candidates": ("mbconv3_5x5", "mbconv6_3x3")}
-    space = MBConvSpace(input_shape=(3, 9, 9), num_classes=2, **named)
-    layer = space.plan.blocks[0][0]
+    layer = MBConvSpace(input_shape=(3, 9, 9), num_classes=2, **named).plan.blocks[0][0]
     assert layer.output_shape == (24, 5, 5)
     module = make_layer(layer, norm="batch")
     expand, depthwise, project = 16 * 48 * 81, 48 * 25 * 25, 48 * 24 * 25
     assert count_multiply_adds(module, layer.input_shape) == expand + depthwise + project
-    norms = 2 * (48 + 48 + 24)
-    assert count_parameters(module) == 16 * 48 + 48 * 25 + 48 * 24 + norms
+    assert count_parameters(module) == 16 * 48 + 48 * 25 + 48 * 24 + 2 * (48 + 48 + 24)
 
 
 def test_zero_is_offered_where_the_block_can_be_the_identity():

@@ -39,8 +39,7 @@ def test_networks_have_the_published_number_of_parameters(text, parameters):
 
 def test_all_skips_give_four_times_the_input():
     # Nodes are 1, 2 and 4 times the input: node = sum over the edges from all earlier nodes.
-    network = SMALL.network(all_of("skip_connect")).eval()
-    cell = network.skeleton.stages[0][0]
+    cell = SMALL.network(all_of("skip_connect")).eval().skeleton.stages[0][0]
     x = torch.randn(2, 4, 5, 5)
     torch.testing.assert_close(cell(x, 0.0), 4 * x)
 

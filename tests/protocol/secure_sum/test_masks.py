@@ -78,8 +78,7 @@ def test_masked_values_are_uniform():
         for dtype in (np.int32, np.int64):
             vector = np.full(2**18, value, dtype=dtype)
             masks.add_mask(masks.derive(b"secret", b"context", "p"), [vector], sign=1)
-            found = vector.view(np.uint8).reshape(-1, vector.itemsize)
-            for byte in found.T:
+            for byte in vector.view(np.uint8).reshape(-1, vector.itemsize).T:
                 assert chisquare(np.bincount(byte, minlength=256)).pvalue > 1e-6
 
 
