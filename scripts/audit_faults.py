@@ -24,7 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from fednas_flwr.api import compose
+from fednas_flwr.deploy import audit_run
+from fednas_flwr.protocol.requests import Probe
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deploy"))
+import faulty_client  # noqa: E402 (from the checkout)
 
 HONEST = "honest"
 STATED = ("dataset.statistics={a: [0, 1], b: [0, 1], c: [0, 1]}", "dataset.ignore=[id]")
@@ -66,11 +71,6 @@ def overrides_of(name: str, folder: Path) -> list[str]:
 
 def audited(case: tuple[str, str, int], confidence: float) -> dict[str, Any]:
     """Return what an audit says of a run with a fault of a name, drawn by a seed."""
-    import faulty_client
-
-    from fednas_flwr.api import compose
-    from fednas_flwr.deploy import audit_run
-
     fault, name, seed = case
     dice = random.Random(f"{fault} {seed}")
     with tempfile.TemporaryDirectory() as folder:
@@ -89,24 +89,18 @@ def audited(case: tuple[str, str, int], confidence: float) -> dict[str, Any]:
 
 def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
     """Return the keys of the releases that can have a fault and are told by replies."""
-    import faulty_client
-
-    from fednas_flwr.protocol.requests import Probe
-
     keys = set()
     for planned in schedule:
         is_gradient = planned.kind in ("weights", "alphas")
         hidden = is_gradient and isinstance(asked[planned.key].settings, Probe)
         rare = planned.batch_size is None or planned.of_client
+        fits = True
         if fault in faulty_client.MASKS:
             fits = not rare
         elif fault in faulty_client.GRADIENTS:
             fits = is_gradient and not planned.of_client
         elif fault in faulty_client.REPEATED:
-            fits = planned.action == "train.search" or planned.action == "train.weights"
-            fits = fits and not planned.of_client
-        else:
-            fits = True
+            fits = planned.action in ("train.search", "train.weights") and not planned.of_client
         if fits and not hidden:
             keys.add(planned.key)
     return keys
@@ -114,8 +108,6 @@ def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
 
 def names_for(fault: str) -> list[str]:
     """Return the runs that have a release for a fault."""
-    import faulty_client
-
     if fault in faulty_client.REPEATED:
         return ["local training", "trials", "pool"]
     if fault in (faulty_client.MASKS | faulty_client.GRADIENTS):
@@ -125,8 +117,6 @@ def names_for(fault: str) -> list[str]:
 
 def main() -> None:
     """Run all, and print the table."""
-    import faulty_client
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=20, help="of each fault, and of honest clients")
     parser.add_argument("--jobs", type=int, default=1)
