@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -69,20 +68,20 @@ def overrides_of(name: str, folder: Path) -> list[str]:
     ]
 
 
-def audited(case: tuple[str, str, int], confidence: float) -> dict[str, Any]:
+def audited(case: tuple[str, str, int]) -> dict[str, Any]:
     """Return what an audit says of a run with a fault of a name, drawn by a seed."""
     fault, name, seed = case
     dice = random.Random(f"{fault} {seed}")
     with tempfile.TemporaryDirectory() as folder:
         config = compose(*overrides_of(name, Path(folder)))
         if fault == HONEST:
-            found = audit_run.audit_run(config, confidence=confidence)
+            found = audit_run.audit_run(config)
             faults = [text for finding in found for text in finding.faults]
             return {"fault": fault, "run": name, "key": "all", "found": faults}
         schedule, asked = audit_run._recorded(config)
         key = dice.choice(sorted(fitting(fault, schedule, asked)))
         with faulty_client.audited_only(key), faulty_client.broken(fault, key, seed=seed):
-            found = audit_run.audit_run(config, confidence=confidence)
+            found = audit_run.audit_run(config)
     faults = [text for finding in found if finding.release == key for text in finding.faults]
     return {"fault": fault, "run": name, "key": key, "found": faults}
 
@@ -121,7 +120,6 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20, help="of each fault, and of honest clients")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=[HONEST, *faulty_client.FAULTS])
-    parser.add_argument("--confidence", type=float, default=0.9999)
     options = parser.parse_args()
     cases = []
     for fault in options.only:
@@ -134,7 +132,7 @@ def main() -> None:
     right: Counter[str] = Counter()
     number: Counter[str] = Counter()
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for said in pool.map(partial(audited, confidence=options.confidence), cases):
+        for said in pool.map(audited, cases):
             print(json.dumps(said), flush=True)
             for row in (said["fault"], f"{said['run']}: {said['key']}"):
                 number[row] += 1

@@ -1,6 +1,6 @@
 """Runs with generated settings: each is refused in a sentence, or completes with all that it owes.
 
-    scripts/fuzz_settings.sh --runs 1000 [--seed 1] [--limit-s 180] [--file <report>]
+    scripts/fuzz_settings.sh --runs 1000 [--seed 1] [--limit-s 180]
 
 Choices and values are drawn by Hypothesis from the files of ``conf/`` and from the settings
 classes and their constraints, so that a new choice or setting is drawn without further work. Data
@@ -429,7 +429,6 @@ def fuzz() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=180.0, help="of CPU time, a run")
-    parser.add_argument("--file", type=Path, help="list what failed or hung here, too")
     options = parser.parse_args()
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as place:
@@ -443,11 +442,8 @@ def fuzz() -> int:
             shutil.rmtree(folder, ignore_errors=True)
             counts[outcome.kind] += 1
             if outcome.kind in ("failed", "hung"):
-                line = f"- {outcome.kind} (run {number}): {outcome.reason}\n    {drawn}"
-                print(line, flush=True)
-                if options.file:
-                    with options.file.open("a") as file:
-                        file.write(f"{line}\n")
+                reason = f"{outcome.reason}\n    {drawn}"
+                print(f"- {outcome.kind} (run {number}): {reason}", flush=True)
             if (number + 1) % 50 == 0:
                 print(summary(counts), file=sys.stderr, flush=True)
     print(summary(counts))
