@@ -23,8 +23,8 @@ import itertools
 import json
 import math
 import tempfile
-import time
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from sklearn.metrics import roc_auc_score
-from table_runs import add_result, is_made
-from tables import start_results
+from table_runs import RESULTS, add_missing, start
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -55,8 +54,6 @@ from fednas_flwr.protocol.states import load_states, network_states, pack
 from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.optimizers import SGD
 
-RESULTS = Path(__file__).parent / "results"
-COMMAND = "scripts/attack_gradients.sh"
 CPU, SEEDS = torch.device("cpu"), (1, 2, 3)
 EPSILON = 8.0
 WALK = 0.2  # privacy.retrain.noise_walk
@@ -103,7 +100,9 @@ def trained(
     if isinstance(privacy, DifferentialPrivacy):
         splits = ask(client, "query.describe", Describe()).properties["splits"]
         assert client.guard is not None
-        schedule = schedule_of(config, json.dumps(splits))
+        schedule = schedule_of(
+            privacy.retrain.local_steps, config.retrain.batch_size, json.dumps(splits)
+        )
         client.guard.commit("attack", schedule)
         asked = Train(local=rated(local, schedule, splits), data_set=privacy.data_set)
     load_states(after, ask(client, "train.weights", asked, states).states)
@@ -118,17 +117,11 @@ def rated(local: LocalTraining, schedule: Schedule, splits: dict[str, int]) -> L
     return replace(local, weights=replace(local.weights, lr=lr, min_lr=lr))
 
 
-SCHEDULES: dict[tuple[int, int, str], Schedule] = {}  # calibrating noise takes a second
-
-
-def schedule_of(config: Config, records: str) -> Schedule:
+@cache  # calibrating noise takes a second
+def schedule_of(steps: int, batch: int, records: str) -> Schedule:
     """Return what a private client of so many records by split, as JSON, commits to."""
-    privacy = config.privacy
-    assert isinstance(privacy, DifferentialPrivacy)
-    key = (privacy.retrain.local_steps, config.retrain.batch_size, records)
-    if key not in SCHEDULES:
-        SCHEDULES[key] = make_schedules(config, [json.loads(records)], done={})[0]
-    return SCHEDULES[key]
+    config = compose(True, steps, batch, Path("sites"), 0)
+    return make_schedules(config, [json.loads(records)], done={})[0]
 
 
 def ask(client: Client, action: str, settings: object, states: object = None) -> Reply:
@@ -278,44 +271,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shadows", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    path, pairs = options.results / "attacks.json", {}
-    start_results(
-        path,
+    results = start(
+        "attacks",
         title=f"What a server learns of digits: inverted gradients of {sum(BATCHES)} records, "
         f"membership of {RECORDS} records in {options.shadows} networks",
-        command=COMMAND,
+        command="scripts/attack_gradients.sh",
         columns=COLUMNS,
         against={"clients": "exact"},
     )
-    for seed, (name, private) in itertools.product(
-        options.seeds, {"exact": False, "private": True}.items()
-    ):
-        settings = {"private": private, "shadows": options.shadows}
-        if is_made(path, settings, seed):
-            continue
-        started = time.monotonic()
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            prepared, _ = make_data(compose(private, 1, 1, folder, seed))
-            found = inversion(private, prepared, folder, seed)
-            drawn = found.pop("pairs")
-            if seed == options.seeds[0]:
-                pairs[name] = drawn
-            found |= membership(private, options.shadows, prepared, folder, seed)
-        print(json.dumps({"clients": name, "seed": seed, **found}), flush=True)
-        add_result(
-            path,
-            settings=settings,
-            group={"clients": f"privacy=dp, epsilon {EPSILON:g}" if private else "exact"},
+    pairs: dict[str, Any] = {}
+    for seed, private in itertools.product(options.seeds, (False, True)):
+        name = f"privacy=dp, epsilon {EPSILON:g}" if private else "exact"
+        add_missing(
+            results,
+            partial(
+                attack, private, options.shadows, seed, pairs if seed == options.seeds[0] else {}
+            ),
+            settings={"private": private, "shadows": options.shadows},
+            group={"clients": name},
             seed=seed,
-            seconds=time.monotonic() - started,
-            metrics=found,
         )
     if len(pairs) == 2:
-        draw(pairs, options.results / "attacks.svg")
+        draw(pairs, RESULTS / "attacks.svg")
+
+
+def attack(private: bool, shadows: int, seed: int, pairs: dict[str, Any]) -> dict[str, Any]:
+    """Return the scores of both attacks; images and what was made of them are put in ``pairs``."""
+    name = "private" if private else "exact"
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        prepared, _ = make_data(compose(private, 1, 1, folder, seed))
+        found = inversion(private, prepared, folder, seed)
+        pairs[name] = found.pop("pairs")
+        found |= membership(private, shadows, prepared, folder, seed)
+    print(json.dumps({"clients": name, "seed": seed, **found}), flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -17,14 +17,18 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fednas_flwr.api import compose
+from fednas_flwr.deploy import audit_run
+from fednas_flwr.protocol.requests import Probe
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deploy"))
+import faulty_client  # noqa: E402 (from the checkout)
 
 HONEST = "honest"
 STATED = ("dataset.statistics={a: [0, 1], b: [0, 1], c: [0, 1]}", "dataset.ignore=[id]")
@@ -64,49 +68,38 @@ def overrides_of(name: str, folder: Path) -> list[str]:
     ]
 
 
-def audited(case: tuple[str, str, int], confidence: float) -> dict[str, Any]:
+def audited(case: tuple[str, str, int]) -> dict[str, Any]:
     """Return what an audit says of a run with a fault of a name, drawn by a seed."""
-    import faulty_client
-
-    from fednas_flwr.api import compose
-    from fednas_flwr.deploy import audit_run
-
     fault, name, seed = case
     dice = random.Random(f"{fault} {seed}")
     with tempfile.TemporaryDirectory() as folder:
         config = compose(*overrides_of(name, Path(folder)))
         if fault == HONEST:
-            found = audit_run.audit_run(config, confidence=confidence)
+            found = audit_run.audit_run(config)
             faults = [text for finding in found for text in finding.faults]
             return {"fault": fault, "run": name, "key": "all", "found": faults}
         schedule, asked = audit_run._recorded(config)
         key = dice.choice(sorted(fitting(fault, schedule, asked)))
         with faulty_client.audited_only(key), faulty_client.broken(fault, key, seed=seed):
-            found = audit_run.audit_run(config, confidence=confidence)
+            found = audit_run.audit_run(config)
     faults = [text for finding in found if finding.release == key for text in finding.faults]
     return {"fault": fault, "run": name, "key": key, "found": faults}
 
 
 def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
     """Return the keys of the releases that can have a fault and are told by replies."""
-    import faulty_client
-
-    from fednas_flwr.protocol.requests import Probe
-
     keys = set()
     for planned in schedule:
         is_gradient = planned.kind in ("weights", "alphas")
         hidden = is_gradient and isinstance(asked[planned.key].settings, Probe)
         rare = planned.batch_size is None or planned.of_client
+        fits = True
         if fault in faulty_client.MASKS:
             fits = not rare
         elif fault in faulty_client.GRADIENTS:
             fits = is_gradient and not planned.of_client
         elif fault in faulty_client.REPEATED:
-            fits = planned.action == "train.search" or planned.action == "train.weights"
-            fits = fits and not planned.of_client
-        else:
-            fits = True
+            fits = planned.action in ("train.search", "train.weights") and not planned.of_client
         if fits and not hidden:
             keys.add(planned.key)
     return keys
@@ -114,8 +107,6 @@ def fitting(fault: str, schedule: Any, asked: Any) -> set[str]:
 
 def names_for(fault: str) -> list[str]:
     """Return the runs that have a release for a fault."""
-    import faulty_client
-
     if fault in faulty_client.REPEATED:
         return ["local training", "trials", "pool"]
     if fault in (faulty_client.MASKS | faulty_client.GRADIENTS):
@@ -125,13 +116,10 @@ def names_for(fault: str) -> list[str]:
 
 def main() -> None:
     """Run all, and print the table."""
-    import faulty_client
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=20, help="of each fault, and of honest clients")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=[HONEST, *faulty_client.FAULTS])
-    parser.add_argument("--confidence", type=float, default=0.9999)
     options = parser.parse_args()
     cases = []
     for fault in options.only:
@@ -144,7 +132,7 @@ def main() -> None:
     right: Counter[str] = Counter()
     number: Counter[str] = Counter()
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for said in pool.map(partial(audited, confidence=options.confidence), cases):
+        for said in pool.map(audited, cases):
             print(json.dumps(said), flush=True)
             for row in (said["fault"], f"{said['run']}: {said['key']}"):
                 number[row] += 1

@@ -11,15 +11,14 @@ search.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
-from bench_overhead import compare, configured
+from bench import arguments, compare, is_met
+from bench_overhead import configured
 
 from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.dpnas import DPNASSettings
@@ -48,11 +47,9 @@ PRIVATE = ["privacy=dp", "privacy.epsilon=100000", "privacy.rewards.noise_multip
 
 def main() -> int:
     """Print the ratio; exit code 1 when it is above the limit."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = arguments(__doc__, repeats=7)
     parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         settings = [
             *SETTINGS,
@@ -64,13 +61,9 @@ def main() -> int:
             "private": make_steps(configured(*settings, *PRIVATE, f"privacy.sites={folder}/sites")),
             "plain": make_steps(configured(*settings, *PLAIN)),
         }
-        for first in steps.values():  # rehearsals, and warm caches
-            first()
         print(f"{NUM_CANDIDATES * LOCAL_STEPS} steps of batch {options.batch_size}")
         ratio = compare(steps, options.repeats)
-    verdict = "met" if ratio <= LIMIT else "MISSED"
-    print(f"private / plain step: {ratio:.3f}, at most {LIMIT:g}: {verdict}")
-    return 0 if ratio <= LIMIT else 1
+    return 0 if is_met("private / plain step", ratio, LIMIT) else 1
 
 
 def made_images(folder: Path) -> Path:

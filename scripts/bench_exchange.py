@@ -18,14 +18,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
-from deploy_local import write_data
-from loopback import SITES, Machines, free_ports, listens, until
+from bench import is_met, spread
+from deploy_local import local_machines
+from loopback import SITES, free_ports, listens, until
 
-from fednas_flwr.deploy.sites.provision import Deployment, Server
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import EVENTS_FILE
 
@@ -85,11 +85,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         flowers = flowers_exchanges(Path(folder) / "flower", number)
         ours = our_exchanges(Path(folder) / "ours", number)
-    ratio = median(ours) / median(flowers)
-    for name, times in (("Flower's, empty", flowers), ("ours", ours)):
-        print(f"{name}: {median(times):.2f} s ({min(times):.2f} to {max(times):.2f})")
-    print(f"ratio {ratio:.2f}, limit {LIMIT}")
-    return int(ratio > LIMIT)
+    print(f"Flower's, empty: {spread(flowers, 2)} s\nours: {spread(ours, 2)} s")
+    return 0 if is_met("ratio", median(ours) / median(flowers), LIMIT) else 1
 
 
 def flowers_exchanges(folder: Path, number: int) -> list[float]:
@@ -127,16 +124,13 @@ def flowers_exchanges(folder: Path, number: int) -> list[float]:
 
     superlink = ("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(link))
     node = ("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{link}", "--port")
-    with running(*superlink):
+    with ExitStack() as stack:
+        stack.enter_context(running(*superlink))
         until("the SuperLink", lambda: listens(link))
-        with running(*node, str(nodes[0])), running(*node, str(nodes[1])):
-            with running(*node, str(nodes[2])):
-                done = subprocess.run(
-                    ["flwr", "run", str(folder / "app"), "here", "--stream"],
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                )
+        for port in nodes:
+            stack.enter_context(running(*node, str(port)))
+        command = ["flwr", "run", str(folder / "app"), "here", "--stream"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if "took [" in line]
     if not lines:
         raise RuntimeError(f"Flower's run failed: {done.stdout[-2000:]} {done.stderr[-2000:]}")
@@ -146,10 +140,7 @@ def flowers_exchanges(folder: Path, number: int) -> list[float]:
 
 def our_exchanges(folder: Path, number: int) -> list[float]:
     """Return the seconds of each exchange of a search, as a mean over each round's two."""
-    data, records = write_data(folder / "data")
-    deployment = Deployment("local", Server(("127.0.0.1",), free_ports(1)[0]), SITES)
-    names = [str(digit) for digit in range(10)]
-    machines = Machines(folder, deployment, data, records=records, class_names=names)
+    machines = local_machines(folder)
     machines.make_private(False)
     run = folder / "run"
     try:

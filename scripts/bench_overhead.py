@@ -12,19 +12,17 @@ rounds; run it on an otherwise idle machine.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
+from bench import arguments, compare, is_met, spread
 from torch.nn import functional
 
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
@@ -57,24 +55,16 @@ EQUAL_WORK = (
 
 def main() -> int:
     """Measure the parts that were asked for; exit code 1 when a ratio is above its limit."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, repeats=5)
     parser.add_argument("--parts", nargs="+", choices=list(LIMITS), default=list(LIMITS))
-    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     parts: dict[str, Callable[[], float]] = {
         "inline": lambda: measure_inline(options.repeats),
         "processes": lambda: measure_processes(min(3, options.repeats)),
         "first": measure_first_runs,
     }
-    missed = []
-    for name in options.parts:
-        ratio = parts[name]()
-        verdict = "met" if ratio <= LIMITS[name] else "MISSED"
-        print(f"{name}: {ratio:.3f}, at most {LIMITS[name]:g}: {verdict}\n", flush=True)
-        if ratio > LIMITS[name]:
-            missed.append(name)
-    return 1 if missed else 0
+    met = [is_met(name, parts[name](), LIMITS[name]) for name in options.parts]
+    return 0 if all(met) else 1
 
 
 def measure_inline(repeats: int) -> float:
@@ -109,7 +99,7 @@ def measure_inline(repeats: int) -> float:
             pack(network_states(supernet)[n])["float32"] for n in ("weights", "alphas", "buffers")
         ]
 
-    for ours, theirs in zip(inline(), bare(), strict=True):  # the same steps, and warm caches
+    for ours, theirs in zip(inline(), bare(), strict=True):  # the same steps
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     return compare({"inline": inline, "bare loop": bare}, repeats)
 
@@ -232,31 +222,6 @@ def measure_processes(repeats: int) -> float:
     for name, found in seconds.items():
         print(f"  {name}: {spread(found)} s per round, {min(found) / alone:.3f}")
     return max(others) / alone
-
-
-def compare(contenders: dict[str, Callable[[], object]], repeats: int) -> float:
-    """Time two functions in turn, print medians, and return the median ratio of CPU times."""
-    cpu: dict[str, list[float]] = {name: [] for name in contenders}
-    wall: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(repeats):
-        order = list(contenders) if repeat % 2 else list(contenders)[::-1]
-        for name in order:
-            gc.collect()
-            cpu_start, wall_start = time.process_time(), time.perf_counter()
-            contenders[name]()
-            cpu[name].append(time.process_time() - cpu_start)
-            wall[name].append(time.perf_counter() - wall_start)
-    for name in contenders:
-        print(f"  {name}: {spread(cpu[name])} s CPU, {spread(wall[name])} s wall")
-    ratios = [[a / b for a, b in zip(*times.values(), strict=True)] for times in (cpu, wall)]
-    print(f"  ratio: {spread(ratios[0])} of CPU, {spread(ratios[1])} of wall")
-    return statistics.median(ratios[0])
-
-
-def spread(values: Sequence[float], decimals: int = 3) -> str:
-    """Return ``median (smallest to largest)``."""
-    middle, low, high = statistics.median(values), min(values), max(values)
-    return f"{middle:.{decimals}f} ({low:.{decimals}f} to {high:.{decimals}f})"
 
 
 def configured(*overrides: str) -> Config:

@@ -10,14 +10,13 @@ thread, which clients make or a loop of ten lines; CPU time, medians of pairs.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import time
 from collections.abc import Iterator
+from functools import partial
 from statistics import median
 
 import torch
-from bench_overhead import spread
+from bench import Step, arguments, measure, spread
 from torch.nn import functional
 
 from fednas_flwr.base.randomness import make_generator
@@ -46,10 +45,7 @@ SGD_SETTINGS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 3e-4}
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9)
-    repeats = parser.parse_args().repeats
-    torch.set_num_threads(1)
+    repeats = arguments(__doc__, repeats=9).parse_args().repeats
     print(f"instructions for bfloat16: {computes_in_bfloat16(torch.device('cpu'))}")
     print(f"auto: from {LEAST_MULTIPLY_ADDS / 1e6:g} M multiply-adds")
     print(
@@ -59,22 +55,14 @@ def main() -> None:
     for name, space, network in networks():
         cost = count_multiply_adds(network, space.input_shape) / 1e6
         split = made_up(side := space.input_shape[1])
-        bare, clients, halves = zip(
-            *(
-                (
-                    in_a_loop(network, split),
-                    of_a_client(network, split, FLOAT32) / in_a_loop(network, split),
-                    of_a_client(network, split, BFLOAT16) / in_a_loop(network, split),
-                )
-                for _ in range(repeats + 1)
-            ),
-            strict=True,
-        )
-        print(
-            f"{name:20}  {side:5}  {cost:17.2f}  {1e3 * median(bare[1:]):9.1f}  "
-            f"{spread(clients[1:], 2)}  {spread(halves[1:], 2)}",  # the first steps set up
-            flush=True,
-        )
+        steps: dict[str, Step] = {
+            "bare": partial(in_a_loop, network, split),
+            **{p: partial(of_a_client, network, split, p) for p in (FLOAT32, BFLOAT16)},
+        }
+        times = measure(steps, repeats)
+        bare_ms = 1e3 * median(times["bare"]) / STEPS
+        ratios = [spread(times[p] / times["bare"], 2) for p in (FLOAT32, BFLOAT16)]
+        print(f"{name:20}  {side:5}  {cost:17.2f}  {bare_ms:9.1f}  {ratios[0]}  {ratios[1]}")
 
 
 def networks() -> Iterator[tuple[str, SearchSpace, torch.nn.Module]]:
@@ -96,21 +84,19 @@ def made_up(side: int) -> Split:
     return Split(images, torch.randint(10, rows.shape), rows, (0.3,), (0.4,))
 
 
-def in_a_loop(network: torch.nn.Module, split: Split) -> float:
-    """CPU seconds of a step of a bare loop."""
+def in_a_loop(network: torch.nn.Module, split: Split) -> None:
+    """Train by the steps of a bare loop."""
     optimizer = torch.optim.SGD(network.train().parameters(), **SGD_SETTINGS)
-    began = time.process_time()
     for rows in torch.randperm(len(split)).split(BATCH):
         x = (split.features[rows].float() / 255 - split.mean[0]) / split.std[0]
         loss = functional.cross_entropy(network(x), split.labels[rows])
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
-    return (time.process_time() - began) / STEPS
 
 
-def of_a_client(network: torch.nn.Module, split: Split, precision: str) -> float:
-    """CPU seconds of a step as clients make it."""
+def of_a_client(network: torch.nn.Module, split: Split, precision: str) -> None:
+    """Train by steps as clients make them."""
     sgd = torch.optim.SGD(network.parameters(), **SGD_SETTINGS)
     weights = Optimizer(trainable_weights(network), sgd)
     generator = make_generator(0)
@@ -119,9 +105,7 @@ def of_a_client(network: torch.nn.Module, split: Split, precision: str) -> float
         for rows in epoch_batches(len(split), batch_size=BATCH, generator=generator):
             yield split.batch(rows, "cpu")
 
-    began = time.process_time()
     train(network, ExactGradients(batches, precision=precision), weights)
-    return (time.process_time() - began) / STEPS
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Cost of noise, of the private steps over non-private ones and Opacus hooks, of the bookkeeping.
+"""Cost of noise, and of the bookkeeping over the private weight steps that it belongs to.
 
     python scripts/bench_privacy.py [--repeats 11] [--noise-only]
 
-Times and ratios are those of ``bench_step.py``, at its two small sizes. Bookkeeping is what a run
-adds to its steps: masks, noise, the ledger's reservations, and the accountants' numbers. Noise, an
-exact discrete Gaussian, stands beside the one of Box and Muller (1958), rounded, that it replaced.
+Bookkeeping is what a run adds to its steps, here those of a DARTS supernet and of NAS-Bench-201's:
+masks, noise, the ledger's reservations, and the accountants' numbers. What a step itself costs is
+printed by ``bench_step.py``. Noise, an exact discrete Gaussian, stands beside the one of Box and
+Muller (1958), rounded, that it replaced.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_step import CELLS_201, SIZES, S, Space, Step, make_steps, measure, paired, summary
+from bench import Step, arguments, measure, summary
+from bench_step import CELLS_201, SIZES, S, Space, make_steps
 
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.privacy.books.ledger import Entry, Ledger
@@ -33,39 +34,25 @@ from fednas_flwr.privacy.mechanism.accounting import (
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream, add_noise
 from fednas_flwr.privacy.mechanism.renyi import Release
 
-RATIOS = (
-    ("private weights", "plain weights"),
-    ("private weights", "opacus weights"),
-    ("private alphas", "plain alphas"),
-    ("private alphas", "opacus alphas"),
-)
 NUM_STEPS = 5000
 NUM_VALUES = 2_000_000
 
 
 def main() -> None:
     """Measure all sizes and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=11)
+    parser = arguments(__doc__, repeats=11)
     parser.add_argument("--noise-only", action="store_true", help="measure noise and end")
     options = parser.parse_args()
-    repeats = options.repeats
-    torch.set_num_threads(1)
-    measure_noise(repeats)
+    measure_noise(options.repeats)
     if options.noise_only:
         return
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     for title, (space, batch_size) in SIZES.items():
-        if space not in (S, CELLS_201):
-            continue
-        times = measure(make_steps(space, batch_size), repeats)
-        print(f"{title}; CPU ms, median [quartiles] of {repeats}")
-        for name, seconds in times.items():
-            print(f"  {name:<34} {summary([1e3 * s for s in seconds], 0)}")
-        for upper, lower in RATIOS:
-            ratios = paired(times, upper, lower)
-            print(f"  {upper + ' / ' + lower:<34} {summary(ratios, 2)}")
-        measure_bookkeeping(space, times)
+        if space in (S, CELLS_201):
+            name = "private weights"
+            times = measure({name: make_steps(space, batch_size)[name]}, options.repeats)[name]
+            print(f"{title}; a private weight step takes {summary(1e3 * times, 0)} ms of CPU time")
+            measure_bookkeeping(space, statistics.median(times))
 
 
 def measure_noise(repeats: int) -> None:
@@ -78,8 +65,8 @@ def measure_noise(repeats: int) -> None:
     times = measure(draws, repeats)
     print(f"noise; CPU ms per million values, median [quartiles] of {repeats}")
     for name, seconds in times.items():
-        print(f"  {name:<34} {summary([1e9 * s / NUM_VALUES for s in seconds], 0)}")
-    ratios = paired(times, "discrete Gaussian", "Box and Muller")
+        print(f"  {name:<34} {summary(1e9 * seconds / NUM_VALUES, 0)}")
+    ratios = times["discrete Gaussian"] / times["Box and Muller"]
     print(f"  {'discrete Gaussian / Box and Muller':<34} {summary(ratios, 1)}")
 
 
@@ -97,7 +84,7 @@ def box_muller(count: int, *, sigma: int) -> torch.Tensor:
     return values
 
 
-def measure_bookkeeping(space: Space, times: dict[str, list[float]]) -> None:
+def measure_bookkeeping(space: Space, step_s: float) -> None:
     """Book, draw and account for a run of 5,000 steps; print its share of the steps' own time."""
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +115,7 @@ def measure_bookkeeping(space: Space, times: dict[str, list[float]]) -> None:
         total = torch.zeros(size, dtype=torch.float64)
         add_noise(total, generator, noise_multiplier=1.0, max_grad_norm=1.0)
     seconds["masks and noise"] = (time.perf_counter() - start) / 20 * NUM_STEPS
-    steps = NUM_STEPS * statistics.median(times["private weights"])
+    steps = NUM_STEPS * step_s
     print(f"  {NUM_STEPS} private weight steps: {steps:.0f} s; of that")
     for name, value in seconds.items():
         print(f"  {name:<34} {value:.1f} s, {value / steps:.2%}")

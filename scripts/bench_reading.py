@@ -12,13 +12,13 @@ import argparse
 import contextlib
 import io
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from bench import seconds_of
 from PIL import Image
 from pyarrow import csv
 from sklearn.datasets import load_digits
@@ -87,19 +87,12 @@ def show(
     settings = data_settings(kind, {"cache": "none", **given})
     typed = [f"dataset.{name}={value}" for name, value in given.items()]
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(io.StringIO()):
-        theirs = timed(usual)
-        read = timed(lambda: DATA_SETS[kind].read(settings, path))
-        data = timed(lambda: fednas(["data", str(path), f"dataset.cache={cache}", *typed]))
+        theirs = seconds_of(usual)
+        read = seconds_of(lambda: DATA_SETS[kind].read(settings, path))
+        data = seconds_of(lambda: fednas(["data", str(path), f"dataset.cache={cache}", *typed]))
     for what, ours in (("read", read), ("data", data)):
         ratios = [f"{a:.2f} / {b:.2f} = {a / b:.2f}" for a, b in zip(ours, theirs, strict=True)]
         print(f"{name}, {what}: {ratios[0]} of CPU, {ratios[1]} of wall", flush=True)
-
-
-def timed(function: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of CPU and of wall that a function takes."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    function()
-    return time.process_time() - cpu, time.perf_counter() - wall
 
 
 if __name__ == "__main__":

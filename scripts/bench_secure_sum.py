@@ -7,7 +7,6 @@ Prints the least of the repeats; "float32 sum" is what the server does today.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import tempfile
 import time
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from bench import arguments
 
 from fednas_flwr.privacy.mechanism.noise import SecureGenerator, share_sigma
 from fednas_flwr.privacy.policy import SumTerms
@@ -27,10 +27,9 @@ from fednas_flwr.server.secure_sums import MaskedSum
 
 def main() -> None:
     """Print one line per part."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__, repeats=3)
     parser.add_argument("--values", type=int, default=2_000_000)
     parser.add_argument("--sites", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     rounds = [measure(options.values, options.sites, number) for number in range(options.repeats)]
     for name in rounds[0]:

@@ -12,19 +12,17 @@ memory.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import multiprocessing
-import os
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from bench import DEVICE, Step, Times, arguments, measure, summary
 from opacus import GradSampleModule
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,9 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.reference_engine import by_ops  # noqa: E402 (from the checkout)
 
 Space = DARTSSpace | NASBench201Space
-Step = Callable[[], object]
 
-DEVICE = os.environ.get("FEDNAS_DEVICE", "cpu")
 MAX_NORM = 1.0
 CLASSES = 10
 PRODUCT = 2048  # rows and columns of a matrix product that shows the peak
@@ -78,12 +74,10 @@ FILLED = ((32, 8), (64, 8), (256, 32))  # expected batches of the papers' runs, 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=11, help="of S; a third of it of L")
+    parser = arguments(__doc__, repeats=11, told="of S; a third of it of L")
     parser.add_argument("--quick", action="store_true", help="S alone, 3 repeats")
     parser.add_argument("--filling-only", action="store_true", help="measure filling and end")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     keep_freed_memory()  # as processes of clients do
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     if options.filling_only:
@@ -105,17 +99,13 @@ def main() -> None:
     measure_filling(options.repeats)
 
 
-def print_ratios(title: str, times: dict[str, list[float]], repeats: int) -> None:
+def print_ratios(title: str, times: Times, repeats: int) -> None:
     """Print the medians of all steps, and the paired ratios with their limits."""
     print(f"{title}; ms, median [quartiles] of {repeats}")
     for name, seconds in times.items():
-        print(f"  {name:<58} {summary([1e3 * s for s in seconds], 0)}")
+        print(f"  {name:<58} {summary(1e3 * seconds, 0)}")
     for upper, lower, limits in RATIOS:
-        sums = [
-            [sum(one) for one in zip(*(times[name] for name in names), strict=True)]
-            for names in (upper, lower)
-        ]
-        ratios = [a / b for a, b in zip(*sums, strict=True)]
+        ratios = np.divide(*(sum(times[name] for name in names) for names in (upper, lower)))
         limit = f"  (limit {limits[title[0]]:.2f})" if title[0] in limits else ""
         print(f"  {' + '.join(upper) + ' / ' + ' + '.join(lower):<58} {summary(ratios, 2)}{limit}")
 
@@ -201,7 +191,7 @@ def measure_networks(repeats: int) -> None:
             ),
         }
         times = measure(steps, repeats)
-        ratios = paired(times, "private", "plain")
+        ratios = times["private"] / times["plain"]
         text = f"{title}, 32x32x3, B 16: private / plain"
         limit = f"  (limit {NETWORK_LIMIT:.2f})" if title == LIMITED else ""
         print(f"{text:<60} {summary(ratios, 2)}{limit}")
@@ -237,7 +227,8 @@ def measure_filling(repeats: int) -> None:
                 "filled": functools.partial(summed, x, y, size),
                 "unfilled": functools.partial(unfilled, x, y, size),
             }
-            ratios += paired(measure(steps, 1), "filled", "unfilled")
+            times = measure(steps, 1)
+            ratios += [*(times["filled"] / times["unfilled"])]
         text = f"expected batch {expected}, micro-batches of {size}: filled / unfilled"
         print(f"{text:<60} {summary(ratios, 2)}  (limit {FILLING_LIMIT:.2f})", flush=True)
 
@@ -315,40 +306,6 @@ def opacus_step(space: Space, x: Tensor, y: Tensor, *, by_alphas: bool) -> Step:
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """Return losses [B]."""
     return F.cross_entropy(logits, y, reduction="none")
-
-
-def measure(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of every step in every repeat, after one repeat that is not counted.
-
-    Every other repeat runs the steps in the opposite order.
-    """
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(repeats + 1):
-        for name in list(steps)[:: 1 if repeat % 2 else -1]:
-            start = clock()
-            steps[name]()
-            if repeat > 0:
-                times[name].append(clock() - start)
-    return times
-
-
-def clock() -> float:
-    """Return seconds of CPU time of this process, on a GPU of the wall when its work is done."""
-    if DEVICE == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def paired(times: dict[str, list[float]], upper: str, lower: str) -> list[float]:
-    """Return the ratios of the times of two steps, repeat by repeat."""
-    return [a / b for a, b in zip(times[upper], times[lower], strict=True)]
-
-
-def summary(values: list[float], decimals: int) -> str:
-    """Return ``median [lower quartile, upper quartile]``."""
-    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.{decimals}f} [{lower:.{decimals}f}, {upper:.{decimals}f}]"
 
 
 if __name__ == "__main__":

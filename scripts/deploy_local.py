@@ -13,6 +13,7 @@ FEDNAS_RESULTS names; every process is stopped at the end.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import re
@@ -49,7 +50,6 @@ def main(arguments: list[str]) -> int:
     overrides = [argument for argument in arguments if argument != "--lose-a-site"]
     name = f"deploy_local_{datetime.now():%Y%m%d-%H%M%S}_{os.getpid()}"
     results = Path(os.environ.get("FEDNAS_RESULTS", Path("runs") / name)).resolve()
-    data, records = write_data(results / "data")
     common = ["partition=sites", "dataset=npz", f"dataset.root={results / 'data'}", "clients=3"]
     common += ["dataset.server_test=false", *overrides]
     config = parse_config(compose_tree(common))
@@ -58,9 +58,7 @@ def main(arguments: list[str]) -> int:
     # Bits could not agree without one of the sites; a lost one must not end the run.
     deployed += [f"runtime.quorum={0.6 if lose else 1}", "runtime.deadline_s=600", *common]
     deployed += ["privacy.data_set=my-data"] if private else []
-    deployment = Deployment("local", Server(("127.0.0.1",), free_ports(1)[0]), SITES)
-    names = [str(digit) for digit in range(10)]
-    machines = Machines(results, deployment, data, records=records, class_names=names)
+    machines = local_machines(results)
     machines.make_private(private)
     if by_client(config):
         machines.protect_sites()
@@ -101,6 +99,14 @@ def write_data(folder: Path) -> tuple[dict[str, Path], int]:
         files[site] = folder / f"{index}-{site}.npz"  # a site's place is its partition
         np.savez(files[site], x_train=images[index::3], y_train=digits.target[index::3])
     return files, len(images) // 3
+
+
+def local_machines(folder: Path) -> Machines:
+    """Return a server and three sites that hold digits, in a folder."""
+    data, records = write_data(folder / "data")
+    deployment = Deployment("local", Server(("127.0.0.1",), free_ports(1)[0]), SITES)
+    names = [str(digit) for digit in range(10)]
+    return Machines(folder, deployment, data, records=records, class_names=names)
 
 
 def search(machines: Machines, overrides: list[str], lost: str | None) -> int:
@@ -177,20 +183,18 @@ def compare(deployed: Path, inline: Path) -> int:
         for pattern in patterns
         for path in folder.glob(pattern)
     }
-    unequal = [] if found else ["neither run left a result to compare"]
-    for name in sorted(found):
-        pair = [folder / name for folder in (deployed, inline)]
-        if not all(path.is_file() for path in pair):
-            unequal.append(f"{name} is missing in one of the runs")
-        elif pair[0].read_bytes() != pair[1].read_bytes():
-            unequal.append(f"{name} differs")
-        else:
-            print(f"equal: {name}")
-    for text in unequal:
+    names = sorted(map(str, found))
+    equal, unequal, missing = filecmp.cmpfiles(deployed, inline, names, shallow=False)
+    for name in equal:
+        print(f"equal: {name}")
+    wrong = [f"{name} differs" for name in unequal]
+    wrong += [f"{name} is missing in one of the runs" for name in missing]
+    wrong += [] if found else ["neither run left a result to compare"]
+    for text in wrong:
         print(f"deploy_local: {text}", file=sys.stderr)
-    if not unequal:
+    if not wrong:
         print("deployment and inline agree in every bit.")
-    return len(unequal)
+    return len(wrong)
 
 
 if __name__ == "__main__":

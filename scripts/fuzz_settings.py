@@ -1,6 +1,6 @@
 """Runs with generated settings: each is refused in a sentence, or completes with all that it owes.
 
-    scripts/fuzz_settings.sh --runs 1000 [--seed 1] [--limit-s 180] [--file <report>]
+    scripts/fuzz_settings.sh --runs 1000 [--seed 1] [--limit-s 180]
 
 Choices and values are drawn by Hypothesis from the files of ``conf/`` and from the settings
 classes and their constraints, so that a new choice or setting is drawn without further work. Data
@@ -23,9 +23,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
@@ -71,6 +71,7 @@ TEXTS = ("", "a", "0", "nothing", "~/nothing", "a b", "é")
 MOST_CHARACTERS = 1500  # of a refusal
 SHARING = 10  # seconds that a second on the CPU may take
 LOADED = ("fednas_flwr.deploy.server_app", "flwr_datasets", "onnxruntime", "sklearn.linear_model")
+KINDS = ("completed", "refused", "failed", "hung")  # of outcomes
 MEMORY = 6 * 2**30  # bytes of address space that a run may take beyond what it begins with
 
 
@@ -344,25 +345,21 @@ def _drawn(seed: int, data: Mapping[str, list[str]]) -> list[str]:
 
 def run(drawn: list[str], folder: Path) -> Outcome:
     """Run once, in this process, and look at all that it has left."""
-    kind, reason = _run(drawn, folder)
-    return Outcome(kind, reason, drawn)
-
-
-def _run(drawn: list[str], folder: Path) -> tuple[str, str]:
+    outcome = partial(Outcome, overrides=drawn)
     try:
         config = api.compose(*drawn, f"run_dir={folder}")
         api.run(config)
     except ConfigError as error:
         sentence = str(error)
         if folder.exists():
-            return "failed", f"refused when the run had begun: {sentence}"
+            return outcome("failed", f"refused when the run had begun: {sentence}")
         if "\n" in sentence or len(sentence) > MOST_CHARACTERS or not sentence.endswith("."):
-            return "failed", f"refused, but not in a sentence: {sentence!r}"
-        return "refused", sentence
+            return outcome("failed", f"refused, but not in a sentence: {sentence!r}")
+        return outcome("refused", sentence)
     except Exception as error:
-        return "failed", f"{type(error).__name__}: {error}"
+        return outcome("failed", f"{type(error).__name__}: {error}")
     wrong = flaw(config, folder)
-    return ("failed", wrong) if wrong else ("completed", "")
+    return outcome("failed", wrong) if wrong else outcome("completed", "")
 
 
 def flaw(config: Config, folder: Path) -> str | None:
@@ -400,33 +397,30 @@ def _child(drawn: list[str], folder: Path, limit_s: float, sender: Any) -> None:
 
 def run_apart(drawn: list[str], folder: Path, limit_s: float) -> Outcome:
     """Run in a process of its own, of ``limit_s`` seconds on a CPU, which may be shared."""
-    context = multiprocessing.get_context("fork")
+    context, outcome = multiprocessing.get_context("fork"), partial(Outcome, overrides=drawn)
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(drawn, folder, limit_s, sender))
     child.start()
     sender.close()
     try:
         if not receiver.poll(SHARING * limit_s):
-            return Outcome("hung", f"not done after {SHARING * limit_s:g} s", drawn)
+            return outcome("hung", f"not done after {SHARING * limit_s:g} s")
         found: Outcome = receiver.recv()
         return found
     except EOFError:
         child.join()
         if child.exitcode == -signal.SIGXCPU:
-            return Outcome("hung", f"not done after {limit_s:g} s of CPU time", drawn)
-        return Outcome("failed", f"its process died, exit code {child.exitcode}", drawn)
+            return outcome("hung", f"not done after {limit_s:g} s of CPU time")
+        return outcome("failed", f"its process died, exit code {child.exitcode}")
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(child.pid or 0, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         child.join()
 
 
 def summary(counts: Counter[str]) -> str:
     """Return how many runs have ended how."""
-    kinds = ("completed", "refused", "failed", "hung")
-    return ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
+    return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
 
 
 def fuzz() -> int:
@@ -435,7 +429,6 @@ def fuzz() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=180.0, help="of CPU time, a run")
-    parser.add_argument("--file", type=Path, help="list what failed or hung here, too")
     options = parser.parse_args()
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as place:
@@ -449,11 +442,8 @@ def fuzz() -> int:
             shutil.rmtree(folder, ignore_errors=True)
             counts[outcome.kind] += 1
             if outcome.kind in ("failed", "hung"):
-                line = f"- {outcome.kind} (run {number}): {outcome.reason}\n    {drawn}"
-                print(line, flush=True)
-                if options.file:
-                    with options.file.open("a") as file:
-                        file.write(f"{line}\n")
+                reason = f"{outcome.reason}\n    {drawn}"
+                print(f"- {outcome.kind} (run {number}): {reason}", flush=True)
             if (number + 1) % 50 == 0:
                 print(summary(counts), file=sys.stderr, flush=True)
     print(summary(counts))

@@ -1,6 +1,6 @@
-"""A picture of a run's report as a browser shows it first, for the README.
+"""A picture of a run's report as a browser shows it first, for the README: results/report.png.
 
-    python scripts/picture_report.py <run folder> [--output scripts/results/report.png]
+    python scripts/picture_report.py <run folder>
 
 Needs the extra ``browser`` and a Chromium: playwright's own, or the one that FEDNAS_BROWSER names.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
+PICTURE = Path(__file__).parent / "results" / "report.png"
 WIDTH, HEIGHT = 1280, 645
 
 
@@ -20,8 +21,6 @@ def main() -> None:
     """Take the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=Path)
-    output = Path(__file__).parent / "results" / "report.png"
-    parser.add_argument("--output", type=Path, default=output)
     options = parser.parse_args()
     report = options.run / "report.html"
     if not report.is_file():
@@ -32,9 +31,9 @@ def main() -> None:
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.goto(report.resolve().as_uri())
         page.wait_for_function("document.querySelectorAll('.plot svg').length > 0")
-        page.screenshot(path=options.output)
+        page.screenshot(path=PICTURE)
         browser.close()
-    print(options.output)
+    print(PICTURE)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,17 @@
 """Writes conf/README.md: every setting with its default, its values and its meaning.
 
-    python scripts/settings_page.py [--check]
+    python scripts/settings_page.py
 
-Meanings are those of the settings classes' docstrings, defaults those of ``conf/``. ``--check``
-writes nothing and ends with 1 if the page is not that of the code.
+Meanings are those of the settings classes' docstrings, defaults those of ``conf/``. A test says
+whether the page is that of the code.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
@@ -41,22 +39,6 @@ Every setting of a run: `fednas run <setting>=<value> ...`, a file in `experimen
 `algorithm=fnas`. What is out of range, unknown or without effect is refused before anything runs.
 This page is written by `python scripts/settings_page.py`.
 """
-
-
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    text = page()
-    if options.check:
-        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
-        print(
-            "the page is that of the code" if same else f"{PAGE} is old: run this without --check"
-        )
-        return 0 if same else 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
 
 
 def page() -> str:
@@ -236,4 +218,4 @@ def _markdown(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page(), encoding="utf-8")

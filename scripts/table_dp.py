@@ -31,13 +31,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
-from table_runs import TEST_ACCURACY, arguments, make_all, measure
-from tables import start_results
+from table_runs import RESULTS, TEST_ACCURACY, arguments, make_all, measure, start
 
 from fednas_flwr.spaces.genotype import to_json
 from fednas_flwr.spaces.nasbench201 import EDGES, OPS, NASBench201Space
 
-RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dp")
 SEEDS = (1, 2, 3)
 COMMAND = "python scripts/table_dp.py --root <folder>"
@@ -126,8 +124,7 @@ class Job:
 
 def jobs() -> list[list[Job]]:
     """Return all runs, in rows that are made one after the other."""
-    found = [rows(seed) for seed in SEEDS]
-    return [row for of_seed in found for row in of_seed]
+    return [row for seed in SEEDS for row in rows(seed)]
 
 
 def rows(seed: int) -> list[list[Job]]:
@@ -194,48 +191,42 @@ def main() -> None:
     """Run what is missing."""
     parser = arguments(__doc__, needs_root=False)
     parser.add_argument("--table", choices=TITLES, help="only this one")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder (default: %(default)s)"
-    )
     parser.add_argument("--plot", action="store_true", help="run nothing, draw dp_budget.svg")
     options = parser.parse_args()
     if options.plot:
-        runs = json.loads((options.results / "dp_budget.json").read_text())["runs"]
-        draw(runs, options.results / "dp_budget.svg")
+        draw(json.loads((RESULTS / "dp_budget.json").read_text())["runs"])
         return
     if options.root is None:
         parser.error("--root is needed to run: the folder with FashionMNIST")
     CELL.parent.mkdir(parents=True, exist_ok=True)
     space = NASBench201Space(input_shape=(1, 1, 1), num_classes=1)
     CELL.write_text(to_json(space.genotype([OPS.index("nor_conv_3x3")] * len(EDGES))))
-    of_root = [table for table in TITLES if table != CIFAR10]
-    tables = of_root if options.table is None else [options.table]
+    tables = [options.table] if options.table else [name for name in TITLES if name != CIFAR10]
     for table in tables:
-        path = options.results / f"{table}.json"
         columns = {"dp_budget": [*COLUMNS, SIZE], CIFAR10: [TEST_ACCURACY, *COLUMNS[3:], CPU]}
         against = {"dp_shared": {"noise": "local"}, CIFAR10: None}
-        start_results(
-            path,
+        start(
+            table,
             title=TITLES[table],
             command=COMMAND,
             columns=columns.get(table, COLUMNS),
             against=against.get(table, {"network": "linear"}),
         )
-    root, results = options.root.resolve(), options.results
+    root = options.root.resolve()
     asked = [row for row in jobs() if row[0].table in tables]
 
     def make_row(row: list[Job]) -> None:
         for job in row:
-            make(job, root=root, results=results)
+            make(job, root=root)
 
     make_all(make_row, asked, at_a_time=options.jobs)
 
 
-def make(job: Job, *, root: Path, results: Path) -> None:
+def make(job: Job, *, root: Path) -> None:
     """Make one run of a table."""
     given = () if job.of is None else (f"genotype={job.of.folder / 'genotype.json'}",)
     measure(
-        results / f"{job.table}.json",
+        RESULTS / f"{job.table}.json",
         job.folder,
         overrides=(*job.overrides, *given),
         group=job.group,
@@ -254,13 +245,8 @@ LINES = {  # of the picture, by network and clients: label, colour, dashes
 }
 
 
-def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw test accuracy over budget, with standard deviations: a line per network and K.
-
-    Args:
-        runs: Those of dp_budget.json.
-        path: The picture.
-    """
+def draw(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Draw test accuracy over budget of dp_budget.json's runs: a line per network and K."""
     picture = Figure(figsize=(9, 4), layout="constrained")
     axes = picture.add_subplot()
     for (network, clients), (label, colour, dashes) in LINES.items():
@@ -285,7 +271,7 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.minorticks_off()
     axes.grid(axis="y", color="#ddd")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    picture.savefig(path, metadata={"Date": None})
+    picture.savefig(RESULTS / "dp_budget.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

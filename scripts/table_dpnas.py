@@ -24,8 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from table_runs import PERCENT, TEST_ACCURACY, arguments, make_all, make_run, measure
-from tables import start_results
+from table_runs import PERCENT, TEST_ACCURACY, arguments, make_all, make_run, measure, start
 
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, prv_epsilon
@@ -35,7 +34,6 @@ from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 
-RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_dpnas")
 SEEDS = (1, 2, 3)
 EPSILONS = (1.0, 2.0, 3.0)
@@ -114,9 +112,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     options = parser.parse_args()
     title, columns, against = TABLES[options.table]
-    results = RESULTS / f"dpnas_{options.table}.json"
     command = f"python scripts/table_dpnas.py --root <folder> --table {options.table}"
-    start_results(results, title=title, command=command, columns=columns, against=against)
+    head = {"title": title, "command": command, "columns": columns, "against": against}
+    results = start(f"dpnas_{options.table}", **head)
     make, jobs = {
         "networks": (make_training, itertools.product(options.seeds, options.networks, EPSILONS)),
         "networks_full": (make_long_training, itertools.product(options.seeds, PAPER, EPSILONS)),

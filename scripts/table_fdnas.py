@@ -17,14 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from table_runs import PERCENT, arguments, is_made, make_all, make_run, measure
-from tables import start_results
+from table_runs import PERCENT, RESULTS, arguments, is_made, make_all, make_run, measure, start
 
 from fednas_flwr.data.prepared import load_partition, save_partition
 from fednas_flwr.runs.numbers import Run, read_run
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 
-RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_fdnas")
 COMMAND = "python scripts/table_fdnas.py --root <folder>"
 SEEDS = (1, 2, 3)
@@ -78,8 +76,8 @@ def main() -> None:
         name, data, option = "fdnas_full", "Fashion-MNIST, all images", " --full"
     if options.cifar:
         name, data, option = "fdnas_cifar", "CIFAR-10 (JPEG), all images", " --cifar FILE"
-    start_results(
-        RESULTS / f"{name}.json",
+    start(
+        name,
         title=f"FDNAS and baselines on {data}",
         command=COMMAND + option,
         columns=[*ACCURACIES, *SIZES, *SEARCH],
@@ -92,8 +90,8 @@ def main() -> None:
         for seed in SEEDS:
             make_pair(RUNS / "full", FULL, results=name, seed=seed, root=root)
         return
-    start_results(
-        RESULTS / "cfdnas.json",
+    start(
+        "cfdnas",
         title="CFDNAS on Fashion-MNIST, small form: three groups",
         command=COMMAND,
         columns=[

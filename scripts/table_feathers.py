@@ -13,14 +13,11 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from table_runs import TEST_ACCURACY, arguments, make_all, make_run, measure
-from tables import start_results
+from table_runs import RESULTS, TEST_ACCURACY, arguments, make_all, make_run, measure, start
 
 from fednas_flwr.runs.numbers import Run
 
-RESULTS = Path(__file__).parent / "results" / "feathers.json"
 RUNS = Path("runs/table_feathers")
-COMMAND = "python scripts/table_feathers.py --root <folder>"
 CLIENTS = (5, 10)
 PARTITIONS = {  # the skewed one: classes 0-2, 3-5 and 6-9 at different clients
     "iid": ["partition=iid"],
@@ -44,8 +41,8 @@ def main() -> None:
     """Run what is missing."""
     options = arguments(__doc__).parse_args()
     root = options.root.resolve()
-    start_results(
-        RESULTS,
+    start(
+        "feathers",
         title="FEATHERS on Fashion-MNIST, small form",
         command="python scripts/table_feathers.py --root <folder>",
         columns=COLUMNS,
@@ -75,7 +72,7 @@ def make_setting(seed: int, clients: int, partition: str, *, root: Path) -> None
     }
     for name, overrides in algorithms.items():
         measure(
-            RESULTS,
+            RESULTS / "feathers.json",
             folder(name),
             overrides=[*overrides, *shared],
             group={"clients": clients, "partition": partition, "algorithm": name},

@@ -10,12 +10,8 @@ stopped; every finished run is added to scripts/results/fraud.json.
 
 from __future__ import annotations
 
-from pathlib import Path
+from table_runs import Job, arguments, make_runs, start
 
-from table_runs import Job, arguments, make_runs
-from tables import start_results
-
-RESULTS = Path(__file__).parent / "results" / "fraud.json"
 SEEDS = (1, 2, 3, 4, 5)
 EPSILONS = (0.2, 0.25, 0.5, 1, 1.5, 2)
 READINGS = ("per mechanism", "composed")
@@ -45,8 +41,8 @@ def job(reading: str, epsilon: float | None, clients: int, seed: int) -> Job:
 def main() -> None:
     """Run what is missing: without privacy first, then by reading and falling epsilon."""
     options = arguments(__doc__).parse_args()
-    start_results(
-        RESULTS,
+    results = start(
+        "fraud",
         title="FEATHERS on card fraud: F1 by epsilon, 20,306 records over the clients, 5 seeds",
         command="python scripts/table_fraud.py --root <folder>",
         columns=COLUMNS,
@@ -55,7 +51,7 @@ def main() -> None:
     rows: list[tuple[str, float | None]] = [("-", None)]
     rows += [(reading, epsilon) for reading in READINGS for epsilon in reversed(EPSILONS)]
     jobs = [job(*row, clients, seed) for seed in SEEDS for row in rows for clients in (5, 10)]
-    make_runs(RESULTS, jobs, root=options.root, at_a_time=options.jobs)
+    make_runs(results, jobs, root=options.root, at_a_time=options.jobs)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from table_runs import Job, make_runs
-from tables import start_results
+from table_runs import Job, make_runs, start
 
 from fednas_flwr.base.randomness import derive_seed
 
-RESULTS = Path(__file__).parent / "results" / "person.json"
 SEEDS = (1, 2, 3)
 EPSILONS = (1, 3, 8)
 LARGEST_CARD = 7
@@ -44,8 +42,8 @@ def main() -> None:
     data = Path("runs/table_person/data")
     for part in ("train", "test"):
         add_cards(options.root / f"{part}.csv.gz", data / f"{part}.csv.gz")
-    start_results(
-        RESULTS,
+    results = start(
+        "person",
         title="Records or persons protected, on card fraud with synthetic cards, 3 seeds",
         command="python scripts/table_person.py --root <folder>",
         columns=COLUMNS,
@@ -56,7 +54,7 @@ def main() -> None:
         Job({"unit": unit, "epsilon": e}, [*shared, f"privacy.epsilon={e}", column], seed)
         for seed, e, (unit, column) in itertools.product(SEEDS, EPSILONS, UNITS.items())
     ]
-    make_runs(RESULTS, jobs, root=data)
+    make_runs(results, jobs, root=data)
 
 
 def add_cards(source: Path, target: Path) -> None:

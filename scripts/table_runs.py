@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from tables import append_result, find_result
+from tables import append_result, find_result, start_results
 
 from fednas_flwr.base.processes import ALONE
 from fednas_flwr.runs.numbers import Run, is_complete, read_run
@@ -25,6 +25,7 @@ from fednas_flwr.spaces.latency_tables import machine_name
 
 T = TypeVar("T")
 
+RESULTS = Path(__file__).parent / "results"
 PERCENT = {"scale": 100, "decimals": 1}
 TEST_ACCURACY = {"metric": "central_accuracy", "title": "test accuracy (%)", **PERCENT}
 CLIENT_ACCURACY = {"metric": "client_accuracy", "title": "mean client accuracy (%)", **PERCENT}
@@ -47,6 +48,13 @@ def arguments_of_cells(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--column", nargs="+", default=[], help="of accuracies in the table")
     return parser
+
+
+def start(name: str, **head: Any) -> Path:
+    """Return the file of a table's results, made or with a new head; see ``start_results``."""
+    results = RESULTS / f"{name}.json"
+    start_results(results, **head)
+    return results
 
 
 class Job(NamedTuple):
@@ -209,19 +217,22 @@ def make_run(
     return read_run(folder)
 
 
-def add_result(
+def add_missing(
     results: Path,
+    make: Callable[[], Mapping[str, float]],
     *,
     settings: Mapping[str, Any],
     group: Mapping[str, Any],
     seed: int,
-    seconds: float,
-    metrics: Mapping[str, float],
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Add what this process has measured on the processor to a table's results."""
-    row = {"settings": settings, "group": group, "seed": seed, "seconds": seconds}
-    row |= {"commit": commit(), "machine": machine_name(torch.device("cpu")), "metrics": metrics}
-    append_result(results, row)
+    """Add what ``make`` measures on the processor to a table that lacks it, see :func:`is_made`."""
+    if is_made(results, settings, seed):
+        return
+    started = clock()
+    row = {"settings": settings, "group": group, "seed": seed, "metrics": make()}
+    row |= {"seconds": clock() - started, "commit": commit()}
+    append_result(results, row | {"machine": machine_name(torch.device("cpu"))})
 
 
 def cpu_seconds() -> float:

@@ -16,12 +16,11 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from statistics import fmean, pstdev
 
 import torch
-from table_runs import add_result, arguments_of_cells, is_made
-from tables import start_results
+from table_runs import add_missing, arguments_of_cells, start
 
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.report.lookup import CellTable, read_table
@@ -30,7 +29,6 @@ from fednas_flwr.search.samplers import Path as Candidate
 from fednas_flwr.settings.optimizers import ControllerSettings
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
-RESULTS = Path(__file__).parent / "results" / "samplers.json"
 REWARDED = 6  # candidates per round, as in experiment=dpnas/fashion_mnist
 ROUNDS = (30, 60, 100)  # after which cells are looked up
 PROPOSED = 200  # cells that are looked up
@@ -60,38 +58,29 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     table = read_table(options.table, options.column)
-    start_results(
-        RESULTS,
+    results = start(
+        "samplers",
         title="Mean percentile of proposed NAS-Bench-201 cells, with rewards from a table",
         command="python scripts/table_samplers.py --table <file> --column <names>",
         columns=COLUMNS,
         against={"sampler": "random"},
     )
-    for name, spread in [("random", 1.0), *itertools.product(CONTROLLERS, SPREADS)]:
-        for seed in range(1, options.seeds + 1):
-            record(table, name, spread, seed=seed, source=options.table.name)
-
-
-def record(table: CellTable, name: str, spread: float, *, seed: int, source: str) -> None:
-    """Make one search, unless its result is there, and add it to the table's results."""
-    settings = {
-        "sampler": name,
-        "constants": asdict(CONTROLLERS[name]) if name in CONTROLLERS else None,
-        "spread": spread,
-        "rewarded": REWARDED,
-        "table": source,
-    }
-    if is_made(RESULTS, settings, seed):
-        return
-    started = time.process_time()
-    add_result(
-        RESULTS,
-        settings=settings,
-        group={"sampler": name, "spread of rewards": f"{spread:g}"},
-        seed=seed,
-        metrics=search(table, make_sampler(name, seed), spread, seed=seed),
-        seconds=time.process_time() - started,
-    )
+    rows = [("random", 1.0), *itertools.product(CONTROLLERS, SPREADS)]
+    for (name, spread), seed in itertools.product(rows, range(1, options.seeds + 1)):
+        add_missing(
+            results,
+            partial(search, table, name, spread, seed=seed),
+            settings={
+                "sampler": name,
+                "constants": asdict(CONTROLLERS[name]) if name in CONTROLLERS else None,
+                "spread": spread,
+                "rewarded": REWARDED,
+                "table": options.table.name,
+            },
+            group={"sampler": name, "spread of rewards": f"{spread:g}"},
+            seed=seed,
+            clock=time.process_time,
+        )
 
 
 def make_sampler(name: str, seed: int) -> Sampler:
@@ -102,15 +91,16 @@ def make_sampler(name: str, seed: int) -> Sampler:
         return Controller(CHOICES, CONTROLLERS[name])
 
 
-def search(table: CellTable, sampler: Sampler, spread: float, *, seed: int) -> dict[str, float]:
+def search(table: CellTable, name: str, spread: float, *, seed: int) -> dict[str, float]:
     """Return the mean percentiles of the cells proposed after so many rounds.
 
     Args:
         table: What tells the rewards.
-        sampler: What proposes and learns.
+        name: The sampler's, which proposes and learns.
         spread: What cells' differences, and the noise, are multiplied by.
         seed: Of the draws and the noise.
     """
+    sampler = make_sampler(name, seed)
     generator, reward = make_generator(seed, "table_samplers"), rewarding(table, spread)
     metrics = {}
     for number in range(1, max(ROUNDS) + 1):

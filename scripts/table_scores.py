@@ -13,25 +13,22 @@ take about half a second of CPU. ``learning``, which takes seconds, is left out.
 from __future__ import annotations
 
 import csv
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.stats import spearmanr
-from table_runs import add_result, arguments_of_cells, is_made
-from tables import start_results
+from table_runs import add_missing, arguments_of_cells, start
 
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.report.lookup import CellTable, read_cell, read_table
+from fednas_flwr.report.lookup import NOTATION, CellTable, read_cell, read_table
 from fednas_flwr.search.data_free_scores import AZ_NAS, SCORES, combine, measure
-from fednas_flwr.spaces.genotype import Edge
-from fednas_flwr.spaces.nasbench201 import NODES, NASBench201Space
+from fednas_flwr.spaces.nasbench201 import NASBench201Space
 from fednas_flwr.spaces.space import CELL
 
-RESULTS = Path(__file__).parent / "results" / "scores.json"
 RUNS = Path("runs/table_scores")
 CHANNELS, NUM_CELLS = 8, 1  # of the first stage, per stage
 CELLS, DRAWS = 500, 250  # cells that are scored, of which a search draws some
@@ -57,8 +54,8 @@ def main() -> None:
     options = arguments_of_cells(__doc__).parse_args()
     torch.set_num_threads(1)
     table = read_table(options.table, options.column)
-    start_results(
-        RESULTS,
+    results = start(
+        "scores",
         title="Data-free scores of random NAS-Bench-201 cells by a table of all cells",
         command="python scripts/table_scores.py --table <file> --column <names>",
         columns=COLUMNS,
@@ -74,25 +71,8 @@ def main() -> None:
                 "draws": DRAWS,
                 "table": options.table.name,
             }
-            if is_made(RESULTS, settings, seed):
-                continue
-            started = time.monotonic()
-            add_result(
-                RESULTS,
-                settings=settings,
-                group={"score": name},
-                seed=seed,
-                metrics=compare(scored, scores, table, seed=seed),
-                seconds=time.monotonic() - started,
-            )
-
-
-def notation(edges: Sequence[Edge]) -> str:
-    """Return a cell in the benchmark's notation, ``|op~0|+|op~0|op~1|+|op~0|op~1|op~2|``."""
-    return "+".join(
-        "|" + "".join(f"{edge.op}~{edge.source}|" for edge in edges if edge.target == node)
-        for node in NODES
-    )
+            make = partial(compare, scored, scores, table, seed=seed)
+            add_missing(results, make, settings=settings, group={"score": name}, seed=seed)
 
 
 def score_cells(seed: int) -> dict[str, dict[str, float]]:
@@ -106,7 +86,7 @@ def score_cells(seed: int) -> dict[str, dict[str, float]]:
     generator, cells = make_generator(seed, "pool"), {}
     while len(cells) < CELLS:
         genotype = space.random_genotype(generator)
-        cells[notation(genotype.cells[CELL])] = genotype
+        cells[NOTATION.format(*(edge.op for edge in genotype.cells[CELL]))] = genotype
     path = RUNS / f"c{CHANNELS}_n{NUM_CELLS}_s{seed}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     known: dict[str, dict[str, Any]] = {}

@@ -9,8 +9,6 @@ was stopped; every finished run is added to scripts/results/search.json.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from table_runs import (
     CLIENT_ACCURACY,
     PARAMETERS,
@@ -19,10 +17,9 @@ from table_runs import (
     Job,
     arguments,
     make_runs,
+    start,
 )
-from tables import start_results
 
-RESULTS = Path(__file__).parent / "results" / "search.json"
 SMALL = ("dataset=fashion_mnist", "dataset.limit_train=2000", "clients=5")
 SEARCHES = {
     "recommended": ("experiment=search/recommended", *SMALL),
@@ -57,14 +54,14 @@ def jobs() -> list[Job]:
 def main() -> None:
     """Run what is missing."""
     options = arguments(__doc__).parse_args()
-    start_results(
-        RESULTS,
+    results = start(
+        "search",
         title="Search on Fashion-MNIST, small form: 2,000 images, 5 clients",
         command="python scripts/table_search.py --root <folder>",
         columns=[TEST_ACCURACY, CLIENT_ACCURACY, PARAMETERS, SEARCH_SECONDS],
         against={"search": "random_search, as long"},
     )
-    make_runs(RESULTS, jobs(), root=options.root, at_a_time=options.jobs)
+    make_runs(results, jobs(), root=options.root, at_a_time=options.jobs)
 
 
 if __name__ == "__main__":

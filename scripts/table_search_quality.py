@@ -17,13 +17,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from table_runs import Job, arguments_of_cells, make_runs
-from tables import start_results
+from table_runs import Job, arguments_of_cells, make_runs, start
 
 from fednas_flwr.report.lookup import CellTable, found_cell, read_table
 from fednas_flwr.runs.numbers import Run
 
-RESULTS = Path(__file__).parent / "results" / "search_quality.json"
 DATA = (
     *("dataset=npz", "dataset.limit_train=8000"),
     *("clients=4", "search_space=nasbench201_small", "stages=[search]", "trackers=[]"),
@@ -62,8 +60,8 @@ def main() -> None:
     parser.add_argument("--only", choices=sorted({search for search, _, _ in ROWS + MORE_ROWS}))
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    start_results(
-        RESULTS,
+    results = start(
+        "search_quality",
         title="Percentile of found NAS-Bench-201 cells, 8,000 CIFAR-10 images (JPEG), 4 clients",
         command="python scripts/table_search_quality.py --root <cifar10.npz> --table <file> "
         "--column <names>",
@@ -74,7 +72,7 @@ def main() -> None:
     made = [(*row, seed) for seed in SEEDS for row in ROWS]
     made += [(*row, seed) for seed in FEWER_SEEDS for row in MORE_ROWS]
     jobs = [job(*row) for row in made if options.only in (None, row[0])]
-    make_runs(RESULTS, jobs, root=options.root, more=lambda run: found(run, table))
+    make_runs(results, jobs, root=options.root, more=lambda run: found(run, table))
 
 
 def job(search: str, partition: str, settings: tuple[str, ...], seed: int) -> Job:

@@ -24,8 +24,8 @@ from table_runs import (
     make_all,
     make_run,
     measure,
+    start,
 )
-from tables import start_results
 
 from fednas_flwr import compose
 from fednas_flwr.base.files import write_atomically
@@ -36,7 +36,6 @@ from fednas_flwr.search.data_free_scores import AZ_NAS
 from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.genotype import Genotype, to_json
 
-RESULTS = Path(__file__).parent / "results" / "spaces.json"
 RUNS = Path("runs/table_spaces")
 SPACES = {  # settings of search and retraining, settings of search alone
     "DARTS": (("retrain.channels=8", "retrain.num_cells=3"), ("search_space=darts_small",)),
@@ -70,8 +69,8 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     root = options.root.resolve()
     RUNS.mkdir(parents=True, exist_ok=True)
-    start_results(
-        RESULTS,
+    results = start(
+        "spaces",
         title="Other search spaces on Fashion-MNIST, small form: 2,000 images, 5 clients, 5 seeds",
         command="python scripts/table_spaces.py --root <folder>",
         columns=COLUMNS,
@@ -80,10 +79,10 @@ def main() -> None:
     for seed, space in itertools.product(SEEDS, SPACES):  # Hydra composes in one thread only
         write_atomically(any_file(seed, space), to_json(draw_any(seed, space, root)))
     jobs = itertools.product(PARTITIONS, SEEDS, SPACES)
-    make_all(lambda job: make(*job, root=root), jobs, at_a_time=options.jobs)
+    make_all(lambda job: make(*job, results=results, root=root), jobs, at_a_time=options.jobs)
 
 
-def make(partition: str, seed: int, space: str, *, root: Path) -> None:
+def make(partition: str, seed: int, space: str, *, results: Path, root: Path) -> None:
     """Search one network, and train random ones in the same way."""
 
     def row(network: str, settings: tuple[str, ...]) -> dict[str, Any]:
@@ -95,18 +94,18 @@ def make(partition: str, seed: int, space: str, *, root: Path) -> None:
 
     shared, searched = SPACES[space]
     found = row("recommended", (*RECOMMENDED, *searched))
-    measure(RESULTS, **found, seed=seed, root=root)
+    measure(results, **found, seed=seed, root=root)
     like = RUNS / f"{space}_{partition}_s{seed}.json"
     random = row("random", (*GIVEN, f"genotype={like}"))
-    if not is_made(RESULTS, random["overrides"], seed):
+    if not is_made(results, random["overrides"], seed):
         run = make_run(found["folder"], overrides=found["overrides"], seed=seed, root=root)
         if run is not None:
             write_atomically(like, to_json(draw_like(found["folder"], seed)))
-            measure(RESULTS, **random, seed=seed, root=root)
+            measure(results, **random, seed=seed, root=root)
     any_size = row("random_any_size", (*GIVEN, f"genotype={any_file(seed, space)}"))
-    measure(RESULTS, **any_size, seed=seed, root=root)
+    measure(results, **any_size, seed=seed, root=root)
     data_free = row("AZ-NAS", (*SCORED, *searched))
-    measure(RESULTS, **data_free, seed=seed, root=root)
+    measure(results, **data_free, seed=seed, root=root)
 
 
 def any_file(seed: int, space: str) -> Path:

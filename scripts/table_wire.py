@@ -8,15 +8,10 @@ seeds. Continues where it was stopped; every finished run is added to scripts/re
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from table_runs import PARAMETERS, TEST_ACCURACY, Job, make_runs
-from tables import start_results
+from table_runs import PARAMETERS, TEST_ACCURACY, Job, make_runs, start
 
 from fednas_flwr.runs.numbers import Run
 
-RESULTS = Path(__file__).parent / "results" / "wire.json"
 WIRES = ("float32", "float16", "int8")
 SEEDS = (1, 2, 3)
 COLUMNS = [
@@ -30,16 +25,15 @@ COLUMNS = [
 
 def main() -> None:
     """Run what is missing."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    start_results(
-        RESULTS,
+    results = start(
+        "wire",
         title="The quickstart by message format: digits, 3 clients, 3 seeds",
         command="python scripts/table_wire.py",
         columns=COLUMNS,
         against={"wire": "float32"},
     )
     jobs = [Job({"wire": w}, [f"runtime.wire={w}"], seed) for seed in SEEDS for w in WIRES]
-    make_runs(RESULTS, jobs, more=traffic)
+    make_runs(results, jobs, more=traffic)
 
 
 def traffic(run: Run) -> dict[str, float]:

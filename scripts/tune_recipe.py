@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +83,17 @@ class Variant:
     averaged: int = 1
 
 
+class Setting(NamedTuple):
+    """A training: budget, records, clients, the rate at which they are drawn, steps, variant."""
+
+    epsilon: float
+    records: int
+    clients: int
+    rate: float
+    steps: int
+    variant: Variant
+
+
 def clipped(norms: Tensor) -> Tensor:
     """Leave gradients that are short enough as they are."""
     return NORM / norms.clamp_min(NORM)
@@ -110,40 +122,31 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     draws = [load(options.root, draw, copies=options.variants) for draw in range(options.draws)]
-    settings = (
-        itertools.product(VARIED, [RULE], VARIANTS)
-        if options.variants
-        else itertools.product(SETTINGS, LENGTHS, [CLIPPING])
-    )
-    for (epsilon, records, clients), (rate, steps), variant in settings:
+    settings = [
+        Setting(*of, *length, variant)
+        for of, length, variant in (
+            itertools.product(VARIED, [RULE], VARIANTS)
+            if options.variants
+            else itertools.product(SETTINGS, LENGTHS, [CLIPPING])
+        )
+    ]
+    for own in settings:
         sigma = calibrate_noise(
-            target_epsilon=epsilon,
+            target_epsilon=own.epsilon,
             delta=DELTA,
-            sample_rate=rate,
-            steps=steps,
+            sample_rate=own.rate,
+            steps=own.steps,
             accountant=filter_epsilon,
         )
         found = {
-            walk: fmean(
-                train(
-                    drawn,
-                    draw,
-                    variant,
-                    records=records,
-                    clients=clients,
-                    rate=rate,
-                    steps=steps,
-                    sigma=sigma,
-                    walk=walk,
-                )
-                for draw, drawn in enumerate(draws)
-            )
+            walk: fmean(train(*drawn, own, sigma, walk) for drawn in enumerate(draws))
             for walk in WALKS
         }
         shown = "  ".join(f"{walk:g}: {100 * accuracy:.1f} %" for walk, accuracy in found.items())
         print(
-            f"budget {epsilon:g}, {records} records, {clients} clients, rate {rate:g}, {steps} "
-            f"steps, noise multiplier {sigma:.2f}, {variant.name}; by walk {shown}",
+            f"budget {own.epsilon:g}, {own.records} records, {own.clients} clients, rate "
+            f"{own.rate:g}, {own.steps} steps, noise multiplier {sigma:.2f}, "
+            f"{own.variant.name}; by walk {shown}",
             flush=True,
         )
 
@@ -201,24 +204,12 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
     )
 
 
-def train(
-    drawn: Draw,
-    draw: int,
-    variant: Variant,
-    *,
-    records: int,
-    clients: int,
-    rate: float,
-    steps: int,
-    sigma: float,
-    walk: float,
-) -> float:
+def train(draw: int, drawn: Draw, own: Setting, sigma: float, walk: float) -> float:
     """Return the held-out accuracy after DP-SGD of clients that each add their own noise."""
-    plan = PlannedRelease(
-        "retrain", "train.weights", "weights", ("train",), rate, steps, NORM, sigma
-    )
-    batches = [rate * records / clients] * clients
-    noise = noise_per_step(plan, batches, asked=clients)
+    rate, steps, variant, sent = own.rate, own.steps, own.variant, ("train.weights", "weights")
+    plan = PlannedRelease("retrain", *sent, ("train",), rate, steps, NORM, sigma)
+    batches = [rate * own.records / own.clients] * own.clients
+    noise = noise_per_step(plan, batches, asked=own.clients)
     highest = learning_rate(walk, noise, steps=steps, momentum=MOMENTUM)
     examples = drawn.copies if variant.copies else drawn.plain
     assert examples is not None
@@ -226,8 +217,8 @@ def train(
     velocity, generator = torch.zeros_like(weights), make_generator(draw, "steps")
     after_rounds = []
     for step in range(steps):
-        rows = torch.rand(records, generator=generator) < rate
-        x, y = examples.x[:records][rows], examples.y[:records][rows]
+        rows = torch.rand(own.records, generator=generator) < rate
+        x, y = examples.x[: own.records][rows], examples.y[: own.records][rows]
         gradient = bounded_sum(x, y, weights, variant.factor) / sum(batches)
         gradient += noise * torch.randn(weights.shape, generator=generator)
         velocity = MOMENTUM * velocity + gradient
