@@ -130,8 +130,7 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
     if settings is None or not config.samples:
         return None
     records = {name: np.array([declared.get(name, 0) for declared in splits]) for name in SPLITS}
-    names = trained_on(config.retrain.evaluate_every)
-    trained = np.sum([records[name] for name in names], axis=0)
+    trained = np.sum([records[name] for name in trained_on(config.retrain.evaluate_every)], axis=0)
     search, retrain = records["train"], trained
     entry = algorithm_of(config)
     if entry.search is not None and issubclass(imported(entry.search), GradientStrategy):

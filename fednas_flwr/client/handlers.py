@@ -136,8 +136,7 @@ def tell_statistics(client: Client, request: Request, asked: rq.TellStatistics) 
     ranges = Statistics(split.mean, split.std)
 
     def values(rows: Tensor) -> Tensor:
-        features = split.features[split.rows[rows]]
-        return unit_vectors(features, ranges, num_columns=num_columns)
+        return unit_vectors(split.features[split.rows[rows]], ranges, num_columns=num_columns)
 
     return NoisedMeasures(client, request).sums(STATISTICS, split, values, size=size)
 

@@ -55,8 +55,7 @@ def check(client: Client, request: messages.Request, asked: KeepModel) -> Path:
     try:
         write_atomically(new / MODEL_FILE, model)
         write_atomically(new / CARD_FILE, asked.card)
-        run = request.header.run
-        signed = {"run": run, "signature": asked.signature, "sha256": digest}
+        signed = {"run": request.header.run, "signature": asked.signature, "sha256": digest}
         write_atomically(new / SIGNATURE_FILE, json.dumps(signed, indent=2) + "\n")
         inputs = _read(client, new / MODEL_FILE).inputs
         for name in ("class_names", "schema", "shape", "transform", "multi_label"):

@@ -285,8 +285,7 @@ def files_of(texts: table_files.Texts, path: Path, *, skip: bool = False) -> dic
         ConfigError: Images are missing, or not to be told apart by their names.
     """
     column = next(iter(texts))
-    files = decoding.image_files(path.parent)
-    paths = {file.relative_to(path.parent): file for file in files}
+    paths = {file.relative_to(path.parent): file for file in decoding.image_files(path.parent)}
     cut = {p: p if skip else p.with_suffix("") for p in paths}  # without suffixes, too
     names = {file: {p.name, cut[p].name, cut[p].as_posix()} for p, file in paths.items()}
     times = Counter(name for of in names.values() for name in of)

@@ -323,8 +323,7 @@ def augment(
         # The first pixel of a padded image is padding: 0.
         source_BHW.masked_fill_(cut_rows_BH[:, :, None] & cut_columns_BW[:, None, :], 0)
     padded = functional.pad(x, (margin,) * 4).view(batch, channels, -1)
-    source = source_BHW.view(batch, 1, -1).expand(-1, channels, -1)
-    return padded.gather(2, source).view(x.shape)
+    return padded.gather(2, source_BHW.view(batch, 1, -1).expand(-1, channels, -1)).view(x.shape)
 
 
 def _covered(centre_B1: Tensor, side: int, size: int) -> Tensor:

@@ -229,8 +229,7 @@ def _part(
 
 def _class_names(settings: Arrays, labels: Sequence[np.ndarray], *, origin: str) -> tuple[str, ...]:
     """Names of the classes, or of the labels that a record can have, of all parts."""
-    widths = {y.shape[1:] for y in labels}
-    if len(widths) > 1:
+    if len({y.shape[1:] for y in labels}) > 1:
         raise ConfigError(
             f"{origin} holds y of shapes {', '.join(str(y.shape) for y in labels)}: expected "
             "one class per record, or the same labels, in all parts."

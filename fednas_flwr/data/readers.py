@@ -89,8 +89,7 @@ def check_sites(name: str) -> None:
 def data_settings(name: str, values: Mapping[str, Any]) -> ds.Dataset:
     """Settings of a data set, checked; what is not given is neutral (:func:`_neutral`)."""
     values = {**_neutral(name), "name": name, **values}
-    kind = DATA_SETS[name].settings
-    settings: ds.Dataset = parse(kind, values, key="dataset", defaults=True)
+    settings: ds.Dataset = parse(DATA_SETS[name].settings, values, key="dataset", defaults=True)
     return settings
 
 

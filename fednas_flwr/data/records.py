@@ -245,8 +245,7 @@ RecordsPair = tuple[Records, Records | None]  # train part, and the official tes
 
 def record_ids(contents: Iterable[bytes]) -> np.ndarray:
     """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
-    digests = _digests(contents, hashlib.blake2b(digest_size=16))
-    return np.frombuffer(digests.hex().encode(), ID)
+    return np.frombuffer(_digests(contents, hashlib.blake2b(digest_size=16)).hex().encode(), ID)
 
 
 def _digests(contents: Iterable[bytes], begun: hashlib.blake2b) -> bytearray:
@@ -462,8 +461,7 @@ def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
     if not 1 <= len(key) <= 64:
         raise ValueError(f"a split key needs 1 to 64 bytes, got {len(key)}.")
     keyed = hashlib.blake2b(key=key, digest_size=8, person=b"fednas split")
-    contents = chain.from_iterable(ids[rows].tolist() for rows in chunks(len(ids)))
-    digests = _digests(contents, keyed)
+    digests = _digests(chain.from_iterable(ids[rows].tolist() for rows in chunks(len(ids))), keyed)
     # 53 bits are what a float64 in [0, 1) holds exactly; with 64 the largest would round to 1.
     return (np.frombuffer(digests, dtype=">u8") >> np.uint64(11)).astype(float) * 2.0**-53
 

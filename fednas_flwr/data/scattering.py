@@ -102,8 +102,7 @@ class Scattering(nn.Module):
         """Return float32 ``[B, C K, h, w]`` of images ``[B, C, H, W]`` scaled to 0..1."""
         if self.is_coloured:
             x = torch.einsum("oc,bchw->bohw", self.get_buffer("colours"), x)
-        coefficients = self.coefficients(x)
-        return functional.group_norm(coefficients.flatten(1, 2), self.groups)
+        return functional.group_norm(self.coefficients(x).flatten(1, 2), self.groups)
 
     def coefficients(self, x: Tensor) -> Tensor:
         """Return the coefficients themselves, ``[B, C, K, h, w]``, as kymatio orders them."""

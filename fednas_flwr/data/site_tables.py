@@ -289,8 +289,7 @@ def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
     above = [x.min() > np.median(x) / 10 for x in without]
     for site in [site for site, some in zeros.items() if some]:
         if sum(above) >= len(numbers) / 2:
-            usual = tables[site].settings.missing_values
-            propose(site, "missing_in", name, ["0", *usual])
+            propose(site, "missing_in", name, ["0", *tables[site].settings.missing_values])
             numbers[site] = numbers[site][numbers[site] != 0]
     spans = {s: np.quantile(x, [0.1, 0.5, 0.9]) for s, x in numbers.items() if len(x)}
     spans = {site: span for site, span in spans.items() if span[1] > 0}

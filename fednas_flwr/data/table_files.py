@@ -293,8 +293,7 @@ def _read_excel(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
     if table.empty:
         raise ValueError(f"its first sheet, {sheet.title}, is empty")
     first = [str(cell).strip() if cell == cell else "" for cell in table.iloc[0].tolist()]
-    columns = [_cells_of(table.iloc[:, i]) for i in range(table.shape[1])]
-    texts, notes = _named(columns, first, form)
+    texts, notes = _named([_cells_of(table.iloc[:, i]) for i in range(table.shape[1])], first, form)
     if others := [other.title for other in sheets if other is not sheet]:
         notes.append(f"only the sheet {sheet.title} is read, not {', '.join(others)}")
     with zipfile.ZipFile(io.BytesIO(content)) as archive:

@@ -297,5 +297,4 @@ class MeasuringGrid(SteppedGrid):
     def _timed(self, message: Message, request: Request, steps: int) -> tuple[Message, float]:
         """Return the reply to a request for that many steps, and the seconds it took."""
         began = time.monotonic()
-        reply = self.after(message, request, steps)
-        return reply, time.monotonic() - began
+        return self.after(message, request, steps), time.monotonic() - began

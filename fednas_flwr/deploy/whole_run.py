@@ -171,10 +171,9 @@ def train(folder: Path, limit: str | None, ends_at: float) -> str:
         return ""
     if time.monotonic() > ends_at:
         return "left out, as time was over"
-    begun = (folder / EVENTS_FILE).exists()
     try:
         config = with_runtime(run_folder.open_run_folder(str(folder)), time_limit=limit)
-        launch(config, listeners=(), resumed=begun)
+        launch(config, listeners=(), resumed=(folder / EVENTS_FILE).exists())
     except (ConfigError, QuorumError) as error:
         return str(error)
     return ""

@@ -155,8 +155,7 @@ def _settings(
     """Values of a column as a person knows them, and its features with each of them."""
     if column.kind == CATEGORY:
         return list(column.categories), list(torch.eye(len(at)))
-    steps = torch.linspace(0.05, 0.95, POINTS)
-    grid = torch.unique(own_NF[:, 0].quantile(steps))
+    grid = torch.unique(own_NF[:, 0].quantile(torch.linspace(0.05, 0.95, POINTS)))
     values = grid.double() * split.std[at[0]] + split.mean[at[0]]
     present = torch.zeros(len(at))  # and not missing
     settings = [present.index_put((torch.tensor(0),), value) for value in grid]

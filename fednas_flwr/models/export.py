@@ -180,8 +180,7 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
             nodes.append(node("IsNaN", [name], [f"is_nan_{i}"]))
             nodes.append(node("Cast", [f"is_nan_{i}"], [f"indicator_{i}"], to=TensorProto.FLOAT))
             indicators.append(f"indicator_{i}")
-    parts = [*numbers, *indicators, *categories]
-    nodes.append(node("Concat", parts, ["features"], axis=1))
+    nodes.append(node("Concat", [*numbers, *indicators, *categories], ["features"], axis=1))
     old = list(graph.node)
     del graph.node[:], graph.input[:]
     graph.input.extend(columns)

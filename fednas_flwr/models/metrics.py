@@ -384,9 +384,8 @@ def per_class(
     from sklearn.metrics import precision_recall_fscore_support
 
     classes = range(logits_NC.shape[1])
-    predicted_N = objective.predictions(logits_NC)
     columns = precision_recall_fscore_support(
-        labels_N, predicted_N, labels=list(classes), zero_division=0.0
+        labels_N, objective.predictions(logits_NC), labels=list(classes), zero_division=0.0
     )
     names = ("precision", "recall", "f1", "count", "auroc", "average_precision")
     areas: list[Sequence[Any]] = [(math.nan, math.nan) for _ in classes]

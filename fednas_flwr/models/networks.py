@@ -451,8 +451,7 @@ def private_cnn(
     if channels > 1:
         return _large_private_cnn(input_shape, num_classes, activation)
     sides = [((side // 2 - 1) // 2 - 1) - 1 for side in (height, width)]
-    first = nn.Conv2d(channels, 16, 8, stride=2, padding=3)
-    layers = [first, activation(), nn.MaxPool2d(2, 1)]
+    layers = [nn.Conv2d(channels, 16, 8, stride=2, padding=3), activation(), nn.MaxPool2d(2, 1)]
     layers += [nn.Conv2d(16, 32, 4, stride=2), activation(), nn.MaxPool2d(2, 1)]
     layers += [nn.Flatten(), nn.Linear(32 * math.prod(sides), 32), activation()]
     return nn.Sequential(*layers, nn.Linear(32, num_classes))

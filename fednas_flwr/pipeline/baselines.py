@@ -333,8 +333,7 @@ def _shipped(name: str, **changed: object) -> AlgorithmSettings:
     """Return the settings that ``algorithm=<name>`` has by default, some of them changed."""
     file = f"algorithm/{name}.yaml"
     settings = {**read_yaml(conf_folder() / file, file), **changed}
-    kind = algorithms()[name].settings
-    return parse(kind, settings, key="algorithm", defaults=True)
+    return parse(algorithms()[name].settings, settings, key="algorithm", defaults=True)
 
 
 def _nearest_resnet(shape: tuple[int, ...], num_classes: int, wanted: int) -> str:

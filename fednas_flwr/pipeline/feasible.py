@@ -184,8 +184,7 @@ def check_buildable(config: Config) -> Made:
     """
     nets.make_device(config.runtime.device)
     _check_threads(config)
-    data = make_data(config)
-    (prepared, parts), genotype = data, nets.given_genotype(config)
+    (prepared, parts), genotype = make_data(config), nets.given_genotype(config)
     key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
 
     def clients() -> Iterable[loaders.ClientData]:
@@ -401,8 +400,7 @@ def _batch_size(config: Config, stage: str) -> int | None:
     retraining = config.retrain.batch_size
     if stage == "retrain":
         return retraining
-    algorithm = config.algorithm.whole_search(config).algorithm
-    return getattr(algorithm, "batch_size", retraining)
+    return getattr(config.algorithm.whole_search(config).algorithm, "batch_size", retraining)
 
 
 def _error_of_one_record(network: nn.Module, shape: tuple[int, ...]) -> ValueError | None:

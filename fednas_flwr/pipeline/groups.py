@@ -153,10 +153,9 @@ def group_by_alphas(updates: Mapping[int, Tensor], *, num_groups: int) -> dict[s
         )
     unit_KA = torch.stack([updates[client] for client in clients])
     unit_KA = unit_KA / unit_KA.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    distances_KK = (1 - unit_KA @ unit_KA.T).clamp(min=0.0)
     labels = AgglomerativeClustering(
         n_clusters=num_groups, metric="precomputed", linkage="average"
-    ).fit_predict(distances_KK.numpy())
+    ).fit_predict((1 - unit_KA @ unit_KA.T).clamp(min=0.0).numpy())
     groups: dict[int, list[int]] = {}
     for client, label in zip(clients, labels.tolist(), strict=True):
         groups.setdefault(label, []).append(client)

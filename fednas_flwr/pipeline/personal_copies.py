@@ -34,8 +34,7 @@ def fine_tuning(local: rq.LocalTraining, lr: float, *, split: str) -> rq.LocalTr
         split: Records to train on.
     """
     weights = replace(local.weights, lr=RATE * lr, min_lr=RATE * lr)
-    amount = replace(local.amount, epochs=EPOCHS)
-    return replace(local, split=split, weights=weights, amount=amount)
+    return replace(local, split=split, weights=weights, amount=replace(local.amount, epochs=EPOCHS))
 
 
 def shrunken(gains: Mapping[int, tuple[float, float, int]]) -> dict[int, float]:

@@ -113,8 +113,7 @@ def _run_from_search(run: Run) -> None:
     if "export" in config.stages:
         if threshold is not None:
             _export(run, description, network, threshold)
-        copies = _keep_copies(run, description, network, states, threshold)
-        _hand_over(run, copies)
+        _hand_over(run, _keep_copies(run, description, network, states, threshold))
 
 
 def _run_and_report_spending(run: Run) -> None:
@@ -484,12 +483,11 @@ def _hand_over(run: Run, copies: Mapping[int, Path]) -> None:
             except ConfigError as error:
                 run.log.emit("warning", message=f"the model does not return to the sites: {error}")
                 return
-            values = torch.frombuffer(bytearray(model), dtype=torch.uint8)
             exchange = Exchange(
                 "query.keep_model",
                 stage="hand over",
                 settings=request,
-                states={"model": {"uint8": values}},
+                states={"model": {"uint8": torch.frombuffer(bytearray(model), dtype=torch.uint8)}},
                 among=clients,
             )
             try:
@@ -545,8 +543,7 @@ def _baselines(run: Run, objective: Objective) -> dict[str, dict[str, Any]]:
         for client in clients
     ]
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
-    seed = run.config.seed
-    return metrics.pooled_baselines(train, test, prepared.num_classes, objective, seed)
+    return metrics.pooled_baselines(train, test, prepared.num_classes, objective, run.config.seed)
 
 
 def _circumstances() -> dict[str, Any]:

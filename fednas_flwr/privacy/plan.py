@@ -157,8 +157,7 @@ def add_up(releases: Iterable[PlannedRelease]) -> list[PlannedRelease]:
     total: dict[str, PlannedRelease] = {}
     for release in releases:
         before = total.get(release.key)
-        steps = release.steps + (before.steps if before else 0)
-        total[release.key] = replace(release, steps=steps)
+        total[release.key] = replace(release, steps=release.steps + (before.steps if before else 0))
     return list(total.values())
 
 

@@ -285,8 +285,7 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     for folder in run_folders(folders):
         run, reason = _finished(folder)
         if run is not None:
-            key = tuple(sorted(_settings(run).items()))
-            group = members.setdefault(key, {})
+            group = members.setdefault(tuple(sorted(_settings(run).items())), {})
             seed = run.config.get("seed")
             if seed in group:
                 reason = f"not counted: same settings and seed as {group[seed].folder}"

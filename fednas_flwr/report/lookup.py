@@ -83,10 +83,9 @@ def read_table(path: Path, columns: Sequence[str] = ()) -> CellTable:
     cells = pd.Series([read_cell(text) for text in frame[column]], index=frame.index)
     means = numeric[ranked].groupby(cells).mean().dropna(how="all")
     percentiles = 100 * means.rank().mean(axis=1).rank(pct=True)
-    rows = means.itertuples(index=False, name=None)
     return CellTable(
         columns=tuple(map(str, ranked)),
-        accuracies=dict(zip(means.index, rows, strict=True)),
+        accuracies=dict(zip(means.index, means.itertuples(index=False, name=None), strict=True)),
         percentiles=dict(zip(means.index, percentiles.tolist(), strict=True)),
     )
 

@@ -94,9 +94,8 @@ def tensorboard(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]
         def writer() -> SummaryWriter:
             from torch.utils.tensorboard import SummaryWriter
 
-            folder = str(run_folder / "tensorboard")
             made: SummaryWriter = stack.enter_context(
-                SummaryWriter(folder, flush_secs=FLUSH_SECONDS)
+                SummaryWriter(str(run_folder / "tensorboard"), flush_secs=FLUSH_SECONDS)
             )
             return made
 

@@ -82,8 +82,7 @@ class EventLog(AbstractContextManager["EventLog"]):
             reason = STOPPED.get(type(error)) or f"{type(error).__name__}: {error}"
             raise
         finally:
-            seconds = time.monotonic() - started
-            ended = {"status": status, "reason": reason, "seconds": seconds}
+            ended = {"status": status, "reason": reason, "seconds": time.monotonic() - started}
             self.emit("run_finished", **ended, memory=peak_memory())
 
     def close(self) -> None:

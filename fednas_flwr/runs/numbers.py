@@ -190,8 +190,7 @@ class Run:
     @property
     def is_private(self) -> bool:
         """True if clients add noise to all they send: a privacy other than ``none`` was chosen."""
-        chosen = self.group("privacy").get("name")
-        return chosen not in (None, "none") or self.privacy is not None
+        return self.group("privacy").get("name") not in (None, "none") or self.privacy is not None
 
     @property
     def holds_out(self) -> bool:

@@ -169,8 +169,7 @@ class Moments:
     def of(cls, rewards: Sequence[float]) -> Moments:
         """Mean and variance of at least one reward; equal ones have exactly 0."""
         deviations_N = torch.tensor(rewards, dtype=torch.float64) - rewards[0]
-        shift = float(deviations_N.mean())
-        return cls(rewards[0] + shift, float(deviations_N.var(correction=0)))
+        return cls(rewards[0] + float(deviations_N.mean()), float(deviations_N.var(correction=0)))
 
     def moved(self, newest: Moments, *, decay: float) -> Moments:
         """The moments of the mixture in which what was seen keeps the share ``decay``."""

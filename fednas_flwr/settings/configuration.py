@@ -170,8 +170,7 @@ def check_names(tree: Mapping[str, Any]) -> None:
 
 def _parse(tree: Mapping[str, Any]) -> Config:
     check_names(tree)
-    hints = chosen_kinds(tree)
-    config: Config = parse(Config, tree, key="", hints=hints, defaults=True)
+    config: Config = parse(Config, tree, key="", hints=chosen_kinds(tree), defaults=True)
     check_combinations(config)
     return config
 

@@ -191,8 +191,7 @@ def _separable(modules: Sequence[Sequence[Any]], start: int, x: Tensor, stride: 
     """Return depthwise, pointwise, norm of several ops' and edges' modules, without their ReLU."""
     flat = [module for op in modules for module in op]
     depthwise_weights = [stacked([module[start + 1].weight for module in op]) for op in modules]
-    dilation = flat[0][start + 1].dilation[0]
-    out = depthwise(x, depthwise_weights, stride=stride, dilation=dilation)
+    out = depthwise(x, depthwise_weights, stride=stride, dilation=flat[0][start + 1].dilation[0])
     out = pointwise(out, stacked([m[start + 2].weight for m in flat]), groups=len(flat))
     return operations.normalised(out, [m[start + 3] for m in flat])
 

@@ -83,8 +83,7 @@ def arrows(pairs: Sequence[tuple[int, int]]) -> str:
 
 def to_json(genotype: Genotype) -> str:
     """Return the genotype as indented JSON; :func:`from_json` gives an equal one back."""
-    document = {"format": FORMAT, "version": VERSION, **asdict(genotype)}
-    return json.dumps(document, indent=2) + "\n"
+    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(genotype)}, indent=2) + "\n"
 
 
 def from_json(text: str, *, origin: str = "genotype") -> Genotype:

@@ -315,8 +315,7 @@ class MBConvNetwork(ops.SkipNetwork):
         x = ops.channels_last(self.before(x))
         for index, block in enumerate(self.blocks):
             gates_K = None if gates_EK is None else gates_EK[..., index, :]
-            path = None if paths is None else paths[index]
-            x = block(x, gates_K, path, self.dropped)
+            x = block(x, gates_K, None if paths is None else paths[index], self.dropped)
         return self.joined(self.after(x), images)
 
     def choices(self) -> list[ops.Choice]:

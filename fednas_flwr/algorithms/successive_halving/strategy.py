@@ -57,8 +57,7 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
         if settings.rewarded == "local":
             measured = RewardCandidates(training=local)
         else:
-            weights = settings.weights.at_round(server_round, num_rounds)
-            local = replace(local, weights=weights)
+            local = replace(local, weights=settings.weights.at_round(server_round, num_rounds))
             metrics |= self.train("train.weights", Train(local=local))
             measured = RewardCandidates(network=described)
         left = num_left(server_round, num_rounds, keep=self._size(), eta=settings.eta)
