@@ -1,6 +1,6 @@
 """Tables: what the recommended command delivers, beside the simplest alternatives.
 
-    python scripts/table_recommended.py --data <folder> [--jobs 2] [--only heart,digits]
+    python scripts/table_recommended.py --data <folder> [--jobs 2] [--only heart digits]
 
 Nobody tuned on the seeds, which are listed here; each has a split of its own into clients' records
 and the server's test set. What is chosen is chosen by validation records. ``<folder>`` has the data
@@ -78,9 +78,9 @@ def main() -> None:
     """Run what is missing."""
     parser = arguments(__doc__, needs_root=False)
     parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
-    parser.add_argument("--only", default="", help="names of data, comma-separated; all by default")
+    parser.add_argument("--only", nargs="*", default=[], help="names of data; all by default")
     options = parser.parse_args()
-    data, only = options.data.resolve(), [name for name in options.only.split(",") if name]
+    data, only = options.data.resolve(), options.only
     start_results(
         RESULTS,
         title="The recommended command and simpler networks, test score of each row's metric (%)",
@@ -90,7 +90,7 @@ def main() -> None:
     start_results(
         NUMBERS,
         title="Numbers: the recommended command and simpler models, test R2",
-        command="python scripts/table_recommended.py --data <folder> --only diabetes,stays",
+        command="python scripts/table_recommended.py --data <folder> --only diabetes stays",
         columns=OF_NUMBERS,
     )
     start_results(
