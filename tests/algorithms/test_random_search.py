@@ -18,7 +18,8 @@ UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.7,0.3]"]
 
 @pytest.fixture(scope="module")
 def searched(search):
-    return search("algorithm=random_search", *UNEQUAL, rounds=ROUNDS)
+    # of this seed's candidates the second is best, by a wide margin
+    return search("algorithm=random_search", "seed=7", *UNEQUAL, rounds=ROUNDS)
 
 
 def accuracies(federation):
@@ -27,6 +28,7 @@ def accuracies(federation):
 
 def test_the_candidate_of_best_validation_accuracy_is_derived(searched):
     best = accuracies(searched).index(max(accuracies(searched)))
+    assert best == 1
     seed, space = searched.config.seed, searched.strategy.space
     draws = [make_generator(seed, "random_search", number) for number in range(1, ROUNDS + 1)]
     drawn = [space.random_genotype(generator) for generator in draws]
