@@ -62,7 +62,7 @@ ACTIONS = {
     "query.statistics": Action(
         frozenset({"statistics"}),
         gradients_of=("statistics",),
-        note="noised means and deviations within ranges, or means of a backbone's features",
+        note="noised means and deviations of columns, or means of features",
     ),
     # what the site measures with the model stays there
     "query.keep_model": Action(note="takes the trained model for this site, into state/models"),
