@@ -127,14 +127,15 @@ def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
     choose_kind({"dataset": written}, "dataset", {n: e.settings for n, e in DATA_SETS.items()})
     name = written["name"]
     check_sites(name)
-    if name == "csv" and "id_column" not in written:
+    is_table = issubclass(DATA_SETS[name].settings, ds.CSV)
+    if is_table and "id_column" not in written:
         raise ConfigError(
             f"{path} lacks id_column: name the column (of patients, cards, ...) whose value is the "
             "same in every export, which alone keeps records in their parts; null if there is "
             "none: then a new export charges its releases to the budgets of all parts."
         )
     fixed = {"cache": cache, "corrupt": "skip"}
-    if name == "csv":
+    if is_table:
         fixed |= {"encoding": "utf-8", "decimal": "point", "thousands": "none"}
     leaks = {
         "limit_train": "one record more would put another one out, and two would count",
