@@ -1,7 +1,9 @@
 """Limits of the audit against exact distributions: how often each is wrong, what is shown."""
 
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -105,3 +107,46 @@ def test_tensors_without_their_noise_are_named_three_at_most(wrong):
         assert noise[0].count(" in t") == min(wrong, 3)
         assert (" and 2 more where" in noise[0]) == (wrong == 5)
         assert (" more where" in noise[0]) == (wrong > 3)
+
+
+UNITS, CANARIES, HONEST, RATE = 4, 50, 2, 0.25  # the first two of each of two clients
+MADE_UP = [
+    ("", r""),
+    ("a sum is clipped", r"4 units move it by 1\.0\d norms: no sum over units"),
+    ("twice the rate", r"units are drawn at a rate of 0\.(49|5).* for 0\.25"),
+    ("the same batch", r"the same units are drawn in several steps"),
+]
+
+
+@pytest.mark.parametrize(("fault", "said"), MADE_UP)
+def test_a_release_that_is_made_up_shows_its_fault_and_no_other(fault, said):
+    """With an offset, as what trains without records moves by itself, which says nothing."""
+    rng, size, replies, drawn = np.random.default_rng(0), 300, 400, 300
+    unit = np.linspace(1, 2, size) / np.linalg.norm(np.linspace(1, 2, size))
+    offset = 5 * rng.normal(size=size)
+
+    def released(units, share, number):
+        noised = share * offset + rng.normal(size=(number, size))
+        return torch.from_numpy(noised + np.broadcast_to(units, number)[:, None] * unit)
+
+    planted = HONEST * (1 if fault == "a sum is clipped" else UNITS)
+    rate = 2 * RATE if fault == "twice the rate" else RATE
+    batches = rng.binomial(HONEST * CANARIES, rate, drawn)
+    if fault == "the same batch":
+        batches[:] = HONEST * CANARIES * RATE
+    test = audit.ReleaseTest(
+        key="a", sigma=1.0, rate=RATE, honest=HONEST, parts={"t": slice(0, size)},
+        exact=torch.from_numpy(3 * unit), is_gradient=True, is_probe=False, by_client=False,
+        on_path=False, two_steps=None, miss=1e-9,
+    )  # fmt: skip
+    found = test.finding(
+        audit.Amounts(replies, replies, UNITS, CANARIES),
+        *(released(0, 1, replies), released(planted, 1, replies)),
+        *(torch.empty(0, size), released(batches, RATE, drawn)),
+    )
+    assert re.fullmatch(said, ", ".join(found.faults))
+    moved = re.search(
+        r" 3 norms before it is clipped, moves it by (\S+), .* rate (\S+) for", found.seen
+    )
+    expected = 1 / UNITS if fault == "a sum is clipped" else 1
+    assert [*map(float, moved.groups())] == pytest.approx([expected, rate], rel=0.05)
