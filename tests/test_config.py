@@ -440,6 +440,7 @@ algorithm=zero_cost $DP privacy.rate=.1 | asks clients nothing
 $DP privacy.rewards_share=.3 | which ask for no rewards
 algorithm=feathers $DP privacy.rewards_share=.3 privacy.rewards.noise_multiplier=3
     | noise of rewards that is given
+$DP privacy.statistics_share=.1 | without pooled features of dataset.backbone
 $DP dataset.linear_baseline=true | set privacy=none
 algorithm=dp_fnas $DP algorithm.evaluate_every=3 | privacy.metrics_noise_multiplier
 algorithm=dp_fnas $DP privacy.local_steps=3 | which has steps of its own

@@ -50,8 +50,7 @@ ALPHA_EVENTS = 50  # at most about this many alpha snapshots in a run's events
 
 def evaluates(evaluate_every: int, server_round: int, num_rounds: int) -> bool:
     """True if a model is evaluated after a round: every so many and the last; 0 is never."""
-    last = server_round == num_rounds
-    return evaluate_every > 0 and (last or server_round % evaluate_every == 0)
+    return evaluate_every > 0 and (server_round == num_rounds or server_round % evaluate_every == 0)
 
 
 def data_set_of(config: Config) -> str | None:
@@ -646,8 +645,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
     def _emit_alphas(self, server_round: int, num_rounds: int) -> None:
         every = max(1, num_rounds // ALPHA_EVENTS)
-        last = server_round == num_rounds
-        if "alphas" not in self.states or (server_round % every and not last):
+        if "alphas" not in self.states or (server_round % every and server_round != num_rounds):
             return
         alphas = {kind: alpha.tolist() for kind, alpha in self.alphas().items()}
         derived = self.space.derive(self.alphas()).cells

@@ -224,8 +224,7 @@ def fail(error: Exception, *, debug: bool) -> int:
     """
     if debug:
         traceback.print_exception(error)
-    is_sentence = isinstance(error, ConfigError | DamagedError)
-    text = str(error) if is_sentence else described(error)
+    text = str(error) if isinstance(error, ConfigError | DamagedError) else described(error)
     sentence = "; ".join([f"fednas: {text}", *getattr(error, "__notes__", ())])
     print(terminal(sentence), file=sys.stderr)
     return USER_ERROR if isinstance(error, ConfigError) else RUN_FAILED

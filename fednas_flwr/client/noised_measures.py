@@ -113,7 +113,8 @@ class NoisedMeasures:
     def sums(self, kind: str, split: Split, values: Values, *, size: int) -> Reply:
         """Return the reply of one release: the noised sum of a vector per unit, of norm 1 at most.
 
-        In a secure sum clients share the noise.
+        It is clipped to the norm that the client has committed to. In a secure sum clients share
+        the noise.
 
         Args:
             kind: Of the release.
@@ -121,8 +122,9 @@ class NoisedMeasures:
             values: Likewise.
             size: V, the length of a vector.
         """
-        units = _contributions(kind, split, values, norm=1.0)
-        released = self._guard.answer(self._request.releases[kind], self._request, units)
+        planned = self._request.releases[kind]
+        units = _contributions(kind, split, values, norm=planned.max_grad_norm)
+        released = self._guard.answer(planned, self._request, units)
         like = {kind: {kind: torch.zeros(size)}}
         return Reply.of(self._num_examples(kind), {kind: released}, like=like)
 

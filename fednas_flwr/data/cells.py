@@ -73,8 +73,7 @@ class Cells:
 
     def numbered(self, rows: np.ndarray) -> list[int]:
         """The numbers, from 1, that some rows have in the file."""
-        known = rows if self.rows is None else self.rows[rows]
-        return [row + 1 for row in known.tolist()]
+        return [row + 1 for row in (rows if self.rows is None else self.rows[rows]).tolist()]
 
     def tolist(self) -> list[str]:
         """The cells."""
@@ -141,8 +140,7 @@ class Cells:
 
         if self.are_plain:
             return self
-        trimmed = Cells(compute.utf8_trim_whitespace(self.texts), self.stored, self.rows)
-        return trimmed.without([""])
+        return Cells(compute.utf8_trim_whitespace(self.texts), self.stored, self.rows).without([""])
 
     def without(self, words: Collection[str]) -> Cells:
         """The cells without those that are among some words, which are missing then.

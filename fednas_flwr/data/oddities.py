@@ -54,8 +54,7 @@ def oddities(records: Records, test: Records | None = None) -> list[str]:
     Raises:
         ConfigError: All images are one picture.
     """
-    images = records.features.dim() == 4
-    found = list(_of_images(records) if images else _of_columns(records))
+    found = list(_of_images(records) if records.features.dim() == 4 else _of_columns(records))
     if test is not None:
         found += [f"test set: {words}" for words in _of_test(records, test)]
     return [*(() if records.is_regression else _of_labels(records)), *found]

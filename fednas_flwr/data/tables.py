@@ -299,8 +299,7 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
 
 def named_columns(settings: LabelTable) -> list[str]:
     """Names of the columns of labels and persons."""
-    ids = [] if settings.id_column is None else [settings.id_column]
-    return label_columns(settings) + ids
+    return label_columns(settings) + ([] if settings.id_column is None else [settings.id_column])
 
 
 def _records(

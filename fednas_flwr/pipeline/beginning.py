@@ -88,7 +88,6 @@ def begin(
     declared = _declared_at_first(cohort, earlier)
     records = median_records(config.retrain, [known for known in declared if known] or splits)
     config = replace(config, retrain=planned(config, records, prepared.input_shape))
-    config = schedule.for_data(config, prepared)
     if config.samples:
         splits = declared
         cohort.sampling = make_sampling(config, splits)
@@ -192,12 +191,13 @@ def _agree(
         statistics: Those that are known already.
         resumed: True if the run may have released something before.
     """
-    config, cohort = run.config, run.cohort
+    cohort = run.cohort
+    least = [p.get("least_noise_multiplier", LEAST_CALIBRATED) for p in cohort.properties.values()]
+    run.config = config = schedule.for_data(run.config, run.prepared, least_noise=least)
     latest = {stage: run.checkpoints.latest(stage) for stage in ("search", "retrain")}
     done = {stage: point.round for stage, point in latest.items() if point is not None}
-    if statistics is not None:
-        done[STATISTICS] = 1
-    least = [p.get("least_noise_multiplier", LEAST_CALIBRATED) for p in cohort.properties.values()]
+    if statistics is not None or done:
+        done[STATISTICS] = 1  # of a run that released none, its features stay as they are
     schedules = schedule.make_schedules(
         config, declared, done=done, sampling=cohort.sampling, least_noise=least
     )

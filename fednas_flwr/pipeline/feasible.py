@@ -49,7 +49,6 @@ def check_run(config: Config) -> None:
     """
     made = check_buildable(config)
     check_room(config, written_bytes(config, made.networks), "lower the sizes of the networks")
-    config = schedule.for_data(config, made.prepared)
     if config.dp:
         check_sites(config, config.dp, made)
 
@@ -99,12 +98,11 @@ def check_sites(config: Config, privacy: DifferentialPrivacy, made: Made) -> Non
     rules = [policy.data_sets[privacy.data_set] for policy in policies]
     declared = [allowed.by_split for allowed in rules]
     sampling = make_sampling(config, declared)
+    least = [allowed.least_noise_multiplier for allowed in rules]
+    config = schedule.for_data(config, made.prepared, least_noise=least)
+    privacy = config.dp or privacy
     schedules = schedule.make_schedules(
-        config,
-        declared,
-        done={},
-        sampling=sampling,
-        least_noise=[allowed.least_noise_multiplier for allowed in rules],
+        config, declared, done={}, sampling=sampling, least_noise=least
     )
     sizes = {
         (stage, kind): sum(tensor.numel() for tensor in state.values())
@@ -203,8 +201,7 @@ def check_buildable(config: Config) -> Made:
     if config.dp:
         check_public(config, prepared)
         units = [num_units(prepared.train, part) for part in parts]
-        whole = config.dp.unit == CLIENT
-        _check_delta(config.dp, number=config.clients if whole else max(units))
+        _check_delta(config.dp, number=config.clients if config.dp.unit == CLIENT else max(units))
     networks: dict[str, nn.Module] = {}
     trained: dict[str, nn.Module] = {}
     if genotype is None and searches(config):

@@ -95,10 +95,13 @@ def noised_sum(cohort: Cohort, exchange: Exchange) -> tuple[Tensor, float, float
     ((kind, planned),) = exchange.planned.items()
     total, records, noises = torch.zeros(()).double(), 0.0, 0.0
     honest = next(iter(cohort.properties.values())).get("honest_sites", 1)
-    for _, reply in cohort.ask(exchange):
+    for client, reply in cohort.ask(exchange):
+        declared = cohort.properties.get(client)  # none of a secure sum, whose weights are as told
+        batch = planned.expected_batch(declared["splits"]) if declared else reply.num_examples
         total = total + unpack(reply.states[kind], exchange.layouts[kind])[kind].double()
         records += reply.num_examples
-        noises += reply.sites / honest if planned.shared else 1
+        scale = reply.num_examples / batch  # of a client whose weight is limited
+        noises += scale**2 * reply.sites / (honest if planned.shared else 1)
     return total, records, (planned.noise_multiplier or 0.0) * math.sqrt(noises)
 
 

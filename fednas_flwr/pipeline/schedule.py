@@ -30,7 +30,6 @@ from fednas_flwr.settings.names import LEAST_CALIBRATED
 CALIBRATED = ("rewards", "alphas", "weights", "retrain")  # in this order
 GIVEN = ("metrics", "scores", STATISTICS)  # whose noise is never calibrated
 RARER = 0.1  # share of records of the rarer class, for which the error of scores is planned
-STATISTICS_SHARE = 0.3  # of epsilon, that the mean of features costs if it is released alone
 SCORES_SHARE = 0.25  # of epsilon, that scores cost at most if they are released alone
 
 Records = Sequence[Mapping[str, int]]  # each client's declared number of records, by split
@@ -72,7 +71,7 @@ def make_schedules(
         **{name: getattr(privacy, f"{name}_noise_multiplier") for name in ("metrics", STATISTICS)},
         "scores": _scores_noise(config, records),
     }
-    least = median_low(least_noise or [LEAST_CALIBRATED])
+    least = _least_accepted(least_noise)
     rounds, turns = _rounds(config), turns_of(config, sampling)
     if sampling is None:
         turns = turns[:1]  # which are all clients'
@@ -91,6 +90,10 @@ def make_schedules(
         _with_noise(_of_turns(rounds, turn, done=done, spare=spare), sigmas) for turn in turns
     ]
     return schedules if sampling is not None else schedules * config.clients
+
+
+def _least_accepted(least_noise: Sequence[float]) -> float:
+    return median_low(least_noise or [LEAST_CALIBRATED])
 
 
 def turns_of(config: Config, sampling: Sampling | None) -> list[Turns]:
@@ -149,6 +152,8 @@ def check_covered(
     if stage in ("evaluate", STATISTICS):
         noise = given_noise(privacy, STATISTICS if stage == STATISTICS else "metrics")
         cure = f"raise {noise} or set it to null"
+        if privacy.statistics_share:
+            cure = "set privacy.statistics_share=0"
     raise ConfigError(
         f"privacy.epsilon={privacy.epsilon:g}: {stage} takes {rounds}, more than what is "
         f"left of budgets covers ({covered}), and {quorum} of {len(covers)} clients must stay: "
@@ -163,6 +168,8 @@ def given_noise(privacy: DifferentialPrivacy, name: str) -> str | None:
     """
     if name == "scores":
         return f"privacy.scores_error={privacy.scores_error:g}"
+    if name == STATISTICS and privacy.statistics_share:
+        return f"privacy.statistics_share={privacy.statistics_share:g}"
     if name in GIVEN:
         setting = f"{name}_noise_multiplier"
         return f"privacy.{setting}={getattr(privacy, setting):g}"
@@ -194,14 +201,17 @@ def _calibrated(
     epsilon: float | None = getattr(privacy, name).epsilon
     needed = 0.0
     for split in sorted({split for release in releases for split in release.splits}):
-        target = epsilon or privacy.epsilon * _share(privacy, name, split, planned)
+        share = _share(privacy, name, split, planned)
+        target = epsilon or privacy.epsilon * share
+        # of what retraining fills up to epsilon, statistics are no part of the search's share
+        later = ("retrain", STATISTICS) if share < 1 else ("retrain",)
         others = [
             release
             for release in planned
             if release.noise_multiplier is not None
             and split in release.splits
             and epsilon is None
-            and (name == "retrain" or release.noise_name != "retrain")
+            and (name == "retrain" or release.noise_name not in later)
         ]
         before = [other.release(declared) for other in others]
         used = filter_epsilon(before, privacy.delta)
@@ -277,12 +287,20 @@ def _scores_noise(config: Config, records: Records) -> float | None:
     return max(wanted / math.sqrt(noises), cheap)
 
 
-def for_data(config: Config, prepared: Prepared) -> Config:
+def for_data(config: Config, prepared: Prepared, *, least_noise: Sequence[float]) -> Config:
     """The configuration with the releases that the data ask for.
 
     Scores are released of two classes only. The mean of a backbone's pooled features, which is most
-    of each, is released where nothing says how much noise other releases have: it costs at most
-    ``STATISTICS_SHARE`` of epsilon alone, and what is left is learnt with less noise.
+    of each, is released where nothing says how much noise other releases have, with that of
+    ``statistics_share``, which is 0 of all else.
+
+    Args:
+        config: Of the run.
+        prepared: Its data.
+        least_noise: As of :func:`make_schedules`.
+
+    Raises:
+        ConfigError: No noise keeps statistics to their share.
     """
     privacy, train = config.dp, prepared.train
     if not privacy:
@@ -291,10 +309,17 @@ def for_data(config: Config, prepared: Prepared) -> Config:
         privacy = replace(privacy, scores_error=None)
     is_pooled = bool(prepared.transform) and len(prepared.input_shape) == 1
     is_free = privacy.statistics_noise_multiplier is None and not given_noise(privacy, "retrain")
-    if is_pooled and is_free and not by_client(config):
-        noise = _least_noise(privacy, STATISTICS_SHARE * privacy.epsilon, 1.0, 1)
-        privacy = replace(privacy, statistics_noise_multiplier=noise)
-    return replace(config, privacy=privacy)
+    if not (is_pooled and is_free and privacy.statistics_share) or by_client(config):
+        return replace(config, privacy=replace(privacy, statistics_share=0.0))
+    target = privacy.statistics_share * privacy.epsilon
+    try:
+        noise = max(_least_noise(privacy, target, 1.0, 1), _least_accepted(least_noise))
+    except ValueError as error:
+        raise ConfigError(
+            f"privacy.epsilon={privacy.epsilon:g}: no noise keeps statistics to {target:.3g}; "
+            "raise it, or set privacy.statistics_share=0."
+        ) from error
+    return replace(config, privacy=replace(privacy, statistics_noise_multiplier=noise))
 
 
 def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
@@ -314,8 +339,7 @@ def _rounds(config: Config) -> dict[str, list[list[PlannedRelease]]]:
     measures = privacy.metrics_noise_multiplier is not None
     if measures and "evaluate" in config.stages and config.dataset.fractions["test"] > 0:
         rounds["evaluate"] = [[plan.metrics_release("evaluate", "test")]]
-    counts = privacy.scores_error is not None and not by_client(config)
-    if counts and "evaluate" in config.stages:
+    if privacy.scores_error is not None and not by_client(config) and "evaluate" in config.stages:
         released = plan.scores_release(shared=config.secure_sum is not None)
         rounds.setdefault("evaluate", [[]])[0].append(released)
     return rounds

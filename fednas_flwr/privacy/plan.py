@@ -83,8 +83,7 @@ class PlannedRelease(Checked):
         ``R (B + 6 sqrt(B (1 - p)) + 8 sigma)``, B being the expected batch: a Poisson batch is
         larger once in 1e9 times, and the noise of one of a million values once in 1e9.
         """
-        noise = 8 * (self.noise_multiplier or 0.0) * self.max_grad_norm
-        return self.clipped_range(records) + noise
+        return self.clipped_range(records) + 8 * (self.noise_multiplier or 0.0) * self.max_grad_norm
 
     def clipped_range(self, records: BySplit) -> float:
         """Return the largest magnitude of one client's clipped sum that is not projected."""

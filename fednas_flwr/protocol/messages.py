@@ -395,8 +395,7 @@ def round_vector(
         gives scales that are not.
     """
     blocks = functional.pad(vector, (0, -len(vector) % BLOCK)).view(-1, BLOCK)
-    tiny = torch.finfo(torch.float32).tiny
-    scales = (blocks.abs().amax(dim=1) / LARGEST[wire]).clamp(min=tiny)
+    scales = (blocks.abs().amax(dim=1) / LARGEST[wire]).clamp(min=torch.finfo(torch.float32).tiny)
     scaled = blocks / scales[:, None]
     units = torch.ones_like(scaled)
     if wire == "float16":  # between 2 ** (e - 1) and 2 ** e the step is 2 ** (e - 11)

@@ -349,10 +349,10 @@ class MeasureLatency(AtSite):
 
 @sr.asks("query.statistics")
 class TellStatistics(AtSite):
-    """``query.statistics``: statistics of a table, within the ranges that the site declares."""
+    """``query.statistics``: sums by which a table is standardised, or pooled features are centred."""
 
     def released(self, action: str) -> sr.Kinds:
-        """One release for all columns."""
+        """One release for all columns, or features."""
         return {STATISTICS: (("train",), 1)}
 
 

@@ -126,8 +126,7 @@ def epsilon_text(epsilon: float | None) -> str:
     exact = Decimal(repr(float(epsilon)))
     if not exact:
         return "0"
-    step = Decimal(1).scaleb(exact.adjusted() - 2)
-    return f"{exact.quantize(step, rounding=ROUND_CEILING):f}"
+    return f"{exact.quantize(Decimal(1).scaleb(exact.adjusted() - 2), rounding=ROUND_CEILING):f}"
 
 
 def mean_and_deviation(

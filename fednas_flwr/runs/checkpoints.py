@@ -79,8 +79,7 @@ class CheckpointFolder:
         return None
 
     def _load(self, name: str) -> Checkpoint:
-        text = (self.path / f"{name}.json").read_text()
-        body, digest = text.removesuffix("\n").rsplit("\n", 1)
+        body, digest = (self.path / f"{name}.json").read_text().removesuffix("\n").rsplit("\n", 1)
         if hashlib.sha256(body.encode()).hexdigest() != digest:
             raise ValueError(f"{name}.json does not have its own hash")
         header = json.loads(body)

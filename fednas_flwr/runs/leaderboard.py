@@ -110,8 +110,7 @@ def candidates(folder: Path) -> list[Candidate]:
 
 def finalists(folder: Path) -> list[str]:
     """The names of those that are trained for all rounds: the best two, linear model and front."""
-    ranking = sorted(candidates(folder), key=lambda one: -_values(one.short)[0])
-    names = [one.name for one in ranking]
+    names = [one.name for one in sorted(candidates(folder), key=lambda one: -_values(one.short)[0])]
     best = [name for name in names if name != LINEAR][:FINALISTS]
     fronts = [name for name in names if name.startswith(FRONT)]
     further = {LINEAR, *fronts, *([FOUND] if fronts else [])}.difference(best)

@@ -103,8 +103,7 @@ class Bandit(Learnt):
 
     def num_trials(self) -> int:
         """Kappa, the arms to try next: round(beta H), at least 1 and at most N."""
-        kappa = round(self.settings.beta * self.entropy())
-        return min(max(1, kappa), len(self.estimates_N))
+        return min(max(1, round(self.settings.beta * self.entropy())), len(self.estimates_N))
 
     def draw(self, count: int, generator: torch.Generator) -> list[int]:
         """Draw ``count`` different arms from pi, ascending.

@@ -291,8 +291,7 @@ def ranked_areas(positive_N: Tensor, ranks_N: Tensor, weights_RN: Tensor) -> tup
     positives, negatives = found_RK[:, -1], wrong_RK[:, -1]
     area = (misses_RK * (found_RK - hits_RK / 2)).sum(1) / (positives * negatives)
     precision_RK = (found_RK / (found_RK + wrong_RK)).nan_to_num(nan=0.0)  # of no record yet
-    mean = (hits_RK * precision_RK).sum(1) / positives
-    return area, mean.where(negatives > 0, torch.nan)
+    return area, ((hits_RK * precision_RK).sum(1) / positives).where(negatives > 0, torch.nan)
 
 
 def heads(output: Output) -> tuple[Tensor, Tensor | None]:
@@ -364,8 +363,7 @@ class Regression(Objective):
 
     def hits(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The closeness [B] of predictions: 1 less the share of the range that they miss by."""
-        share = 1 - self._errors(logits, labels).abs() / self.span
-        return share.nan_to_num(nan=0.0).clamp(0, 1)
+        return (1 - self._errors(logits, labels).abs() / self.span).nan_to_num(nan=0.0).clamp(0, 1)
 
     def reported(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The same without closeness, with the error in the target's unit, unless it is known."""

@@ -172,8 +172,7 @@ def alpha_gradient(gate_gradients: Tensor, alphas_EO: Tensor, paths_EK: Tensor) 
     """
     paths_EK = paths_EK.to(alphas_EO.device)
     p_EK = alphas_EO.detach().gather(-1, paths_EK).softmax(dim=-1)
-    mean = (p_EK * gate_gradients).sum(dim=-1, keepdim=True)
-    of_computed = p_EK * (gate_gradients - mean)
+    of_computed = p_EK * (gate_gradients - (p_EK * gate_gradients).sum(dim=-1, keepdim=True))
     of_all = of_computed.new_zeros(*of_computed.shape[:-1], alphas_EO.shape[-1])
     return of_all.scatter(-1, paths_EK.expand_as(of_computed), of_computed)
 

@@ -449,8 +449,9 @@ class Cohort:
         limits = partial(checks.honest_limits, exchange, sent=sent)
         summed = None if summands is None else summands.summed
         for client in self._nodes if among is None else sorted(self._nodes.keys() & set(among)):
-            has_left = client in self._left and not exchange.also_left
-            if self._refused[client] >= STRIKES or has_left:
+            if self._refused[client] >= STRIKES or (
+                client in self._left and not exchange.also_left
+            ):
                 continue
             place = (exchange.stage, exchange.server_round, exchange.phase)
             header = Header(self.run, *place, client, secrets.token_hex(8))

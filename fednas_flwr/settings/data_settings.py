@@ -153,8 +153,10 @@ class Dataset(ps.Checked):
 
     @property
     def has_bounds(self) -> bool:
-        """True if records have public bounds: ranges of all columns, the length of features."""
-        return False
+        """True if records have public bounds: ranges of all columns, or pooled features' length."""
+        backbone, ranges = (getattr(self, name, None) for name in ("backbone", "ranges"))
+        is_pooled = backbone is not None and backbone.output == names.POOLED
+        return is_pooled or bool(ranges and not getattr(self, "statistics", None))
 
     @property
     def declared(self) -> dict[str, bool]:
@@ -211,11 +213,6 @@ class Images(Dataset):
     def transform(self) -> Transform | None:
         """Sizes of what makes features of images; None where networks take the images."""
         return self.backbone or self.scattering
-
-    @property
-    def has_bounds(self) -> bool:
-        """True of a backbone's pooled features, which all have one length."""
-        return self.backbone is not None and self.backbone.output == names.POOLED
 
     @property
     def augmentation(self) -> dict[str, Any]:
@@ -285,11 +282,6 @@ class Numbers(Dataset):
         Those of a range are the :func:`uniform` ones.
         """
         return {**self.statistics, **{c: uniform(ends) for c, ends in self.ranges.items()}}
-
-    @property
-    def has_bounds(self) -> bool:
-        """True if all statistics follow from declared ranges."""
-        return bool(self.ranges) and not self.statistics
 
 
 @dataclass(frozen=True)

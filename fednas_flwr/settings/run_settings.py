@@ -335,8 +335,10 @@ class DifferentialPrivacy(ps.Checked):
             which a threshold follows, too. Null releases none.
         statistics_noise_multiplier: Noise on the means and deviations by which clients standardise
             a table: one release of each, within ``dataset.ranges``, over a norm of 1 per record;
-            null standardises by the ranges alone. A backbone's pooled features are centred by
-            their mean; null is then noise that costs at most .3 of ``epsilon`` alone.
+            null standardises by the ranges alone. Of a backbone's pooled features, on their mean.
+        statistics_share: Part of ``epsilon`` that the noised mean by which a backbone's pooled
+            features are centred costs at most, alone; 0 leaves them as they are. Ignored where
+            the noise of statistics or retraining is given.
         fewest_records: Least share of the median client's records that one of three or more clients
             must declare of each split; one that declares fewer is left out. Noise is calibrated to
             the client that needs most.
@@ -364,6 +366,7 @@ class DifferentialPrivacy(ps.Checked):
     metrics_noise_multiplier: NoiseMultiplier | None
     scores_error: Annotated[float, ps.Between(0.001, 0.1)] | None
     statistics_noise_multiplier: NoiseMultiplier | None
+    statistics_share: opt.Share
     fewest_records: Annotated[float, ps.Between(0, 1)]
     micro_batch_size: Annotated[int, ps.Between(1, names.LARGEST_MICRO_BATCH)]
     sites: ps.Text | None

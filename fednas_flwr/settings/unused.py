@@ -215,8 +215,18 @@ RULES: tuple[Rule, ...] = (
         "privacy.statistics_noise_multiplier",
         lambda c: not (facts.has_real_sites(c) or c.dataset.has_bounds),
         "dataset={c.dataset.name} without dataset.ranges of every column of numbers in place of "
-        "dataset.statistics, within which clients would tell statistics",
+        "dataset.statistics, or pooled features of dataset.backbone, of which clients would tell",
         "remove it, or declare dataset.ranges={column: [low, high], ...}",
+    ),
+    Rule(
+        "privacy.statistics_share",
+        lambda c: (
+            not (
+                facts.has_real_sites(c)
+                or (getattr(c.dataset, "backbone", None) and c.dataset.has_bounds)
+            )
+        ),
+        "dataset={c.dataset.name} without pooled features of dataset.backbone, which it centres",
     ),
     # Data.
     Rule(

@@ -141,8 +141,7 @@ def drop_path(x: Tensor, probability: float) -> Tensor:
     if probability == 0.0:
         return x
     keep = 1.0 - probability
-    mask = x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(keep)
-    return x * (mask / keep)
+    return x * (x.new_empty((x.shape[0],) + (1,) * (x.dim() - 1)).bernoulli_(keep) / keep)
 
 
 def add_all(terms: Iterable[Tensor]) -> Tensor:

@@ -29,6 +29,7 @@ from fednas_flwr.protocol.requests import CountScores, Describe, TellStatistics
 from fednas_flwr.protocol.states import pack
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.server.exchange import share_scales
 from fednas_flwr.settings.optimizers import SGD
 
 from ..booked import booked
@@ -42,6 +43,8 @@ SEARCH = (
 )
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
 NOISE = "privacy.statistics_noise_multiplier=2"
+UNEQUAL = ("partition=quantity", "partition.fractions=[.6,.2,.2]")
+RELEASED = "query.statistics:statistics"
 ANY = st.floats(width=32) | st.just(math.nan)
 COLUMNS = [(60.0, 120 / math.sqrt(12)), (0.0, 2 / math.sqrt(12))]  # of RANGES
 
@@ -266,12 +269,20 @@ def test_a_private_client_takes_a_mean_of_features_that_is_no_longer_than_they_a
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("summed", [("clients=2",), ("secure_sum=true", "clients=4")])
+@pytest.mark.parametrize(
+    "clients",
+    [
+        ("clients=2",),
+        ("clients=4", "secure_sum=true"),
+        ("clients=4", "sampling.per_round=3"),
+        ("clients=3", "runtime.largest_share=.4", *UNEQUAL),
+    ],
+)
 def test_features_of_images_are_centred_by_one_release_in_secure_sums_too(
-    of_images, tmp_path, summed
+    of_images, tmp_path, clients
 ):
     folder = tmp_path / "run"
-    config = compose(*of_images, *summed, f"run_dir={folder}")
+    config = compose(*of_images, *clients, f"run_dir={folder}")
     run(config)
     events = read_events(folder / "events.jsonl")
     (found,) = [event for event in events if event["event"] == "statistics"]
@@ -279,9 +290,18 @@ def test_features_of_images_are_centred_by_one_release_in_secure_sums_too(
     first, last = private["schedule"]
     kinds = [(one["kind"], one["shared"]) for one in (first, last)]
     assert kinds == [("statistics", bool(config.secure_sum)), ("weights", bool(config.secure_sum))]
-    records = sum(client["records"]["train"] for client in private["clients"])
+    known = [client["records"]["train"] for client in private["clients"]]
+    told = [
+        [row.action.partition(" ")[0] for row in booked(folder / "sites", c)].count(RELEASED)
+        for c in range(config.clients)
+    ]
+    assert sorted(told) == [0] * (config.clients - config.asked) + [1] * config.asked
+    asked = {c: known[c] for c in range(config.clients) if told[c]}
+    scales = share_scales(asked, config.runtime.largest_share)
     sums = config.secure_sum
-    noises = 4 / (sums.least(4) - sums.colluding) if sums else 2
+    noises = sum(scales.get(client, 1) ** 2 for client in asked)
+    noises /= sums.least(4) - sums.colluding if sums else 1
+    records = sum(n * scales.get(client, 1) for client, n in asked.items())
     noise = first["noise_multiplier"] * math.sqrt(noises) / records
     assert found["noise"] == pytest.approx(noise)
     prepared, _ = make_data(config)
@@ -289,8 +309,6 @@ def test_features_of_images_are_centred_by_one_release_in_secure_sums_too(
     mean = torch.tensor(found["mean"], dtype=torch.float64)
     cosine = float(mean @ exact / mean.norm() / exact.norm())
     assert cosine > 0.9 / math.sqrt(1 + len(mean) * (LENGTH * noise) ** 2 / float(exact @ exact))
-    actions = [row.action for row in booked(folder / "sites")]
-    assert sum(action.startswith("query.statistics") for action in actions) == 1
     model = load(folder)
     assert list(model.inputs.mean) == found["mean"]
     test = prepared.server_test
@@ -318,7 +336,7 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
     for client in range(2):
         actions = [row.action for row in booked(folder / "sites", client)]
         assert actions[0] == "query.statistics:statistics"
-        assert actions.count("query.statistics:statistics") == 1
+        assert actions.count(RELEASED) == 1
     assert list(load(folder).inputs.mean) == found["mean"]
     report = (folder / "report.html").read_text()
     assert "query.statistics" in report
@@ -364,7 +382,7 @@ def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):
     for declared in (mixed, []):
         without = "has no effect with dataset=csv without dataset.ranges of every column"
         refuses(without, compose, *plain, *declared, NOISE)
-    with pytest.raises(ConfigError, match="statistics alone cost"):
+    with pytest.raises(ConfigError, match="statistics and weights alone cost"):
         run(compose(*overrides, "privacy.statistics_noise_multiplier=.01", folder))
     assert not (tmp_path / "run").exists()
 

@@ -374,33 +374,64 @@ def test_no_counts_are_planned_for_baselines_units_of_clients_or_other_classes(c
     for names, several in ((("a", "b"), True), (("a", "b", "c"), False)):
         train = SimpleNamespace(class_names=names, multi_label=several)
         data = SimpleNamespace(train=train, transform=())
-        assert counts_of(for_data(config, data), RECORDS) is None
+        assert counts_of(for_data(config, data, least_noise=[]), RECORDS) is None
 
 
 IMAGES = ("algorithm=fedavg", "algorithm.network=linear", "privacy=dp", "clients=4")
 
 
-def test_the_mean_of_pooled_features_costs_a_share_of_epsilon_where_noise_is_free(compose_config):
+@pytest.fixture
+def of_features(compose_config):
+    """``of_features(*overrides)``: the schedule of private clients with features of images."""
     train = SimpleNamespace(class_names=("a", "b", "c"), multi_label=False)
 
-    def planned(*overrides, shape=(40,), transform=("backbone", "a", "32", "hash")):
-        config = compose_config(*IMAGES, *overrides)
+    def planned(*overrides, shape=(40,), transform=("backbone", "a", "32", "hash"), least=()):
+        config = compose_config(*(() if "search_space" in overrides[0] else IMAGES), *overrides)
         data = SimpleNamespace(train=train, transform=transform, input_shape=shape)
-        made = make_schedules(for_data(config, data), RECORDS * 2, done={})
-        return [release for release in made[0] if release.kind == "statistics"]
+        config = for_data(config, data, least_noise=least)
+        return make_schedule(config, RECORDS * 2, done={}, least_noise=least)
 
-    for epsilon in (1.0, 8.0):
-        (release,) = planned(f"privacy.epsilon={epsilon}")
-        assert not release.shared
+    return planned
+
+
+def test_the_mean_of_pooled_features_costs_a_share_of_epsilon_where_noise_is_free(of_features):
+    for epsilon, share in ((1.0, 0.3), (8.0, 0.3), (8.0, 0.05)):
+        given = (f"privacy.epsilon={epsilon}", f"privacy.statistics_share={share}")
+        release, _ = of_features(*given)
+        assert (release.kind, release.shared) == ("statistics", False)
         cost = filter_epsilon([release.release(RECORDS[0])], 1e-5)
-        assert 0.29 * epsilon < cost <= 0.3 * epsilon
-    assert planned("secure_sum=true")[0].shared
-    assert planned("privacy.statistics_noise_multiplier=7")[0].noise_multiplier == 7
-    assert not planned(shape=(8, 4, 4))  # a map, or scattering
-    assert not planned(transform=())
-    assert not planned("privacy.retrain.noise_multiplier=3")
-    assert not planned("privacy.retrain.epsilon=3")
-    assert not planned("privacy.unit=client", "secure_sum=true")
+        assert 0.95 * share * epsilon < cost <= share * epsilon
+    assert of_features("secure_sum=true")[0].shared
+    assert of_features("privacy.statistics_noise_multiplier=7")[0].noise_multiplier == 7
+    accepted = of_features("privacy.epsilon=8", least=[0.1, 30.0, 30.0])
+    assert accepted[0].noise_multiplier == 30  # as most sites ask for
+    refuses("no noise keeps statistics to 0.0009", of_features, "privacy.epsilon=0.003")
+
+
+def test_no_mean_is_planned_of_other_data_or_where_it_is_not_wanted(of_features):
+    for overrides, data in (
+        (("privacy.epsilon=8",), {"shape": (8, 4, 4)}),  # a map, or scattering
+        (("privacy.epsilon=8",), {"transform": ()}),
+        (("privacy.statistics_share=0",), {}),
+        (("privacy.retrain.noise_multiplier=3",), {}),
+        (("privacy.retrain.epsilon=3",), {}),
+        (("privacy.unit=client", "secure_sum=true"), {}),
+    ):
+        assert [release.kind for release in of_features(*overrides, **data)] == ["weights"]
+
+
+def test_a_search_keeps_its_share_beside_the_mean_of_features(of_features):
+    """What statistics cost is taken from retraining, which fills epsilon up."""
+    search = ("search_space.norm=group", "algorithm=dp_fnas", "privacy=dp", "retrain.norm=group")
+    search += ("clients=4", "rounds=4", "privacy.epsilon=8")
+    (*before, retrain), (mean, *after) = (
+        of_features(*search, f"privacy.statistics_share={share}") for share in (0, 0.3)
+    )
+    assert mean.kind == "statistics"
+    assert after[:-1] == before
+    assert after[-1].noise_multiplier > retrain.noise_multiplier
+    whole = [release.release(RECORDS[0]) for release in (mean, *after) if "train" in release.splits]
+    assert filter_epsilon(whole, 1e-5) <= 8
 
 
 def test_no_noise_is_calibrated_below_what_most_sites_accept(compose_config):

@@ -115,8 +115,7 @@ class PoolSettings(Checked):
 
     def size(self, space: str) -> int:
         """Number of networks that successive halving begins with in a space."""
-        usual = SCORED if self.chosen_scores(space) else UNSCORED
-        return self.keep or min(usual, self.draws)
+        return self.keep or min(SCORED if self.chosen_scores(space) else UNSCORED, self.draws)
 
 
 def check_scores(

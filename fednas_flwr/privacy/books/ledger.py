@@ -447,8 +447,7 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def _assign(self, state: _State, entry: Entry, assignment: str) -> None:
         """Note the entry's assignment in ``state``; refuse one that must pay on every split."""
-        booked = _account(state, entry.account)
-        known, this = booked["assignments"], [entry.data_set, assignment]
+        known, this = _account(state, entry.account)["assignments"], [entry.data_set, assignment]
         if known and known[0][1] != assignment and set(entry.splits) != set(SPLITS):
             raise ConfigError(
                 f"refused: since run {entry.run} committed to its schedule, the budget "

@@ -64,8 +64,7 @@ def sample_discrete_gaussian(words: Words, count: int, *, sigma: int) -> np.ndar
         size = min(max(LEAST_BLOCK, int(PROPOSALS_PER_SAMPLE * missing)), LARGEST_BLOCK)
         proposals = _discrete_laplace(words, size, sigma)
         distances = np.abs(np.abs(proposals) - sigma).view(np.uint64)
-        keep = _bernoulli_exp(words, distances * distances, 2 * sigma**2)
-        accepted = proposals[keep][:missing]
+        accepted = proposals[_bernoulli_exp(words, distances * distances, 2 * sigma**2)][:missing]
         samples[filled : filled + len(accepted)] = accepted
         filled += len(accepted)
     return samples
@@ -81,8 +80,7 @@ def _discrete_laplace(words: Words, size: int, sigma: int) -> np.ndarray:
     rests = rests[np.flatnonzero(_bernoulli_exp_fraction(words, rests, sigma))]
     magnitudes = (rests + np.uint64(sigma) * _geometric(words, len(rests))).view(np.int64)
     negative = (words(len(rests)) & np.uint64(1)).astype(bool)
-    keep = (magnitudes > 0) | ~negative
-    return np.where(negative, -magnitudes, magnitudes)[keep]
+    return np.where(negative, -magnitudes, magnitudes)[(magnitudes > 0) | ~negative]
 
 
 def _geometric(words: Words, count: int) -> np.ndarray:

@@ -82,8 +82,7 @@ class Grid:
         """
         if not 1e-100 <= most <= 1e100 or not 1 <= sites <= 2**20:
             raise ValueError(f"a grid needs a range of 1e-100 to 1e100, got {most!r} x {sites!r}.")
-        cells = 2**30 // sites
-        return cls(2.0 ** math.ceil(math.log2(most / cells)), 32, sites)
+        return cls(2.0 ** math.ceil(math.log2(most / (2**30 // sites))), 32, sites)
 
     @property
     def most_cells(self) -> int:
