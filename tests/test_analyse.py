@@ -75,8 +75,7 @@ def test_rewards_are_the_means_of_each_round_beside_another_runs(folder, capsys)
 
 @pytest.mark.run
 def test_the_printed_command_trains_the_found_cell_to_the_runs_own_bits(folder, capsys):
-    analysis = analysed(folder)
-    found = analysis["variants"][0]
+    found = analysed(folder)["variants"][0]
     assert (found["name"], found["accuracy"]) == ("found", None)
     assert found["command"] in capsys.readouterr().out
     assert main(found["command"].split()[1:]) == 0

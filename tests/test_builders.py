@@ -248,8 +248,7 @@ def test_mbconv_networks_have_the_size_of_the_search_space(compose_config, tmp_p
     config = parse_config(compose_tree([*retrain, "search_space=mbconv", *sizes]))
     check_buildable(config)
     description = networks.describe_network(config, make_data(config)[0], genotype)
-    network = networks.make_network(description)
-    stem = network.before[0][0]
+    stem = networks.make_network(description).before[0][0]
     assert (stem.stride, stem.out_channels) == ((2, 2), 16)
     for overrides, message in {
         "search_space=mbconv": "retrain.channels=16 .* supernet's size; set both to null",

@@ -204,8 +204,7 @@ def test_all_are_used_and_resumed(tmp_path):
     settings = ("search_space.own_ops=[wide]", "training.loss=focal")
     whole = run(composed(tmp_path / "whole", *settings))
     assert 0 < whole.scores["central"]["own"]["Brier"] < 1
-    report = (whole.folder / "report.html").read_text()
-    assert "op wide, loss focal, metric Brier" in report
+    assert "op wide, loss focal, metric Brier" in (whole.folder / "report.html").read_text()
     part, stop = composed(tmp_path / "part", *settings), stop_at("round", stage="retrain")
     refuses("", run, part, listeners=[stop], error=KeyboardInterrupt)
     resumed = run(tmp_path / "part")

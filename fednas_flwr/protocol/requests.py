@@ -349,7 +349,7 @@ class MeasureLatency(AtSite):
 
 @sr.asks("query.statistics")
 class TellStatistics(AtSite):
-    """``query.statistics``: sums by which a table is standardised, or pooled features are centred."""
+    """``query.statistics``: sums by which a table is standardised, or features are centred."""
 
     def released(self, action: str) -> sr.Kinds:
         """One release for all columns, or features."""

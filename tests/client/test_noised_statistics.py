@@ -78,15 +78,17 @@ def overrides(data):
     return [*data, *SEARCH]
 
 
-@pytest.fixture
-def site(data, of_table):
+def committed(made):
     """A simulated private client that has committed to the release, and its request."""
-    made = of_table(*data, "algorithm=fedavg", "algorithm.network=linear", NOISE)
-    made.client.guard.commit(
-        "run", [replace(statistics_release(shared=False), noise_multiplier=2.0)]
-    )
+    planned = replace(statistics_release(shared=False), noise_multiplier=2.0)
+    made.client.guard.commit("run", [planned])
     asked = TellStatistics(data_set="records")
     return made.client, made.request("query.statistics", asked, "statistics")
+
+
+@pytest.fixture
+def site(data, of_table):
+    return committed(of_table(*data, "algorithm=fedavg", "algorithm.network=linear", NOISE))
 
 
 @pytest.fixture
@@ -195,10 +197,7 @@ def test_a_reply_is_the_exact_sum_and_noise_and_booked(site, noised):
 def test_of_images_it_is_the_exact_sum_of_features_of_length_1_and_noise(
     of_images, of_table, noised
 ):
-    made = of_table(*of_images, "clients=2")
-    client = made.client
-    client.guard.commit("run", [replace(statistics_release(shared=False), noise_multiplier=2.0)])
-    request = made.request("query.statistics", TellStatistics(data_set="records"), "statistics")
+    client, request = committed(of_table(*of_images, "clients=2"))
     features = client.data.train.features[client.data.train.rows].double()
     assert 0.9 * LENGTH < float(features.norm(dim=1).max()) <= LENGTH * (1 + 1e-6)
     told = {"action": "query.statistics:statistics", "splits": ("train",), "norm": 1.0}

@@ -39,8 +39,7 @@ def test_however_many_are_trained_at_once_are_the_same(cores, folders, compose_c
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     config = compose_config(*LINEAR)
     first = folders("a", "b", "c", "d", "e")  # more than are trained at once
-    done = dict(whole_run.train_all(config, first))
-    assert done == dict.fromkeys(first, "")
+    assert dict(whole_run.train_all(config, first)) == dict.fromkeys(first, "")
     again = folders("f", "g")
     assert [whole_run.train(folder, None, math.inf) for folder in again] == ["", ""]
     for one, other in zip(first[:2], again, strict=True):

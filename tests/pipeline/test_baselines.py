@@ -448,8 +448,7 @@ def test_a_front_has_networks_of_five_ranges_of_cost(recommended):
     limits = replace(pool.limits, multiply_adds=200_000)
     algorithm = replace(recommended.algorithm, pool=replace(pool, limits=limits), eta=5)
     result = run(replace(recommended, algorithm=algorithm))
-    record = read_run(result.folder)
-    genotypes = record.of_kind("rewarded")[0]["genotypes"]
+    genotypes = read_run(result.folder).of_kind("rewarded")[0]["genotypes"]
     assert len(genotypes) == 5
     fronts = sorted((result.folder / FINALISTS_FOLDER).glob("front_*"))
     assert len(fronts) == 4  # the fifth is the found one

@@ -123,5 +123,4 @@ def test_values_of_a_private_column_are_told_if_declared(one_table, run_inline, 
     own += ["partition=column", "partition.column=ward", "clients=3", *[wards] * declared]
     own += ["dataset.ranges={age: [-4, 4], chol: [-4, 4]}", "retrain.channels=null"]
     ran = run_inline(*overrides(one_table, *own, "retrain.rounds=1"))
-    partition = ran.the("partition")
-    assert partition.get("names") == names
+    assert ran.the("partition").get("names") == names

@@ -73,8 +73,7 @@ def test_each_group_gets_its_network_report_and_results(whole):
         told = [(e["stage"], e["round"]) for e in rounds]
         assert told == [("search", 1), ("search", 2), ("retrain", 1)]
         assert all(set(e["clients"]) == set(map(str, event["clients"])) for e in rounds)
-    report = (whole.folder / "report.html").read_text()
-    assert 'href="./groups/a/report.html"' in report
+    assert 'href="./groups/a/report.html"' in (whole.folder / "report.html").read_text()
 
 
 def test_only_the_group_with_a_hardware_loss_becomes_cheaper(whole):
@@ -231,8 +230,7 @@ def test_private_clients_commit_to_their_groups_rounds_and_release_no_more(run):
     promised = whole.the("privacy")
     steps = {(p["stage"], p["kind"]): p["steps"] for p in promised["schedule"]}
     assert steps == {("search", "weights"): 6, ("search", "alphas"): 6, ("retrain", "weights"): 3}
-    first = whole.named("round")[0]
-    assert whole.events.index(promised) < whole.events.index(first)
+    assert whole.events.index(promised) < whole.events.index(whole.named("round")[0])
     for client in range(5):
         entries = booked(whole.folder / "sites", client)
         counts = Counter((entry.stage, entry.action.rpartition(":")[2]) for entry in entries)

@@ -64,8 +64,7 @@ def whole(run, refused, reachable):
 def test_a_target_in_ms_is_held_against_tables_of_the_clients(whole, reachable):
     table = from_json((whole.folder / "latency.json").read_text())
     assert (table.machine, table.batch_size) == (machine_name(torch.device("cpu")), 1)
-    derived = whole.the("derived")
-    cost = derived["cost"]
+    cost = whole.the("derived")["cost"]
     assert (cost["unit"], cost["target"]) == ("ms", reachable)
     assert cost["machine"] == table.machine
     assert cost["predicted"] > 0 < cost["measured"]

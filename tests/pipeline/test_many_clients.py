@@ -129,8 +129,7 @@ def test_more_results_than_can_be_seen_are_shown_by_quantiles():
     copies = {"copies": [{"client": 0, "accuracy": 0.5, "keeps": True}]}
     of |= {"scores": lambda _: scores, "last": lambda _: copies}
     run = SimpleNamespace(client_results=lambda: clients, **of)
-    figure = plots.client_accuracy(run)
-    (bars,) = figure["data"]
+    (bars,) = plots.client_accuracy(run)["data"]
     assert bars["x"] == pytest.approx([*QUANTILES, 0.5, 0.7])
     shares = ["0%", "5%", "25%", "50%", "75%", "95%", "100%"]
     assert bars["y"][:-2] == [f"{share} of clients" for share in shares]
@@ -138,5 +137,4 @@ def test_more_results_than_can_be_seen_are_shown_by_quantiles():
     assert len(rows) == len(QUANTILES)
     assert rows[0][head.index("accuracy") if "accuracy" in head else 1] == "0.0 %"
     run.client_results = lambda: clients[:100]
-    few = plots.client_accuracy(run)
-    assert len(few["data"][0]["y"]) == 102
+    assert len(plots.client_accuracy(run)["data"][0]["y"]) == 102

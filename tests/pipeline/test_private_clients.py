@@ -374,8 +374,7 @@ def test_the_total_of_updates_carries_the_noise_that_is_booked(run_inline):
         still = ("retrain.weights.lr=1e-30", "retrain.weights.min_lr=0", "retrain.rounds=4")
         ran = run_inline(*CLIENTS, *own, *still)
     assert len(totals) == 4
-    private = ran.the("privacy")
-    (planned,) = private["schedule"]
+    (planned,) = ran.the("privacy")["schedule"]
     sigma, norm = planned["noise_multiplier"], planned["max_grad_norm"]
     # 4 clients took part; each adds 1 / 2 of the variance, as only 2 honest ones are relied on.
     assert np.concatenate(totals).std() == pytest.approx(sigma * norm * np.sqrt(4 / 2), rel=0.05)

@@ -415,8 +415,7 @@ def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, monkeyp
 
 def test_an_infinite_epsilon_is_told_as_such(start, monkeypatch):
     monkeypatch.setitem(release_guard.ACCOUNTANTS, "gdp", lambda releases, delta: float("inf"))
-    run = start(*SEARCH, "rounds=1")
-    event = run.the("privacy")
+    event = start(*SEARCH, "rounds=1").the("privacy")
     for client in event["clients"]:
         assert client["epsilon"]["gdp"] == {"train": None, "validation": None}
 

@@ -65,8 +65,7 @@ def test_a_given_genotype_was_not_searched_for(finished_run):
 
 def test_hyper_parameters_that_were_chosen_are_not_those_of_the_settings(finished_run):
     feathers = ("algorithm=feathers", "algorithm.num_configurations=3", "algorithm.nas_rounds=2")
-    run = finished_run(*feathers, "clients=2", "stages=[search,retrain]")
-    text = card(run)
+    text = card(finished_run(*feathers, "clients=2", "stages=[search,retrain]"))
     assert "retrain.weights.lr" not in text
     assert "| retrain.hyperparameters | chosen by feathers in every round |" in text
     own = ("algorithm=random_search", "rounds=1", "clients=2", "retrain.rounds=1")

@@ -385,8 +385,7 @@ def photographs(folder):
 def test_numbers_are_predicted_of_images(finished_run, tmp_path):
     table, of_images = photographs(tmp_path)
     run = finished_run(*of_images, *LINEAR_OF_THREE)
-    evaluated = run.the("evaluated")
-    assert evaluated["central"]["r2"] > 0.8
+    assert run.the("evaluated")["central"]["r2"] > 0.8
     with pytest.warns(UserWarning, match=r"labels\.csv is not read: give it in place"):
         found = load(run.folder).predict(tmp_path)
     truth = table.set_index("file")["light"].loc[list(found.names)]

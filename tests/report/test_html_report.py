@@ -233,8 +233,7 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(make_run):
     folder = make_run("run", until="start")
     two = {"counts": [[10, 20], [5, 5]], "clients": [0, 2], "splits": made.PARTITION["splits"][:2]}
     emit(folder, "partition", **made.PARTITION | two)
-    run = read_run(folder)
-    assert dict(score_tables.setting_rows(run))["clients"] == "2 of 3"
+    assert dict(score_tables.setting_rows(read_run(folder)))["clients"] == "2 of 3"
     path = write_report(folder)
     rows = r'<tr><td>(\d)</td><td class="num">20</td>'
     assert re.findall(rows, path.read_text(encoding="utf-8")) == ["0", "2"]

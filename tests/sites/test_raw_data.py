@@ -106,8 +106,7 @@ def finished(request, loopback, tmp_path_factory):
 
 
 def test_raw_data_has_the_reported_accuracy(finished, tmp_path, prints):
-    evaluated = finished.the("evaluated")
-    reported = evaluated["central"]["accuracy"]
+    reported = finished.the("evaluated")["central"]["accuracy"]
     assert load(finished.folder).predict(finished.files["test"]).accuracy == reported
     assert reported > 0.5 or finished.kind == "private_csv"  # which hardly learns
     output = tmp_path / "predictions.csv"

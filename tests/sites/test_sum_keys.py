@@ -155,8 +155,7 @@ def test_what_a_site_does_not_sign(node):
 def test_a_changed_roster_needs_the_sites_edit(node):
     request = {"context": begun(node), "survivors": [0, 2]}
     path = Path(str(node["roster"]))
-    text = path.read_text()
-    path.write_text(text.replace("south", "west"))
+    path.write_text(path.read_text().replace("south", "west"))
     reply = asked("query.sign_survivors", request, node)
     assert "rule secure_sum.roster" in reply.error.reason
     path.unlink()
