@@ -92,8 +92,7 @@ def test_every_space_offers_it(name, norm):
     assert trained
     alphas = torch.zeros(len(space.edges), len(space.ops))
     alphas[:, -len(added)] = 9
-    lead = dict.fromkeys(space.kinds, alphas)
-    genotype = space.derive(lead)
+    genotype = space.derive(dict.fromkeys(space.kinds, alphas))
     assert {edge.op for edges in genotype.cells.values() for edge in edges} == {added[0]}
     network = space.network(genotype).eval()
     assert network(x).shape == (4, 3)

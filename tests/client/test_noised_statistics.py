@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.pretrained import LENGTH
 from fednas_flwr.cli import main
 from fednas_flwr.client import answer as entrance
+from fednas_flwr.client import noised_measures
 from fednas_flwr.client.answer import answer
 from fednas_flwr.data import statistics as stats
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.statistics import Statistics, are_within, bounded_powers, refined
 from fednas_flwr.models.noised_scores import BINS, LARGEST
 from fednas_flwr.pipeline import stages
+from fednas_flwr.pipeline.feasible import check_run
 from fednas_flwr.privacy.plan import metrics_release, scores_release, statistics_release
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Header, Request
@@ -184,6 +187,23 @@ def test_a_mean_of_features_is_shrunk_by_its_noise_and_no_longer_than_they_are(m
 # --- the release
 
 
+def test_vectors_of_many_units_are_summed_part_by_part():
+    vectors, parts = torch.rand(2500, 3, generator=torch.Generator().manual_seed(0)) / 2, []
+
+    def values(rows):
+        parts.append(len(rows))
+        return vectors[rows].double()
+
+    split = SimpleNamespace(num_units=2500, persons=None)
+    units = noised_measures._contributions("scores", split, values, norm=1.0)
+    assert units.total(torch.arange(2500))["scores"] == pytest.approx(vectors.double().sum(0))
+    assert parts == [1024, 1024, 452]
+
+
+def test_a_run_whose_mean_no_noise_hides_is_refused_before_it(of_images):
+    refuses("no noise keeps stat", check_run, compose(*of_images, "privacy.epsilon=.003"))
+
+
 def test_a_reply_is_the_exact_sum_and_noise_and_booked(site, noised):
     client, request = site
     told = {"action": "query.statistics:statistics", "splits": ("train",), "norm": 1.0}
@@ -207,8 +227,7 @@ def test_of_images_it_is_the_exact_sum_of_features_of_length_1_and_noise(
 def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, monkeypatch):
     client, request = site
     monkeypatch.setattr("fednas_flwr.client.handlers.unit_vectors", None)  # it reads the records
-    declared = replace(client, has_bounds=False)
-    refuses("within public ranges only", answer, declared, request)
+    refuses("within public ranges only", answer, replace(client, has_bounds=False), request)
     refuses("is for private clients", answer, replace(client, guard=None), request)
     check_refusals(client, request, "statistics/query.statistics/statistics/train")
 
@@ -321,8 +340,7 @@ def test_features_of_images_are_centred_by_one_release_in_secure_sums_too(
 @pytest.mark.run
 def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp_path):
     folder = tmp_path / "run"
-    little = "privacy.statistics_noise_multiplier=0.5"
-    run(compose(*overrides, little, f"run_dir={folder}"))
+    run(compose(*overrides, "privacy.statistics_noise_multiplier=0.5", f"run_dir={folder}"))
     events = read_events(folder / "events.jsonl")
     (found,) = [event for event in events if event["event"] == "statistics"]
     # of 81 records, noise on mean and variance has deviations of 1.3 and 77; 7 lie up to the bounds

@@ -143,8 +143,7 @@ def test_the_seed_decides(undisturbed, compose_config, federate):
     first_loss = undisturbed.named("round")[0]["metrics"]
     saved = undisturbed.checkpoints._load("search-000001")  # the second round is resumed above
     for seed in (1, 7):
-        config = compose(compose_config, undisturbed.algorithm, f"seed={seed}")
-        again = federate(config)
+        again = federate(compose(compose_config, undisturbed.algorithm, f"seed={seed}"))
         schedule = again.strategy.run_round
         again.strategy.run_round = lambda number, _, schedule=schedule: schedule(number, ROUNDS)
         again.strategy.start(again.grid, num_rounds=1)

@@ -80,8 +80,7 @@ KINDS = {made.__name__: made for made in (digits, npz, numbers, image_folder, cs
 def finished(request, finished_run, tmp_path_factory):
     """A finished run on data of one kind, its raw test data and what was reported of it."""
     kind = KINDS[request.param](tmp_path_factory.mktemp(request.param))
-    run = finished_run(*kind.overrides)
-    made = looked_at(run, raw=kind.raw)
+    made = looked_at(finished_run(*kind.overrides), raw=kind.raw)
     made.truth = [made.test.class_names[label] for label in made.test.labels.tolist()]
     made.accuracy = made.central["accuracy"]
     return made
@@ -189,8 +188,7 @@ def test_the_model_of_real_sites_takes_raw_data(run_inline, tmp_path):
     own += (f"dataset.root={test}", "dataset.label=outcome", f"dataset.cache={tmp_path / 'cache'}")
     ran = run_inline(*SEARCHED, *own, "clients=3", "rounds=2", sites=files)
     evaluated = ran.the("evaluated")
-    found = load(ran.folder).predict(test)
-    assert found.accuracy == evaluated["central"]["accuracy"] > 0.6
+    assert load(ran.folder).predict(test).accuracy == evaluated["central"]["accuracy"] > 0.6
     statistics = ran.the("statistics")
     assert statistics["mean"][0] == pytest.approx(60, abs=3)  # each site alone: 46, 60, 73
     assert {"sensitivity", "auroc"} <= evaluated["clients"][0].keys()

@@ -68,8 +68,7 @@ SEARCHES = [
 @pytest.mark.parametrize("algorithm", SEARCHES)
 def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, federate):
     own = (f"algorithm={algorithm}", "clients=4", "sampling.per_round=2")
-    config = compose_config(*own, *SETTINGS[algorithm])
-    fed = federate(config)
+    fed = federate(compose_config(*own, *SETTINGS[algorithm]))
     sampled(fed)
     fed.strategy.start(fed.grid, num_rounds=1)
     told = fed.the("round")

@@ -41,8 +41,7 @@ def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
     with EventLog(first.folder / "events.jsonl") as log:
         place = {"stage": "retrain", "round": 1, "action": "train.weights"}
         log.emit("client_left", **place, client=1, reason="nonsense", expelled=True)
-    again = run_inline(resume=first.folder)
-    evaluated = again.named("evaluated")[-1]
+    evaluated = run_inline(resume=first.folder).named("evaluated")[-1]
     assert 1 not in [result["client"] for result in evaluated["clients"]]
 
 
@@ -93,8 +92,7 @@ def test_clients_find_the_statistics_of_a_table_together(finished_run, run_inlin
     kept = [line for line in lines if json.loads(line)["event"] in ("run_started", "statistics")]
     changed = [line.replace(str(found["mean"][0]), "55.5") for line in kept]
     events.write_text("\n".join(changed) + "\n")
-    again = run_inline(resume=done.folder)
-    assert again.named("exported")[-1]["inputs"]["mean"] == [55.5]
+    assert run_inline(resume=done.folder).named("exported")[-1]["inputs"]["mean"] == [55.5]
 
 
 def test_clients_that_cannot_test_the_network_do_not_end_the_run(run_inline, monkeypatch, tmp_path):

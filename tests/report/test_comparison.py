@@ -118,8 +118,7 @@ def test_differences_are_of_runs_with_the_same_seed(make_run, tmp_path):
     for name, accuracies in (("fed_darts", ours), ("fnas", theirs)):
         for seed, accuracy in accuracies.items():
             make_run(f"sweep/{name}{seed}", seed=seed, algorithm=name, accuracy=accuracy)
-    comparison = compare_runs([tmp_path / "sweep"], against="fnas")
-    head, rows = comparison.table()
+    head, rows = compare_runs([tmp_path / "sweep"], against="fnas").table()
     assert head[2] == "difference from fnas (95 %)"
     half = 12.706 * statistics.stdev([5.0, 3.0]) / math.sqrt(2)  # Student's t of 1 degree
     assert [row[2] for row in rows] == [f"+4.0 ± {half:.1f}", "–"]

@@ -122,8 +122,7 @@ def test_a_site_signs_without_its_records(node, deployment):
     roster = Roster.read(Path(str(node["roster"])))
     assert roster.has_signed(0, signature, survivors_message(bytes.fromhex(context), (0, 2)))
     assert isinstance(reply.content["metrics"], MetricRecord)
-    again = asked("query.sign_survivors", request, node)
-    assert "a site signs one" in again.error.reason
+    assert "a site signs one" in asked("query.sign_survivors", request, node).error.reason
     books = deployment / "books" / "audit.jsonl"
     assert verify_trail(books, deployment / "ledger.key") == 4
     events = [json.loads(line)["event"] for line in books.read_text().splitlines()]
