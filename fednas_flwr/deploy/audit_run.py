@@ -484,7 +484,8 @@ class _Exchange:
             if i < self._honest:
                 pending.add(i, answer(client, request))
                 continue
-            part = begin_sum(client, admit(client.private_guard, request))
+            helper = client.standardised(request.statistics) if request.statistics else client
+            part = begin_sum(helper, admit(client.private_guard, request))
             assert part is not None
             vectors = [np.zeros(length, dtype) for dtype, length in summands.lengths.items()]
             pending.boxes[i] = by_text(part.mask(vectors))
@@ -492,8 +493,8 @@ class _Exchange:
         sites = [client.part_of_sums for client in clients]
         signatures = [answer_sum(site, pending.sign_request())["signature"] for site in sites]
         asked = pending.open_requests(dict(enumerate(signatures)))
-        helping = len(clients) - self._honest
-        return pending.unmask({i: answer_sum(sites[i], asked[i]) for i in range(helping + 1)})
+        helping = len(clients) - self._honest + 1
+        return pending.unmask({i: answer_sum(sites[i], asked[i]) for i in range(helping)})
 
 
 def _fixed(value: Any, lr: float) -> Any:

@@ -227,8 +227,7 @@ def affordable(folder: Path) -> int:
         return AFFORDED
     seconds = read_run(folder).stage_seconds()
     whole, each = sum(seconds.values()), sum(seconds.get(stage, 0.0) for stage in STAGES)
-    cheap = (AFFORDED + FURTHER) * each < ADDED * whole
-    return AFFORDED if cheap and whole > WORTH_S else 0
+    return AFFORDED if (AFFORDED + FURTHER) * each < ADDED * whole and whole > WORTH_S else 0
 
 
 def _trained_alike(config: Config, derived: Event) -> Config:
