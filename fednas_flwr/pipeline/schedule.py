@@ -152,7 +152,7 @@ def check_covered(
     if stage in ("evaluate", STATISTICS):
         noise = given_noise(privacy, STATISTICS if stage == STATISTICS else "metrics")
         cure = f"raise {noise} or set it to null"
-        if privacy.statistics_share:
+        if stage == STATISTICS and privacy.statistics_share:
             cure = "set privacy.statistics_share=0"
     raise ConfigError(
         f"privacy.epsilon={privacy.epsilon:g}: {stage} takes {rounds}, more than what is "

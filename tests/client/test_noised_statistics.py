@@ -59,8 +59,7 @@ def table(tmp_path_factory):
     ages = rng.normal(70, 5, 150)
     ages[0] = 1e6
     doses = np.where(rng.random(150) < 0.1, "", rng.uniform(0, 0.2, 150).round(4).astype(str))
-    sexes = rng.choice(["f", "m"], 150)
-    columns = zip(ages, doses, sexes, strict=True)
+    columns = zip(ages, doses, rng.choice(["f", "m"], 150), strict=True)
     rows = [f"{a:.3f},{dose},{sex},{'yes' if a > 70 else 'no'}" for a, dose, sex in columns]
     path = tmp_path_factory.mktemp("patients") / "patients.csv"
     path.write_text("\n".join(["age,dose,sex,ill", *rows]) + "\n")
@@ -163,8 +162,7 @@ def test_whatever_noise_makes_of_them_features_stay_of_a_usable_size(means, nois
 
 def test_a_column_that_noise_drowns_keeps_its_range():
     ranges = Statistics((5.0, 7.0), (1.0, 2.0))
-    means = torch.tensor([0.02, 0.9, -0.01, 0.3, 0.01, 0.4])
-    found = refined(means, ranges, noise=0.01)
+    found = refined(torch.tensor([0.02, 0.9, -0.01, 0.3, 0.01, 0.4]), ranges, noise=0.01)
     assert (found.mean[0], found.std[0]) == (5.0, 1.0)
     assert found.mean[1] == pytest.approx(7 + 2 * math.sqrt(3) / 3)
     tight = refined(torch.tensor([1.0, 0.5, 0.25]), Statistics((0.0,), (1.0,)), noise=0.01)

@@ -200,6 +200,14 @@ def test_a_confidence_out_of_range_is_refused(compose_config, confidence):
         audit_run(compose_config("privacy=dp"), confidence=confidence)
 
 
+@pytest.mark.run
+@pytest.mark.parametrize("key", [STATISTICS, WEIGHTS])
+def test_statistics_in_totals_and_what_follows_them_pass(table, key):
+    with audited_only(key):
+        code, said = command(*SURE, *table, *PERSONS, *SUMS)
+    assert (code, f"{key}: noise" in said) == (3, True), said  # the others are not asked for
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [LOCAL, POOL, (*DP_FNAS, *SUMS), CLIENTS])
 def test_honest_runs_of_other_kinds_pass(table, overrides):
