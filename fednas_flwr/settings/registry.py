@@ -81,6 +81,8 @@ class Algorithm:
             begins, or ``networks``; None if it asks them nothing.
         asks_rewards: True if clients are asked for rewards of trials or candidates.
         unused: Settings that have no effect with this algorithm only.
+        needs: The same by the value that another setting needs to have, as
+            ``settings.unused.NEEDS`` has them.
         clashes: Values that exclude each other with this algorithm only, as
             ``settings.incompatible.CLASHES`` has them.
     """
@@ -92,6 +94,7 @@ class Algorithm:
     trains: str | None = SUPERNET
     asks_rewards: bool = False
     unused: tuple[Rule, ...] = ()
+    needs: Mapping[str, str] = field(default_factory=dict)
     clashes: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -1,7 +1,7 @@
 """Settings that have no effect on a run: when, why, and what to do; none is silently ignored.
 
 :data:`NEEDS` has what a setting needs another one to be, :data:`RULES` all else; the entry of an
-algorithm has the rules of that algorithm alone. A default without effect is silent; one that the
+algorithm has both of that algorithm alone. A default without effect is silent; one that the
 user has set is refused (:func:`check_effect`). A new setting needs a row if some runs do not read
 it; a test records what runs read and names the settings that lack one.
 """
@@ -221,10 +221,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "privacy.statistics_share",
         lambda c: (
-            not (
-                facts.has_real_sites(c)
-                or (getattr(c.dataset, "backbone", None) and c.dataset.has_bounds)
-            )
+            not facts.has_real_sites(c)
+            and not (getattr(c.dataset, "backbone", None) and c.dataset.has_bounds)
         ),
         "dataset={c.dataset.name} without pooled features of dataset.backbone, which it centres",
     ),
@@ -254,9 +252,6 @@ NEEDS = {
     "evaluation.deliver",
     "stages=export": "evaluation.baselines evaluation.deliver",
     "algorithm.rule=mixed_level": "algorithm.validation_weight",
-    "algorithm.sampler=controller": "algorithm.controller",
-    "algorithm.group_by=tag": "algorithm.client_tags",
-    "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of all clients together
     "retrain.rounds!=1": "retrain.drop_path_prob",  # which rises from 0 in the first round
     "dataset.server_test=true": "dataset.linear_baseline dataset.limit_test",
     "secure_sum=null": "runtime.largest_share",  # else no weight of a client is seen
@@ -298,7 +293,7 @@ def without_effect(config: Config) -> dict[str, Rule]:
         if rule.when(config):
             for name in rule.settings.split():
                 rules.setdefault(name, rule)
-    for needed, settings in NEEDS.items():
+    for needed, settings in {**NEEDS, **algorithm_of(config).needs}.items():
         key, equal, text = facts.parts(needed)
         with suppress(AttributeError):  # there is no such setting
             value = facts.value_of(config, key)

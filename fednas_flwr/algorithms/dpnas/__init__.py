@@ -82,5 +82,6 @@ register(
         units=(names.RECORD, names.PERSON),
         asks_rewards=True,
         unused=_UNUSED,
+        needs={"algorithm.sampler=controller": "algorithm.controller"},
     ),
 )

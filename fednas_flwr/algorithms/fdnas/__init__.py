@@ -178,10 +178,12 @@ register(
         },
         unused=(
             Rule(
-                "evaluation.baselines",
-                lambda c: True,
-                "algorithm=cfdnas, whose groups each have a network",
+                "evaluation.baselines", bool, "algorithm=cfdnas, whose groups each have a network"
             ),
         ),
+        needs={
+            "algorithm.group_by=tag": "algorithm.client_tags",
+            "algorithm.inherit=true": "rounds algorithm.search.hardware",  # of all together
+        },
     ),
 )
