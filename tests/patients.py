@@ -11,14 +11,10 @@ def patients():
     day = rng.integers(0, 700, 800)
     risk = (age - 60) / 12 + 1.5 * (ward == "north") + (day - 350) / 300
     ill = risk + 0.5 * rng.normal(size=800) > 0.4
-    table = pd.DataFrame(
-        {
-            "age": [str(a).replace(".", ",") for a in age],
-            "ward": ward,
-            "seen": (pd.Timestamp("2022-01-01") + pd.to_timedelta(day, "D")).strftime("%d.%m.%Y"),
-            "outcome": np.where(ill, "died", "left"),
-        }
-    )
+    ages = [str(a).replace(".", ",") for a in age]
+    seen = (pd.Timestamp("2022-01-01") + pd.to_timedelta(day, "D")).strftime("%d.%m.%Y")
+    table = pd.DataFrame({"age": ages, "ward": ward, "seen": seen})
+    table["outcome"] = np.where(ill, "died", "left")
     table.loc[rng.random(800) < 0.1, "age"] = None
     table.loc[rng.random(800) < 0.1, "ward"] = None
     return table

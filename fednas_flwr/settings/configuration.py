@@ -28,7 +28,6 @@ OF_TABLES: dict[str, tuple[tuple[float | str, ...], float | str]] = {
     "retrain.norm": ((GROUP,), NO_NORM),
     "privacy.retrain.rate": ((0.125,), 1.0),
     "privacy.retrain.noise_walk": ((0.2,), 0.5),
-    "retrain.weights.momentum": ((0.9,), 0.0),
     "privacy.micro_batch_size": ((8, 64), LARGEST_MICRO_BATCH),
 }
 OF_FEATURES = ("privacy.retrain.rate", "privacy.micro_batch_size")  # of a backbone, pooled

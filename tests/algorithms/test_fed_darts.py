@@ -107,6 +107,7 @@ def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_conf
     for kind, alpha in supernet.alphas().items() if travel else ():
         assert float(arrays[f"{MOMENTS}.alphas.step.{kind}"]) == float(adam.state[alpha]["step"])
     rounds = federation.named("round")
+    assert len(federation.named("alphas")) == ROUNDS
     assert [e["metrics"]["train_loss"] for e in rounds] == pytest.approx(losses, rel=1e-4)
 
 

@@ -1,6 +1,7 @@
 """The data-free search: nobody is asked, nothing is booked, the best of all is derived."""
 
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -70,6 +71,8 @@ def test_the_best_of_the_shortlist_is_derived(searched, search):
     assert [one.genotype for one in pool] == [plain[index] for index in best] + plain[3:]
     assert federation.strategy.derive() == plain[best[0]]
     assert federation.events[-1]["metrics"]["synflow"] == values[best[0]]
+    rehearsed, _ = replace(federation.config.algorithm, draws=9).rehearsed(space.name)
+    assert (rehearsed.draws, rehearsed.shortlist) == (4, None)
 
 
 def test_resume_gives_the_same_ranking(searched, federate, tmp_path):

@@ -29,6 +29,7 @@ from fednas_flwr.spaces.costs import count_multiply_adds
 from ..booked import booked
 from ..composing import ranges_of
 from ..refusals import refuses
+from ..report.conftest import emit
 from ..rows import seldom
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
@@ -159,6 +160,13 @@ def test_baselines_are_made_where_they_add_little(tmp_path, search, retrain, eva
     assert baselines.affordable(tmp_path) == number
     (tmp_path / "baselines").mkdir()
     assert baselines.affordable(tmp_path) == 2  # it goes on with what it has begun
+
+
+def test_scores_put_the_first_of_the_largest_pool_first(compose_config, tmp_path):
+    config = compose_config("algorithm=successive_halving", f"run_dir={tmp_path}")
+    for pool in (["first", "second"], ["second"]):
+        emit(tmp_path, "rewarded", genotypes=pool, rewards=[0.5] * len(pool))
+    assert baselines._scored_first(config) == "first"
 
 
 def test_the_data_free_choice_goes_by_few_scores_where_none_ranks(compose_config):

@@ -240,8 +240,9 @@ def test_a_run_writes_hardly_more_than_is_estimated(overrides, compose_config, f
 
 def test_a_run_that_does_not_fit_on_its_disk_is_refused(compose_config, tmp_path, monkeypatch):
     folder = tmp_path / "runs" / "new"
-    config = compose_config("rounds=4", f"run_dir={folder}")
+    config = compose_config(*ROOM, f"run_dir={folder}")
     least = written_bytes(config, check_buildable(config).networks)
+    assert least > 0
     asked = []
 
     def usage(path):

@@ -151,9 +151,9 @@ def test_a_group_is_not_resumed_alone(whole, prints):
 
 def test_clients_with_similar_updates_of_the_alphas_form_a_group():
     torch.manual_seed(0)
-    directions = torch.randn(2, 12)
+    directions = torch.randn(12) + 0.5 * torch.randn(2, 12)  # not far from each other
     updates = {
-        client: (directions[client % 2] * (1 + client) + 0.1 * torch.randn(12)).double()
+        client: 10.0**client * (directions[client % 2] + 0.1 * torch.randn(12)).double()
         for client in range(6)
     }
     assert group_by_alphas(updates, num_groups=2) == {"1": [0, 2, 4], "2": [1, 3, 5]}

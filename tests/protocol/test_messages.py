@@ -69,7 +69,7 @@ def test_requests_that_differ_in_anything_have_other_digests():
 
 
 def test_a_reply_survives():
-    metrics = {"train_loss": 0.5, "validation_loss": float("nan")}
+    metrics = {"train_loss": 0.5, "v" * 64: float("nan")}  # the longest name
     digests = {"weights": "d1", "buffers": "d2"}
     said = {"client": 1, "class_names": ["a", "b"]}
     content = encode_reply(HEADER, Reply(17, metrics, STATES, digests, said))
