@@ -110,6 +110,7 @@ write_atomically(state / "policy.yaml", "text")
 """
 
 
+@pytest.mark.run
 def test_no_state_of_a_site_is_open_to_others_whatever_the_umask(tmp_path):
     """Processes of a site: the books, keys, prepared records and results of self-tests."""
     command = [sys.executable, "-c", STATE_OF_A_SITE, str(tmp_path / "new" / "state")]
