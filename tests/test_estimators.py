@@ -73,6 +73,7 @@ def test_a_fit_is_a_run_of_the_command_line(fitted):
     assert (fitted.run_folder / "model.onnx").exists()
 
 
+@pytest.mark.run
 def test_no_records_stay_behind_unless_a_run_can_go_on_with_them(fitted, tmp_path, monkeypatch):
     root = Path(config_of(fitted).dataset.root)
     assert [path.name for path in root.parents[1].iterdir()] == ["self-tests"]
@@ -234,6 +235,7 @@ def test_settings_are_taken_as_they_are_given(tmp_path, monkeypatch):
     refuses("clients=0", FedClassifier(clients=0, **own).fit, records, table["sex"])
 
 
+@pytest.mark.run
 def test_a_number_is_predicted_in_its_own_unit(tmp_path):
     table = load_diabetes(as_frame=True).frame
     own = ["algorithm.draws=2", f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'run'}"]

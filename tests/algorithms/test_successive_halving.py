@@ -27,6 +27,7 @@ from fednas_flwr.search.optimizer_step import no_moments
 from fednas_flwr.spaces.genotype import from_json, to_json
 
 from ..asked import spied
+from ..rows import seldom
 from .plain import make_sgd, step
 
 ROUNDS = 4
@@ -120,7 +121,7 @@ def member(packed, layout_of, index):
     return {n.removeprefix(start): t for n, t in named.items() if n.startswith(start)}
 
 
-@pytest.mark.parametrize("momentum", ["reset", "averaged"])
+@pytest.mark.parametrize("momentum", ["reset", seldom("averaged")])
 def test_a_member_is_trained_as_it_would_be_alone(momentum, searched, compose_config, federate):
     """Bit by bit: the same batches, its own clipping, its own moments."""
     federation = searched

@@ -19,6 +19,7 @@ from fednas_flwr.search.candidate import Candidate
 from fednas_flwr.search.optimizer_step import no_moments, path_states
 
 from ..refusals import refuses
+from ..rows import seldom
 from . import conftest as wards
 from .conftest import DIVIDED, METRICS, RECORDS, STEP, TERMS, flat, schedule, step_along
 
@@ -109,7 +110,7 @@ def test_rewards_are_one_vector_of_counts_over_declared_records(site, supernet, 
     assert (row.release.sample_rate, row.release.steps) == (1, 1)
 
 
-@pytest.mark.parametrize("moments", [False, True])
+@pytest.mark.parametrize("moments", [False, seldom(True)])
 def test_a_reply_about_paths_is_a_part_of_the_whole(moments, site, make_site, supernet, totals):
     """Noise is left out: the releases' totals are those of whole states, too."""
     whole = site.request("train.candidate", moments=moments, **ASKED)

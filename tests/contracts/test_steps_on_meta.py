@@ -67,7 +67,9 @@ def test_plain_steps_of_a_supernet(space):
     assert gradients.train_tally.num_examples == 4
 
 
-SUPERNETS = [seldom(name) if name in ("dp_cells_darts", "mbconv") else name for name in SPACES]
+SUPERNETS = [
+    seldom(name) if name in ("darts", "dp_cells_darts", "mbconv") else name for name in SPACES
+]
 
 
 @pytest.mark.parametrize("space", SUPERNETS, indirect=True)

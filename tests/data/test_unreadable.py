@@ -235,6 +235,7 @@ EXCEL_CELLS = [
 ]
 
 
+@pytest.mark.run
 def test_a_cell_of_excel_changes_no_other_record(tmp_path):
     """Above all no id: pandas would make floats of whole numbers, and texts of dates."""
 

@@ -180,7 +180,7 @@ def test_sites_that_have_spent_a_budget_refuse_the_next_run(compose_config, tmp_
     assert "covers (client 0: " in refused(compose_config(*own, "runtime.quorum=0.51"))
 
 
-@pytest.mark.parametrize("algorithm", ["zero_cost", seldom("successive_halving")])
+@pytest.mark.parametrize("algorithm", [seldom("zero_cost"), seldom("successive_halving")])
 def test_limits_that_no_network_keeps_are_refused(compose_config, algorithm):
     group = "algorithm.limits" if algorithm == "zero_cost" else "algorithm.pool.limits"
     sentence = refused(compose_config(f"algorithm={algorithm}", f"{group}.parameters=1"))

@@ -595,6 +595,7 @@ def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys
     assert charged == [("train",), ("validation",)] * 2  # all three, were it other data
 
 
+@pytest.mark.run
 def test_a_private_sites_own_file_chooses_fixed_features_of_its_images(site):
     """Whatever the run says; the exported model takes the images, and makes the features itself."""
     own = site("rounds=1", "retrain.rounds=1", "search_space.skip=linear", base=DP)
@@ -782,6 +783,7 @@ def approval(node, awaited=None):
     return ["approve", *([awaited] if awaited else []), *options]
 
 
+@pytest.mark.run
 def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
     site, compose_config, capsys, prints
 ):
@@ -867,6 +869,7 @@ def books_of(folder):
     return {path: path.stat().st_size for path in files}
 
 
+@pytest.mark.run
 def test_a_flood_of_requests_fills_no_disk_and_an_honest_run_goes_on_the_next_day(site):
     """Refusals, malformed messages, commitments, what raises at the site: all of one allowance."""
     own = site()

@@ -692,6 +692,7 @@ def test_a_disk_that_takes_no_more_releases_nothing(folder, step):
         refuses("", ledger.reserve, ENTRY, error=BudgetExceededError, **BUDGET, assignment="a")
 
 
+@pytest.mark.run
 def test_read_only_files_release_nothing(folder):
     book(folder)
     assert "cannot be used, nothing is released: " in as_process("readonly", folder)
