@@ -14,3 +14,9 @@ def rows(text, **names):
 def seldom(*row):
     """Return a row that the quick tier leaves out: others show there what it shows."""
     return pytest.param(*row, marks=pytest.mark.run)
+
+
+def firsts(names):
+    """Return ``folder/name``s, of which the quick tier has the first of each folder alone."""
+    of_folders = {name.partition("/")[0]: name for name in reversed(names)}.values()
+    return [name if name in of_folders else seldom(name) for name in names]

@@ -38,7 +38,7 @@ from .asked import PLAIN, smallest
 from .client.conftest import flat, packed
 from .policies import policy_of
 from .refusals import refuses, refuses_run
-from .rows import rows, seldom
+from .rows import firsts, rows
 
 # Files that need nothing but the installation, beside those of the made data set.
 BUILDS = {
@@ -63,14 +63,13 @@ def test_files_build_on_embedded_data(overrides):
 
 FOLDER = conf_folder() / "experiment"
 PATHS = sorted(path.relative_to(FOLDER) for path in FOLDER.rglob("[!_]*.yaml"))
-FIRST = {path.parent: path for path in reversed(PATHS)}.values()  # of each folder
-EXPERIMENTS = [path if path in FIRST else seldom(path) for path in PATHS]
+EXPERIMENTS = [path.with_suffix("").as_posix() for path in PATHS]
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=str)
+@pytest.mark.parametrize("experiment", firsts(EXPERIMENTS))
 def test_experiments_build_with_another_data_set(experiment, made_data):
     """The settings of an experiment, on made images or a made table instead of real ones."""
-    config = parse_config(compose_tree([f"experiment={experiment.with_suffix('')}"]))
+    config = parse_config(compose_tree([f"experiment={experiment}"]))
     if config.partition.name == "label_groups":  # of ten classes
         made_data = made_digits(made_data.parent)
     dataset = parse_config(compose_tree(["dataset=npz", f"dataset.root={made_data}"])).dataset

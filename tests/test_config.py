@@ -21,10 +21,11 @@ from fednas_flwr.settings.names import RECORD
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.settings.run_settings import AggregateSettings, SamplingSettings, SecureSumSettings
-from fednas_flwr.settings.unused import UserSettings, check_effect
+from fednas_flwr.settings.unused import NEEDS as NEEDS_OF_ALL
+from fednas_flwr.settings.unused import UserSettings, check_effect, without_effect
 
 from .refusals import refuses
-from .rows import rows, seldom
+from .rows import firsts, rows
 
 GROUP = ["search_space.norm=group", "retrain.norm=group"]
 DP = "privacy=dp search_space.norm=group retrain.norm=group"
@@ -86,12 +87,7 @@ def changed(tree, key, value):
     return copy
 
 
-EXPERIMENTS = [c.partition("=")[2] for c in all_choices() if c.startswith("experiment=")]
-OF_FOLDERS = {name.partition("/")[0]: name for name in reversed(EXPERIMENTS)}.values()
-RARE = {f"experiment={name}" for name in EXPERIMENTS if name not in OF_FOLDERS}
-
-
-@pytest.mark.parametrize("choice", [seldom(c) if c in RARE else c for c in all_choices()])
+@pytest.mark.parametrize("choice", firsts(all_choices()))
 def test_every_file_composes_and_parses(choice):
     config = parse_config(compose_tree([choice, *NEEDS.get(choice, [])]))
     assert load_config(dump_config(config)) == config
@@ -288,7 +284,10 @@ def test_fednas_with_privacy_is_told_which_algorithms_there_are():
 CELLS = "algorithm=dpnas search_space=dp_cells retrain=dp_cells"
 
 
-@pytest.mark.parametrize("name", [n if n in OF_FOLDERS else seldom(n) for n in EXPERIMENTS])
+EXPERIMENTS = [c.partition("=")[2] for c in all_choices() if c.startswith("experiment=")]
+
+
+@pytest.mark.parametrize("name", firsts(EXPERIMENTS))
 def test_no_shipped_experiment_sets_anything_without_effect(name):
     chosen = [f"experiment={name}"]
     given = user_settings(chosen)
@@ -386,6 +385,9 @@ algorithm=fedavg algorithm.network=plain_cnn retrain.norm=group | retrain.norm=g
 algorithm=fedavg retrain.channels=3 | network that is fixed: remove it
 algorithm=fedavg genotype=a.json algorithm.network=linear stages=[retrain] | genotype=null
 algorithm=fedavg retrain.drop_path_prob=.1 | retrain.drop_path_prob=0.1 has no effect
+algorithm=cfdnas algorithm.inherit=false algorithm.group_by=hardware algorithm.num_groups=null
+    rounds=3 | set algorithm.inherit=true
+$CELLS algorithm.sampler=random algorithm.controller.lr=.1 | set algorithm.sampler=controller
 algorithm=cfdnas algorithm.client_tags=[a,b,c]
     | algorithm.client_tags=[a, b, c] has no effect with algorithm.group_by=alphas
 algorithm=random_search algorithm.trial_rounds=0 algorithm.batch_size=3 | tries no net
@@ -541,6 +543,14 @@ def test_a_long_cause_of_no_effect_is_cut():
     assert told.count("x") == 80
     words = r"genotype=a\{b\}\.json: remove it, or set genotype=null"
     refuses(words, compose, *own, "genotype='a{b}.json'", error=NoEffectError)
+
+
+def test_needs_of_an_algorithm_come_beside_those_of_all(monkeypatch):
+    config, needed = compose("algorithm=fedavg"), "privacy=dp"
+    entry = replace(algorithms()["fedavg"], needs={needed: "seed"})
+    monkeypatch.setitem(algorithms(), "fedavg", entry)
+    for name in ("seed", *NEEDS_OF_ALL[needed].split()):
+        assert f"set {needed}" in without_effect(config)[name].remedy
 
 
 def test_defaults_without_effect_are_silent_and_taking_back_is_no_finding():

@@ -293,7 +293,7 @@ def without_effect(config: Config) -> dict[str, Rule]:
         if rule.when(config):
             for name in rule.settings.split():
                 rules.setdefault(name, rule)
-    for needed, settings in {**NEEDS, **algorithm_of(config).needs}.items():
+    for needed, settings in (*NEEDS.items(), *algorithm_of(config).needs.items()):
         key, equal, text = facts.parts(needed)
         with suppress(AttributeError):  # there is no such setting
             value = facts.value_of(config, key)

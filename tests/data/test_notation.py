@@ -9,13 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
-from fednas_flwr.data import notation
 from fednas_flwr.data.cells import Cells
+from fednas_flwr.data.notation import (
+    PLAIN,
+    Notation,
+    code_key,
+    days_of,
+    distinct,
+    find_notation,
+    find_order,
+)
 from fednas_flwr.settings.data_settings import ANY_FORM
 from fednas_flwr.settings.names import DECIMALS, THOUSANDS
 
 SIGNS = {"none": "", "point": ".", "comma": ",", "blank": " ", "apostrophe": "'"}
-NOTATIONS = [notation.Notation(d, t) for d in DECIMALS for t in THOUSANDS if d != t]
+NOTATIONS = [Notation(d, t) for d in DECIMALS for t in THOUSANDS if d != t]
 
 
 def cells(*texts):
@@ -25,7 +33,7 @@ def cells(*texts):
 def found(*columns, points_are_decimal=True, **given):
     named = {f"c{i}": column for i, column in enumerate(columns)}
     separator = "," if points_are_decimal else ";"
-    return notation.find_notation(named, replace(ANY_FORM, **given), separator, where="t.csv")
+    return find_notation(named, replace(ANY_FORM, **given), separator, where="t.csv")
 
 
 def written(number, notation):
@@ -58,47 +66,42 @@ TWO_READINGS = [
 def test_two_readings_are_asked_for(column, points_are_decimal, settings):
     with pytest.raises(ConfigError, match=f"two readings: {column[0]} in column c0 .*{settings}"):
         found(cells(*column), points_are_decimal=points_are_decimal)
-    assert found(cells(*column), decimal="comma", thousands="point") == notation.Notation(
-        "comma", "point"
-    )
-    assert found(cells("1.234", "975")) == notation.PLAIN
+    assert found(cells(*column), decimal="comma", thousands="point") == Notation("comma", "point")
+    assert found(cells("1.234", "975")) == PLAIN
     assert found(cells("1,234", "975"), cells("1,234.5")).thousands == "comma"
 
 
 def test_columns_in_two_notations_are_refused():
     with pytest.raises(ConfigError, match="column c1 .1,5. in another way than those of c0"):
         found(cells("1.25", "2.5"), cells("1,5", "2,25"))
-    assert found(cells("a,b", "c"), cells("1.5")) == notation.PLAIN
-    assert (
-        found(Cells(["1.234", "975"], np.array([True, True])), points_are_decimal=False)
-        == notation.PLAIN
-    )
+    assert found(cells("a,b", "c"), cells("1.5")) == PLAIN
+    assert found(Cells(["1.234", "975"], np.array([True, True])), points_are_decimal=False) == PLAIN
 
 
 def test_dates():
     texts = cells("2024-05-31", "2024-05-31T12:00:00+01:00", "2024-05-31 12:00Z", "31.5.2024", "")
-    day = notation.days_of(cells("2024-05-31"), None)[0]
-    assert notation.days_of(texts, None)[:4].tolist() == [day, day + 0.5, day + 0.5, day]
-    assert math.isnan(notation.days_of(texts, None)[4])
+    day = days_of(cells("2024-05-31"), None)[0]
+    assert days_of(texts, None)[:4].tolist() == [day, day + 0.5, day + 0.5, day]
+    assert math.isnan(days_of(texts, None)[4])
     for order, text in (("day_first", "31/5/2024"), ("month_first", "05/31/2024")):
-        assert notation.find_order({"when": cells(text, "1/2/2024")}, where="t.csv") == order
-        assert notation.days_of(cells(text), order).tolist() == [day]
-        assert math.isnan(notation.days_of(cells(text), None)[0])
-    assert notation.find_order({"a": cells("1/2", "x")}, where="t.csv") is None
+        assert find_order({"when": cells(text, "1/2/2024")}, where="t.csv") == order
+        assert days_of(cells(text), order).tolist() == [day]
+        assert math.isnan(days_of(cells(text), None)[0])
+    assert find_order({"a": cells("1/2", "x")}, where="t.csv") is None
     for column in (cells("1/2/2024"), cells("31/5/2024", "5/31/2024")):
         with pytest.raises(ConfigError, match="two readings: set dataset.date_order="):
-            notation.find_order({"when": column}, where="t.csv")
+            find_order({"when": column}, where="t.csv")
     for text in ("2021-02-30", "0000-01-01", "31/5/2024", "12:00", "2024-5-3"):
-        assert math.isnan(notation.days_of(cells(text), None)[0])
+        assert math.isnan(days_of(cells(text), None)[0])
 
 
 def test_codes_that_mean_the_same_are_one():
-    assert notation.distinct(["1.0", "2", "1", "2.0", ""]) == ("1", "2")
-    assert notation.distinct(["True", "TRUE", "false"]) == ("TRUE", "false")
-    assert notation.distinct(["01", "1", "2"]) == ("01", "1", "2")
-    assert notation.distinct(["01", "02"]) == ("01", "02")
-    assert notation.distinct(["yes", "Yes"]) == ("Yes", "yes")
-    key = notation.code_key(("01", "02"))
+    assert distinct(["1.0", "2", "1", "2.0", ""]) == ("1", "2")
+    assert distinct(["True", "TRUE", "false"]) == ("TRUE", "false")
+    assert distinct(["01", "1", "2"]) == ("01", "1", "2")
+    assert distinct(["01", "02"]) == ("01", "02")
+    assert distinct(["yes", "Yes"]) == ("Yes", "yes")
+    key = code_key(("01", "02"))
     assert key("1.0") == key("01") != key("02")
-    key = notation.code_key(("0", "0.0"))  # declared as two
+    key = code_key(("0", "0.0"))  # declared as two
     assert key("0") != key("0.0")
