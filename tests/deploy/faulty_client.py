@@ -122,7 +122,9 @@ FAULTS: dict[str, Any] = {**NOISES, **REPEATED, **SUMS, **GRADIENTS, **MASKS}
 
 @contextmanager
 def broken(fault, key, *, seed=0):
-    """Build a fault into one kind of release of all clients, inside the block.
+    """Build a fault into one kind of release of the audited clients, inside the block.
+
+    Those whose run is recorded before have none: a server may refuse what faulty ones send.
 
     Args:
         fault: Name out of ``FAULTS``.
@@ -154,10 +156,16 @@ def broken(fault, key, *, seed=0):
         is_fault = is_now and fault in MASKS and probability < 1
         return change(drawn, probability, now) if is_fault else drawn(probability)
 
-    with pytest.MonkeyPatch.context() as patch:
+    made = audit_run._clients
+
+    def clients(*arguments):
         patch.setattr(ReleaseGuard, "_booked_sum", booked)
         patch.setattr(SecureGenerator, "discrete_gaussian", noise)
         patch.setattr(SecureGenerator, "poisson_mask", mask)
+        return made(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit_run, "_clients", clients)
         yield
 
 

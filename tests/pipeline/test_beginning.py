@@ -67,6 +67,13 @@ def test_rounds_of_small_clients_have_several_passes(folder, quick_run):
     assert _planned_retraining(config).local_epochs == 3
 
 
+def test_clients_tell_statistics_of_a_table_for_which_none_are_stated(folder):
+    linear = ("partition=sites", "algorithm=fedavg", "algorithm.network=linear")
+    for stated in ((), ("dataset.statistics={age: [0, 1], chol: [0, 1]}",)):
+        with begun(compose(*overrides(folder, *linear, *stated)), SteppedGrid) as (began, _):
+            assert (began.cohort.statistics is None) == bool(stated)
+
+
 @pytest.fixture
 def one_table(folder):
     """The same in one table, by the column ward."""

@@ -94,8 +94,8 @@ def test_gains_are_of_records_that_neither_network_nor_copy_was_trained_on(run_i
     assert {one.split for one in kept} == {"train"}
 
 
-def test_a_copy_that_is_kept_has_the_accuracy_that_is_told(finished_run):
-    done = finished_run(*PERSONAL, "retrain.evaluate_every=1")
+def test_a_copy_that_is_kept_has_the_accuracy_that_is_told(quick_run):
+    done = quick_run(*PERSONAL, "retrain.evaluate_every=1")
     copies = done.the("evaluated")["copies"]
     keeping = [one["client"] for one in copies if one["keeps"]]
     assert keeping == done.the("personalised")["clients"] != []

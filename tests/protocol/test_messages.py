@@ -68,6 +68,13 @@ def test_requests_that_differ_in_anything_have_other_digests():
     assert messages.decode_request("train.search", content).digest == base.digest
 
 
+def test_states_of_a_sum_have_16_ranges_at_most():
+    ranges = {f"state {number}": 1.0 for number in range(17)}
+    refuses("expected 0 to 16 entries", Summed, "a", (0, 1, 2), ranges)
+    del ranges["state 16"]
+    assert Summed("a", (0, 1, 2), ranges).ranges == ranges
+
+
 def test_a_reply_survives():
     metrics = {"train_loss": 0.5, "v" * 64: float("nan")}  # the longest name
     digests = {"weights": "d1", "buffers": "d2"}
