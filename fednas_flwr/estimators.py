@@ -41,6 +41,7 @@ from fednas_flwr.settings import expanded
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
 FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
 PLAIN, PRIVATE = "experiment=search/recommended", "experiment=search/recommended_private"
+PRIVATE_TABLE = ["experiment=private_table"]  # which does not search
 MORE = "evaluation.baselines=4"
 PRESETS = {  # without and with privacy
     "fast": (FAST, FAST),
@@ -206,6 +207,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             np.savez(arrays, x_train=X, y_train=y)
             content = arrays.getvalue()
         settings = [*PRESETS[self.preset][self.epsilon is not None]]
+        if settings == [PRIVATE] and X.ndim == 2:
+            settings, chosen["search_space"] = [*PRIVATE_TABLE], None
         for name, value in chosen.items():  # quoted, as JSON is
             settings += [] if value is None else [f"{name}={json.dumps(value, ensure_ascii=False)}"]
         config = compose(*settings, *self.settings)

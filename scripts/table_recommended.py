@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import lzma
 from collections.abc import Callable
 from functools import partial
@@ -35,14 +36,17 @@ from tables import start_results
 
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.runs.leaderboard import candidates, chosen, compared
-from fednas_flwr.runs.numbers import Run, read_run
+from fednas_flwr.runs.numbers import Run
 
 RESULTS = Path(__file__).parent / "results" / "recommended.json"
 NUMBERS, PRIVATE = (RESULTS.with_name(name) for name in ("regression.json", "private_tables.json"))
 RUNS = Path("runs/table_recommended")
 SEEDS, FEW_SEEDS, TEN_SEEDS = (101, 102, 103, 104, 105), (101, 102, 103), tuple(range(101, 111))
 SUFFIX = {"dataset=csv": ".csv"}
-TABLE = ("dataset=csv", "search_space=mlp_small", "dataset.id_column=id")
+MLP = "search_space=mlp_small"
+TABLE = ("dataset=csv", MLP, "dataset.id_column=id")
+RECOMMENDED_PRIVATE = "experiment=search/recommended_private"
+NETWORKS = {"one layer": ("experiment=private_table",), "searched": (RECOMMENDED_PRIVATE, MLP)}
 HEART = "age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal num".split()
 GROUPS = "partition.groups=[[0,1],[2,3],[4,5],[6,7],[8,9]]"
 PARTITIONS = {
@@ -78,7 +82,12 @@ def main() -> None:
     """Run what is missing."""
     parser = arguments(__doc__, needs_root=False)
     parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
-    parser.add_argument("--only", nargs="*", default=[], help="names of data; all by default")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        help='names of data, of tables with privacy "<name> private"; all by default',
+    )
     options = parser.parse_args()
     data, only = options.data.resolve(), options.only
     start_results(
@@ -117,13 +126,20 @@ def main() -> None:
             settings = [*searches, "runtime.threads=1", *overrides, *divided]
             settings.append(f"evaluation.baselines={random}")
             jobs.append(partial(run, results, folder, group=group, more=more, overrides=settings))
-            if name in RANGES and seed in SEEDS:
-                beside = partial(scores_beside, folder)
-                folder = folder_of(name, "epsilon 8", seed)
-                settings = [*EPSILON, "secure_sum=true", "runtime.threads=1", *overrides, *divided]
-                settings.append(f"dataset.ranges={{{RANGES[name]}}}")
-                run = partial(run, PRIVATE, folder, group={"data": name}, more=beside)
-                private.append(partial(run, overrides=settings))
+    for network, name, seed in product(NETWORKS, RANGES, SEEDS):
+        if only and f"{name} private" not in only:
+            continue
+        write, partitions, overrides, _ = ROWS[name]
+        if not (root := data_of(name, seed)).exists():
+            write(data, root, seed)
+        ((partition, divided),) = partitions.items()
+        beside = partial(scores_beside, {"data": name, "partition": partition}, seed)
+        settings = [*NETWORKS[network], "privacy.epsilon=8", "secure_sum=true", "runtime.threads=1"]
+        settings += [*(text for text in overrides if text != MLP), *divided]
+        settings.append(f"dataset.ranges={{{RANGES[name]}}}")
+        folder = folder_of(name, f"epsilon 8 {network}", seed)
+        run = partial(measure, PRIVATE, folder, group={"data": name, "network": network}, seed=seed)
+        private.append(partial(run, root=root.resolve(), more=beside, overrides=settings))
     for made in (jobs, private):
         make_all(lambda job: job(), made, at_a_time=options.jobs)
 
@@ -166,9 +182,11 @@ def scores(run: Run) -> dict[str, float | None]:
     }
 
 
-def scores_beside(plain: Path, run: Run) -> dict[str, float | None]:
-    """The AUROC of the run without privacy, and how far a private one is from it."""
-    without = read_run(plain).scores("central")["auroc"]
+def scores_beside(group: dict[str, str], seed: int, run: Run) -> dict[str, float | None]:
+    """The AUROC of the row and seed without privacy, and how far a private one is from it."""
+    rows = json.loads(RESULTS.read_text())["runs"]
+    (plain,) = (row for row in rows if (row["group"], row["seed"]) == (group, seed))
+    without = plain["metrics"]["central_auroc"]
     return {"plain": without, "minus_plain": run.scores("central")["auroc"] - without}
 
 
@@ -331,7 +349,7 @@ def _write_table(path: Path, table: pd.DataFrame, seed: int) -> None:
 Write = Callable[[Path, Path, int], None]
 SITES = ("partition=column", "partition.column=site")
 SIX = (*SITES, "clients=6")
-EPSILON = ("experiment=search/recommended_private", "privacy.epsilon=8")
+EPSILON = (RECOMMENDED_PRIVATE, "privacy.epsilon=8")
 OF_DIABETES = (
     "dataset.ranges={age:[18,80],sex:[1,2],bmi:[15,45],bp:[60,140],s1:[90,310],s2:[40,250],"
     "s3:[20,100],s4:[2,10],s5:[3,6.5],s6:[55,125]}"

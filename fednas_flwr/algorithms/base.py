@@ -290,6 +290,20 @@ class RoundStrategy(Strategy, Generic[S]):
             return rq.Amount(local_epochs, None, batch_size)
         return rq.Amount(None, steps, None)
 
+    def search_locally(self, server_round: int, num_rounds: int, **rule: Any) -> Metrics:
+        """Have all clients search for local epochs, and average weights, alphas and buffers.
+
+        Args:
+            server_round: From 1.
+            num_rounds: Rounds of the stage.
+            rule: Of :class:`~fednas_flwr.protocol.requests.LocalSearch`, how alphas are learnt.
+        """
+        settings: Any = self.settings  # of an algorithm with local epochs of search
+        amount = self.amount(settings.local_epochs, settings.batch_size)
+        weights = settings.weights.at_round(server_round, num_rounds)
+        local = rq.LocalSearch(amount, weights, settings.alphas, **rule)
+        return self.train("train.search", rq.Search(local=local))
+
     def local_training(
         self,
         weights: SGD,

@@ -28,7 +28,7 @@ from fednas_flwr.settings import (
     expanded,
 )
 from fednas_flwr.settings.names import BATCH, Norm
-from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RESNETS
+from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS
 from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces import space_entry
 from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_json
@@ -429,6 +429,26 @@ def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), layer)
 
 
+class OneLayer(nn.Module):
+    """A layer of ReLU units beside a linear model, both on the flattened input.
+
+    For tables with privacy: of what noise leaves, few records teach it more than deeper networks
+    (scripts/results/README.md, "Tables with privacy").
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, *, width: int) -> None:
+        """Build both; ``width`` is the number of units."""
+        super().__init__()
+        features = math.prod(input_shape)
+        dense = (nn.Linear(features, width), nn.ReLU(), nn.Linear(width, num_classes))
+        self.layer = nn.Sequential(nn.Flatten(), *dense)
+        self.beside = linear(input_shape, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [B, classes]."""
+        return self.layer(x) + self.beside(x)
+
+
 def private_cnn(
     input_shape: tuple[int, ...], num_classes: int, *, activation: type[nn.Module]
 ) -> nn.Module:
@@ -483,23 +503,16 @@ def _image_shape(name: str, input_shape: tuple[int, ...]) -> tuple[int, int, int
 
 
 CNN_ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "relu": nn.ReLU,
-    "relu6": nn.ReLU6,
-    "elu": nn.ELU,
-    "selu": nn.SELU,
-    "tanh": nn.Tanh,
-    "hardtanh": nn.Hardtanh,
-    "leaky_relu": nn.LeakyReLU,
-}
+    kind.__name__.lower(): kind
+    for kind in (nn.ReLU, nn.ReLU6, nn.ELU, nn.SELU, nn.Tanh, nn.Hardtanh)
+} | {"leaky_relu": nn.LeakyReLU}
 FIXED_NETWORKS: dict[str, Callable[..., nn.Module]] = TABLES["network"]
 FIXED_NETWORKS |= {
     "efficientnet_b0": partial(torchvision_network, name="efficientnet_b0"),
     "mobilenet_v2": partial(torchvision_network, name="mobilenet_v2"),
     "plain_cnn": plain_cnn,
     "linear": linear,
-    **{
-        name: partial(resnet8, width=width)
-        for name, width in zip(RESNETS, RESNET8_WIDTHS, strict=True)
-    },
+    "mlp_64": partial(OneLayer, width=64),
+    **{f"resnet8_{width}": partial(resnet8, width=width) for width in RESNET8_WIDTHS},
     **{f"cnn_{name}": partial(private_cnn, activation=a) for name, a in CNN_ACTIVATIONS.items()},
 }

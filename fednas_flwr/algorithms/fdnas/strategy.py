@@ -10,7 +10,6 @@ from fednas_flwr.algorithms.fdnas import CFDNASSettings, FDNASSettings, all_hard
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import Reply
-from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings import Config
@@ -36,14 +35,8 @@ class FDNAS(RoundStrategy[FDNASSettings]):
 
     def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Search locally everywhere, average weights, alphas and buffers."""
-        settings = self.settings
-        local = LocalSearch(
-            self.amount(settings.local_epochs, settings.batch_size),
-            settings.weights.at_round(server_round, num_rounds),
-            settings.alphas,
-            paths=SampledPaths(server_round <= settings.warm_up_rounds, self._hardware),
-        )
-        return self.train("train.search", Search(local=local))
+        paths = SampledPaths(server_round <= self.settings.warm_up_rounds, self._hardware)
+        return self.search_locally(server_round, num_rounds, paths=paths)
 
     def average(self, replies: Replies) -> tuple[dict[str, Packed], Metrics]:
         """Average as :meth:`RoundStrategy.average`, and keep each client's update."""

@@ -7,7 +7,6 @@ server averages both with weights N_k / N.
 from fednas_flwr.algorithms.base import Metrics, PrivateRound, RoundStrategy
 from fednas_flwr.algorithms.fed_darts import FedDARTSSettings
 from fednas_flwr.privacy.plan import PlannedRelease
-from fednas_flwr.protocol.requests import LocalSearch, Search
 from fednas_flwr.search.local_search import Alternating, rising
 
 
@@ -20,18 +19,13 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
     def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Search locally everywhere, average weights, alphas and buffers."""
         settings = self.settings
-        local = LocalSearch(
-            self.amount(settings.local_epochs, settings.batch_size),
-            settings.weights.at_round(server_round, num_rounds),
-            settings.alphas,
-            alternating=Alternating(
-                settings.rule,
-                settings.validation_weight,
-                settings.proximal,
-                beta_decay=rising(settings.beta_decay, server_round, num_rounds),
-            ),
+        alternating = Alternating(
+            settings.rule,
+            settings.validation_weight,
+            settings.proximal,
+            beta_decay=rising(settings.beta_decay, server_round, num_rounds),
         )
-        return self.train("train.search", Search(local=local))
+        return self.search_locally(server_round, num_rounds, alternating=alternating)
 
     @classmethod
     def releases(cls, settings: FedDARTSSettings, private: PrivateRound) -> list[PlannedRelease]:
