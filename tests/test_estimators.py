@@ -211,6 +211,10 @@ def test_every_preset_is_a_run_with_and_without_privacy(preset, epsilon, tmp_pat
     def checked(config, quiet):
         check(config)
         assert epsilon or preset == "fast" or config.retrain.rounds is None  # as records need
+        alone = epsilon and preset == "default"
+        assert ("search" in config.stages, getattr(config.algorithm, "network", "")) == (
+            (False, "mlp_64") if alone else (True, "")
+        )
         raise InterruptedError
 
     monkeypatch.setattr(estimators, "run", checked)

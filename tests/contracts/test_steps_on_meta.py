@@ -86,7 +86,7 @@ def test_plain_and_private_steps_of_a_derived_network(space):
     check_network(on_meta(lambda: space.network(genotype)), *records(space))
 
 
-GIVEN_NETWORKS = [seldom("mobilenet_v2"), "resnet8_4", "plain_cnn", "linear", "cnn_tanh"]
+GIVEN_NETWORKS = [seldom("mobilenet_v2"), "resnet8_4", "plain_cnn", "linear", "mlp_64", "cnn_tanh"]
 
 
 @pytest.mark.parametrize("name", GIVEN_NETWORKS)

@@ -32,7 +32,7 @@ SMALL = [(1, 8, 8), (3, 28, 28), (2, 7, 13), (1, 1, 1), (4, 5, 33)]
 ODD = [(1, 14, 15), (1, 29, 33), (3, 8, 9), (4, 33, 8)]
 
 
-OF_ANY_SIZE = ("plain_cnn", "linear", "resnet8_4")
+OF_ANY_SIZE = ("plain_cnn", "linear", "mlp_64", "resnet8_4")
 SMALL_NETWORKS = [(name, shape) for name in OF_ANY_SIZE for shape in SMALL]
 SMALL_NETWORKS += [("cnn_elu", shape) for shape in ODD]
 
@@ -41,6 +41,16 @@ SMALL_NETWORKS += [("cnn_elu", shape) for shape in ODD]
 def test_small_networks_take_any_size(name, shape):
     norm = {"norm": "group"} if name in NORMED_NETWORKS else {}
     assert FIXED_NETWORKS[name](shape, 5, **norm)(torch.zeros(3, *shape)).shape == (3, 5)
+
+
+def test_one_layer_adds_its_logits_to_those_of_a_linear_model():
+    network, x = FIXED_NETWORKS["mlp_64"]((2, 3), 5), torch.randn(4, 2, 3)
+    first, last = network.layer[1], network.layer[3]
+    layer = (x.flatten(1) @ first.weight.T + first.bias).clamp(min=0) @ last.weight.T + last.bias
+    torch.testing.assert_close(network(x), layer)
+    with torch.no_grad():
+        network.beside[1].bias.copy_(torch.arange(5.0))
+    torch.testing.assert_close(network(x), layer + torch.arange(5.0))
 
 
 def test_resnet8_needs_images():
@@ -79,6 +89,7 @@ GRAY, COLOUR = (1, 28, 28), (3, 32, 32)
 
 PARAMETERS = [
     ("linear", GRAY, 7850, nn.Linear, 1),
+    ("mlp_64", (13,), 14 * 64 + 65 * 10 + 14 * 10, nn.Linear, 3),
     ("plain_cnn", GRAY, 10 * 16 + 145 * 32 + 1569 * 64 + 65 * 10, nn.Conv2d, 2),  # by hand
     ("cnn_tanh", GRAY, 26_010, nn.Tanh, 3),  # DPNAS, Table 1: .03 M
     ("cnn_selu", GRAY, 26_010, nn.SELU, 3),
