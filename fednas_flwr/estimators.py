@@ -41,7 +41,7 @@ from fednas_flwr.settings import expanded
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
 FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
 PLAIN, PRIVATE = "experiment=search/recommended", "experiment=search/recommended_private"
-PRIVATE_TABLE = ["experiment=private_table"]  # which does not search
+PRIVATE_TABLE = ["experiment=private_table"]  # of classes; does not search
 MORE = "evaluation.baselines=4"
 PRESETS = {  # without and with privacy
     "fast": (FAST, FAST),
@@ -86,7 +86,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             time_limit: Of the run, such as ``10min``, within a round and the export; a warning says
                 what it has left out.
             preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
-                search, ``best`` compares more networks, trained as long.
+                search, or of a private table with classes ``experiment=private_table``, ``best``
+                compares more networks, trained as long.
             settings: Further settings, as ``fednas run`` takes them; they overrule all others.
             random_state: Seed of the run; None is 1.
             verbose: True shows what ``fednas run`` shows.
@@ -207,7 +208,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             np.savez(arrays, x_train=X, y_train=y)
             content = arrays.getvalue()
         settings = [*PRESETS[self.preset][self.epsilon is not None]]
-        if settings == [PRIVATE] and X.ndim == 2:
+        if settings == [PRIVATE] and X.ndim == 2 and self.task == "classification":
             settings, chosen["search_space"] = [*PRIVATE_TABLE], None
         for name, value in chosen.items():  # quoted, as JSON is
             settings += [] if value is None else [f"{name}={json.dumps(value, ensure_ascii=False)}"]
