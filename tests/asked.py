@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any, get_type_hints
 
+import torch
+
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.sum_requests import PROPERTIES, Masked, OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
@@ -68,6 +70,19 @@ def spied(federation, change=None):
 
     federation.cohort.ask = noting
     return asked
+
+
+MODEL = ("weights", "alphas", "buffers")
+
+
+def filled(reply, value, states=MODEL):
+    """Return a reply with one value in place of all numbers of some states."""
+    other = {
+        name: {dtype: torch.full_like(vector, value) for dtype, vector in packed.items()}
+        for name, packed in reply.states.items()
+        if name in states
+    }
+    return replace(reply, states={**reply.states, **other})
 
 
 ALWAYS_SAID = {"client": 0, "context": "ab" * 32, "boxes": {}, "parts": {}, "pairs": {}}

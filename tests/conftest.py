@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from functools import partial
 
 import absl.logging
 import numpy as np
@@ -19,23 +20,22 @@ from fednas_flwr.algorithms.stage_strategies import algorithm_of, make_retrainin
 from fednas_flwr.base import processes
 from fednas_flwr.base.pretrained import Pretrained
 from fednas_flwr.cli import main
+from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
-from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import describe_network
 from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.server.cohort import Cohort
-from fednas_flwr.settings import dump_config, hydra_config
+from fednas_flwr.settings import hydra_config
 from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.settings.registry import OWN, TABLES
 from fednas_flwr.spaces import dp_cells
 
 from .composing import remembering, split
-from .finished_runs import FinishedRuns, Told, whole_run
+from .finished_runs import FinishedRuns, Told, in_process, whole_run
 from .processes import started
 
 # Where it is ignored, as in a background job, it would be ignored by the processes of tests, too.
@@ -213,7 +213,7 @@ def federate():
             made["strategy"] = make_search(config, data[0], cohort, folder)
         numbers = range(config.clients)
         made["clients"] = [make_client(config, i, data=data, networks={}) for i in numbers]
-        made["grid"] = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        made["grid"] = in_process(config)
         made |= {"config": config, "data": data, "cohort": cohort}
         return Told(checkpoints=folder, events=events, **made)
 
@@ -267,6 +267,19 @@ def finished_run(compose_config, tmp_path_factory, pytestconfig):
         place = tmp_path_factory.getbasetemp() / "finished_runs"
     runs = FinishedRuns(place, tmp_path_factory.mktemp("finished"))
     return lambda *overrides: sound(runs.get(compose_config(*overrides)))
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """``answers(action, made)``: clients answer by ``made(honest, client, request, asked)``.
+
+    ``honest(client, request, asked)`` is what they would answer otherwise.
+    """
+
+    def by(action, made):
+        monkeypatch.setitem(ANSWERS, action, partial(made, ANSWERS[action]))
+
+    return by
 
 
 @pytest.fixture

@@ -28,13 +28,26 @@ def colour_digits():
     return records.features.numpy().transpose(0, 2, 3, 1).repeat(3, axis=3), records.labels.numpy()
 
 
+def save_pixels(pixels, path):
+    """Save an image, in a folder that is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
 def digit_files():
-    """Yield the digits as images of two sizes, some in colours, and which they are."""
+    """Yield the digits as pixels of two sizes, some in colours, and which they are."""
     records, _ = read("digits", Path())
     for i in range(len(records)):
         image = Image.fromarray(records.features[i, 0].numpy())
         image = image.resize((12, 10)) if i % 2 else image.convert("RGB")
-        yield image, int(records.labels[i])
+        yield np.asarray(image), int(records.labels[i])
+
+
+def right_of(model, file):
+    """Of which test images of an npz file a model's label is right."""
+    with np.load(file) as images:
+        names = [model.class_names[label] for label in images["y_test"]]
+        return np.array(model.predict(images["x_test"]).labels) == names
 
 
 def records_of(features, labels=None, *, class_names=None, **more):

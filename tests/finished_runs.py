@@ -58,6 +58,12 @@ class Told(SimpleNamespace):
         return self.named("client_failed", "client_left")
 
 
+def in_process(config, number=None, **terms):
+    """Return a grid of the client apps of a configuration: as many as it says, or a number."""
+    app = make_client_app(dump_config(config), **terms)
+    return InProcessGrid(app, number or config.clients)
+
+
 def whole_run(config, *, resumed=False, sites=(), grid=InProcessGrid, listeners=()):
     """Make or continue a run in this process: its folder, configuration, events and error.
 

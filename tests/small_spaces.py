@@ -1,5 +1,8 @@
 """A small search space of every kind, and one of drawn paths with its costs."""
 
+import torch
+
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.spaces.costs import Costs
 from fednas_flwr.spaces.darts import DARTSSpace
 from fednas_flwr.spaces.dp_cells import DARTSOpsSpace, DPCellSpace
@@ -29,3 +32,12 @@ PATH_SPACE = MBConvSpace(
     norm="group",
 )
 PATH_COSTS = Costs("ms", 2.0, [[3.0, 5.0, 4.0, 0.1], [3.0, 6.0, 4.0, 0.1], [2.0, 3.0, 2.5, None]])
+
+
+def alphas_of(space, seed, scale=1.0):
+    """Draw alphas of a space, by kind of cell."""
+    generator = make_generator(seed, "alphas")
+    return {
+        kind: scale * torch.randn(edges, len(space.ops), generator=generator)
+        for kind, edges in space.cell_kinds.items()
+    }

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from fednas_flwr.cli import main
 from fednas_flwr.runs.events import read_events
+
+from .data_sets import save_pixels
 
 ROOT = Path(__file__).parent.parent
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE))
@@ -35,9 +36,7 @@ def images(folder, place):
     for i, label in enumerate(LABELS):
         pixels = rng.integers(0, 120, (SIDE, SIDE)).astype(np.uint8)
         pixels[: SIDE // 2] += 100 * np.uint8(label)
-        path = folder / place(i)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(path)
+        save_pixels(pixels, folder / place(i))
 
 
 def image_folder(folder):

@@ -11,11 +11,7 @@ from dataclasses import fields, is_dataclass
 import numpy as np
 import pytest
 
-from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.pipeline.feasible import check_buildable
-from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import NoPrivacy, dump_config
 from fednas_flwr.settings.configuration import parse_config
@@ -24,6 +20,7 @@ from fednas_flwr.settings.parser import Checked
 from fednas_flwr.settings.registry import algorithms
 from fednas_flwr.settings.unused import without_effect
 
+from .finished_runs import whole_run
 from .rows import rows, seldom
 
 GROUPS = {  # the groups of a configuration, by what their classes derive from
@@ -170,9 +167,9 @@ def test_a_setting_is_read_or_refused(run, made_data, genotype, tmp_path):
     with recorded() as read:
         check_buildable(config)
         config = create_run_folder(config)
-        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
-        serve(config, grid, listeners=[], resumed=False)
-    assert read_events(tmp_path / "run" / "events.jsonl")[-1]["status"] == "completed"
+        done = whole_run(config)
+    assert done.error is None
+    assert done.events[-1]["status"] == "completed"
     idle = without_effect(config)
     unread = settings_of(config) - read - NAMES
     # by the rules a setting is idle, or the group that holds it

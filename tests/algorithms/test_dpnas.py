@@ -12,7 +12,7 @@ from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.states import unpack
 from fednas_flwr.search.candidate import Candidate
 
-from ..asked import spied
+from ..asked import filled, spied
 from ..rows import seldom
 from .plain import average, copied, make_sgd, step
 
@@ -127,8 +127,7 @@ def test_a_liar_claims_all_right_at_most_and_no_median_hears_it(aggregate, searc
         reply = replace(reply, num_examples=100)
         if (exchange.action, client) != ("evaluate.candidates", 0):
             return reply
-        lie = {dtype: torch.full_like(v, 1e3) for dtype, v in reply.states["rewards"].items()}
-        return replace(reply, states={"rewards": lie})
+        return filled(reply, 1e3, ["rewards"])
 
     federation = search(*DPNAS, *short, change=lying)
     rewarded = [event["rewards"] for event in federation.named("rewarded")]

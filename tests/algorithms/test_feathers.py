@@ -17,6 +17,7 @@ from fednas_flwr.search.bandit import Bandit, draw_configurations
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings.optimizers import Adam, Range
 
+from ..asked import filled
 from ..refusals import refuses
 
 SETTINGS = [
@@ -167,17 +168,14 @@ def test_the_best_configuration_searches(searched):
         assert local.alphas == Adam(lr=chosen.alpha_lr, weight_decay=chosen.alpha_weight_decay)
 
 
-def test_nonsense_from_a_client_does_not_choose(compose_config, federate, monkeypatch):
+def test_nonsense_from_a_client_does_not_choose(compose_config, federate, answers):
     federation = federate(compose_config(*SETTINGS))
-    honest = ANSWERS["train.probe"]
 
-    def lying(client, request, asked):
+    def lying(honest, client, request, asked):
         reply = honest(client, request, asked)
-        (rewards,) = reply.states["rewards"].values()
-        wild = {"rewards": {"float32": torch.full_like(rewards, 1e15)}}
-        return replace(reply, states=wild) if client.index else reply
+        return filled(reply, 1e15, ["rewards"]) if client.index else reply
 
-    monkeypatch.setitem(ANSWERS, "train.probe", lying)
+    answers("train.probe", lying)
     words = "client 1: rewards has a norm of 1.73e.15, where an honest"
     refuses(words, federation.strategy.start, federation.grid, num_rounds=1, error=QuorumError)
     assert not explored(federation)

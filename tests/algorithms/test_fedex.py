@@ -66,16 +66,14 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(search):
     torch.testing.assert_close(found, theta.probabilities(), rtol=1e-4, atol=1e-9)
 
 
-def test_a_client_without_validation_records_speaks_for_no_configuration(search, monkeypatch):
-    honest = ANSWERS["train.weights"]
-
-    def lacking(client, request, asked):
+def test_a_client_without_validation_records_speaks_for_no_configuration(search, answers):
+    def lacking(honest, client, request, asked):
         validation = client.data.validation
         kept = validation.rows if client.index == 1 else validation.rows[:0]
         data = replace(client.data, validation=replace(validation, rows=kept))
         return honest(replace(client, data=data), request, asked)
 
-    monkeypatch.setitem(ANSWERS, "train.weights", lacking)
+    answers("train.weights", lacking)
     federation = search(*GIVEN)
     event = federation.the("round")
     (loss,) = [m["validation_loss"] for m in event["clients"].values() if "validation_loss" in m]
@@ -83,10 +81,8 @@ def test_a_client_without_validation_records_speaks_for_no_configuration(search,
 
 
 @pytest.mark.parametrize("nonsense", [1e30, None])
-def test_nonsense_from_a_client_counts_at_most_the_bound(search, monkeypatch, nonsense):
-    honest = ANSWERS["train.weights"]
-
-    def lying(client, request, asked):
+def test_nonsense_from_a_client_counts_at_most_the_bound(search, answers, nonsense):
+    def lying(honest, client, request, asked):
         reply = honest(client, request, asked)
         if client.index:
             return reply
@@ -94,7 +90,7 @@ def test_nonsense_from_a_client_counts_at_most_the_bound(search, monkeypatch, no
         told = {} if nonsense is None else {"validation_loss": nonsense}
         return replace(reply, metrics=metrics | told)
 
-    monkeypatch.setitem(ANSWERS, "train.weights", lying)
+    answers("train.weights", lying)
     federation = search(*GIVEN)
     theta = federation.strategy.values["theta"]
     assert all(map(math.isfinite, theta["log_theta"]))

@@ -1,13 +1,12 @@
 """One client that poisons every round, against the three ways to average."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from fednas_flwr.algorithms.stage_strategies import make_retraining, make_search
 from fednas_flwr.protocol.states import TrimmedMean
 
+from ..asked import filled
 from .plain import PLAIN_CNN
 
 HUGE = 1e5
@@ -16,11 +15,7 @@ HUGE = 1e5
 @pytest.mark.parametrize("aggregate", ["mean", "median", "trimmed_mean"])
 def test_a_poisoned_round_stays_between_the_honest_models_but_by_the_mean(aggregate, search):
     def poison(exchange, client, reply):
-        states = {
-            name: {dtype: torch.full_like(vector, HUGE) for dtype, vector in packed.items()}
-            for name, packed in reply.states.items()
-        }
-        return replace(reply, states=states) if client == 1 else reply
+        return filled(reply, HUGE, reply.states) if client == 1 else reply
 
     federation = search(f"aggregate={aggregate}", "runtime.quorum=1", change=poison)
     ((_, replies),) = federation.asked

@@ -48,6 +48,7 @@ RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
 NOISE = "privacy.statistics_noise_multiplier=2"
 UNEQUAL = ("partition=quantity", "partition.fractions=[.6,.2,.2]")
 RELEASED = "query.statistics:statistics"
+TOLD = {"action": RELEASED, "splits": ("train",), "norm": 1.0}
 ANY = st.floats(width=32) | st.just(math.nan)
 COLUMNS = [(60.0, 120 / math.sqrt(12)), (0.0, 2 / math.sqrt(12))]  # of RANGES
 
@@ -204,9 +205,8 @@ def test_a_run_whose_mean_no_noise_hides_is_refused_before_it(of_images):
 
 def test_a_reply_is_the_exact_sum_and_noise_and_booked(site, noised):
     client, request = site
-    told = {"action": "query.statistics:statistics", "splits": ("train",), "norm": 1.0}
     # three numbers of at most 1 for each of two columns have a norm of sqrt(6)
-    reply, total = check_release(client, request, noised, exact=exact_sum(client), **told)
+    reply, total = check_release(client, request, noised, exact=exact_sum(client), **TOLD)
     noise = reply.states["statistics"]["float32"].double() - total
     assert bool((noise != 0).all())
     assert noise.norm().item() < 2 * (math.sqrt(6) + math.sqrt(80))  # more once in 2e17
@@ -218,8 +218,7 @@ def test_of_images_it_is_the_exact_sum_of_features_of_length_1_and_noise(
     client, request = committed(of_table(*of_images, "clients=2"))
     features = client.data.train.features[client.data.train.rows].double()
     assert 0.9 * LENGTH < float(features.norm(dim=1).max()) <= LENGTH * (1 + 1e-6)
-    told = {"action": "query.statistics:statistics", "splits": ("train",), "norm": 1.0}
-    check_release(client, request, noised, exact=features.sum(0) / LENGTH, **told)
+    check_release(client, request, noised, exact=features.sum(0) / LENGTH, **TOLD)
 
 
 def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, monkeypatch):
@@ -233,14 +232,16 @@ def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, mon
 # --- what is done with it
 
 
+def asked(statistics):
+    """A request that a client describes itself, with what the server would standardise by."""
+    header = Header("run", "search", 1, 1, 0, "nonce")
+    return Request("query.describe", header, Describe(), statistics=statistics)
+
+
 def test_a_private_client_takes_statistics_within_its_ranges_alone(site):
     client, _ = site
-    header = Header("run", "search", 1, 1, 0, "nonce")
     own = Statistics(client.data.train.mean, client.data.train.std)
     good = Statistics((70.0, 0.1, 0.0, 0.0), (5.0, 0.06, 1.0, 1.0))
-
-    def asked(statistics):
-        return Request("query.describe", header, Describe(), statistics=statistics)
 
     assert own.mean == (60.0, 0.0, 0.0, 0.0)
     assert answer(client, asked(good)).properties["mean"] == list(good.mean)
@@ -264,13 +265,8 @@ def test_a_private_client_takes_a_mean_of_features_that_is_no_longer_than_they_a
     of_images, of_table
 ):
     client = of_table(*of_images, "clients=2").client
-    header = Header("run", "search", 1, 1, 0, "nonce")
     size = client.data.train.features.shape[1]
     good = Statistics((LENGTH, *(0.0,) * (size - 1)), (1.0,) * size)
-
-    def asked(**changes):
-        statistics = replace(good, **changes)
-        return Request("query.describe", header, Describe(), statistics=statistics)
 
     x, _ = client.standardised(good).data.train.batch(torch.tensor([0]), "cpu", limit=0)
     raw, _ = client.data.train.batch(torch.tensor([0]), "cpu", limit=0)
@@ -280,8 +276,8 @@ def test_a_private_client_takes_a_mean_of_features_that_is_no_longer_than_they_a
         {"std": (0.5, *(1.0,) * (size - 1))},
         {"target": (0.0, 1.0)},
     ):
-        refuses("or its features' length", answer, client, asked(**wrong))
-    refuses("statistics of 1 features", answer, client, asked(mean=(0.0,), std=(1.0,)))
+        refuses("or its features' length", answer, client, asked(replace(good, **wrong)))
+    refuses("statistics of 1 features", answer, client, asked(Statistics((0.0,), (1.0,))))
 
 
 @pytest.mark.run
@@ -371,17 +367,17 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
 
 @pytest.mark.run
 @pytest.mark.parametrize("told", [{"data_set": "mine"}, {}])
-def test_the_first_client_says_nothing_of_others_data(overrides, tmp_path, monkeypatch, told):
-    describe = entrance.ANSWERS["query.describe"]
-
-    def lie(client, request, asked):
-        reply = describe(client, request, asked)
+def test_the_first_client_says_nothing_of_others_data(
+    overrides, tmp_path, answers, monkeypatch, told
+):
+    def lie(honest, client, request, asked):
+        reply = honest(client, request, asked)
         if client.index != 0:
             return reply
         kept = {name: fact for name, fact in reply.properties.items() if name != "data_set"}
         return replace(reply, properties=kept | told)
 
-    monkeypatch.setitem(entrance.ANSWERS, "query.describe", lie)
+    answers("query.describe", lie)
     monkeypatch.setattr(entrance, "check_fields", lambda *_: None)
     folder = tmp_path / "run"
     run(compose(*overrides, NOISE, f"run_dir={folder}"))

@@ -20,7 +20,7 @@ from fednas_flwr.spaces.operations import SkipNetwork
 from ..reference_engine import by_ops
 from ..refusals import refuses
 from ..rows import seldom
-from ..small_spaces import CLASSES, SPACES, WITH_ZERO
+from ..small_spaces import CLASSES, SPACES, WITH_ZERO, alphas_of
 
 IMAGE_SPACES = ("darts", "nasbench201", "mbconv", "dp_cells", "dp_cells_darts")
 CELLS = ("darts", "nasbench201", "mlp")  # spaces of repeated cells
@@ -49,14 +49,6 @@ def make_network(space, seed=0):
     genotype = space.random_genotype(make_generator(seed, "genotype"))
     with seeded(seed, "network"):
         return space.network(genotype)
-
-
-def random_alphas(space):
-    generator = make_generator(2, "alphas")
-    return {
-        kind: torch.randn(edges, len(space.ops), generator=generator)
-        for kind, edges in space.cell_kinds.items()
-    }
 
 
 @pytest.mark.parametrize(("name", "shape", "norm"), INPUTS)
@@ -134,7 +126,7 @@ def test_functional_call_replaces_weights_and_alphas(space):
     x = examples(space.input_shape)
     supernet(x)  # moves the statistics of batch norm
     state = dict(supernet.eval().state_dict())
-    for kind, alphas in random_alphas(space).items():
+    for kind, alphas in alphas_of(space, seed=2).items():
         state[f"alphas.{kind}"] = alphas.requires_grad_()
     called = functional_call(supernet, state, (x,))
     given = {kind: state[f"alphas.{kind}"].softmax(-1) for kind in space.cell_kinds}
@@ -151,7 +143,7 @@ def test_gradient_of_the_per_example_leaf_equals_a_loop_over_examples(space):
     supernet = make_supernet(dataclasses.replace(space, norm="group")).double()
     x = examples(space.input_shape, dtype=torch.float64)
     y = torch.tensor([0, 2, 4])
-    weights = {kind: a.double().softmax(-1) for kind, a in random_alphas(space).items()}
+    weights = {kind: a.double().softmax(-1) for kind, a in alphas_of(space, seed=2).items()}
     leaf = {kind: w.expand(3, -1, -1).clone().requires_grad_() for kind, w in weights.items()}
     logits = supernet(x, leaf)
     torch.testing.assert_close(logits, supernet(x, weights), rtol=0, atol=1e-12)
@@ -207,7 +199,7 @@ def test_derive_is_deterministic_and_ties_go_to_the_lowest_index(space):
 
 
 def test_derive_refuses_wrong_alphas(space):
-    alphas = random_alphas(space)
+    alphas = alphas_of(space, seed=2)
     kind = next(iter(alphas))
     refuses("expected alphas for", space.derive, {}, error=ValueError)
     short = {**alphas, kind: alphas[kind][1:]}
@@ -233,7 +225,7 @@ def test_random_genotypes_are_valid_varied_and_set_by_the_generator(space):
 def test_genotype_survives_json(space):
     for seed in range(5):
         genotype = space.random_genotype(make_generator(seed, "json"))
-        genotype = genotype if seed else space.derive(random_alphas(space))
+        genotype = genotype if seed else space.derive(alphas_of(space, seed=2))
         again = from_json(to_json(genotype))
         assert again == genotype
         space.check(again)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
@@ -39,7 +38,7 @@ from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.data_settings import Backbone as Settings
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 
-from ..data_sets import prepared
+from ..data_sets import prepared, right_of, save_pixels
 from ..refusals import refuses
 
 TINY = "test_efficientnet"
@@ -204,8 +203,7 @@ def test_encoded_images_are_read_at_the_backbones_size(tmp_path, weights):
     rng = np.random.default_rng(0)
     for i in range(12):
         pixels = rng.integers(0, 256, (40 + i, 50, 3), dtype=np.uint8)
-        (tmp_path / "data" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(tmp_path / "data" / "ab"[i % 2] / f"{i}.png")
+        save_pixels(pixels, tmp_path / "data" / "ab"[i % 2] / f"{i}.png")
     place = {"cache": tmp_path / "cache", "root": tmp_path / "data", "server_test": False}
     made = prepared("image_folder", **place, backbone=named(weights))
     assert made.inputs.shape == (3, 32, 32)
@@ -307,11 +305,7 @@ def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
     forget_frozen()
     central = result.scores["central"]
     model = load(result.folder)
-    with np.load(made_data) as file:
-        images = dict(file)
-    names = [model.class_names[label] for label in images["y_test"]]
-    right = np.array(model.predict(images["x_test"]).labels) == names
-    assert right.mean() == pytest.approx(central["accuracy"])
+    assert right_of(model, made_data).mean() == pytest.approx(central["accuracy"])
     assert isinstance(model.transform, Frozen)
     assert model.transform.is_mirrored
     for event in map(json.loads, (result.folder / "events.jsonl").read_text().splitlines()):
@@ -334,11 +328,7 @@ def test_cells_are_searched_on_maps_and_the_exported_model_takes_raw_images(
     cells = ("search_space.channels=4", "search_space.num_cells=1", "retrain.channels=4")
     result = run(compose_config(*own, *cells, "dataset.flip=true", f"run_dir={tmp_path / 'run'}"))
     assert result.genotype is not None
-    model = load(result.folder)
-    with np.load(made_data) as file:
-        images = dict(file)
-    names = [model.class_names[label] for label in images["y_test"]]
-    right = np.array(model.predict(images["x_test"]).labels) == names
+    right = right_of(load(result.folder), made_data)
     assert right.mean() == pytest.approx(result.scores["central"]["accuracy"])
 
 

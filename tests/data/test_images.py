@@ -14,7 +14,7 @@ from fednas_flwr.data.images import records_from_arrays
 from fednas_flwr.data.raw import read_raw
 from fednas_flwr.data.records import Inputs, record_ids
 
-from ..data_sets import prepared, read
+from ..data_sets import prepared, read, save_pixels
 from ..refusals import refuses
 from .conftest import save_dicom
 
@@ -288,10 +288,6 @@ def write(root, save, suffix=".png", number=4):
     return root
 
 
-def gray(pixels, path):
-    Image.fromarray(pixels).save(path)
-
-
 def ink(pixels, path):
     """Black strokes on a transparent ground."""
     clear = np.zeros((*pixels.shape, 4), np.uint8)
@@ -370,16 +366,16 @@ def test_signed_numbers_of_8_bits_are_not_taken_for_shades(tmp_path):
 
 
 def test_one_picture_is_refused(tmp_path):
-    root = write(tmp_path, lambda pixels, path: gray(np.zeros_like(pixels), path))
+    root = write(tmp_path, lambda pixels, path: save_pixels(np.zeros_like(pixels), path))
     own = {"root": root, "cache": tmp_path / "cache", "image_size": 8}
     refuses("all 4 images are one picture", prepared, "image_folder", **own)
 
 
 def test_images_that_are_left_out_are_counted(tmp_path):
-    write(tmp_path / "train", gray)
-    write(tmp_path / "train" / "a" / "more", gray)
-    write(tmp_path / "validation", gray)
-    write(tmp_path / "train" / "_c", gray)
+    write(tmp_path / "train", save_pixels)
+    write(tmp_path / "train" / "a" / "more", save_pixels)
+    write(tmp_path / "validation", save_pixels)
+    write(tmp_path / "train" / "_c", save_pixels)
     records, test = read_folder(tmp_path, image_size=8)
     assert test is None
     assert len(records) == 4
@@ -398,9 +394,9 @@ def test_images_that_are_left_out_are_counted(tmp_path):
 
 
 def test_masks_in_folders_of_a_class_are_told(tmp_path):
-    write(tmp_path, gray)
+    write(tmp_path, save_pixels)
     for name in ("images", "masks"):
-        write(tmp_path / name, gray)
+        write(tmp_path / name, save_pixels)
         for one in "ab":
             (tmp_path / name / one).rename(tmp_path / one / name)
     told = "4 images such as 0.png may be masks: remove them"
@@ -411,7 +407,7 @@ def test_masks_in_folders_of_a_class_are_told(tmp_path):
     assert records.notes == (told,)
     inputs = Inputs(shape=(1, 8, 8), schema=(), mean=(0.5,), std=(1.0,), class_names=("a", "b"))
     assert read_raw(tmp_path, inputs).notes == (told,)
-    gray(PIXELS, tmp_path / "0.png")
+    save_pixels(PIXELS, tmp_path / "0.png")
     assert read_raw(tmp_path, inputs).notes[-1].startswith("1 of 9 images are in no class's fold")
     (tmp_path / "a" / "masks" / "labels.csv").write_text("path,y\n0,c\n")
     (note,) = read_raw(tmp_path / "a" / "masks", inputs).notes

@@ -6,9 +6,7 @@ repeated here.
 """
 
 import gzip
-import io
 import re
-import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +22,8 @@ from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.raw import read_raw
 from fednas_flwr.data.summary import reading_notes
 
-from ..data_sets import prepared
+from ..archives import zipped
+from ..data_sets import prepared, save_pixels
 from ..refusals import refuses
 from .conftest import save_dicom
 
@@ -85,12 +84,9 @@ def parquet_of(names, cells):
     return write
 
 
-def zipped(*files):
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        for number, of in enumerate(files):
-            file.writestr(f"folder/{number}.csv" if of else "folder/", of)
-    return archive.getvalue()
+def in_zip(*files):
+    names = (f"folder/{number}.csv" if of else "folder/" for number, of in enumerate(files))
+    return zipped(zip(names, files, strict=True))
 
 
 def sheet(change):
@@ -258,9 +254,9 @@ TABLES = {
     "a title": (lines(lambda rows: ["Study,,", *rows]), "refused: .*without names .number 2, 3"),
     "another separator": (content(lambda of: of.replace(b",", b"^")), "set dataset.separator"),
     "gzip by another name": (content(gzip.compress), "numbers: age, lab"),
-    "zip by another name": (content(zipped), "numbers: age, lab"),
-    "zip of two tables": (content(lambda of: zipped(of, of)), "refused: .*zip archive of 2 files"),
-    "zip of a folder": (content(lambda of: zipped(b"", of)), "numbers: age, lab"),
+    "zip by another name": (content(in_zip), "numbers: age, lab"),
+    "zip of two tables": (content(lambda of: in_zip(of, of)), "refused: .*zip archive of 2 files"),
+    "zip of a folder": (content(lambda of: in_zip(b"", of)), "numbers: age, lab"),
     "images in Parquet": (parquet_of(["x", "age"], [b"\x89PN\0"] * N), "refused: .*images as"),
     "images with their paths in Parquet": (
         parquet_of(["x", "age"], [{"bytes": b"\x89PNG\0", "path": "1.png"}] * N),
@@ -360,10 +356,13 @@ def placed(*places, more="", hidden="", beside=""):
     """Images in other places."""
 
     def write(folder):
-        root = fill(folder, places, lambda pixels, path: gray(pixels, path.with_suffix(".png")))
+        def save(pixels, path):
+            save_pixels(pixels, path.with_suffix(".png"))
+
+        root = fill(folder, places, save)
         (root / more).mkdir(exist_ok=True)
         if beside:
-            gray(np.eye(8, dtype=np.uint8), root / beside)
+            save_pixels(np.eye(8, dtype=np.uint8), root / beside)
         if hidden:
             (root / hidden).parent.mkdir()
             (root / hidden).write_bytes(b"no image")
@@ -372,16 +371,13 @@ def placed(*places, more="", hidden="", beside=""):
     return write
 
 
-def gray(pixels, path):
-    Image.fromarray(pixels).save(path)
-
-
 def gaps(folder):
     """Fractions, some of them missing in half of the images."""
 
     def save(pixels, path):
         missing = np.nan if int(path.name) % 2 else 0
-        gray(np.where(pixels > 200, missing, pixels / 255).astype("f4"), path.with_suffix(".tif"))
+        fractions = np.where(pixels > 200, missing, pixels / 255).astype("f4")
+        save_pixels(fractions, path.with_suffix(".tif"))
 
     return fill(folder, ("{}",), save)
 
@@ -523,7 +519,7 @@ def test_what_is_said_of_a_labels_file(tmp_path, case):
     rows, expected = LABELS[case]
     (tmp_path / "images").mkdir()
     for i in range(3):
-        gray(PIXELS[i], tmp_path / "images" / f"{i}.png")
+        save_pixels(PIXELS[i], tmp_path / "images" / f"{i}.png")
     (tmp_path / "images" / "labels.csv").write_text("\n".join(rows) + "\n")
     found = said(tmp_path / "images", "labelled_images", label="last", labels_file="labels.csv")
     assert re.match(f"{expected}.*" if expected else "$", found), found

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
-from PIL import Image
 
 from fednas_flwr.cli import main
+
+from ..data_sets import save_pixels
 
 HEADER = "age;ward;seen;outcome\n"
 
@@ -63,9 +64,8 @@ def test_small_and_lopsided_clients_are_named(patients, tmp_path, capsys):
 def test_images_are_told_with_what_is_done_to_them(tmp_path, capsys):
     rng = np.random.default_rng(0)
     for i in range(40):
-        folder = tmp_path / "images" / "ab"[i % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (8 + i % 3, 8), np.uint8)).save(folder / f"{i}.png")
+        pixels = rng.integers(0, 256, (8 + i % 3, 8), np.uint8)
+        save_pixels(pixels, tmp_path / "images" / "ab"[i % 2] / f"{i}.png")
     (tmp_path / "images" / "a" / "no.png").write_bytes(b"no image")
     cache = [f"dataset.cache={tmp_path / 'cache'}", "dataset.channels=1", "dataset.image_size=8"]
     assert main(["data", str(tmp_path / "images"), *cache]) == 2

@@ -13,7 +13,6 @@ from contextlib import redirect_stderr, redirect_stdout
 import numpy as np
 import pytest
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, main
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.deploy import audit_run as audit
@@ -196,8 +195,8 @@ def test_what_cannot_be_audited_is_said(compose_config, overrides, reason):
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0, math.nan])
 def test_a_confidence_out_of_range_is_refused(compose_config, confidence):
-    with pytest.raises(ConfigError, match="expected a number between 0 and 1"):
-        audit_run(compose_config("privacy=dp"), confidence=confidence)
+    config = compose_config("privacy=dp")
+    refuses("expected a number between 0 and 1", audit_run, config, confidence=confidence)
 
 
 @pytest.mark.run

@@ -22,9 +22,8 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.data.prepared import make_server_data
 from fednas_flwr.deploy import deployment, server_app
 from fednas_flwr.deploy.bundle import CONFIG_KEY, write_bundle
-from fednas_flwr.deploy.client_app import make_client_app, site_config
+from fednas_flwr.deploy.client_app import site_config
 from fednas_flwr.deploy.deployment import deploy, print_event, read_event, read_status
-from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.keys import SIGNING_KEY, make_signing_key
 from fednas_flwr.protocol.messages import Header, decode_reply, encode_request
 from fednas_flwr.protocol.requests import Describe
@@ -35,7 +34,7 @@ from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.configuration import load_config
 
-from ..finished_runs import stop_at
+from ..finished_runs import in_process, stop_at
 from ..processes import told
 from ..refusals import refuses
 from ..rows import seldom
@@ -236,7 +235,7 @@ def server_context(config, *, resumed):
 
 def test_resumed_is_what_the_launcher_says(tmp_path, compose_config):
     config = create_run_folder(compose_config("stages=[search]", f"run_dir={tmp_path / 'run'}"))
-    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    grid = in_process(config)
 
     def starts():
         return [event["resumed"] for event in read_run(tmp_path / "run").of_kind("run_started")]
@@ -251,7 +250,7 @@ def test_resumed_is_what_the_launcher_says(tmp_path, compose_config):
 
 def test_server_app_makes_a_missing_folder(tmp_path, compose_config):
     config = compose_config("stages=[search]", "rounds=1", f"run_dir={tmp_path / 'new'}")
-    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    grid = in_process(config)
     server_app.main(grid, server_context(config, resumed=False))
     assert (tmp_path / "new" / "config.yaml").exists()
 
@@ -278,7 +277,7 @@ def files(sites):
 
 def describe(config, node_config):
     """Return the properties in a client app's answer, or raise its error."""
-    grid = InProcessGrid(make_client_app(dump_config(config)), 1)
+    grid = in_process(config, 1)
     (context,) = grid._contexts.values()
     context.node_config |= node_config
     content = encode_request(Header("run", "connect", 0, 1, 0, "n"), Describe(), {})

@@ -5,12 +5,11 @@ import json
 import pytest
 from flwr.common.serde import recorddict_to_proto
 
-from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.server_app import serve
 from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.settings import dump_config
 
+from ..finished_runs import in_process
 from ..processes import told
 
 # What takes long to import and has no part in a step on prepared data.
@@ -50,7 +49,7 @@ class Recorded(Exception):
 def test_a_process_that_only_searches_imports_little(compose_config, tmp_path, overrides):
     own = ("stages=[search]", f"run_dir={tmp_path / 'run'}")
     config = create_run_folder(compose_config(*overrides, *own))
-    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    grid = in_process(config)
     push, file, actions = grid.push_messages, tmp_path / "request", []
 
     def record(messages):

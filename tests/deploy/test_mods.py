@@ -2,9 +2,7 @@
 
 from flwr.clientapp.mod import message_size_mod
 
-from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
-from fednas_flwr.settings import dump_config
+from ..finished_runs import in_process
 
 
 def test_mods_are_around_every_answer_and_change_no_bit(compose_config, run_inline):
@@ -15,9 +13,8 @@ def test_mods_are_around_every_answer_and_change_no_bit(compose_config, run_inli
         asked.append(message.metadata.message_type)
         return answer(message, context)
 
-    config = dump_config(compose_config(*brief))
-    app = make_client_app(config, mods=[message_size_mod, noting])
-    run = run_inline(*brief, grid=lambda _, clients: InProcessGrid(app, clients))
+    grid = in_process(compose_config(*brief), mods=[message_size_mod, noting])
+    run = run_inline(*brief, grid=lambda *_: grid)
     assert {"query.describe", "train.search", "train.weights", "evaluate.model"} <= set(asked)
     plain = run_inline(*brief).folder
     for name in ("genotype.json", "model.safetensors"):

@@ -6,7 +6,6 @@ import socket
 import pytest
 
 from fednas_flwr import api
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.deploy.grids import check_cluster
 
 from ..refusals import refuses
@@ -73,5 +72,5 @@ def test_an_unknown_superlink_is_refused(compose_config, tmp_path, monkeypatch, 
 def test_a_broken_configuration_of_flower_is_named(compose_config, tmp_path, monkeypatch, text):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     (tmp_path / "config.toml").write_text(text)
-    with pytest.raises(ConfigError, match=f"^runtime.superlink=a: {tmp_path / 'config.toml'} has"):
-        check_cluster(compose_config("runtime=deployment", "runtime.superlink=a"))
+    config = compose_config("runtime=deployment", "runtime.superlink=a")
+    refuses(f"^runtime.superlink=a: {tmp_path / 'config.toml'} has", check_cluster, config)

@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.models.networks import FIXED_NETWORKS, ResidualBlock, linear
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS
 from fednas_flwr.spaces.costs import count_multiply_adds, count_parameters
@@ -54,8 +53,8 @@ def test_one_layer_adds_its_logits_to_those_of_a_linear_model():
 
 
 def test_resnet8_needs_images():
-    with pytest.raises(ConfigError, match="algorithm.network=resnet8_4 needs images"):
-        FIXED_NETWORKS["resnet8_4"]((8,), 5, norm="group")
+    resnet = FIXED_NETWORKS["resnet8_4"]
+    refuses("algorithm.network=resnet8_4 needs images", resnet, (8,), 5, norm="group")
 
 
 def test_resnet8_has_the_parameters_and_multiply_adds_counted_by_hand():

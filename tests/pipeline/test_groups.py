@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from fednas_flwr.cli import USER_ERROR
-from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.models.networks import load
 from fednas_flwr.pipeline.groups import group_by_alphas
 from fednas_flwr.runs.checkpoints import CheckpointFolder
@@ -95,13 +94,13 @@ def test_groups_go_on_from_the_supernet_of_all_clients(whole, run):
     assert batches[1] == batches[0] + batches[2] > batches[2] > 0  # seen by the stem's batch norm
 
 
-def test_inline_groups_run_where_ctrl_c_reaches_them(run, monkeypatch):
-    def interrupted(client, request, asked):
+def test_inline_groups_run_where_ctrl_c_reaches_them(run, answers):
+    def interrupted(*_):
         assert threading.current_thread() is threading.main_thread()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 
-    monkeypatch.setitem(ANSWERS, "train.search", interrupted)
+    answers("train.search", interrupted)
     others = signal.signal(signal.SIGINT, signal.default_int_handler)  # Flower's, after other tests
     try:
         refuses("", run, HARDWARE, "algorithm.inherit=false", error=KeyboardInterrupt)
@@ -109,15 +108,13 @@ def test_inline_groups_run_where_ctrl_c_reaches_them(run, monkeypatch):
         signal.signal(signal.SIGINT, others)
 
 
-def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(run, monkeypatch):
-    honest = ANSWERS["train.search"]
-
-    def failing(client, request, asked):
+def test_a_group_without_its_quorum_ends_with_the_reason_and_the_other_goes_on(run, answers):
+    def failing(honest, client, request, asked):
         if client.index == 3 and asked.local.paths.hardware is not None:
             raise ValueError("the disk is full")
         return honest(client, request, asked)
 
-    monkeypatch.setitem(ANSWERS, "train.search", failing)
+    answers("train.search", failing)
     broken = run(HARDWARE, "runtime.quorum=1.0")
     finished = {event["group"]: event for event in broken.named("group_finished")}
     assert finished["b"]["status"] == "completed"
@@ -164,19 +161,18 @@ BY_ALPHAS = ("algorithm.group_by=alphas", "algorithm.num_groups=2", "algorithm.c
 BY_ALPHAS += ("algorithm.group_hardware={}", "algorithm.group_rounds=1")
 
 
-def test_groups_of_alphas_come_from_all_updates_of_the_search(run, monkeypatch):
+def test_groups_of_alphas_come_from_all_updates_of_the_search(run, answers):
     """Checked against what the clients were sent and answered."""
     asked_and_answered = []
-    honest = ANSWERS["train.search"]
 
-    def noted(client, request, asked):
+    def noted(honest, client, request, asked):
         before = torch.cat(list(request.states["alphas"].values())).double()
         reply = honest(client, request, asked)
         after = torch.cat(list(reply.states["alphas"].values())).double()
         asked_and_answered.append((client.index, after - before))
         return reply
 
-    monkeypatch.setitem(ANSWERS, "train.search", noted)
+    answers("train.search", noted)
     found = run(*BY_ALPHAS, "stages=[search]")
     of_all = asked_and_answered[: 2 * 5]  # rounds, clients; the groups' own searches follow
     sums = {k: sum(moved for client, moved in of_all if client == k) for k in range(5)}
@@ -278,10 +274,10 @@ def test_groups_of_alphas_come_about_after_rounds_in_which_they_rest(run):
     assert groups_of(run(*BY_ALPHAS, "algorithm.search.warm_up_rounds=1", "stages=[search]"))
 
 
-def test_a_client_that_is_no_longer_asked_is_in_no_group_of_alphas(run, monkeypatch):
-    honest, asked = ANSWERS["train.search"], Counter()
+def test_a_client_that_is_no_longer_asked_is_in_no_group_of_alphas(run, answers):
+    asked = Counter()
 
-    def broken_later(client, request, terms):
+    def broken_later(honest, client, request, terms):
         asked[client.index] += 1
         reply = honest(client, request, terms)
         if client.index == 4 and asked[4] > 1:
@@ -289,7 +285,7 @@ def test_a_client_that_is_no_longer_asked_is_in_no_group_of_alphas(run, monkeypa
                 vector.fill_(float("nan"))
         return reply
 
-    monkeypatch.setitem(ANSWERS, "train.search", broken_later)
+    answers("train.search", broken_later)
     found = run(*BY_ALPHAS, "rounds=4", "stages=[search]")
     assert asked[4] == 4
     assert groups_of(found)

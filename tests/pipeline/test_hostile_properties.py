@@ -31,7 +31,7 @@ from fednas_flwr.runs.run_folder import create_run_folder
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.reply_checks import NO_LIMITS
 
-from ..asked import FORMS, decoded
+from ..asked import FORMS, MODEL, decoded, filled
 from ..refusals import refuses
 from .test_groups import CFDNAS
 
@@ -231,8 +231,7 @@ def test_no_number_of_a_client_spoils_a_run(number, honest, table, run_inline, s
     run, usual = run_inline(*table, sites=site_files[:3]), honest["table"][1]
     write_report(run.folder)
     write_model_card(run.folder)
-    network = load(run.folder).network
-    assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
+    assert_sound(run)
     found, own = (of.named("evaluated")[0]["central"]["accuracy"] for of in (run, usual))
     assert found > own - 0.1
     rounds = [event["metrics"]["train_loss"] for event in run.named("round")]
@@ -254,16 +253,15 @@ SEARCHES = {
 
 
 @pytest.fixture
-def lie(monkeypatch):
+def lie(answers, monkeypatch):
     """``lie(action, change)``: ``change`` is made to client 1's replies to ``action``."""
-    answers = dict(entrance.ANSWERS)
 
     def lie(action, change):
-        def answer(client, request, asked):
-            reply = answers[action](client, request, asked)
+        def answer(honest, client, request, asked):
+            reply = honest(client, request, asked)
             return change(reply) if client.index == BAD else reply
 
-        monkeypatch.setitem(entrance.ANSWERS, action, answer)
+        answers(action, answer)
         monkeypatch.setattr(entrance, "check_fields", lambda *_: None)
 
     return lie
@@ -271,18 +269,6 @@ def lie(monkeypatch):
 
 def saying(**properties):
     return lambda reply: replace(reply, properties={**reply.properties, **properties})
-
-
-def filled(value, states=("weights", "alphas", "buffers")):
-    def change(reply):
-        filled = {
-            name: {d: torch.full_like(v, value) for d, v in packed.items()}
-            for name, packed in reply.states.items()
-            if name in states
-        }
-        return replace(reply, states={**reply.states, **filled})
-
-    return change
 
 
 def failures(run):
@@ -311,7 +297,7 @@ IMPOSSIBLE = [
 
 @pytest.mark.parametrize(("action", "value", "overrides"), IMPOSSIBLE)
 def test_values_that_no_client_can_have_spoil_nothing(action, value, overrides, lie, run_inline):
-    lie(action, filled(value, ["buffers"]) if value < 0 else filled(value))
+    lie(action, lambda reply: filled(reply, value, ["buffers"] if value < 0 else MODEL))
     run = run_inline(*overrides)
     assert failures(run)
     assert {client for client, _ in failures(run)} == {BAD}

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr import load
-from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.data.loaders import assign_splits
 from fednas_flwr.pipeline import stages
 from fednas_flwr.pipeline.personal_copies import compared, shrunken
@@ -70,20 +69,15 @@ PERSONAL += ("stages=[retrain,evaluate,export]", "retrain.rounds=1")
 PERSONAL += ("dataset.fractions={train: 0.4, validation: 0.3, test: 0.3}",)
 
 
-def test_gains_are_of_records_that_neither_network_nor_copy_was_trained_on(run_inline, monkeypatch):
+def test_gains_are_of_records_that_neither_network_nor_copy_was_trained_on(run_inline, answers):
     asked = []
 
-    def recording(action):
-        honest = ANSWERS[action]
-
-        def answer(client, request, settings):
-            asked.append(settings)
-            return honest(client, request, settings)
-
-        monkeypatch.setitem(ANSWERS, action, answer)
+    def recording(honest, client, request, settings):
+        asked.append(settings)
+        return honest(client, request, settings)
 
     for action in ("evaluate.personalised", "train.weights"):
-        recording(action)
+        answers(action, recording)
     done = run_inline(*PERSONAL, "retrain.evaluate_every=1")
     compared_by = [one.local for one in asked if getattr(one, "compares", False)]
     kept = [one.local for one in asked if not hasattr(one, "compares")]
@@ -115,16 +109,16 @@ def test_a_copy_that_is_kept_has_the_accuracy_that_is_told(quick_run):
     assert "fine-tuned copy" in page.read_text()
 
 
-def test_a_site_that_fails_has_no_copy_and_the_run_its_model(run_inline, monkeypatch):
-    honest, failed = ANSWERS["train.weights"], []
+def test_a_site_that_fails_has_no_copy_and_the_run_its_model(run_inline, answers):
+    failed = []
 
-    def failing(client, request, asked):
+    def failing(honest, client, request, asked):
         if request.header.stage == "evaluate" and not failed:
             failed.append(client.index)
             raise ValueError("the disk is full")
         return honest(client, request, asked)
 
-    monkeypatch.setitem(ANSWERS, "train.weights", failing)
+    answers("train.weights", failing)
     done = run_inline(*PERSONAL, "retrain.evaluate_every=1", "runtime.quorum=1")
     assert "the disk is full" in done.the("warning")["message"]
     keeping = {one["client"] for one in done.the("evaluated")["copies"] if one["keeps"]}
@@ -137,16 +131,14 @@ def test_a_site_that_fails_has_no_copy_and_the_run_its_model(run_inline, monkeyp
     assert done.the("run_finished")["status"] == "completed"
 
 
-def test_a_gain_over_more_records_than_a_client_has_is_not_counted(run_inline, monkeypatch):
-    honest = ANSWERS["evaluate.personalised"]
-
-    def boasting(client, request, asked):
+def test_a_gain_over_more_records_than_a_client_has_is_not_counted(run_inline, answers):
+    def boasting(honest, client, request, asked):
         answer = honest(client, request, asked)
         if client.index == 0 and "gain" in answer.properties:
             answer.properties["gain"] = [1e4, 1e4, 10**6]
         return answer
 
-    monkeypatch.setitem(ANSWERS, "evaluate.personalised", boasting)
+    answers("evaluate.personalised", boasting)
     done = run_inline(*PERSONAL, "retrain.evaluate_every=1")
     first, *others = done.the("evaluated")["copies"]
     assert (first["client"], first["gain"], first["keeps"]) == (0, None, False)

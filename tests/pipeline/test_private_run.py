@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 from torch.nn import functional
 
 from fednas_flwr import load
@@ -20,13 +19,10 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client import release_guard
 from fednas_flwr.client.audit_trail import verify_trail
-from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.making import PRIVATE_SITE_KEYS, check_public, make_client
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy import client_app
-from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.pipeline import beginning
 from fednas_flwr.pipeline.beginning import commit, make_cohort
@@ -47,7 +43,8 @@ from fednas_flwr.settings import dump_config
 
 from ..asked import SUPERNET, smallest
 from ..booked import booked, promised_steps
-from ..finished_runs import Told, named, stop_at
+from ..data_sets import save_pixels
+from ..finished_runs import Told, in_process, named, stop_at
 from ..policies import policy_of
 from ..refusals import refuses
 from ..rows import seldom
@@ -360,7 +357,7 @@ def test_a_client_that_answers_nonsense_leaves(compose_config, tmp_path, monkeyp
 
     monkeypatch.setattr(release_guard.ReleaseGuard, name, told)
     config = compose_config(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
-    grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+    grid = in_process(config)
     events = []
     cohort = make_cohort(config, run="run", emit=lambda event, **f: events.append(f))
     cohort.connect(grid)
@@ -393,16 +390,15 @@ FACTS = ["splits", "spent", seldom("budget"), seldom("secure_noise"), seldom("un
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, monkeypatch, fact):
-    def describe(client, request, asked):
-        reply = told(client, request, asked)
+def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, answers, fact):
+    def describe(honest, client, request, asked):
+        reply = honest(client, request, asked)
         if client.index == 1:
             kept = {name: of for name, of in reply.properties.items() if name != fact}
             reply = replace(reply, properties=kept)
         return reply
 
-    told = ANSWERS["query.describe"]
-    monkeypatch.setitem(ANSWERS, "query.describe", describe)
+    answers("query.describe", describe)
     run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
     event = run.the("privacy_spent")
     assert [client["client"] for client in event["clients"]] == [0]
@@ -437,7 +433,7 @@ def site(compose_config, start, tmp_path, made_data):
     def equip(*more, base=SEARCH, **policy):
         overrides = [*base, *REAL_SITES, *more]
         config = compose_config(*overrides)
-        grid = InProcessGrid(make_client_app(dump_config(config)), config.clients)
+        grid = in_process(config)
         for number, context in grid._contexts.items():
             folder = tmp_path / f"node-{number}"
             write_policy(folder, 0, **policy)
@@ -533,9 +529,7 @@ def write_site(folder, kind, wrong, alone):
         return folder / "site.npz", {"name": "npz", "class_names": [*"abc"]}
     if kind == "image_folder":
         for i in range(60 * (not alone)):
-            place = folder / "abc"[y[i]] / f"{i}.png"
-            place.parent.mkdir(exist_ok=True)
-            Image.fromarray(x[i]).save(place)
+            save_pixels(x[i], folder / "abc"[y[i]] / f"{i}.png")
         for place in ("a/0.png.png", "a/x.dcm", "b/9.jpg", "d/1.png") if wrong else ():
             (folder / place).parent.mkdir(exist_ok=True)
             (folder / place).write_bytes(b"no image")
@@ -696,8 +690,7 @@ def test_a_hostile_request_is_refused_before_data_opens(site, compose_config, mo
     reopened()
     for action, asked, words in WITHOUT_DATA:
         assert_refused(cohort, words, action, asked)
-    normalising = make_client_app(dump_config(compose_config(*BATCH_NORM, *REAL_SITES)))
-    theirs = InProcessGrid(normalising, 1)
+    theirs = in_process(compose_config(*BATCH_NORM, *REAL_SITES))
     for context in theirs._contexts.values():
         context.node_config |= own.node
     cohort._grid, about = theirs, Evaluate(network=SUPERNET, split="train", data_set=DATA_SET)

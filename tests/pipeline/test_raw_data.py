@@ -13,7 +13,7 @@ import torch
 from fednas_flwr import load
 from fednas_flwr.models.export import onnx_inputs
 
-from ..data_sets import colour_digits, digit_files, read
+from ..data_sets import colour_digits, digit_files, read, save_pixels
 from ..finished_runs import looked_at
 from ..patients import patients
 
@@ -54,8 +54,7 @@ def image_folder(folder):
     root = folder / "images"
     for i, (image, label) in enumerate(islice(digit_files(), 1000)):
         place = root / ("train" if i < 700 else "test") / f"digit{label}"
-        place.mkdir(parents=True, exist_ok=True)
-        image.save(place / f"{i}.png")
+        save_pixels(image, place / f"{i}.png")
     sizes = ("dataset.image_size=8", "dataset.channels=1")
     sizes += ("dataset.crop_padding=0", "dataset.flip=false", "dataset.cutout=0")
     overrides = ("dataset=image_folder", f"dataset.root={root}", *sizes, *FIXED)

@@ -9,18 +9,15 @@ import pytest
 import torch
 
 from fednas_flwr.algorithms.stage_strategies import make_sampling
-from fednas_flwr.deploy.client_app import make_client_app
-from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.privacy.mechanism.accounting import rdp_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.server.exchange import Participants
-from fednas_flwr.settings import dump_config
 from fednas_flwr.settings.names import SAMPLINGS
 
 from ..booked import booked, ledger_of
 from ..contracts.test_strategies import SETTINGS
-from ..finished_runs import copy_without
+from ..finished_runs import copy_without, in_process
 from ..refusals import refuses
 from ..rows import seldom
 
@@ -155,7 +152,7 @@ def test_the_place_of_a_client_that_fails_is_taken_for_the_round(compose_config,
             raise RuntimeError("disk full")
         return call_next(message, context)
 
-    fed.grid = InProcessGrid(make_client_app(dump_config(config), mods=[fail]), config.clients)
+    fed.grid = in_process(config, mods=[fail])
     sampled(fed)
     participants = fed.cohort.sampling.participants("search", 1)
     assert (len(participants.clients), len(participants.backups)) == (3, 2)

@@ -50,13 +50,18 @@ def as_lists(own, separator):
     return own.drop(columns=list(NAMES)).assign(findings=[separator.join(names) for names in found])
 
 
-def images(folder):
-    """An npz file with y [N, 3], of which a network is searched."""
+def arrays(folder):
+    """An npz file with y [N, 3]."""
     x, y = digits()
     np.savez(folder / "raw.npz", x_train=x[:900], y_train=y[:900], x_test=x[900:], y_test=y[900:])
-    searched = ("algorithm=fed_darts", "rounds=1", "retrain=quickstart", "retrain.rounds=3")
     names = "dataset.class_names=[even,large,prime]"
-    return ("dataset=npz", f"dataset.root={folder / 'raw.npz'}", names, "clients=2", *searched)
+    return ("dataset=npz", f"dataset.root={folder / 'raw.npz'}", names)
+
+
+def images(folder):
+    """The same, of which a network is searched."""
+    searched = ("algorithm=fed_darts", "rounds=1", "retrain=quickstart", "retrain.rounds=3")
+    return (*arrays(folder), "clients=2", *searched)
 
 
 def written(own, folder):
@@ -153,10 +158,8 @@ def test_report_card_and_counts_are_of_labels(finished):
 
 
 def test_private_clients_search_and_train_on_several_labels(finished_run, tmp_path):
-    images(tmp_path)
     private = ("algorithm=dp_fnas", "privacy=dp", "privacy.epsilon=8", "clients=2", "rounds=2")
-    data = (f"dataset.root={tmp_path / 'raw.npz'}", "dataset.class_names=[even,large,prime]")
-    run = finished_run(*private, "dataset=npz", *data, "retrain.rounds=1")
+    run = finished_run(*private, *arrays(tmp_path), "retrain.rounds=1")
     evaluated = run.the("evaluated")
     assert not run.failed
     assert 0 < evaluated["central"]["accuracy"] < 1
@@ -198,10 +201,8 @@ def test_what_is_for_one_class_is_refused(override, compose_config, tmp_path):
 
 @pytest.mark.run
 def test_several_labels_are_audited(tmp_path, prints):
-    images(tmp_path)
-    own = ("algorithm=dp_fnas", "privacy=dp", "privacy.weights.noise_multiplier=1", "dataset=npz")
-    data = (f"dataset.root={tmp_path / 'raw.npz'}", "dataset.class_names=[even,large,prime]")
-    assert "The audit does not refute" in prints("audit", *own, *data)
+    own = ("algorithm=dp_fnas", "privacy=dp", "privacy.weights.noise_multiplier=1")
+    assert "The audit does not refute" in prints("audit", *own, *arrays(tmp_path))
 
 
 # --- targets that are numbers

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -15,9 +13,6 @@ from fednas_flwr.runs.numbers import read_run
 
 MOMENTS = 50
 TIMEOUT_S = 900
-
-
-Start = Callable[..., Any]  # of `fednas <arguments>`; returns what has the methods of a Popen
 
 
 def slow(value):

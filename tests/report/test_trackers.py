@@ -8,7 +8,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fednas_flwr.api import check, compose
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.report.trackers import TRACKERS, check_trackers, tracking
 from fednas_flwr.runs.events import read_events
 
@@ -61,8 +60,8 @@ def test_numbers_of_every_round_and_how_the_run_ended(make_run, fails):
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr("fednas_flwr.report.trackers.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'fednas-flwr\[mlflow\]'"):
-        check(compose("trackers=[mlflow]", f"run_dir={tmp_path / 'run'}"))
+    config = compose("trackers=[mlflow]", f"run_dir={tmp_path / 'run'}")
+    refuses(r"pip install 'fednas-flwr\[mlflow\]'", check, config)
     refuses("choose one of mlflow, tensorboard, wandb", compose, "trackers=[tensorboardx]")
     refuses("more than once", compose, "trackers=[wandb,wandb]")
     check_trackers([])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator, seeded
 from fednas_flwr.search import data_free_scores
 from fednas_flwr.search.data_free_scores import SCORES, combine, learning, measure
@@ -235,8 +234,8 @@ def test_the_chain_is_computed_in_its_order_and_ends_in_front_of_the_classifier(
 
 
 def test_unknown_scores_are_refused():
-    with pytest.raises(ConfigError, match=r"score=synflo is unknown.*nearest: synflow"):
-        measure(NB201, genotype_of(NB201), ["synflo"], seed=0)
+    words, genotype = r"score=synflo is unknown.*nearest: synflow", genotype_of(NB201)
+    refuses(words, measure, NB201, genotype, ["synflo"], seed=0)
 
 
 # --- The search by scores alone: what it draws, how it breeds, what its limits let through

@@ -31,6 +31,7 @@ from fednas_flwr.deploy.sites.provision import (
     provision,
 )
 
+from ..archives import zipped
 from ..refusals import refuses
 
 SITES = """
@@ -160,17 +161,9 @@ def test_own_bundle_passes_however_it_is_compressed():
     fab, _ = build_fab_from_files(FILES)
     check_bundle(fab)
     with zipfile.ZipFile(io.BytesIO(fab)) as archive:
-        stored = zipped({name: archive.read(name) for name in archive.namelist()})
+        stored = zipped((name, archive.read(name)) for name in archive.namelist())
     assert stored != fab
     check_bundle(stored)
-
-
-def zipped(files):
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return packed.getvalue()
 
 
 names = st.sampled_from([*FILES, "fednas_flwr/__init__.py", "x.py"])
@@ -181,7 +174,7 @@ def test_a_bundle_with_other_files_is_refused(name, content):
     files = {**FILES, name: content}
     left = {name: content for name, content in files.items() if content is not None}
     assume(left != FILES)
-    refuses("is refused: this site runs the fednas_flwr", check_bundle, zipped(left))
+    refuses("is refused: this site runs the fednas_flwr", check_bundle, zipped(left.items()))
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -191,11 +184,7 @@ def test_a_bundle_that_holds_two_files_of_one_name_is_refused(first):
     name, other = "hatch_build.py", b"import os"
     files = [*FILES.items()]
     files.insert(0 if first else len(files), (name, other))
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        for path, content in files:
-            archive.writestr(path, content)
-    refuses("is refused", check_bundle, packed.getvalue())
+    refuses("is refused", check_bundle, zipped(files))
 
 
 @given(st.binary())
@@ -204,10 +193,8 @@ def test_what_is_no_bundle_is_refused(fab):
 
 
 def test_a_bundle_that_unpacks_to_gigabytes_is_refused_unread():
-    bomb = io.BytesIO()
-    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("pyproject.toml", bytes(50_000_000))
-    refuses("is refused", check_bundle, bomb.getvalue())
+    bomb = zipped([("pyproject.toml", bytes(50_000_000))], zipfile.ZIP_DEFLATED)
+    refuses("is refused", check_bundle, bomb)
 
 
 # --- fednas doctor without a server; with one in test_identity

@@ -12,7 +12,7 @@ from fednas_flwr.deploy.sites.provision import Deployment, Server
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 
-from ..data_sets import digit_files
+from ..data_sets import digit_files, save_pixels
 from ..finished_runs import Told
 from ..patients import patients
 
@@ -30,8 +30,7 @@ def image_folder(folder):
     files = {owner: folder / owner for owner in OWNERS}
     for i, (image, label) in enumerate(digit_files()):
         place = files[OWNERS[i // 2 % 4]] / NAMES[label]
-        place.mkdir(parents=True, exist_ok=True)
-        image.save(place / f"{i}.png")
+        save_pixels(image, place / f"{i}.png")
     own = {"class_names": NAMES, "image_size": 8, "channels": 1}
     plain = ("dataset.crop_padding=0", "dataset.flip=false", "dataset.cutout=0")
     dataset = {"name": "image_folder", **own}

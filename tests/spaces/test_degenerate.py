@@ -15,7 +15,7 @@ from fednas_flwr.spaces import darts, dp_cells, mlp, nasbench201
 from fednas_flwr.spaces.cell_graph import WEIGHTLESS
 from fednas_flwr.spaces.mbconv import MBConvSpace, Skeleton
 
-from ..small_spaces import IMAGES
+from ..small_spaces import IMAGES, alphas_of
 from ..small_spaces import SPACES as SMALL
 
 FREE_CHAIN = MBConvSpace(  # every block may be zero
@@ -36,14 +36,6 @@ ROUTES_201 = [(0, 3), (0, 1, 3), (0, 2, 3), (0, 1, 2, 3)]
 @pytest.fixture(params=sorted(SPACES))
 def space(request):
     return SPACES[request.param]
-
-
-def alphas_of(space, seed, scale=1.0):
-    generator = make_generator(seed, "alphas")
-    return {
-        kind: scale * torch.randn(edges, len(space.ops), generator=generator)
-        for kind, edges in space.cell_kinds.items()
-    }
 
 
 def drawn_towards(space, seed, ops):
