@@ -41,7 +41,7 @@ from fednas_flwr.settings import expanded
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
 FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
 PLAIN, PRIVATE = "experiment=search/recommended", "experiment=search/recommended_private"
-PRIVATE_TABLE = ["experiment=private_table"]  # of classes; does not search
+PRIVATE_TABLE = ["experiment=fedavg/private_table"]  # of classes; does not search
 MORE = "evaluation.baselines=4"
 PRESETS = {  # without and with privacy
     "fast": (FAST, FAST),
@@ -86,7 +86,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             time_limit: Of the run, such as ``10min``, within a round and the export; a warning says
                 what it has left out.
             preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
-                search, or of a private table with classes ``experiment=private_table``, ``best``
+                search, or of a private table with classes ``fedavg/private_table``, ``best``
                 compares more networks, trained as long.
             settings: Further settings, as ``fednas run`` takes them; they overrule all others.
             random_state: Seed of the run; None is 1.

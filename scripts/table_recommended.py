@@ -46,7 +46,10 @@ SUFFIX = {"dataset=csv": ".csv"}
 MLP = "search_space=mlp_small"
 TABLE = ("dataset=csv", MLP, "dataset.id_column=id")
 RECOMMENDED_PRIVATE = "experiment=search/recommended_private"
-NETWORKS = {"one layer": ("experiment=private_table",), "searched": (RECOMMENDED_PRIVATE, MLP)}
+NETWORKS = {
+    "one layer": ("experiment=fedavg/private_table",),
+    "searched": (RECOMMENDED_PRIVATE, MLP),
+}
 HEART = "age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal num".split()
 GROUPS = "partition.groups=[[0,1],[2,3],[4,5],[6,7],[8,9]]"
 PARTITIONS = {
