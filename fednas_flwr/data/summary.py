@@ -218,7 +218,7 @@ def _suggestions(prepared: Prepared, ends: Mapping[str, list[str]]) -> list[str]
     if ranges and prepared.uses_own_statistics:
         lines.append(
             f"with privacy=dp 'dataset.ranges={{{ranges}}}', with the ends that are usual in place "
-            "of these, which are of the records"
+            "of these, which are of the records, and experiment=fedavg/private_table"
         )
     if records.schema and not records.by_person:
         lines.append("dataset.id_column=<column>, if several rows can be of one person")

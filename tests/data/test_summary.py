@@ -39,7 +39,8 @@ def test_a_table_is_told_by_columns_clients_and_what_is_odd(patients, tmp_path, 
         "note: 1 record equals another; equal ones stay in one part",
         "suggestion: evaluation.positive=died, the rarer class, for AUROC and the like",
         "suggestion: with privacy=dp 'dataset.ranges={age:[23,79],seen:[2024-01-01,2024-01-28]}', "
-        "with the ends that are usual in place of these, which are of the records",
+        "with the ends that are usual in place of these, which are of the records, and "
+        "experiment=fedavg/private_table",
         "suggestion: partition=column partition.column=<column>, if one of ward says whose a "
         "record is",
     ):
