@@ -28,7 +28,7 @@ from fednas_flwr.settings import (
     expanded,
 )
 from fednas_flwr.settings.names import BATCH, Norm
-from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS
+from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RESNETS
 from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces import space_entry
 from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_json
@@ -432,7 +432,7 @@ def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 class OneLayer(nn.Module):
     """A layer of ReLU units beside a linear model, both on the flattened input.
 
-    For tables with privacy: of what noise leaves, few records teach it more than deeper networks
+    For tables with privacy, where it learns more of few records than deeper networks do
     (scripts/results/README.md, "Tables with privacy").
     """
 
@@ -513,6 +513,9 @@ FIXED_NETWORKS |= {
     "plain_cnn": plain_cnn,
     "linear": linear,
     "mlp_64": partial(OneLayer, width=64),
-    **{f"resnet8_{width}": partial(resnet8, width=width) for width in RESNET8_WIDTHS},
+    **{
+        name: partial(resnet8, width=width)
+        for name, width in zip(RESNETS, RESNET8_WIDTHS, strict=True)
+    },
     **{f"cnn_{name}": partial(private_cnn, activation=a) for name, a in CNN_ACTIVATIONS.items()},
 }
