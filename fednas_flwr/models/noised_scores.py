@@ -4,7 +4,8 @@ A private client counts its records by class and by bin of the log odds that the
 positive class. Each record is in one bin, so that the counts have a norm of 1 per record. Bins are
 fixed beforehand, equally wide by the inverse hyperbolic sine: narrow where models that are unsure
 rank records, wide where few private steps have made a model too sure. Those at both ends in which
-nothing but noise can be seen are left out, which reads no record.
+nothing but noise can be seen are left out, which reads no record, but for two: in the nearest are
+often the few records that a model is surest of, without which the AUROC is up to .03 too small.
 
 Tensor suffixes: N records, B bins.
 """
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 BINS, LARGEST = 64, 32.0  # of log odds from -32 to 32; what lies beyond counts in the last ones
 SEEN = 4.0  # deviations of noise above which a count is more than noise
+BEYOND = 2  # bins at either end that count beside those in which records are seen
 LARGEST_ERROR = 0.03  # above which an AUROC is not told
 USUAL_BINS = 16  # that hold nearly all records
 
@@ -64,10 +66,10 @@ def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
     seen = torch.nonzero(negative_B + positive_B > SEEN * noise * math.sqrt(2)).flatten()
     if len(seen) < 2:
         return None
-    first, last = int(seen[0]), int(seen[-1]) + 1
+    first, last = max(int(seen[0]) - BEYOND, 0), int(seen[-1]) + 1 + BEYOND
     negative_B, positive_B = negative_B[first:last], positive_B[first:last]
     negatives, positives = negative_B.sum(), positive_B.sum()
-    if min(negatives, positives) <= SEEN * noise * math.sqrt(last - first):
+    if min(negatives, positives) <= SEEN * noise * math.sqrt(len(negative_B)):
         return None
     below_B = (negative_B.cumsum(0) - negative_B / 2) / negatives  # of records, ties by half
     above_B = 1 - (positive_B.cumsum(0) - positive_B / 2) / positives
