@@ -7,6 +7,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -150,6 +151,9 @@ def measure(
     """
     if is_made(results, overrides, seed, group):
         return
+    known = find_result(results, {"overrides": list(overrides)}, seed, group)
+    if known and is_complete(folder) and _commit_of(read_run(folder)) == known["commit"]:
+        shutil.rmtree(folder)  # the table's own, of an earlier commit
     before = cpu_seconds()
     run = make_run(folder, overrides=overrides, seed=seed, root=root, end=end)
     if run is None:
@@ -166,7 +170,7 @@ def measure(
             "settings": {"overrides": list(overrides)},
             "group": dict(group),
             "seed": seed,
-            "commit": started.get("commit"),
+            "commit": _commit_of(run),
             "machine": started.get("machine"),
             "seconds": run.total_seconds(),
             "metrics": numbers,
@@ -233,6 +237,10 @@ def add_missing(
     row = {"settings": settings, "group": group, "seed": seed, "metrics": make()}
     row |= {"seconds": clock() - started, "commit": commit()}
     append_result(results, row | {"machine": machine_name(torch.device("cpu"))})
+
+
+def _commit_of(run: Run) -> str | None:
+    return run.last("run_started").get("commit")
 
 
 def cpu_seconds() -> float:
