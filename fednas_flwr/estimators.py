@@ -41,7 +41,10 @@ from fednas_flwr.settings import expanded
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
 FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
 PLAIN, PRIVATE = "experiment=search/recommended", "experiment=search/recommended_private"
-PRIVATE_TABLE = ["experiment=fedavg/private_table"]  # of classes; does not search
+PRIVATE_TABLES = {  # in place of that, by task: without a search
+    "classification": "experiment=fedavg/private_table",
+    "regression": "experiment=fedavg/private_numbers",
+}
 MORE = "evaluation.baselines=4"
 PRESETS = {  # without and with privacy
     "fast": (FAST, FAST),
@@ -86,8 +89,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             time_limit: Of the run, such as ``10min``, within a round and the export; a warning says
                 what it has left out.
             preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
-                search, or of a private table with classes ``fedavg/private_table``, ``best``
-                compares more networks, trained as long.
+                search, or of a private table ``fedavg/private_table`` or, of numbers,
+                ``private_numbers``; ``best`` compares more networks, trained as long.
             settings: Further settings, as ``fednas run`` takes them; they overrule all others.
             random_state: Seed of the run; None is 1.
             verbose: True shows what ``fednas run`` shows.
@@ -208,8 +211,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             np.savez(arrays, x_train=X, y_train=y)
             content = arrays.getvalue()
         settings = [*PRESETS[self.preset][self.epsilon is not None]]
-        if settings == [PRIVATE] and X.ndim == 2 and self.task == "classification":
-            settings, chosen["search_space"] = [*PRIVATE_TABLE], None
+        if settings == [PRIVATE] and X.ndim == 2:
+            settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
         for name, value in chosen.items():  # quoted, as JSON is
             settings += [] if value is None else [f"{name}={json.dumps(value, ensure_ascii=False)}"]
         config = compose(*settings, *self.settings)

@@ -47,7 +47,9 @@ SEEDS, FEW_SEEDS, TEN_SEEDS = (101, 102, 103, 104, 105), (101, 102, 103), tuple(
 SUFFIX = {"dataset=csv": ".csv"}
 MLP = "search_space=mlp_small"
 TABLE = ("dataset=csv", MLP, "dataset.id_column=id")
+RECOMMENDED = ("experiment=search/recommended",)
 RECOMMENDED_PRIVATE = "experiment=search/recommended_private"
+NUMBERS_ALONE = "experiment=fedavg/private_numbers"
 NETWORKS = {
     "one layer": ("experiment=fedavg/private_table",),
     "searched": (RECOMMENDED_PRIVATE, MLP),
@@ -123,14 +125,14 @@ def main() -> None:
                 write(data, root, seed)
             run = partial(measure, seed=seed, root=root.resolve())
             group = {"data": name, "partition": partition}
-            results, more, random = RESULTS, scores, 2
+            results, more, settings = RESULTS, scores, [*RECOMMENDED, "evaluation.baselines=2"]
             if partitions is BUDGETS.get(name):
-                results, more, random = NUMBERS, scores_of_numbers, 1
+                results, more = NUMBERS, scores_of_numbers
                 group = {"data": name, "privacy": partition}
             divided, folder = partitions[partition], folder_of(name, partition, seed)
-            searches = ["experiment=search/recommended"] * (not divided[0].startswith("exp"))
-            settings = [*searches, "runtime.threads=1", *overrides, *divided]
-            settings.append(f"evaluation.baselines={random}")
+            if divided[0] == NUMBERS_ALONE:
+                settings, overrides = [], tuple(text for text in overrides if text != MLP)
+            settings += ["runtime.threads=1", *overrides, *divided]
             jobs.append(partial(run, results, folder, group=group, more=more, overrides=settings))
     for network, name, seed in product(NETWORKS, RANGES, SEEDS):
         if only and f"{name} private" not in only:
@@ -212,7 +214,8 @@ def scores_beside(group: dict[str, str], seed: int, run: Run) -> dict[str, float
 
 def scores_of_numbers(run: Run) -> dict[str, float | None]:
     """Test scores of a run that predicts a number, by the columns' names."""
-    rows = {row["network"]: row["test"] for row in compared(run)}
+    searched = "search" in run.config["stages"]
+    rows = {row["network"]: row["test"] for row in compared(run) if searched}
     return {
         "delivered": run.test_score(),
         "found": rows.get("found"),
@@ -375,22 +378,28 @@ def _write_table(path: Path, table: pd.DataFrame, seed: int) -> None:
 Write = Callable[[Path, Path, int], None]
 SITES = ("partition=column", "partition.column=site")
 SIX = (*SITES, "clients=6")
-EPSILON = (RECOMMENDED_PRIVATE, "privacy.epsilon=8")
+EPSILON = (NUMBERS_ALONE, "privacy.epsilon=8", "clients=4")
 OF_DIABETES = (
+    *EPSILON,
+    "dataset.target_range=[25,350]",
     "dataset.ranges={age:[18,80],sex:[1,2],bmi:[15,45],bp:[60,140],s1:[90,310],s2:[40,250],"
-    "s3:[20,100],s4:[2,10],s5:[3,6.5],s6:[55,125]}"
+    "s3:[20,100],s4:[2,10],s5:[3,6.5],s6:[55,125]}",
 )
+OF_STAYS = (
+    *EPSILON,
+    *(*SITES, "dataset.target_range=[0,25]", "dataset.ranges={age:[18,100],crp:[0,60]}"),
+)
+ITS_LINEAR = "algorithm.network=linear"
 BUDGETS: dict[str, dict[str, tuple[str, ...]]] = {  # of a number to predict, in place of partitions
     "diabetes": {
         "none": ("clients=4",),
-        "epsilon 8": (*EPSILON, "clients=4", OF_DIABETES, "dataset.target_range=[25,350]"),
+        "epsilon 8": OF_DIABETES,
+        "epsilon 8, linear": (*OF_DIABETES, ITS_LINEAR),
     },
     "stays": {
         "none": (*SITES, "clients=4"),
-        "epsilon 8": (
-            *(*EPSILON, *SITES, "clients=4", "dataset.target_range=[0,25]"),
-            "dataset.ranges={age:[18,100],crp:[0,60]}",
-        ),
+        "epsilon 8": OF_STAYS,
+        "epsilon 8, linear": (*OF_STAYS, ITS_LINEAR),
     },
 }
 RANGES = {  # as one would state them without having seen the records

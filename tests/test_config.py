@@ -468,6 +468,7 @@ OF_TABLES = [
     ((*PRIVATE_TABLE, "retrain.batch_size=8"), (32, "none", None, 0.5, 1024)),
     ((*TABLE, "privacy=dp", "privacy.micro_batch_size=4"), (32, "none", 1.0, 0.5, 4)),
     (("experiment=fedavg/private_table", *TABLE[:-1]), (32, "none", 1.0, 0.5, 1024)),
+    (("experiment=fedavg/private_numbers", *TABLE[:-1]), (32, "none", 1.0, 0.2, 1024)),
     (("experiment=search/recommended_private",), (8, "group", 0.125, 0.2, 64)),
     (("experiment=feathers/fraud_private", *TABLE), (48, "group", None, 0.5, 48)),
     ((*PRIVATE_TABLE, "retrain=darts"), (32, "none", 1.0, 0.5, 1024)),

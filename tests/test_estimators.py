@@ -212,6 +212,7 @@ def test_every_preset_is_a_run_with_and_without_privacy(preset, epsilon, tmp_pat
         check(config)
         assert epsilon or preset == "fast" or config.retrain.rounds is None  # as records need
         alone = epsilon and preset == "default" and config.dataset.name == "csv"
+        assert not alone or (config.retrain.weights.momentum == 0) != config.dataset.is_regression
         assert ("search" in config.stages) != alone
         assert getattr(config.algorithm, "network", "") == ("mlp_64" if alone else "")
         raise InterruptedError
@@ -220,6 +221,9 @@ def test_every_preset_is_a_run_with_and_without_privacy(preset, epsilon, tmp_pat
     own = [f"dataset.cache={tmp_path}"] + epsilon * ["dataset.ranges={age: [0, 100]}"]
     model = FedClassifier(preset=preset, epsilon=8 if epsilon else None, settings=own)
     refuses("", model.fit, patients()[["age", "died"]], error=InterruptedError, label="died")
+    known = ["dataset.ranges={pressure: [0, 300]}", "dataset.target_range=[0, 100]"]
+    numbers = FedRegressor(preset=preset, epsilon=model.epsilon, settings=own[:1] + epsilon * known)
+    refuses("", numbers.fit, patients()[["age", "pressure"]], error=InterruptedError, label="age")
     of_images = FedClassifier(preset=preset, epsilon=model.epsilon, settings=own[:1])
     images = np.random.default_rng(0).integers(0, 256, (40, 1, 32, 32), np.uint8)
     refuses("", of_images.fit, images, ["a", "b"] * 20, error=InterruptedError)

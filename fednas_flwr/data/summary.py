@@ -216,9 +216,10 @@ def _suggestions(prepared: Prepared, ends: Mapping[str, list[str]]) -> list[str]
     if odd and prepared.uses_own_statistics:
         lines.append(f"other names for {listed(odd, 5)}, which no dataset.ranges can spell")
     if ranges and prepared.uses_own_statistics:
+        experiment = "private_numbers" if records.is_regression else "private_table"
         lines.append(
             f"with privacy=dp 'dataset.ranges={{{ranges}}}', with the ends that are usual in place "
-            "of these, which are of the records, and experiment=fedavg/private_table"
+            f"of these, which are of the records, and experiment=fedavg/{experiment}"
         )
     if records.schema and not records.by_person:
         lines.append("dataset.id_column=<column>, if several rows can be of one person")
