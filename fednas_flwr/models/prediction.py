@@ -185,8 +185,7 @@ class Model(nn.Module):
             x = self.transform(x if x.is_floating_point() else x.float() / 255)
         inputs = self.inputs
         x = normalised(x, inputs.mean, inputs.std, inputs.limit)
-        logits: Tensor = self.network(x)
-        return logits
+        return self.network(x)
 
     @torch.no_grad()
     def predict(
