@@ -138,7 +138,7 @@ def _server_certificate(folder: Path, settings: Settings) -> str:
 def _server_port(folder: Path, settings: Settings) -> str:
     """Check that a SuperLink answers, or that the port is free for one."""
     port = _port(settings)
-    if not links.is_open("127.0.0.1", port):
+    if not links.is_open(port):
         return f"{port} is free; the server is not running"
     links.ask_date("127.0.0.1", port, folder / "ca.crt")
     return f"a SuperLink answers on {port}"
