@@ -186,17 +186,14 @@ class Ledger(AbstractContextManager["Ledger"]):
         """
         with self._exclusive() as (last, last_mac):
             state = self._state(last, last_mac)
-            known, this = (
-                _account(state, entry.account)["assignments"],
-                [entry.data_set, assignment],
-            )
+            known = _account(state, entry.account)["assignments"]
             if known and known[0][1] != assignment and set(entry.splits) != set(SPLITS):
                 raise ConfigError(
                     f"refused: since run {entry.run} committed to its schedule, the budget "
                     f"{entry.account} was used with other records or splits: start a new run."
                 )
-            if this not in known:
-                known.append(this)
+            if [entry.data_set, assignment] not in known:
+                known.append([entry.data_set, assignment])
             self._spend(state, entry, epsilon=epsilon, delta=delta)
             values = self._values(last + 1, entry)
             self._take(values[1], *values)
