@@ -215,7 +215,7 @@ class Model(nn.Module):
         raw = read_raw(data, self.inputs)
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
-        outputs: list[Tensor] = [torch.zeros(0, classes)]
+        outputs = [torch.zeros(0, classes)]
         shades: list[Tensor] = []  # black, since images to predict may well be of one shade
         done = 0
         for x in raw.batches(BATCH_SIZE):

@@ -82,7 +82,9 @@ def begin(
     for event in earlier:
         if event.get("expelled"):
             cohort.dismiss(event["client"], event["reason"], expelled=True)
-    statistics = pooled_statistics.known_statistics(earlier)
+    known = [event for event in earlier if event["event"] == "statistics"]
+    values = [tuple(known[-1].get(name, ())) for name in ("mean", "std", "target")] if known else []
+    statistics = Statistics(*values) if known else None
     if prepared.uses_own_statistics and not config.dp:
         statistics = statistics or pooled_statistics.found_statistics(prepared, cohort, log)
     splits: Sequence[Mapping[str, int]] = [

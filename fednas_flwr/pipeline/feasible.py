@@ -48,7 +48,7 @@ def check_run(config: Config) -> None:
     Leaves nothing but the cache of prepared data.
     """
     made = check_buildable(config)
-    check_room(config, written_bytes(config, made.networks), "lower the sizes of the networks")
+    check_room(config, written_bytes(config, made.networks))
     if config.dp:
         check_sites(config, config.dp, made)
 
