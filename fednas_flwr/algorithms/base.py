@@ -535,10 +535,11 @@ class RoundStrategy(Strategy, Generic[S]):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
     ) -> Result:
         self.cohort.connect(grid)
-        given = {} if initial_arrays is None else initial_arrays.to_torch_state_dict()
-        for state, layout in self.layouts.items() if given else ():  # optimisers hold its vectors
-            named = {name: given[f"{state}.{name}"] for name, _, _ in layout.entries}
-            self.inherit({state: st.pack(named)})
+        if initial_arrays is not None:  # taken in place: optimisers hold the model's vectors
+            given = initial_arrays.to_torch_state_dict()
+            for state, layout in self.layouts.items():
+                named = {name: given[f"{state}.{name}"] for name, _, _ in layout.entries}
+                self.inherit({state: st.pack(named)})
         result = Result()
         self.rounds_done = self._restore()
         first, longest_s = self.rounds_done + 1, 0.0

@@ -56,7 +56,7 @@ def noised_update(
             limit = "none: they would tell of the records without noise"
             raise refused("unit", "moments", "sent", limit)
         base, digests, grids = *_sent(request, network), request.grids
-        for kind, grid in grids.items():
+        for kind, grid in grids.items():  # float64 must hold a cell beside the largest weight
             values = [v.abs().max() for v in base[kind].values() if len(v)]
             largest, most = max(map(float, values), default=0.0), MOST_CELLS * grid.cell
             if not largest <= most:  # NaN is not

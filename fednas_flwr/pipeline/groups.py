@@ -216,7 +216,7 @@ def _run_one(
         resumed = part.checkpoints.latest("search") is not None
         try:
             with log.attempt(resumed=resumed, circumstances=run.circumstances):
-                if promised := read_run(run.folder).privacy:  # which is of the whole run
+                if promised := read_run(run.folder).privacy:  # a guarantee of the whole run
                     members = [one for one in promised["clients"] if one["client"] in clients]
                     log.emit("privacy", **(_fields(promised) | {"clients": members}))
                 with suppress(OutOfTimeError):
