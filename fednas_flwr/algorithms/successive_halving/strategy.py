@@ -47,12 +47,7 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Train the networks that are left; at the end of a rung keep the best."""
         if "pool" not in self.values:
-            choice = self.settings.pool
-            generator = make_generator(self.config.seed, "successive_halving")
-            drawn = ScoredDraws(self.config, self.prepared, self.space, choice)
-            ranking = drawn.ranked(draws=choice.draws, generator=generator)
-            pool = [one.genotype for one in ranking[: self._size()]]
-            pool = drawn.spread(ranking, self._size()) if choice.front else pool
+            pool = self._choose()[: self._size()]
             self.values = {"pool": [json.loads(to_json(genotype)) for genotype in pool]}
             self.fit_states()
         settings, described = self.settings, self._describe()
@@ -91,6 +86,16 @@ class SuccessiveHalving(base.RoundStrategy[successive_halving.SuccessiveHalvingS
     def _describe(self) -> dict[str, Any]:
         """The description of the pool's networks, from which clients build it."""
         return describe_pool(self.pool(), **candidate_settings(self.config, self.prepared))
+
+    def _choose(self) -> list[Genotype]:
+        """The ranking whose best networks are the pool."""
+        choice = self.settings.pool
+        generator = make_generator(self.config.seed, "successive_halving")
+        drawn = ScoredDraws(self.config, self.prepared, self.space, choice)
+        ranking = drawn.ranked(draws=choice.draws, generator=generator)
+        if choice.front:
+            return drawn.spread(ranking, self._size())
+        return [one.genotype for one in ranking]
 
     def _size(self) -> int:
         """Size of the pool."""
