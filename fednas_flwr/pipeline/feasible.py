@@ -183,11 +183,10 @@ def check_buildable(config: Config) -> Made:
     nets.make_device(config.runtime.device)
     _check_threads(config)
     (prepared, parts), genotype = make_data(config), nets.given_genotype(config)
-    key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
 
     def clients() -> Iterable[loaders.ClientData]:
         return (
-            loaders.make_client_data(prepared, part, key=key, fractions=fractions) for part in parts
+            loaders.make_client_data(prepared, part, **config.dataset.division) for part in parts
         )
 
     if config.secure_sum and prepared.uses_own_statistics:

@@ -52,7 +52,7 @@ from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, GivenNetwork
-from fednas_flwr.settings.incompatible import has_real_sites
+from fednas_flwr.settings.incompatible import has_real_sites, searches
 from fednas_flwr.settings.names import ACCURACY, AUROC, DECIDED, R2
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import own_parts
@@ -132,7 +132,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     The latter is None where the retrain settings stand.
     """
     config, configuration = run.config, None
-    if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
+    if searches(config):
         strategy = start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
     else:
