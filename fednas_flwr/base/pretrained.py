@@ -122,7 +122,7 @@ class Pretrained(nn.Module):
                 return fetched.state_dict()
             if path.suffix == ".safetensors":
                 return load_file(path)
-            state: Any = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
             tensors = state.values() if isinstance(state, dict) else [state]
             if not all(isinstance(value, Tensor) for value in tensors):
                 raise ValueError("it holds more than a state dict of tensors")

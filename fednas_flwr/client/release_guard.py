@@ -225,7 +225,7 @@ class ReleaseGuard:
         this run has committed to.
         """
         commitment = self._commitment(run)
-        releases: list[tuple[Release | None, tuple[str, ...]]] = [
+        releases = [
             (counted(row.entry.release, row.entry.unit, self.unit), row.entry.splits)
             for row in self._ledger.entries(self.allowed.account)
             if row.entry.run != run

@@ -77,14 +77,12 @@ class Cells:
 
     def tolist(self) -> list[str]:
         """The cells."""
-        texts: list[str] = self.each(str, object).tolist()
-        return texts
+        return self.each(str, object).tolist()
 
     @cached_property
     def missing(self) -> np.ndarray:
         """The cells that are missing, bool ``[N]``."""
-        missing: np.ndarray = self.texts.is_null().to_numpy()
-        return missing
+        return self.texts.is_null().to_numpy()
 
     @cached_property
     def _encoded(self) -> tuple[list[str], np.ndarray]:
@@ -101,8 +99,7 @@ class Cells:
     def each(self, function: Callable[[str], Any], dtype: Any) -> np.ndarray:
         """What a function says of each cell, ``[N]`` or ``[N, ...]``."""
         texts, places = self._encoded
-        found: np.ndarray = np.array([function(text) for text in texts], dtype)[places]
-        return found
+        return np.array([function(text) for text in texts], dtype)[places]
 
     def changed(self, function: Callable[[str], str], *, but_stored: bool = False) -> Cells:
         """The cells in other words, but for those that were stored as numbers, if that is said."""

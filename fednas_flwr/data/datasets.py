@@ -208,12 +208,10 @@ def _built(dataset: Dataset, read: rd.RecordsPair) -> dict[str, rd.Records]:
     parts = {"train": _limited(train, dataset.limit_train)}
     if dataset.server_test and test is not None:
         parts["server_test"] = _limited(test, dataset.limit_test)
-    shape, settings = tuple(parts["train"].features.shape[1:]), dataset.transform
-    described = transform_of(dataset)
-    made = make_transform(described, shape, settings)
+    described, shape = transform_of(dataset), tuple(parts["train"].features.shape[1:])
+    made = make_transform(described, shape, dataset.transform)
     if made is not None:
-        dtype = kept_as(described)
-        parts = {part: transformed(records, made, dtype) for part, records in parts.items()}
+        parts = {part: transformed(of, made, kept_as(described)) for part, of in parts.items()}
     return parts
 
 
@@ -387,7 +385,9 @@ def load_or_build(
         records = _read(folder)
         if records is not None:
             return records
-        _discard(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # half of it is not read: all files count
+        if folder.is_file():
+            folder.unlink(missing_ok=True)
         _write(folder, build())
     raise OSError(f"the prepared data in {folder} cannot be read back: remove that folder.")
 
@@ -436,8 +436,10 @@ def _read(folder: Path) -> dict[str, rd.Records] | None:
     """The records, or None where the folder is missing or a file is not as written."""
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        if not all(_is_whole(folder / name, facts) for name, facts in index["files"].items()):
-            return None
+        for name, (changed_ns, digest) in index["files"].items():
+            path = folder / name  # whose bytes are read only if its time differs
+            if path.stat().st_mtime_ns != changed_ns and _facts(path)[1] != digest:
+                return None
         return {part: _mapped(folder, part, about) for part, about in index["parts"].items()}
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
@@ -449,29 +451,15 @@ def _mapped(folder: Path, part: str, description: dict[str, Any]) -> rd.Records:
     """Map one part's records copy-on-write: torch wants writable memory, files must not change."""
 
     def array(name: str) -> np.ndarray:
-        of: np.ndarray = np.load(folder / f"{part}-{name}.npy", mmap_mode="c", allow_pickle=False)
-        return of
+        return np.load(folder / f"{part}-{name}.npy", mmap_mode="c", allow_pickle=False)
 
     tensors = {name: torch.from_numpy(array(name)) for name in ("features", "labels")}
     columns = {name: array(f"column{i}") for i, name in enumerate(description["columns"])}
     values = {**description, **tensors, "ids": array("ids"), "columns": columns}
-    records: rd.Records = parse(rd.Records, values, key="records", hints=_ARRAYS)
-    return records
+    return parse(rd.Records, values, key="records", hints=_ARRAYS)
 
 
 def _facts(path: Path) -> list[object]:
     """A file's time of change in ns, and its hash."""
     with path.open("rb") as file:
         return [path.stat().st_mtime_ns, hashlib.file_digest(file, "blake2b").hexdigest()]
-
-
-def _is_whole(path: Path, facts: list[object]) -> bool:
-    """True if a file is as it was written; its bytes are read only if its time differs."""
-    return path.stat().st_mtime_ns == facts[0] or _facts(path)[1] == facts[1]
-
-
-def _discard(folder: Path) -> None:
-    """Remove what is there; of half a folder nothing is read, since all of its files count."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.is_file():
-        folder.unlink(missing_ok=True)

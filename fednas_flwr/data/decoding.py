@@ -306,8 +306,7 @@ def _shades(
         error.ends = least, most
         raise error
     shares = (values.astype(np.float64) - low) / ((high - low) or 1.0)
-    pixels: np.ndarray = np.rint(np.clip(shares, 0, 1) * 255).astype(np.uint8)
-    return pixels
+    return np.rint(np.clip(shares, 0, 1) * 255).astype(np.uint8)
 
 
 def _dicom(content: bytes, intensity: Sequence[float] | None) -> tuple[np.ndarray, list[str]]:

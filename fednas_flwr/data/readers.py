@@ -51,8 +51,7 @@ class DataSet:
     def read(self, settings: ds.Dataset, path: Path) -> RecordsPair:
         """Train part and official test part in a file or folder."""
         place = f"fednas_flwr.data.{self.reader}" if isinstance(self.reader, str) else self.reader
-        pair: RecordsPair = imported(place)(settings, path)
-        return pair
+        return imported(place)(settings, path)
 
 
 _BUILT_IN = {
@@ -89,8 +88,7 @@ def check_sites(name: str) -> None:
 def data_settings(name: str, values: Mapping[str, Any]) -> ds.Dataset:
     """Settings of a data set, checked; what is not given is neutral (:func:`_neutral`)."""
     values = {**_neutral(name), "name": name, **values}
-    settings: ds.Dataset = parse(DATA_SETS[name].settings, values, key="dataset", defaults=True)
-    return settings
+    return parse(DATA_SETS[name].settings, values, key="dataset", defaults=True)
 
 
 def _neutral(name: str) -> dict[str, Any]:

@@ -127,8 +127,7 @@ class Inputs(Checked):
         Raises:
             ConfigError: The text says none.
         """
-        inputs: Inputs = parse(Inputs, json.loads(text), key="inputs", defaults=True)
-        return inputs
+        return parse(Inputs, json.loads(text), key="inputs", defaults=True)
 
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -141,8 +141,7 @@ class Scattering(nn.Module):
         filters_LMN = self.get_buffer(filters)
         real, imaginary = (_filtered(part, filters_LMN, 2**halvings) for part in spectrum)
         if not torch.onnx.is_in_onnx_export():
-            moduli: Tensor = torch.fft.ifft2(torch.complex(real, imaginary)).abs()
-            return moduli
+            return torch.fft.ifft2(torch.complex(real, imaginary)).abs()
         rows, columns = real.shape[-2:]
         resolution = round(math.log2(self.get_buffer("cosM0").shape[0] / rows))
         cos_m, sin_m, cos_n, sin_n = self._matrices(resolution)

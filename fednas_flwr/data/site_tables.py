@@ -98,8 +98,7 @@ def site_files(settings: Form, root: Path) -> dict[str, tuple[Path, Form]]:
 
     def form(part: str, before: Form) -> Form:
         where = f"{root / SITES_FILE}, {part}"
-        changed: Form = parse_changes(before, said.get(part, {}), TableForm, key=where)
-        return changed
+        return parse_changes(before, said.get(part, {}), TableForm, key=where)
 
     everywhere = form(_EVERYWHERE, settings)
     return {site: (path, form(site, everywhere)) for site, path in paths.items()}
@@ -172,12 +171,9 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
 def side_by_side(tables: Mapping[str, SiteTable]) -> list[tuple[str, ...]]:
     """Rows for a table: the names of sites, and then each column's contents at every site."""
     names = dict.fromkeys(name for table in tables.values() for name in table.texts)
-    rows = [("", *tables)]
     sizes = [f"{len(next(iter(t.texts.values()))):,}" for t in tables.values()]
-    rows.append(("records", *sizes))
-    for name in names:
-        rows.append((name, *(_contents(table, name) for table in tables.values())))
-    return rows
+    contents = [(name, *(_contents(table, name) for table in tables.values())) for name in names]
+    return [("", *tables), ("records", *sizes), *contents]
 
 
 def _contents(table: SiteTable, column: str) -> str:

@@ -543,14 +543,13 @@ def _categories(
     cells: Cells, declared: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
     """Values of a categorical column; a missing value belongs to none of them."""
-    values = notation.distinct(cells.different)
-    if declared is not None:
-        unknown = cells[notation.places_among(cells, declared) < 0].different
-        records.check_known(
-            unknown, declared, f"column {name} of {path} holds", f"dataset.categories.{name}"
-        )
-        return tuple(declared)
-    return values
+    if declared is None:
+        return notation.distinct(cells.different)
+    unknown = cells[notation.places_among(cells, declared) < 0].different
+    records.check_known(
+        unknown, declared, f"column {name} of {path} holds", f"dataset.categories.{name}"
+    )
+    return tuple(declared)
 
 
 def _sorted_classes(cells: Cells) -> tuple[str, ...]:

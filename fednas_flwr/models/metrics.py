@@ -206,7 +206,7 @@ def pooled_baselines(
     x, y = arrays(train)
     x_test, y_test = arrays([test])
     models: dict[str, Any] = {"linear": linear_model.LogisticRegression(max_iter=1000)}
-    trees: Any = ensemble.HistGradientBoostingClassifier
+    trees = ensemble.HistGradientBoostingClassifier
     if objective.predicts_numbers:
         models, trees = {"linear": linear_model.Ridge()}, ensemble.HistGradientBoostingRegressor
     if test.features.dim() == 2 and len(test.mean) == test.features.shape[1]:  # else of images

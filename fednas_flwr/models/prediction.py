@@ -185,8 +185,7 @@ class Model(nn.Module):
             x = self.transform(x if x.is_floating_point() else x.float() / 255)
         inputs = self.inputs
         x = normalised(x, inputs.mean, inputs.std, inputs.limit)
-        logits: Tensor = self.network(x)
-        return logits
+        return self.network(x)
 
     @torch.no_grad()
     def predict(
@@ -216,7 +215,7 @@ class Model(nn.Module):
         raw = read_raw(data, self.inputs)
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
-        outputs: list[Tensor] = [torch.zeros(0, classes)]
+        outputs = [torch.zeros(0, classes)]
         shades: list[Tensor] = []  # black, since images to predict may well be of one shade
         done = 0
         for x in raw.batches(BATCH_SIZE):

@@ -48,7 +48,7 @@ def check_run(config: Config) -> None:
     Leaves nothing but the cache of prepared data.
     """
     made = check_buildable(config)
-    check_room(config, written_bytes(config, made.networks), "lower the sizes of the networks")
+    check_room(config, written_bytes(config, made.networks))
     if config.dp:
         check_sites(config, config.dp, made)
 
@@ -183,11 +183,10 @@ def check_buildable(config: Config) -> Made:
     nets.make_device(config.runtime.device)
     _check_threads(config)
     (prepared, parts), genotype = make_data(config), nets.given_genotype(config)
-    key, fractions = config.dataset.split_key.encode(), config.dataset.fractions
 
     def clients() -> Iterable[loaders.ClientData]:
         return (
-            loaders.make_client_data(prepared, part, key=key, fractions=fractions) for part in parts
+            loaders.make_client_data(prepared, part, **config.dataset.division) for part in parts
         )
 
     if config.secure_sum and prepared.uses_own_statistics:
@@ -329,6 +328,8 @@ def check_parts(
 ) -> None:
     """Refuse clients without the records that they are asked to train on, or with too few."""
     holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
+    searched, most = config.algorithm.whole_search(config).algorithm, config.retrain.batch_size
+    batch_sizes = {"search": getattr(searched, "batch_size", most), "retrain": most}
     for index, client in enumerate(clients):
         sizes = {"train": len(client.train), "validation": len(client.validation)}
         if holds_out and not sizes["validation"]:
@@ -355,7 +356,7 @@ def check_parts(
             )
         smallest = {"search": min(sizes.values()), "retrain": trained}
         for stage, network in networks.items():
-            batch_size = _batch_size(config, stage)
+            batch_size = batch_sizes[stage]
             if smallest[stage] != 1 and batch_size != 1:
                 continue
             if error := _error_of_one_record(network.train(), prepared.input_shape):
@@ -390,14 +391,6 @@ def pools_records(config: Config) -> bool:
         and config.runtime.name != "deployment"
         and not config.dp
     )
-
-
-def _batch_size(config: Config, stage: str) -> int | None:
-    """Return the largest batch that a stage trains on, None for all of a part's records."""
-    retraining = config.retrain.batch_size
-    if stage == "retrain":
-        return retraining
-    return getattr(config.algorithm.whole_search(config).algorithm, "batch_size", retraining)
 
 
 def _error_of_one_record(network: nn.Module, shape: tuple[int, ...]) -> ValueError | None:

@@ -41,10 +41,9 @@ from fednas_flwr.settings import Config, Hardware
 from fednas_flwr.settings.incompatible import chooses_rates, follows_noise
 from fednas_flwr.settings.names import AUTO, BFLOAT16, FLOAT32, SPLITS
 from fednas_flwr.settings.optimizers import LARGEST_STEP
-from fednas_flwr.spaces.costs import load_table, measure_network, space_costs
+from fednas_flwr.spaces.costs import load_table, measure_network, space_costs, timed_space
 from fednas_flwr.spaces.genotype import Genotype
 from fednas_flwr.spaces.latency_tables import LatencyTable, from_json, median_table, to_json
-from fednas_flwr.spaces.mbconv import MBConvSpace
 
 LAST_RATE = 0.1  # of the learning rate, in the last round
 LEAST_MULTIPLY_ADDS = 10_000_000  # of one record, from which bfloat16 is faster
@@ -212,8 +211,7 @@ def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> di
         hardware = Hardware(limits.table, "ms", limits.latency_ms, "additive", 1.0, 1.0)
     if hardware is None or genotype is None:
         return None
-    table, space = load_table(hardware), supernet_space(config, prepared)
-    assert isinstance(space, MBConvSpace)  # as the configuration has it
+    table, space = load_table(hardware), timed_space(supernet_space(config, prepared))
     measured = None if table is None else measure_network(space, table, genotype, device=device)
     return {
         "unit": hardware.unit,
@@ -226,8 +224,7 @@ def cost_of(config: Config, prepared: Prepared, genotype: Genotype | None) -> di
 
 def _ask(run: Run) -> LatencyTable:
     """Return the median of the tables that the run's clients measure."""
-    config, space = run.config, supernet_space(run.config, run.prepared)
-    assert isinstance(space, MBConvSpace)  # as the configuration has it
+    config, space = run.config, timed_space(supernet_space(run.config, run.prepared))
     request = MeasureLatency(batch_size=BATCH_SIZE, passes=PASSES, data_set=data_set_of(config))
     tables: list[LatencyTable] = []
     participants = run.cohort.participants("latency", 1)

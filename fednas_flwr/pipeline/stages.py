@@ -52,7 +52,7 @@ from fednas_flwr.search.objective import Objective
 from fednas_flwr.server.cohort import TOTAL, QuorumError
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config, GivenNetwork
-from fednas_flwr.settings.incompatible import has_real_sites
+from fednas_flwr.settings.incompatible import has_real_sites, searches
 from fednas_flwr.settings.names import ACCURACY, AUROC, DECIDED, R2
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import own_parts
@@ -61,6 +61,7 @@ from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.operations import SkipNetwork
 
 RARE = 0.3  # share of records below which accuracy says little of the rarer of two classes
+EPOCHS, RATE = 5, 0.1  # of a copy's fine-tuning; its rate as a share of retraining's first one
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -131,7 +132,7 @@ def _search(run: Run) -> tuple[Genotype | None, Configuration | None]:
     The latter is None where the retrain settings stand.
     """
     config, configuration = run.config, None
-    if "search" in config.stages and not isinstance(config.algorithm, GivenNetwork):
+    if searches(config):
         strategy = start_search(run)
         genotype, configuration = strategy.derive(), strategy.configuration()
     else:
@@ -459,7 +460,9 @@ def _copys_training(run: Run, description: dict[str, Any]) -> rq.LocalTraining:
     retrain = run.config.retrain
     split = "train" if retrain.evaluate_every else "train+validation"
     local = _last_round(later.with_precision(run, run.config, description), description)
-    return personal_copies.fine_tuning(local, retrain.weights.lr, split=split)
+    lr, amount = RATE * retrain.weights.lr, replace(local.amount, epochs=EPOCHS)
+    weights = replace(local.weights, lr=lr, min_lr=lr)
+    return replace(local, split=split, weights=weights, amount=amount)
 
 
 def _hand_over(run: Run, copies: Mapping[int, Path]) -> None:

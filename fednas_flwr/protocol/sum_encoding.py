@@ -79,7 +79,7 @@ class Summands:
         head = [n]
         for name in self.metrics:
             head += [n, n * metrics[name]] if name in metrics else [0.0, 0.0]
-        vectors: dict[str, list[np.ndarray]] = {"int64": [self.wide.encode(head)], "int32": []}
+        vectors = {"int64": [self.wide.encode(head)], "int32": []}
         for state, dtype, _ in self._parts():
             if state in self.summed.ranges:
                 vectors["int32"].append(self.grid(state).wrap(reply.shares[state]))

@@ -94,10 +94,9 @@ def tensorboard(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]
         def writer() -> SummaryWriter:
             from torch.utils.tensorboard import SummaryWriter
 
-            made: SummaryWriter = stack.enter_context(
+            return stack.enter_context(
                 SummaryWriter(str(run_folder / "tensorboard"), flush_secs=FLUSH_SECONDS)
             )
-            return made
 
         def send(group: str, values: Mapping[str, float], step: int) -> None:
             for name, value in values.items():

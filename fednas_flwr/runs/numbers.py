@@ -70,8 +70,7 @@ class Score:
 
     def of(self, measured: Mapping[str, Any]) -> float | None:
         """Its value in an evaluation; None where it was not measured."""
-        value: float | None = measured.get(self.key or self.name)
-        return value
+        return measured.get(self.key or self.name)
 
 
 SCORES = (
@@ -447,8 +446,7 @@ class Run:
         if name != SEARCH_LOSS:
             return self.numbers()[name]
         rounds = self.rounds("search")
-        value: float | None = rounds[-1]["metrics"].get(name) if rounds else None
-        return value
+        return rounds[-1]["metrics"].get(name) if rounds else None
 
     def numbers(self) -> dict[str, float | None]:
         """Return the run's results by name.

@@ -55,13 +55,12 @@ def free_bytes(config: Config) -> int:
     return shutil.disk_usage(_existing(_folder("run_dir", config.run_dir or str(RUNS)))).free
 
 
-def check_room(config: Config, num_bytes: int, remedy: str) -> None:
+def check_room(config: Config, num_bytes: int) -> None:
     """Raise ConfigError when a new run surely writes more than its disk has room for.
 
     Args:
         config: The run's; one that goes on replaces checkpoints of its own.
         num_bytes: An estimate from below of what the run writes.
-        remedy: What else to do; ends the sentence.
     """
     folder, free = _folder("run_dir", config.run_dir or str(RUNS)), free_bytes(config)
     if num_bytes <= free or (folder / CONFIG_FILE).exists():
@@ -69,14 +68,15 @@ def check_room(config: Config, num_bytes: int, remedy: str) -> None:
     raise ConfigError(
         f"checkpoints and exported models take at least {num_bytes / 1e6:,.1f} MB in "
         f"run_dir={show(str(folder))}, whose disk has {free / 1e6:,.1f} MB free: make room, choose "
-        f"another folder, or {remedy}."
+        "another folder, or lower the sizes of the networks."
     )
 
 
 def create_run_folder(config: Config, *, runs: Path = RUNS) -> Config:
     """Make a new run folder, write config.yaml into it, and return the config with its path.
 
-    With ``run_dir`` null the folder is ``<runs>/<time>_<algorithm>_<dataset>``.
+    With ``run_dir`` null the folder is ``<runs>/<time>_<algorithm>_<dataset>``, or that with ``_2``
+    and so on where it exists.
 
     Raises:
         ConfigError: ``run_dir`` already holds a run, or cannot be written.
@@ -89,7 +89,12 @@ def create_run_folder(config: Config, *, runs: Path = RUNS) -> Config:
         if config.run_dir is not None:
             folder.mkdir(parents=True, exist_ok=True)
         else:
-            folder = _first_free(folder)
+            others = (folder.with_name(f"{folder.name}_{number}") for number in count(2))
+            for free in chain([folder], others):
+                with suppress(FileExistsError):
+                    free.mkdir(parents=True)
+                    break
+            folder = free
         config = replace(config, run_dir=str(folder))
         write_atomically(folder / CONFIG_FILE, dump_yaml(json.loads(dump_config(config))))
     return config
@@ -197,13 +202,3 @@ def _usable(setting: str, folder: Path) -> Iterator[None]:
             f"{setting}={show(str(folder))} cannot be used ({error.strerror or error}): choose "
             "another folder."
         ) from error
-
-
-def _first_free(folder: Path) -> Path:
-    """Make and return ``folder``, or ``folder_2`` and so on where that exists."""
-    others = (folder.with_name(f"{folder.name}_{number}") for number in count(2))
-    for candidate in chain([folder], others):
-        with suppress(FileExistsError):
-            candidate.mkdir(parents=True)
-            break
-    return candidate

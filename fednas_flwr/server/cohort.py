@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -40,11 +40,7 @@ LONGEST_REASON = 500  # characters of a client's own words that are kept
 CONNECT = Exchange("query.describe", stage="connect", settings=Describe())
 
 
-class Emit(Protocol):
-    """Sink of events: a name and JSON fields."""
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        """Record one event."""
+Emit = Callable[..., None]  # sink of events: called with a name and JSON fields
 
 
 def ignore_events(event: str, **fields: Any) -> None:

@@ -174,10 +174,9 @@ def packed(function: Callable[..., Any]) -> bytes | None:
     import cloudpickle
 
     try:
-        sent: bytes = cloudpickle.dumps(partial(_restored, registered(), function))
+        return cloudpickle.dumps(partial(_restored, registered(), function))
     except (pickle.PicklingError, TypeError, AttributeError):  # an open file, a lock, ...
         return None
-    return sent
 
 
 def _restored(carried: Mapping[str, Any], function: Callable[..., Any], *asked: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from time import process_time
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
@@ -227,7 +227,7 @@ def machine_name(device: torch.device) -> str:
 
 def to_json(table: LatencyTable) -> str:
     """Write the table as JSON, one layer to a line; :func:`from_json` gives an equal one back."""
-    head: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(table)}
+    head = {"format": FORMAT, "version": VERSION, **asdict(table)}
     lines = ",\n  ".join(json.dumps(layer) for layer in head.pop("layers"))
     return json.dumps(head, indent=1)[:-2] + f',\n "layers": [\n  {lines}\n ]\n}}\n'
 

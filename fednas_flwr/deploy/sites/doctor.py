@@ -15,6 +15,7 @@ from pathlib import Path
 
 import fednas_flwr
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.deploy import flower_patches
 from fednas_flwr.deploy.sites import links
 from fednas_flwr.deploy.sites.links import Trouble
@@ -137,7 +138,7 @@ def _server_certificate(folder: Path, settings: Settings) -> str:
 def _server_port(folder: Path, settings: Settings) -> str:
     """Check that a SuperLink answers, or that the port is free for one."""
     port = _port(settings)
-    if not links.is_open("127.0.0.1", port):
+    if not links.is_open(port):
         return f"{port} is free; the server is not running"
     links.ask_date("127.0.0.1", port, folder / "ca.crt")
     return f"a SuperLink answers on {port}"
@@ -172,8 +173,6 @@ def _site_key(folder: Path, settings: Settings) -> str:
 
 def _site_data(folder: Path, settings: Settings) -> str:
     """Check that policy and data settings are right and the data can be read."""
-    from fednas_flwr.data.readers import site_dataset
-
     site_dataset(folder / "dataset.yaml", cache=str(folder / "state" / "cache"))
     policy = load_policy(folder / "policy.yaml")
     if settings["DATA_SET"] not in policy.data_sets:
@@ -194,7 +193,6 @@ def _site_records(folder: Path, settings: Settings) -> str:
     from fednas_flwr.client.making import check_public, check_unit
     from fednas_flwr.data.loaders import make_client_data
     from fednas_flwr.data.prepared import make_site_data
-    from fednas_flwr.data.readers import site_dataset
     from fednas_flwr.data.summary import reading_notes
     from fednas_flwr.pipeline.feasible import check_features
     from fednas_flwr.server.reply_checks import MORE_RECORDS
