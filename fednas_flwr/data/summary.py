@@ -216,7 +216,10 @@ def _suggestions(prepared: Prepared, ends: Mapping[str, list[str]]) -> list[str]
     if odd and prepared.uses_own_statistics:
         lines.append(f"other names for {listed(odd, 5)}, which no dataset.ranges can spell")
     if ranges and prepared.uses_own_statistics:
-        experiment = "private_numbers" if records.is_regression else "private_table"
+        experiment = "private_table"
+        if records.is_regression:
+            least, most = (f"{float(end):g}" for end in records.labels.aminmax())
+            experiment = f"private_numbers dataset.target_range=[{least},{most}]"
         lines.append(
             f"with privacy=dp 'dataset.ranges={{{ranges}}}', with the ends that are usual in place "
             f"of these, which are of the records, and experiment=fedavg/{experiment}"
