@@ -322,8 +322,7 @@ def test_a_search_space_with_settings_of_its_own_gives_its_networks_size(tiny):
     check_whole(result)
     assert result.genotype.space == "wide"
     assert equal_networks(result.model, load(result.folder))
-    sizes = {len(p) for p in result.model.parameters() if p.dim() == 4}
-    assert sizes == {4, 8, 16}
+    assert {len(p) for p in result.model.parameters() if p.dim() == 4} == {4, 8, 16}
 
 
 def made_arrays(seed):

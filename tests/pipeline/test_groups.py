@@ -82,8 +82,7 @@ def test_only_the_group_with_a_hardware_loss_becomes_cheaper(whole):
 
 
 def test_groups_go_on_from_the_supernet_of_all_clients(whole, run):
-    rounds = [e["round"] for e in whole.named("round")]
-    assert rounds == [1, 2]
+    assert [e["round"] for e in whole.named("round")] == [1, 2]
     shared = load_file(whole.folder / "checkpoints" / "search-000002.safetensors")
     first = "groups/b/checkpoints/search-000001.safetensors"
     of_group = load_file(whole.folder / first)

@@ -78,8 +78,7 @@ def test_only_clients_whose_turn_it_is_are_made_and_asked(many):
 
 @pytest.mark.run
 def test_nothing_in_the_record_of_a_round_grows_with_the_clients(many):
-    lengths = [len(json.dumps(event)) for event in many.events]
-    assert max(lengths) < 5_000
+    assert max(len(json.dumps(event)) for event in many.events) < 5_000
     told = many.the("partition")
     assert told["summary"]["clients"] == CLIENTS
     assert sum(told["summary"]["records"].values()) == 1797

@@ -400,8 +400,7 @@ def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, answers
 
     answers("query.describe", describe)
     run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
-    event = run.the("privacy_spent")
-    assert [client["client"] for client in event["clients"]] == [0]
+    assert [client["client"] for client in run.the("privacy_spent")["clients"]] == [0]
     if fact != "spent":
         failed = run.the("client_failed")
         assert failed["client"] == 1
@@ -795,8 +794,7 @@ def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
     assert not run.named("privacy")
     assert f"fednas approve {awaited}: run '{event['run']}' waits" in capsys.readouterr().err
 
-    again = own.run(resume=run.folder, fails=True)  # too early
-    assert str(again.error) == str(run.error)
+    assert str(own.run(resume=run.folder, fails=True).error) == str(run.error)  # too early
     shown = prints(*approval(node))
     budget = "budget records: epsilon 1000 at delta 1e-05 for one record"
     assert all(part in shown for part in (awaited, event["run"], budget, "0 is spent"))

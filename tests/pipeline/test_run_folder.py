@@ -43,8 +43,7 @@ def test_the_newest_unfinished_run_of_its_kind_goes_on(compose_config, tmp_path,
     Path("runs/foreign").mkdir()
     Path("runs/foreign/config.yaml").write_bytes(FOREIGN["no YAML"])  # is passed
     assert find_unfinished(config) == failed
-    killed = begun(config, "killed", age_s=10)
-    assert find_unfinished(config) == killed
+    assert begun(config, "killed", age_s=10) == find_unfinished(config)
     there = replace(config, run_dir="runs/old")
     assert find_unfinished(there) == replace(config, run_dir=str(tmp_path / "runs/old"))
     assert find_unfinished(replace(config, run_dir="runs/completed")) is None

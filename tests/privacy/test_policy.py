@@ -377,7 +377,6 @@ def test_overlapping_data_sets_share_one_budget():
         sections = {"a": {**WARD, "account": "b"}, "b": {**WARD, **changes}, "c": WARD}
         return parse_policy(yaml.safe_dump({"data_sets": sections}))
 
-    policy = both()
-    assert [policy.data_sets[name].account for name in "abc"] == ["b", "b", "c"]
+    assert [both().data_sets[name].account for name in "abc"] == ["b", "b", "c"]
     for change in ({"epsilon": 4.0}, {"delta": 1e-6}):
         refuses("a and b share the account b and must have the same", both, **change)

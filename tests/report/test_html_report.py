@@ -238,8 +238,7 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(make_run):
     path = write_report(folder)
     rows = r'<tr><td>(\d)</td><td class="num">20</td>'
     assert re.findall(rows, path.read_text(encoding="utf-8")) == ["0", "2"]
-    figures = json.loads(Page(path).scripts[0])
-    assert figures["partition"]["data"][0]["x"] == ["0", "2"]
+    assert json.loads(Page(path).scripts[0])["partition"]["data"][0]["x"] == ["0", "2"]
 
 
 def test_lines_to_copy_are_safe_in_a_folder_of_any_name(make_run):

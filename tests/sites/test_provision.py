@@ -93,8 +93,7 @@ def test_no_folder_holds_a_secret_of_another(tmp_path):
     secrets = {name: path.read_bytes().splitlines()[1] for name, path in keys.items()}
     signing = {"ca/signing.key", "server/signing.key"}  # the operator keeps it for later
     assert set(secrets) == {"ca/ca.key", "server/server.key", *signing}
-    public = {path.read_bytes() for path in output.glob("*/signing.pub")}
-    assert len(public) == 1
+    assert len({path.read_bytes() for path in output.glob("*/signing.pub")}) == 1
     for path in output.glob("*/**/*"):
         if path.is_file():
             content, name = path.read_bytes(), path.relative_to(output).as_posix()
