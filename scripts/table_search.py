@@ -57,7 +57,6 @@ def main() -> None:
     results = start(
         "search",
         title="Search on Fashion-MNIST, small form: 2,000 images, 5 clients",
-        command="python scripts/table_search.py --root <folder>",
         columns=[TEST_ACCURACY, CLIENT_ACCURACY, PARAMETERS, SEARCH_SECONDS],
         against={"search": "random_search, as long"},
     )

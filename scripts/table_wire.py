@@ -32,8 +32,12 @@ def main() -> None:
         columns=COLUMNS,
         against={"wire": "float32"},
     )
-    jobs = [Job({"wire": w}, [f"runtime.wire={w}"], seed) for seed in SEEDS for w in WIRES]
-    make_runs(results, jobs, more=traffic)
+    jobs = [
+        Job({"wire": wire}, [f"runtime.wire={wire}"], seed, more=traffic)
+        for seed in SEEDS
+        for wire in WIRES
+    ]
+    make_runs(results, jobs)
 
 
 def traffic(run: Run) -> dict[str, float]:
