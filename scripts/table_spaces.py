@@ -13,19 +13,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from table_runs import (
-    CLIENT_ACCURACY,
-    MULTIPLY_ADDS,
-    PARAMETERS,
-    SEARCH_SECONDS,
-    TEST_ACCURACY,
-    Job,
-    arguments,
-    is_made,
-    make_run,
-    make_runs,
-    start,
-)
+from table_runs import Job, arguments, is_made, make_run, make_runs, start
 
 from fednas_flwr import compose
 from fednas_flwr.base.files import write_atomically
@@ -55,7 +43,13 @@ SCORED = (
 GIVEN = ("algorithm=fedavg", "retrain=small", "stages=[retrain,evaluate,export]")
 LIKE = 0.05  # multiply-adds, as a share of those of the found network
 DRAWS = 2000
-COLUMNS = [TEST_ACCURACY, CLIENT_ACCURACY, PARAMETERS, MULTIPLY_ADDS, SEARCH_SECONDS]
+COLUMNS = [
+    "central_accuracy",
+    "client_accuracy",
+    "num_parameters",
+    "multiply_adds",
+    "search_seconds",
+]
 
 
 def main() -> None:
