@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench import arguments, compare, is_met, spread
@@ -39,7 +40,7 @@ from fednas_flwr.pipeline.beginning import make_cohort
 from fednas_flwr.protocol.states import network_states, pack
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import EventLog
-from fednas_flwr.runs.numbers import EVENTS_FILE, read_run
+from fednas_flwr.runs.numbers import EVENTS_FILE, Run, read_run
 from fednas_flwr.settings import Config, dump_config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
@@ -122,17 +123,12 @@ def bare_search(
         total = sum(len(splits[i, "train"][1]) for i in range(config.clients))
         for client in range(config.clients):
             supernet.load_state_dict(state)
+            own, decay = settings.weights, settings.alphas.weight_decay
             sgd = torch.optim.SGD(
-                weights,
-                lr=lr,
-                momentum=settings.weights.momentum,
-                weight_decay=settings.weights.weight_decay,
+                weights, lr=lr, momentum=own.momentum, weight_decay=own.weight_decay
             )
             adam = torch.optim.Adam(
-                alphas,
-                lr=settings.alphas.lr,
-                betas=(0.5, 0.999),
-                weight_decay=settings.alphas.weight_decay,
+                alphas, lr=settings.alphas.lr, betas=(0.5, 0.999), weight_decay=decay
             )
             generator = make_generator(config.seed, "search", server_round, client, "search")
             x_train, y_train = splits[client, "train"]
@@ -175,17 +171,19 @@ def measure_first_runs() -> float:
     cores, seconds = sorted(os.sched_getaffinity(0)), dict[tuple[str, int], float]()
     for name, overrides in FIRST.items():
         for some in (cores, cores[:1]):
-            with tempfile.TemporaryDirectory() as folder:
-                started = time.perf_counter()
-                subprocess.run(
-                    ["fednas", "run", f"run_dir={folder}/run", *overrides],
-                    check=True,
-                    stdout=subprocess.DEVNULL,
-                    preexec_fn=partial(os.sched_setaffinity, 0, some),
-                )
-            seconds[name, len(some)] = time.perf_counter() - started
+            own = partial(os.sched_setaffinity, 0, some)
+            seconds[name, len(some)], _ = timed_run(*overrides, preexec_fn=own)
             print(f"  {name}, {len(some)} cores: {seconds[name, len(some)]:.1f} s", flush=True)
     return seconds["recommended", len(cores)]
+
+
+def timed_run(*overrides: str, **given: Any) -> tuple[float, Run]:
+    """Return the seconds from typing a run's command to its end, and the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["fednas", "run", f"run_dir={folder}/run", *overrides]
+        started = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **given)
+        return time.perf_counter() - started, read_run(Path(folder) / "run")
 
 
 def measure_processes(repeats: int) -> float:
@@ -204,19 +202,9 @@ def measure_processes(repeats: int) -> float:
     seconds: dict[str, list[float]] = {name: [] for name in runtimes}
     for _ in range(repeats):
         for name, runtime in runtimes.items():
-            with tempfile.TemporaryDirectory() as folder:
-                run_dir = Path(folder) / "run"
-                command = [sys.executable, "-m", "fednas_flwr", "run", f"run_dir={run_dir}"]
-                overrides = (*EQUAL_WORK, f"clients={CLIENTS}", *runtime)
-                own = {ALONE: "1"} if name == "one process" else {}
-                subprocess.run(
-                    [*command, *overrides],
-                    check=True,
-                    stdout=subprocess.DEVNULL,
-                    env={**os.environ, **own},
-                )
-                _, *rounds = read_run(run_dir).rounds("search")
-            seconds[name] += [event["seconds"] for event in rounds]
+            own = os.environ | ({ALONE: "1"} if name == "one process" else {})
+            _, run = timed_run(*EQUAL_WORK, f"clients={CLIENTS}", *runtime, env=own)
+            seconds[name] += [event["seconds"] for event in run.rounds("search")[1:]]
     alone, *others = (min(found) for found in seconds.values())
     print(f"processes: {CLIENTS} clients per round, {alone:.2f} s of work in all")
     for name, found in seconds.items():
