@@ -13,8 +13,8 @@ of a run), and writes a SHA-256 for each part of a case's result:
 Not hashed, since they name modules, times or paths: files as a whole, reports, warnings. Private
 cases have ``privacy.test_seed``, which repeats noise and the draws of records, but not the masks of
 drop-path and augmentation: no private case has any.
-``--only NAME...`` runs some cases, ``--keep FOLDER`` keeps their run folders for a closer look, and
-``--compare before.json after.json`` prints what differs; the exit code is then 1.
+``--only NAME...`` runs some cases; ``--compare before.json after.json`` prints what differs, and
+the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -55,20 +55,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("output", nargs="?", type=Path, metavar="OUT.json")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
-    parser.add_argument("--keep", type=Path, metavar="FOLDER")
     parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if options.compare:
         return compare(*(json.loads(path.read_text()) for path in options.compare))
     if options.output is None:
         parser.error("OUT.json or --compare is missing")
-    names = options.only or list(CASES)
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        base = options.keep or Path(folder)
-        write_data(base / "data")
-        found = {}
-        for name in names:
-            found[name] = run_case(name, base)
+        write_data(Path(folder) / "data")
+        for name in options.only or CASES:
+            found[name] = run_case(name, Path(folder))
             options.output.write_text(json.dumps(found, indent=1) + "\n")
     return sum("failed" in parts for parts in found.values())
 
