@@ -18,6 +18,7 @@ a quarter of an hour per seed on one core.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -264,6 +265,7 @@ def draw(pairs: dict[str, list[tuple[int, Tensor, Tensor]]], path: Path) -> None
 
 def main() -> None:
     """Attack, print, and write the table and the picture."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     results = start(
         "attacks",
