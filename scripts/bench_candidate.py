@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 from bench import arguments, compare, is_met
-from bench_overhead import configured
 
 from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.dpnas import DPNASSettings
@@ -31,7 +30,8 @@ from fednas_flwr.pipeline.schedule import make_schedules
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import TrainCandidates
 from fednas_flwr.protocol.states import network_states, pack
-from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.names import SPLITS
 
 LIMIT = 1.3
@@ -55,8 +55,8 @@ def main() -> int:
             f"dataset.cache={folder}/cache",
         ]
         steps = {
-            "private": make_steps(configured(*settings, *PRIVATE, f"privacy.sites={folder}/sites")),
-            "plain": make_steps(configured(*settings, *PLAIN)),
+            "private": make_steps([*settings, *PRIVATE, f"privacy.sites={folder}/sites"]),
+            "plain": make_steps([*settings, *PLAIN]),
         }
         print(f"{NUM_CANDIDATES * LOCAL_STEPS} steps of batch {BATCH_SIZE}")
         ratio = compare(steps, repeats)
@@ -75,8 +75,9 @@ def made_images(folder: Path) -> Path:
     return path
 
 
-def make_steps(config: Config) -> partial[object]:
+def make_steps(overrides: list[str]) -> partial[object]:
     """Return what lets a client answer one message that asks for all steps."""
+    config = parse_config(compose_tree(overrides))
     data = make_data(config)
     client = make_client(config, 0, data=data, networks={})
     space = supernet_space(config, data[0])
