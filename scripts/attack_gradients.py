@@ -1,6 +1,6 @@
 """Table and picture: what a curious server learns of records, with and without privacy=dp.
 
-    scripts/attack_gradients.sh [--shadows 24] [--seeds 1 2 3]
+    scripts/attack_gradients.sh
 
 Two attacks on what clients send (``train.weights`` of a convolutional network, scikit-learn's
 digits), each on an exact and on a private client with the same settings:
@@ -31,10 +31,13 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from scipy.optimize import linear_sum_assignment
+from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 from table_runs import RESULTS, add_missing, start
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parameters_to_vector
 
 from fednas_flwr import api
 from fednas_flwr.base.randomness import seeded
@@ -55,6 +58,7 @@ from fednas_flwr.settings import Config, DifferentialPrivacy
 from fednas_flwr.settings.optimizers import SGD
 
 CPU, SEEDS = torch.device("cpu"), (1, 2, 3)
+SHADOWS = 24  # networks of a seed's membership attack
 EPSILON = 8.0
 WALK = 0.2  # privacy.retrain.noise_walk
 RECORDS = 400  # of which each network has seen half
@@ -140,10 +144,8 @@ def invert(
     before: nn.Module, after: nn.Module, labels: Tensor, *, seed: int, steps: int = 500
 ) -> Tensor:
     """Return images [B, 1, 8, 8] from -1 to 1 whose gradient points along the client's step."""
-    weights = [weight.detach() for weight in before.parameters()]
-    step = torch.cat(
-        [(w - own.detach()).flatten() for w, own in zip(weights, after.parameters(), strict=True)]
-    )
+    step = parameters_to_vector(before.parameters()) - parameters_to_vector(after.parameters())
+    step = step.detach()
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(len(labels), 1, 8, 8, generator=generator).mul_(0.3).requires_grad_()
     optimizer = torch.optim.Adam([x], lr=0.05)
@@ -151,9 +153,12 @@ def invert(
     for _ in range(steps):
         loss = functional.cross_entropy(before(x), labels)
         found = torch.autograd.grad(loss, list(before.parameters()), create_graph=True)
-        flat = torch.cat([gradient.flatten() for gradient in found])
         variation = x.diff(dim=2).abs().mean() + x.diff(dim=3).abs().mean()
-        misfit = 1 - functional.cosine_similarity(flat, step, dim=0) + 1e-3 * variation
+        misfit = (
+            1
+            - functional.cosine_similarity(parameters_to_vector(found), step, dim=0)
+            + 1e-3 * variation
+        )
         optimizer.zero_grad()
         misfit.backward()
         optimizer.step()
@@ -177,16 +182,13 @@ def inversion(private: bool, prepared: Prepared, folder: Path, seed: int) -> dic
         before, after = trained(config, prepared, rows, one_step(private, 1, 1, None), place)
         x, labels = split.batch(torch.from_numpy(rows), CPU)
         guessed = invert(before, after, labels, seed=seed)
-        for label in labels.unique():  # of equal labels the order cannot be known: the best one
-            mine = (labels == label).nonzero().flatten().tolist()
-            free = list(mine)
-            for i in mine:
-                errors = [float((guessed[j] - x[i]).square().mean()) for j in free]
-                j = free.pop(int(np.argmin(errors)))
-                squares.append(min(errors))
-                nearest = torch.cdist(guessed[j].flatten()[None], everything).argmin()
-                found.append(int(nearest) == int(rows[i]))
-                pairs.append((batch, x[i, 0], guessed[j, 0]))
+        errors = torch.cdist(x.flatten(1), guessed.flatten(1)).square() / x[0].numel()
+        errors[labels[:, None] != labels] = math.inf
+        true, guess = linear_sum_assignment(errors)  # of equal labels the order cannot be known
+        squares += errors[true, guess].tolist()
+        nearest = torch.cdist(guessed.flatten(1), everything).argmin(1)[guess]
+        found += (nearest == torch.from_numpy(rows)[true]).tolist()
+        pairs += [(batch, x[i, 0], guessed[j, 0]) for i, j in zip(true, guess, strict=True)]
     return {
         "pairs": pairs,
         "psnr": float(np.mean([10 * math.log10(4 / max(square, 1e-10)) for square in squares])),
@@ -194,20 +196,18 @@ def inversion(private: bool, prepared: Prepared, folder: Path, seed: int) -> dic
     }
 
 
-def membership(
-    private: bool, shadows: int, prepared: Prepared, folder: Path, seed: int
-) -> dict[str, Any]:
-    """Return the scores of LiRA and of the loss threshold, and the ROC curve of LiRA."""
+def membership(private: bool, prepared: Prepared, folder: Path, seed: int) -> dict[str, Any]:
+    """Return the scores of LiRA and of the loss threshold."""
     rng = np.random.default_rng(seed)
     config = compose(private, STEPS, BATCH, folder, seed)
     split = server_split(prepared.train, prepared.mean, prepared.std)
     x, y = split.batch(torch.arange(RECORDS), CPU)
     assert prepared.server_test is not None
     test = server_split(prepared.server_test, prepared.mean, prepared.std)
-    seen = np.zeros((shadows, RECORDS), dtype=bool)
-    odds = np.zeros((shadows, RECORDS))  # log p / (1 - p) of the label
-    losses, accuracies = np.zeros((shadows, RECORDS)), []
-    for number in range(shadows):
+    seen = np.zeros((SHADOWS, RECORDS), dtype=bool)
+    odds = np.zeros((SHADOWS, RECORDS))  # log p / (1 - p) of the label
+    losses, accuracies = np.zeros((SHADOWS, RECORDS)), []
+    for number in range(SHADOWS):
         rows = np.sort(rng.permutation(RECORDS)[: RECORDS // 2])
         seen[number, rows] = True
         local = one_step(private, EPOCHS, STEPS, BATCH)
@@ -218,7 +218,7 @@ def membership(
         rest = logits.scatter(1, y[:, None], -math.inf).logsumexp(1)
         odds[number] = (logits.gather(1, y[:, None])[:, 0] - rest).numpy()
         losses[number] = functional.cross_entropy(logits, y, reduction="none").numpy()
-    ratios = np.stack([likelihood_ratios(odds, seen, target) for target in range(shadows)])
+    ratios = np.stack([likelihood_ratios(odds, seen, target) for target in range(SHADOWS)])
     return {
         "lira": float(roc_auc_score(seen.ravel(), ratios.ravel())),
         "lira_rate": rate_at(seen.ravel(), ratios.ravel(), 0.01),
@@ -233,10 +233,7 @@ def likelihood_ratios(odds: np.ndarray, seen: np.ndarray, target: int) -> np.nda
     held, given = odds[others], seen[others]
     means = [np.where(mask, held, 0).sum(0) / mask.sum(0) for mask in (given, ~given)]
     spreads = [(held - mean)[mask].std() for mean, mask in zip(means, (given, ~given), strict=True)]
-    inside, outside = (
-        -0.5 * ((odds[target] - mean) / spread) ** 2 - math.log(spread)
-        for mean, spread in zip(means, spreads, strict=True)
-    )
+    inside, outside = norm.logpdf(odds[target], means, np.array(spreads)[:, None])
     return np.asarray(inside - outside)
 
 
@@ -268,28 +265,23 @@ def draw(pairs: dict[str, list[tuple[int, Tensor, Tensor]]], path: Path) -> None
 
 def main() -> None:
     """Attack, print, and write the table and the picture."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shadows", type=int, default=24)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    options = parser.parse_args()
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     results = start(
         "attacks",
         title=f"What a server learns of digits: inverted gradients of {sum(BATCHES)} records, "
-        f"membership of {RECORDS} records in {options.shadows} networks",
+        f"membership of {RECORDS} records in {SHADOWS} networks",
         command="scripts/attack_gradients.sh",
         columns=COLUMNS,
         against={"clients": "exact"},
     )
     pairs: dict[str, Any] = {}
-    for seed, private in itertools.product(options.seeds, (False, True)):
+    for seed, private in itertools.product(SEEDS, (False, True)):
         name = f"privacy=dp, epsilon {EPSILON:g}" if private else "exact"
         add_missing(
             results,
-            partial(
-                attack, private, options.shadows, seed, pairs if seed == options.seeds[0] else {}
-            ),
-            settings={"private": private, "shadows": options.shadows},
+            partial(attack, private, seed, pairs if seed == SEEDS[0] else {}),
+            settings={"private": private, "shadows": SHADOWS},
             group={"clients": name},
             seed=seed,
         )
@@ -297,7 +289,7 @@ def main() -> None:
         draw(pairs, RESULTS / "attacks.svg")
 
 
-def attack(private: bool, shadows: int, seed: int, pairs: dict[str, Any]) -> dict[str, Any]:
+def attack(private: bool, seed: int, pairs: dict[str, Any]) -> dict[str, Any]:
     """Return the scores of both attacks; images and what was made of them are put in ``pairs``."""
     name = "private" if private else "exact"
     with tempfile.TemporaryDirectory() as place:
@@ -305,7 +297,7 @@ def attack(private: bool, shadows: int, seed: int, pairs: dict[str, Any]) -> dic
         prepared, _ = make_data(compose(private, 1, 1, folder, seed))
         found = inversion(private, prepared, folder, seed)
         pairs[name] = found.pop("pairs")
-        found |= membership(private, shadows, prepared, folder, seed)
+        found |= membership(private, prepared, folder, seed)
     print(json.dumps({"clients": name, "seed": seed, **found}), flush=True)
     return found
 

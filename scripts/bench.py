@@ -86,3 +86,9 @@ def summary(values: Sequence[float] | np.ndarray, decimals: int) -> str:
     """Return ``median [lower quartile, upper quartile]``."""
     lower, middle, upper = quantiles(values, n=4, method="inclusive")
     return f"{middle:.{decimals}f} [{lower:.{decimals}f}, {upper:.{decimals}f}]"
+
+
+def show(name: str, values: np.ndarray, decimals: int, *, limit: float | None = None) -> None:
+    """Print a name with the summary of its values, and a limit of their median."""
+    told = "" if limit is None else f"  (limit {limit:.2f})"
+    print(f"  {name:<58} {summary(values, decimals)}{told}", flush=True)

@@ -1,6 +1,6 @@
 """Cost of a private client's steps on candidates over a plain client's: whole steps, in one run.
 
-    python scripts/bench_candidate.py [--repeats 7] [--batch-size 64]
+    python scripts/bench_candidate.py [--repeats 7]
 
 Both answer the same `train.candidate` of six random candidates of the space dp_cells on made images
 of 28x28, on one thread. The private client draws a Poisson batch, clips every record's gradient,
@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 from bench import arguments, compare, is_met
-from bench_overhead import configured
 
 from fednas_flwr.algorithms.base import data_set_of
 from fednas_flwr.algorithms.dpnas import DPNASSettings
@@ -31,14 +30,15 @@ from fednas_flwr.pipeline.schedule import make_schedules
 from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.protocol.requests import TrainCandidates
 from fednas_flwr.protocol.states import network_states, pack
-from fednas_flwr.settings import Config
+from fednas_flwr.settings.configuration import parse_config
+from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.names import SPLITS
 
 LIMIT = 1.3
-NUM_CANDIDATES, LOCAL_STEPS, NUM_RECORDS = 6, 2, 2000
+NUM_CANDIDATES, LOCAL_STEPS, BATCH_SIZE, NUM_RECORDS = 6, 2, 64, 2000
 SETTINGS = [
     *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "dataset=npz", "clients=1"),
-    *("stages=[search]", "rounds=1000", "runtime.device=cpu"),
+    *("stages=[search]", "rounds=1000", "runtime.device=cpu", f"algorithm.batch_size={BATCH_SIZE}"),
     *(f"algorithm.trained_candidates={NUM_CANDIDATES}", f"algorithm.local_steps={LOCAL_STEPS}"),
 ]
 PLAIN = ["algorithm.dp_aware=null"]
@@ -47,22 +47,19 @@ PRIVATE = ["privacy=dp", "privacy.epsilon=100000", "privacy.rewards.noise_multip
 
 def main() -> int:
     """Print the ratio; exit code 1 when it is above the limit."""
-    parser = arguments(__doc__, repeats=7)
-    parser.add_argument("--batch-size", type=int, default=64)
-    options = parser.parse_args()
+    repeats = arguments(__doc__, repeats=7).parse_args().repeats
     with tempfile.TemporaryDirectory() as folder:
         settings = [
             *SETTINGS,
             f"dataset.root={made_images(Path(folder))}",
             f"dataset.cache={folder}/cache",
-            f"algorithm.batch_size={options.batch_size}",
         ]
         steps = {
-            "private": make_steps(configured(*settings, *PRIVATE, f"privacy.sites={folder}/sites")),
-            "plain": make_steps(configured(*settings, *PLAIN)),
+            "private": make_steps([*settings, *PRIVATE, f"privacy.sites={folder}/sites"]),
+            "plain": make_steps([*settings, *PLAIN]),
         }
-        print(f"{NUM_CANDIDATES * LOCAL_STEPS} steps of batch {options.batch_size}")
-        ratio = compare(steps, options.repeats)
+        print(f"{NUM_CANDIDATES * LOCAL_STEPS} steps of batch {BATCH_SIZE}")
+        ratio = compare(steps, repeats)
     return 0 if is_met("private / plain step", ratio, LIMIT) else 1
 
 
@@ -78,8 +75,9 @@ def made_images(folder: Path) -> Path:
     return path
 
 
-def make_steps(config: Config) -> partial[object]:
+def make_steps(overrides: list[str]) -> partial[object]:
     """Return what lets a client answer one message that asks for all steps."""
+    config = parse_config(compose_tree(overrides))
     data = make_data(config)
     client = make_client(config, 0, data=data, networks={})
     space = supernet_space(config, data[0])

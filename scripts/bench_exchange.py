@@ -17,8 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -112,23 +111,19 @@ def flowers_exchanges(folder: Path, number: int) -> list[float]:
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     }
 
-    @contextmanager
-    def running(*command: str) -> Iterator[None]:
-        with (folder / "log").open("ab") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            yield
-        finally:
-            process.terminate()
-            process.wait()
-
     superlink = ("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(link))
     node = ("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{link}", "--port")
-    with ExitStack() as stack:
-        stack.enter_context(running(*superlink))
+    with (folder / "log").open("ab") as log, ExitStack() as stack:
+
+        def start(*command: str) -> None:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+
+        start(*superlink)
         until("the SuperLink", lambda: listens(link))
         for port in nodes:
-            stack.enter_context(running(*node, str(port)))
+            start(*node, str(port))
         command = ["flwr", "run", str(folder / "app"), "here", "--stream"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if "took [" in line]

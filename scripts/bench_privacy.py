@@ -14,13 +14,12 @@ import math
 import os
 import statistics
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
-from bench import Step, arguments, measure, summary
+from bench import Step, arguments, measure, seconds_of, show, summary
 from bench_step import CELLS_201, SIZES, S, Space, make_steps
 
 from fednas_flwr.base.randomness import seeded
@@ -65,9 +64,9 @@ def measure_noise(repeats: int) -> None:
     times = measure(draws, repeats)
     print(f"noise; CPU ms per million values, median [quartiles] of {repeats}")
     for name, seconds in times.items():
-        print(f"  {name:<34} {summary(1e9 * seconds / NUM_VALUES, 0)}")
+        show(name, 1e9 * seconds / NUM_VALUES, 0)
     ratios = times["discrete Gaussian"] / times["Box and Muller"]
-    print(f"  {'discrete Gaussian / Box and Muller':<34} {summary(ratios, 1)}")
+    show("discrete Gaussian / Box and Muller", ratios, 1)
 
 
 def box_muller(count: int, *, sigma: int) -> torch.Tensor:
@@ -86,40 +85,42 @@ def box_muller(count: int, *, sigma: int) -> torch.Tensor:
 
 def measure_bookkeeping(space: Space, step_s: float) -> None:
     """Book, draw and account for a run of 5,000 steps; print its share of the steps' own time."""
-    seconds: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        ledger = Ledger(Path(folder) / "ledger" / "ledger.sqlite", Path(folder) / "key")
-        generator = SecureGenerator()
-        release = Release(noise_multiplier=1.0, sample_rate=0.02, steps=1)
-        entry = Entry(
-            *("account", "records", "run", "search", 1, "train.weight_gradient:weights"),
-            splits=("train",),
-            release=release,
-            committed_steps=NUM_STEPS,
-        )
-        start = time.perf_counter()  # the wall, which counts the disk's time
-        for _ in range(NUM_STEPS):
-            ledger.reserve(entry, epsilon=100.0, delta=1e-5, assignment="a")
-        seconds["ledger"] = time.perf_counter() - start
-        start = time.perf_counter()
-        rows = ledger.entries()
-        for accountant in (prv_epsilon, rdp_epsilon, gdp_epsilon):
-            epsilon_per_split([(r.entry.release, r.entry.splits) for r in rows], 1e-5, accountant)
-        seconds["accounting"] = time.perf_counter() - start
-        ledger.close()
+    generator = SecureGenerator()
     with seeded(0, "bench"):
         size = sum(weight.numel() for weight in space.supernet().weights().values())
-    start = time.perf_counter()
-    for _ in range(20):
-        generator.poisson_mask(1000, probability=0.02)
-        total = torch.zeros(size, dtype=torch.float64)
-        add_noise(total, generator, noise_multiplier=1.0, max_grad_norm=1.0)
-    seconds["masks and noise"] = (time.perf_counter() - start) / 20 * NUM_STEPS
+    release = Release(noise_multiplier=1.0, sample_rate=0.02, steps=1)
+    entry = Entry(
+        *("account", "records", "run", "search", 1, "train.weight_gradient:weights"),
+        splits=("train",),
+        release=release,
+        committed_steps=NUM_STEPS,
+    )
+
+    def book() -> None:
+        for _ in range(NUM_STEPS):
+            ledger.reserve(entry, epsilon=100.0, delta=1e-5, assignment="a")
+
+    def account() -> None:
+        rows = [(row.entry.release, row.entry.splits) for row in ledger.entries()]
+        for accountant in (prv_epsilon, rdp_epsilon, gdp_epsilon):
+            epsilon_per_split(rows, 1e-5, accountant)
+
+    def draw() -> None:
+        for _ in range(20):
+            generator.poisson_mask(1000, probability=0.02)
+            total = torch.zeros(size, dtype=torch.float64)
+            add_noise(total, generator, noise_multiplier=1.0, max_grad_norm=1.0)
+
+    with tempfile.TemporaryDirectory() as folder:
+        with Ledger(Path(folder) / "ledger" / "ledger.sqlite", Path(folder) / "key") as ledger:
+            # Of the wall, which counts the disk's time.
+            booked, accounted, drawn = (seconds_of(step)[1] for step in (book, account, draw))
     steps = NUM_STEPS * step_s
     print(f"  {NUM_STEPS} private weight steps: {steps:.0f} s; of that")
-    for name, value in seconds.items():
+    parts = {"ledger": booked, "accounting": accounted, "masks and noise": drawn / 20 * NUM_STEPS}
+    for name, value in parts.items():
         print(f"  {name:<34} {value:.1f} s, {value / steps:.2%}")
-    share = (seconds["ledger"] + seconds["accounting"]) / steps
+    share = (booked + accounted) / steps
     print(f"  {'ledger and accounting':<34} {share:.2%} (limit 2 %)")
 
 

@@ -1,6 +1,6 @@
 """CPU seconds of one secure sum, of each site and of the server: no network, no training.
 
-    python scripts/bench_secure_sum.py [--values 2000000] [--sites 8] [--repeats 3]
+    python scripts/bench_secure_sum.py [--values 2000000] [--repeats 3]
 
 Prints the least of the repeats; "float32 sum" is what the server does today.
 """
@@ -24,26 +24,27 @@ from fednas_flwr.protocol.secure_sum.masks import Grid
 from fednas_flwr.protocol.secure_sum.sum_site import SumSite
 from fednas_flwr.server.secure_sums import MaskedSum
 
+NUM_SITES = 8
+
 
 def main() -> None:
     """Print one line per part."""
     parser = arguments(__doc__, repeats=3)
     parser.add_argument("--values", type=int, default=2_000_000)
-    parser.add_argument("--sites", type=int, default=8)
     options = parser.parse_args()
-    rounds = [measure(options.values, options.sites, number) for number in range(options.repeats)]
+    rounds = [measure(options.values, number) for number in range(options.repeats)]
     for name in rounds[0]:
         print(f"{name:<44}{min(found[name] for found in rounds):8.3f} s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{'peak memory of all in one process':<44}{peak:8.0f} MiB")
 
 
-def measure(num_values: int, num_sites: int, number: int) -> dict[str, float]:
+def measure(num_values: int, number: int) -> dict[str, float]:
     """Return CPU seconds by part of one exchange in which all sites answer."""
     with tempfile.TemporaryDirectory() as folder:
-        sites = make_sites(Path(folder), num_sites)
-        participants = list(range(num_sites))
-        grid = Grid.of_range(64 + 6 * 8 + 8.0, sites=num_sites)
+        sites = make_sites(Path(folder))
+        participants = list(range(NUM_SITES))
+        grid = Grid.of_range(64 + 6 * 8 + 8.0, sites=NUM_SITES)
         rng = np.random.default_rng(number)
         values = [rng.normal(size=num_values) for _ in sites]
         seconds: dict[str, float] = {}
@@ -51,7 +52,7 @@ def measure(num_values: int, num_sites: int, number: int) -> dict[str, float]:
         plain = np.zeros(num_values, dtype=np.float32)
         boxes = []
         for site, own in zip(sites, values, strict=True):
-            with timed(seconds, "a site: encode, mask, seal", num_sites):
+            with timed(seconds, "a site: encode, mask, seal", NUM_SITES):
                 answer = site.begin(
                     **{"run": "bench", "attempt": str(number), "stage": "search"},
                     **{"round": 1, "phase": 1, "participants": participants, "agreed": {}},
@@ -65,7 +66,7 @@ def measure(num_values: int, num_sites: int, number: int) -> dict[str, float]:
                 plain += single
         context = answer.context
         signatures, openings = {}, {}
-        with timed(seconds, "a site: sign and open", num_sites):
+        with timed(seconds, "a site: sign and open", NUM_SITES):
             for site in sites:
                 signatures[site.index] = site.sign(context, participants)
             for site in sites:
@@ -73,11 +74,11 @@ def measure(num_values: int, num_sites: int, number: int) -> dict[str, float]:
                 openings[site.index] = site.open(context, participants, signatures, own_boxes)
         with timed(seconds, "the server: add and unmask", 1):
             (cells,) = total.unmask(openings)
-            found = grid.decode(cells, sites=num_sites)
+            found = grid.decode(cells, sites=NUM_SITES)
         np.testing.assert_array_equal(
             found, sum(np.rint(own / grid.cell) for own in values) * grid.cell
         )
-        sigma = share_sigma(1.0 / grid.cell, num_sites - 2)
+        sigma = share_sigma(1.0 / grid.cell, NUM_SITES - 2)
         with timed(seconds, "a site: its discrete noise", 1):
             SecureGenerator().discrete_gaussian((num_values,), sigma=sigma)
     return seconds
@@ -91,11 +92,11 @@ def timed(seconds: dict[str, float], name: str, share: int) -> Iterator[None]:
     seconds[name] = seconds.get(name, 0.0) + (time.process_time() - begun) / share
 
 
-def make_sites(folder: Path, number: int) -> list[SumSite]:
+def make_sites(folder: Path) -> list[SumSite]:
     """Return sites with new keys."""
-    keys = [SiteKeys.at(folder / f"{i}" / "keys") for i in range(number)]
+    keys = [SiteKeys.at(folder / f"{i}" / "keys") for i in range(NUM_SITES)]
     roster = Roster(tuple(own.public(f"site-{i}") for i, own in enumerate(keys)))
-    terms = SumTerms(roster.fingerprint, number - 1, 1)
+    terms = SumTerms(roster.fingerprint, NUM_SITES - 1, 1)
     return [
         SumSite(i, own, roster, terms, folder / f"{i}" / "journal.sqlite")
         for i, own in enumerate(keys)

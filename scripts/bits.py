@@ -13,8 +13,8 @@ of a run), and writes a SHA-256 for each part of a case's result:
 Not hashed, since they name modules, times or paths: files as a whole, reports, warnings. Private
 cases have ``privacy.test_seed``, which repeats noise and the draws of records, but not the masks of
 drop-path and augmentation: no private case has any.
-``--only NAME...`` runs some cases, ``--keep FOLDER`` keeps their run folders for a closer look, and
-``--compare before.json after.json`` prints what differs; the exit code is then 1.
+``--only NAME...`` runs some cases; ``--compare before.json after.json`` prints what differs, and
+the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+import pandas as pd
 import yaml
 from PIL import Image
 from safetensors.numpy import load_file
@@ -55,20 +56,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("output", nargs="?", type=Path, metavar="OUT.json")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
-    parser.add_argument("--keep", type=Path, metavar="FOLDER")
     parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if options.compare:
         return compare(*(json.loads(path.read_text()) for path in options.compare))
     if options.output is None:
         parser.error("OUT.json or --compare is missing")
-    names = options.only or list(CASES)
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
-        base = options.keep or Path(folder)
-        write_data(base / "data")
-        found = {}
-        for name in names:
-            found[name] = run_case(name, base)
+        write_data(Path(folder) / "data")
+        for name in options.only or CASES:
+            found[name] = run_case(name, Path(folder))
             options.output.write_text(json.dumps(found, indent=1) + "\n")
     return sum("failed" in parts for parts in found.values())
 
@@ -125,16 +123,18 @@ def deploy(overrides: list[str], folder: Path) -> Path:
 
 def hashes(folder: Path) -> dict[str, str]:
     """Return a SHA-256 of each part of a run's results."""
-    parts = {"tensors": [], "checkpoints": [], "genotype": [], "onnx": []}
-    for path in sorted(folder.rglob("model.safetensors")):
-        parts["tensors"].append(tensors(path))
+    parts: dict[str, list[Any]] = {
+        name: [read(path) for path in sorted(folder.rglob(file))]
+        for name, file, read in (
+            ("tensors", "model.safetensors", tensors),
+            ("genotype", "genotype.json", lambda path: json.loads(path.read_text())),
+            ("onnx", "model.onnx", outputs),
+        )
+    }
     for checkpoints in sorted(folder.rglob("checkpoints")):
         last = {path.name.rpartition("-")[0]: path for path in sorted(checkpoints.glob("*.saf*"))}
-        parts["checkpoints"] += [(stage, tensors(path)) for stage, path in sorted(last.items())]
-    for path in sorted(folder.rglob("genotype.json")):
-        parts["genotype"].append(json.loads(path.read_text()))
-    for path in sorted(folder.rglob("model.onnx")):
-        parts["onnx"].append(outputs(path))
+        found = [(stage, tensors(path)) for stage, path in sorted(last.items())]
+        parts.setdefault("checkpoints", []).extend(found)
     for path in sorted(folder.rglob("events.jsonl")):
         for line in path.read_text().splitlines():
             event = json.loads(line)
@@ -222,17 +222,14 @@ def write_data(folder: Path) -> None:
         path = folder / "folder" / ("test" if index >= 110 else "train") / "abc"[label]
         path.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image.transpose(1, 2, 0)).save(path / f"{index}.png")
-    rows = ["age,dose,sex,ill,old"]
-    for age, dose, sex in zip(
-        rng.integers(20, 90, 200), rng.random(200) * 10, rng.integers(0, 2, 200), strict=True
-    ):
-        rows.append(f"{age},{dose:.3f},{'fm'[sex]},{int(dose + sex > 6)},{int(age > 60)}")
-    for name in ("train", "test"):
-        part = rows[:1] + (rows[1:151] if name == "train" else rows[151:])
-        for table, columns in (("table", 4), ("labels", 5)):
-            (folder / table).mkdir(exist_ok=True)
-            lines = [",".join(row.split(",")[:columns]) for row in part]
-            (folder / table / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    age, dose, sex = rng.integers(20, 90, 200), rng.random(200) * 10, rng.integers(0, 2, 200)
+    columns = {"age": age, "dose": dose, "sex": np.array(["f", "m"])[sex]}
+    table = pd.DataFrame(columns | {"ill": (dose + sex > 6) * 1, "old": (age > 60) * 1})
+    for place, names in (("table", table.columns[:4]), ("labels", table.columns)):
+        (folder / place).mkdir(exist_ok=True)
+        for name, part in (("train", table[:150]), ("test", table[150:])):
+            path = folder / place / f"{name}.csv"
+            part[names].to_csv(path, index=False, float_format="%.3f")
 
 
 if __name__ == "__main__":

@@ -32,17 +32,18 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import hypothesis
-import numpy as np
+from bits import write_data
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
+from settings_page import names_of
 
 from fednas_flwr import api
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
-from fednas_flwr.settings import Config, conf_folder
+from fednas_flwr.settings import Config
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
-from fednas_flwr.settings.parser import Between, Length, OneOf
+from fednas_flwr.settings.parser import Between, Length, OneOf, constraints
 from fednas_flwr.settings.unused import without_effect
 
 LARGEST = 3  # of every count that can be smaller, where nothing is drawn
@@ -50,7 +51,7 @@ SPAN = 8  # drawn whole numbers are up to so far above the least one
 MOST_DRAWN = 3  # settings of a run that are drawn, beside its choices: with more, most are refused
 MISFITS = 0.15  # share of the draws whose choices need not fit, nor follow a refusal's advice
 NEEDED = {  # what a partition or an algorithm cannot do without
-    "column": ["partition.column=ward"],
+    "column": ["partition.column=sex"],
     "label_groups": ["partition.groups=[[0,1],[2]]", "partition.clients_per_group=[1,1]"],
     "quantity": ["partition.fractions=[0.6,0.4]"],
     "cfdnas": ["algorithm.client_tags=[a,b]"],
@@ -92,40 +93,17 @@ class Outcome:
 
 def make_data(folder: Path) -> dict[str, list[str]]:
     """Write small data sets; return the overrides of each by name."""
-    rng, made = np.random.default_rng(0), {}
-    labels = rng.integers(0, 3, 110)
-    images = rng.integers(0, 120, (110, 3, 8, 8))
-    images[np.arange(110), labels] += 100
-    images = images.astype(np.uint8)
-    file = folder / "images.npz"
-    arrays = {"x_train": images[:80], "y_train": labels[:80]}
-    np.savez(file, **arrays, x_test=images[80:], y_test=labels[80:])
-    made["npz"] = ["dataset=npz", f"dataset.root={file}"]
-    file = folder / "table.csv"
-    rows = [
-        f"p{i % 90},{v:.3f},{w:.2f},{'ab'[i % 2]},{'no' if v < 0 else 'yes'}"
-        for i, (v, w) in enumerate(rng.normal(size=(120, 2)))
-    ]
-    file.write_text("\n".join(["person,age,weight,ward,ill", *rows]) + "\n")
-    made["csv"] = [
-        *("dataset=csv", f"dataset.root={file}", "dataset.ignore=[person,ward]"),
-        "dataset.statistics={age: [0, 1], weight: [0, 1]}",
-    ]
-    made["digits"] = ["dataset=digits", "dataset.limit_train=90", "dataset.limit_test=40"]
-    from PIL import Image
-
-    for i in range(60):
-        place = folder / "images" / "xyz"[i % 3] / f"{i}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 255, (8, 8), dtype=np.uint8)).save(place)
-    made["image_folder"] = ["dataset=image_folder", f"dataset.root={folder / 'images'}"]
+    write_data(folder)
+    made = {
+        "npz": ["dataset=npz", f"dataset.root={folder / 'images.npz'}"],
+        "csv": [
+            *("dataset=csv", f"dataset.root={folder / 'table'}", "dataset.ignore=[sex]"),
+            "dataset.statistics={age: [55, 20], dose: [5, 3]}",
+        ],
+        "digits": ["dataset=digits", "dataset.limit_train=90", "dataset.limit_test=40"],
+        "image_folder": ["dataset=image_folder", f"dataset.root={folder / 'folder'}"],
+    }
     return {n: [*given, f"dataset.cache={folder / 'cache'}"] for n, given in made.items()}
-
-
-def choices(group: str) -> list[str]:
-    """Return the names of a group of ``conf/``."""
-    names = (path.stem for path in (conf_folder() / group).glob("*.yaml"))
-    return sorted(name for name in names if not name.startswith("_"))
 
 
 @st.composite
@@ -133,18 +111,18 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
     """Draw a run: choices that fit or not, smallest sizes, and settings of its own."""
     fits = draw(st.integers(0, 99)) >= 100 * MISFITS
     name = draw(st.sampled_from(sorted(data)))
-    spaces = choices("search_space")
+    spaces = names_of("search_space")
     if fits:
         spaces = [space for space in spaces if space.startswith("mlp") == (name == "csv")]
     space = draw(st.sampled_from(spaces))
-    retrain = [file for file in choices("retrain") if space.startswith(file)] or ["small"]
-    partitions = choices("partition")
+    retrain = [file for file in names_of("retrain") if space.startswith(file)] or ["small"]
+    partitions = names_of("partition")
     if fits:  # others need a folder of sites, a file, or a column of a table
         unfit = ("sites", "saved", "label_groups" if name in ("csv", "digits") else "column")
         unfit += ("column",) if name == "digits" else ()
         partitions = [other for other in partitions if other not in unfit]
     partition = draw(st.sampled_from(partitions))
-    algorithm = draw(st.sampled_from(choices("algorithm")))
+    algorithm = draw(st.sampled_from(names_of("algorithm")))
     needed = NEEDED.get(partition, []) + NEEDED.get(algorithm, [])
     chosen = [
         f"algorithm={algorithm}",
@@ -152,7 +130,7 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
         f"search_space={space}",
         f"retrain={draw(st.sampled_from(retrain))}",
         f"partition={partition}",
-        f"privacy={draw(st.sampled_from(['none', 'none', *choices('privacy')]))}",
+        f"privacy={draw(st.sampled_from(['none', 'none', *names_of('privacy')]))}",
         *("runtime.device=cpu", "trackers=[]", "clients=2"),
         *(needed if fits else []),
     ]
@@ -167,8 +145,8 @@ def overrides(draw: st.DrawFn, data: Mapping[str, list[str]]) -> list[str]:
         if not f"{key}.".startswith((*idle, *given)):
             chosen = [*chosen, f"{key}={value}"]
     known = {
-        key: own
-        for key, own in leaves(config)
+        key: (hint, value)
+        for key, (hint, value, _) in leaves(config)
         if key not in SIZES and not (fits and f"{key}.".startswith(idle))
     }
     for key in draw(st.lists(st.sampled_from(sorted(known)), max_size=MOST_DRAWN, unique=True)):
@@ -209,9 +187,9 @@ def _composed(chosen: tuple[str, ...]) -> tuple[list[str], Config] | ConfigError
 def smallest(config: Config) -> dict[str, Any]:
     """Return all counts that can be smaller, as small as is allowed, up to ``LARGEST``."""
     small: dict[str, Any] = {}
-    for key, (hint, value) in leaves(config):
+    for key, (_, value, bounds) in leaves(config):
         name = key.rpartition(".")[2]
-        least = max([c.low for c in constraints(hint) if isinstance(c, Between)], default=0)
+        least = max([c.low for c in bounds if isinstance(c, Between)], default=0)
         if value is None:
             continue
         if key in WIDE or name in WIDE:
@@ -223,24 +201,15 @@ def smallest(config: Config) -> dict[str, Any]:
     return small
 
 
-def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield key, type and value of every setting that is no group."""
-    hints = get_type_hints(type(settings), include_extras=True)
+def leaves(settings: Any, prefix: str = "") -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
+    """Yield key, type, value and constraints of every setting that is no group."""
+    hints, bounds = get_type_hints(type(settings), include_extras=True), constraints(type(settings))
     for field in fields(settings):
         key, value = f"{prefix}{field.name}", getattr(settings, field.name)
         if is_dataclass(value):
             yield from leaves(value, f"{key}.")
         elif field.name != "name" and key not in KEPT:
-            yield key, (hints[field.name], value)
-
-
-def constraints(hint: Any) -> list[Any]:
-    """Return the constraints of a type itself, not of its entries."""
-    if get_origin(hint) is Annotated:
-        return [*get_args(hint)[1:], *constraints(get_args(hint)[0])]
-    if get_origin(hint) in (Union, UnionType):
-        return [constraint for part in get_args(hint) for constraint in constraints(part)]
-    return []
+            yield key, (hints[field.name], value, bounds[field.name])
 
 
 def values(hint: Any, key: str, value: Any = None, bounds: tuple[Any, ...] = ()) -> Any:
@@ -418,11 +387,6 @@ def run_apart(drawn: list[str], folder: Path, limit_s: float) -> Outcome:
         child.join()
 
 
-def summary(counts: Counter[str]) -> str:
-    """Return how many runs have ended how."""
-    return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
-
-
 def fuzz() -> int:
     """Run what the command line asks for; return 1 if anything failed or hung."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -444,9 +408,10 @@ def fuzz() -> int:
             if outcome.kind in ("failed", "hung"):
                 reason = f"{outcome.reason}\n    {drawn}"
                 print(f"- {outcome.kind} (run {number}): {reason}", flush=True)
+            summary = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
             if (number + 1) % 50 == 0:
-                print(summary(counts), file=sys.stderr, flush=True)
-    print(summary(counts))
+                print(summary, file=sys.stderr, flush=True)
+    print(summary)
     return 1 if counts["failed"] or counts["hung"] else 0
 
 

@@ -1,14 +1,14 @@
 """Faults put into the package one at a time: how many of them do the tests notice?
 
     scripts/mutate.sh [--packages privacy clients ...] [--number 60] [--seed 1] [--file <lines>]
-                      [--place <folder>] [--tests <files>] [--seconds 120] [--quick]
+                      [--place <folder>] [--quick]
 
 The faults are cosmic-ray's, drawn at random, and one of our own: a keyword argument that is not
 handed on. Each is written into a copy of the checkout, where the tests that ran its line (by
 coverage of the whole suite, measured first on all cores) run until one fails, the quickest first;
 with ``--quick`` (and a ``--file`` of its own) those of the quick tier alone, of which alone the
-coverage is then measured, unless the ``--place`` has that of all. A line of JSON is
-written per fault, and what is in the file is not run again. Faults that nobody notices are
+coverage is then measured. Coverage that the ``--place`` has is not measured again. A line of JSON
+is written per fault, and what is in the file is not run again. Faults that nobody notices are
 printed in the end, but for those of ``equivalent_faults.json``, which says why nobody can.
 """
 
@@ -51,6 +51,7 @@ OPERATORS = re.compile(
 )
 DROPPED = "drop-keyword"
 QUICK = 6.0  # seconds of tests that run first, in a process of their own
+MOST = 120.0  # seconds of tests, for one fault
 EQUIVALENT = Path(__file__).with_name("equivalent_faults.json")  # and why: [{file, before, after}]
 PRELOADED = ("torchvision", "flwr.simulation", "opacus", "pandas", "sklearn.linear_model", "hydra")
 NO_TESTS = 5  # pytest's exit code
@@ -107,27 +108,17 @@ def differs(source: str, changed: str) -> bool:
         return False
 
 
-def measure(root: Path, place: Path, tests: list[str], *, quick: bool) -> Path:
+def measure(root: Path, place: Path, *, quick: bool) -> Path:
     """Run the tests once; return the folder with what each ran, and for how long."""
-    if not (place / "durations.xml").is_file() and quick:
-        place, tier = place / "quick", []
-    else:
-        tier = ALL
+    place = place / ("quick" if quick else "all")
     place.mkdir(parents=True, exist_ok=True)
     if not (place / "durations.xml").is_file():
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", *tier]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", *([] if quick else ALL)]
         command += ["--cov=fednas_flwr", "--cov-context=test", "--cov-report="]
         command += [f"--junitxml={place / 'durations.xml'}"]
-        command += [f"--ignore={path}" for path in BEYOND] + tests
+        command += [*(f"--ignore={path}" for path in BEYOND), "tests"]
         subprocess.run(command, cwd=root, env=os.environ | {"COVERAGE_FILE": f"{place}/coverage"})
     return place
-
-
-def quick_tier(root: Path) -> set[str]:
-    """Return the tests that ``pytest`` runs by default."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--dist", "no", "--collect-only"]
-    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
-    return {line for line in listed.splitlines() if "::" in line}
 
 
 def tests_by_line(root: Path, place: Path) -> dict[str, dict[int, set[str]]]:
@@ -159,34 +150,28 @@ def name_in_report(test: str) -> str:
     return f"{file.removesuffix('.py').replace('/', '.')}::{name}"
 
 
-def chosen(tests: set[str], seconds: dict[str, float], *, most_s: float) -> dict[str, float]:
+def chosen(tests: set[str], seconds: dict[str, float]) -> dict[str, float]:
     """Return the quickest of the tests, the quickest first, and the seconds of each."""
-    costs = {}
-    for test in tests:
-        cost = seconds.get(name_in_report(test))
-        if cost is not None:
-            costs[test] = cost
-    found: dict[str, float] = {}
-    for test in sorted(costs, key=lambda test: (costs[test], test)):
-        if sum(found.values()) + costs[test] > most_s and found:
-            break
-        found[test] = costs[test]
-    return found
+    costs = {test: seconds.get(name_in_report(test)) for test in tests}
+    known = sorted((cost, test) for test, cost in costs.items() if cost is not None)
+    ordered = {test: cost for cost, test in known}
+    names = up_to(MOST, ordered) or list(ordered)[:1]
+    return {name: ordered[name] for name in names}
+
+
+def up_to(most_s: float, tests: dict[str, float]) -> list[str]:
+    """Return the first of the tests that take so many seconds together."""
+    sums = accumulate(tests.values())
+    return [name for name, total in zip(tests, sums, strict=True) if total <= most_s]
 
 
 def noticed(root: Path, tests: dict[str, float]) -> str:
     """Return ``killed``, ``hung`` or ``survived``: the quickest tests first, then the others."""
-    quick, end = chosen_up_to(tests, QUICK), "survived"
+    quick, end = up_to(QUICK, tests), "survived"
     for names in (quick, [name for name in tests if name not in quick]):
         if end == "survived" and names:
             end = outcome(root, names, 5 * sum(tests[name] for name in names) + SLACK)
     return end
-
-
-def chosen_up_to(tests: dict[str, float], most_s: float) -> list[str]:
-    """Return the first of the tests that take so many seconds together."""
-    sums = accumulate(tests.values())
-    return [name for name, total in zip(tests, sums, strict=True) if total <= most_s]
 
 
 def outcome(root: Path, names: list[str], limit_s: float) -> str:
@@ -225,8 +210,6 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=60, help="of faults, a package")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--file", type=Path, default=Path("mutants.jsonl"))
-    parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders of tests")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of tests, for one fault")
     parser.add_argument("--quick", action="store_true", help="run the tests of the quick tier only")
     parser.add_argument("--place", type=Path, help="folder of the copy and the coverage")
     options = parser.parse_args()
@@ -238,11 +221,8 @@ def main() -> None:
     compile_dir(root, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     os.environ["FEDNAS_CACHE"] = str(place / "cache")
-    measured = measure(root, place, options.tests, quick=options.quick)
+    measured = measure(root, place, quick=options.quick)
     lines, seconds = tests_by_line(root, measured), durations(measured)
-    if options.quick:
-        tier = {name_in_report(test) for test in quick_tier(root)}
-        seconds = {name: cost for name, cost in seconds.items() if name in tier}
     written = options.file.read_text().splitlines() if options.file.exists() else []
     known = {(r["file"], r["operator"], r["occurrence"]): r for r in map(json.loads, written)}
 
@@ -253,9 +233,9 @@ def main() -> None:
         files = sorted(p.relative_to(root) for p in (root / "fednas_flwr" / package).rglob("*.py"))
         faults = [fault for file in files for fault in faults_in(root, str(file))]
         drawn = random.Random(f"{options.seed} {package}").sample(faults, len(faults))
-        count = 0
+        first = len(rows)
         for fault in drawn:
-            if count == options.number:
+            if len(rows) - first == options.number:
                 break
             tests = lines.get(fault.file, {}).get(fault.line, set())
             path = root / fault.file
@@ -265,10 +245,9 @@ def main() -> None:
                 continue
             if not tests:  # run on import, or never: all that run the file
                 tests = set().union(*lines.get(fault.file, {}).values())
-            count += 1
             key = (fault.file, fault.operator, fault.occurrence)
             if key not in known:
-                names = chosen(tests, seconds, most_s=options.seconds)
+                names = chosen(tests, seconds)
                 path.write_text(changed)
                 begin = time.monotonic()
                 try:

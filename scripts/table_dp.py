@@ -24,30 +24,28 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
-from table_runs import RESULTS, TEST_ACCURACY, arguments, make_all, measure, start
+from table_runs import RESULTS, Job, arguments, make_runs, start
 
 from fednas_flwr.spaces.genotype import to_json
 from fednas_flwr.spaces.nasbench201 import EDGES, OPS, NASBench201Space
 
-RUNS = Path("runs/table_dp")
+RUNS = "runs/table_dp/"
 SEEDS = (1, 2, 3)
 COMMAND = "python scripts/table_dp.py --root <folder>"
 COLUMNS = [
-    TEST_ACCURACY,
+    "central_accuracy",
     {"metric": "accuracy_without_cells", "title": "without cells", "scale": 100, "decimals": 1},
     {"metric": "accuracy_without_skip", "title": "without skip", "scale": 100, "decimals": 1},
-    {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2},
+    "epsilon",
     {"metric": "retrain_seconds", "title": "retraining (s)", "decimals": 0},
 ]
 CPU = {"metric": "cpu", "title": "CPU, features included (min)", "scale": 1 / 60, "decimals": 0}
-SIZE = {"metric": "num_parameters", "title": "parameters (k)", "scale": 0.001, "decimals": 0}
 SEARCHED = ("experiment=dp_fnas/features",)
 GIVEN = ("algorithm=fedavg", "stages=[retrain,evaluate,export]")
 SPLITS = "dataset.fractions={train: 0.5, validation: 0.5, test: 0.0}"
@@ -57,12 +55,13 @@ PRIVATE = ("privacy=dp", "privacy.micro_batch_size=64")
 LINEAR = (*GIVEN, *DATA, "algorithm.network=linear", *PRIVATE)
 ON_FEATURES = (*GIVEN, SCATTERING, SPLITS, "algorithm.network=linear", *PRIVATE)
 CNN_TANH = (*GIVEN, *DATA, "dataset.scattering=null", "algorithm.network=cnn_tanh", *PRIVATE)
-CELL = RUNS / "all_3x3.json"
+CELL = Path(f"{RUNS}all_3x3.json")
 WITHOUT_SEARCH = (
     *(*GIVEN, *DATA, "search_space.skip=linear", "retrain=small", "retrain.channels=8"),
     *(f"genotype={CELL}", *PRIVATE),
 )
 CIFAR10 = "dp_cifar10"
+CIFAR10_FEATURES = f"{RUNS}cifar10_features"
 PRV_BUDGETS = {1: 1.24, 2: 2.44, 3: 3.66}  # of a filter, by PRV epsilon of the whole run
 MICRO_BATCHES = {1: 256, 8: 128}  # of all 60,000 images, by clients; for speed alone
 BUDGETS = (1, 3, 8)  # as each client's filter counts them
@@ -90,55 +89,23 @@ TITLES = {
     CIFAR10: "CIFAR-10 on scattering features, all 50,000 images (JPEG) of one client",
     "dp_budget": "By budget: Fashion-MNIST, 8,000 images over K clients, 3 seeds",
 }
-SHARED = (  # clients, terms of secure sums
-    *((clients, None) for clients in (4, 8)),
-    *((clients, (3, 1)) for clients in (4, 8)),
-    (8, (7, 1)),
-)
+SUMS = {  # who shares noise: terms of secure sums, numbers of clients
+    "local": ((), (4, 8)),
+    "shared 3-1": (("secure_sum={least_sites: 3, colluding: 1}",), (4, 8)),
+    "shared 7-1": (("secure_sum={least_sites: 7, colluding: 1}",), (8,)),
+}
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run: the table it belongs to, its row and its settings.
-
-    Attributes:
-        table: Name of the table.
-        group: First columns of the row.
-        overrides: Settings.
-        seed: The run's seed.
-        of: The run before it whose found network it trains; None for a network of its own.
-    """
-
-    table: str
-    group: dict[str, Any]
-    overrides: tuple[str, ...]
-    seed: int = 0
-    of: Job | None = None
-
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        name = "_".join(str(value).replace(" ", "-") for value in self.group.values())
-        return RUNS / f"{self.table}_{name}_s{self.seed}"
-
-
-def jobs() -> list[list[Job]]:
-    """Return all runs, in rows that are made one after the other."""
-    return [row for seed in SEEDS for row in rows(seed)]
-
-
-def rows(seed: int) -> list[list[Job]]:
-    """Return the runs of one seed."""
-
-    def job(table: str, network: str, group: dict[str, Any], *own: str, of: Any = None) -> Job:
-        return Job(table, {"network": network, **group}, own, seed, of)
-
-    tables = []
+def jobs(seed: int) -> Iterator[tuple[str, Job]]:
+    """Yield the runs of one seed, each with the name of its table."""
     for clients in (1, 2, 4, 8):
         group, own = {"K": clients}, f"clients={clients}"
-        searched = job("dp_clients", "DP-FNAS", group, *SEARCHED, own)
-        exact = job("dp_clients", "without privacy", group, *EXACT, own, of=searched)
-        tables.append([searched, exact, job("dp_clients", "linear", group, *LINEAR, own)])
+        searched = Job({"network": "DP-FNAS", **group}, (*SEARCHED, own), seed)
+        found = f"genotype={RUNS}dp_clients_{searched.name}/genotype.json"
+        yield "dp_clients", searched
+        exact = (*EXACT, own, found)
+        yield "dp_clients", Job({"network": "without privacy", **group}, exact, seed, of=searched)
+        yield "dp_clients", Job({"network": "linear", **group}, (*LINEAR, own), seed)
     for variance in (0.5, 1, 2, 5, 8, 10):
         weights, alphas, retrain = (
             f"privacy.{part}.noise_multiplier={round(math.sqrt(variance), 4)}"
@@ -146,45 +113,33 @@ def rows(seed: int) -> list[list[Job]]:
         )
         # Given, not calibrated: a budget that no row reaches.
         terms = ("clients=4", retrain, "privacy.epsilon=100000")
-        group = {"variance": variance}
-        searched = job("dp_noise", "DP-FNAS", group, *SEARCHED, *terms, weights, alphas)
-        tables.append([searched, job("dp_noise", "linear", group, *LINEAR, *terms)])
+        for name, chosen in (("DP-FNAS", (*terms, weights, alphas)), ("linear", terms)):
+            group = {"network": name, "variance": variance}
+            yield "dp_noise", Job(group, (*COMPARED[name], *chosen), seed)
     for epsilon, clients in ((3, 1), (1, 1), (2, 1), (3, 8)):
-        chosen = ["dataset.limit_train=null", f"clients={clients}"]
-        chosen.append(f"privacy.epsilon={PRV_BUDGETS[epsilon]}")
-        chosen.append(f"privacy.micro_batch_size={MICRO_BATCHES[clients]}")
-        group = {"K": clients, "epsilon": epsilon}
+        chosen = (
+            *("dataset.limit_train=null", f"clients={clients}"),
+            f"privacy.epsilon={PRV_BUDGETS[epsilon]}",
+            f"privacy.micro_batch_size={MICRO_BATCHES[clients]}",
+        )
         for name in ("linear", "DP-FNAS"):
-            tables.append([job("dp_images", name, group, *COMPARED[name], *chosen)])
+            group = {"network": name, "K": clients, "epsilon": epsilon}
+            yield "dp_images", Job(group, (*COMPARED[name], *chosen), seed)
     cifar10 = ("dataset=npz", f"privacy.epsilon={PRV_BUDGETS[3]}", "clients=1")
-    features = f"dataset.cache={cifar10_features(seed)}"
-    tables.append([job(CIFAR10, "linear", {"epsilon": 3}, *ON_FEATURES, *cifar10, features)])
-    tables += [[shared_job(clients, sums, seed)] for clients, sums in SHARED]
+    features = f"dataset.cache={CIFAR10_FEATURES}_s{seed}"
+    yield (
+        CIFAR10,
+        Job({"network": "linear", "epsilon": 3}, (*ON_FEATURES, *cifar10, features), seed),
+    )
+    for name, (sums, numbers) in SUMS.items():
+        for clients in numbers:
+            own = (*SEARCHED, f"clients={clients}", "retrain.exchange=gradients", *sums)
+            yield "dp_shared", Job({"noise": name, "K": clients}, own, seed)
     for budget, clients in itertools.product(BUDGETS, (1, 4)):
-        chosen = [f"clients={clients}", f"privacy.epsilon={budget}"]
-        group = {"K": clients, "budget": budget}
-        tables += [
-            [job("dp_budget", name, group, *of, *chosen)]
-            for name, of in COMPARED.items()
-            if clients == 1 or name in ("DP-FNAS", "linear")
-        ]
-    return tables
-
-
-def cifar10_features(seed: int) -> Path:
-    """Return the folder of the features that a run makes for itself, and that is removed then."""
-    return RUNS / f"cifar10_features_s{seed}"
-
-
-def shared_job(clients: int, terms: tuple[int, int] | None, seed: int) -> Job:
-    """Return a run whose every step is an exchange."""
-    overrides = [*SEARCHED, f"clients={clients}", "retrain.exchange=gradients"]
-    name = "local"
-    if terms is not None:
-        name = f"shared {terms[0]}-{terms[1]}"
-        sums = f"secure_sum={{least_sites: {terms[0]}, colluding: {terms[1]}}}"
-        overrides += [sums]
-    return Job("dp_shared", {"noise": name, "K": clients}, tuple(overrides), seed)
+        for name in COMPARED if clients == 1 else ("DP-FNAS", "linear"):
+            group = {"network": name, "K": clients, "budget": budget}
+            own = (*COMPARED[name], f"clients={clients}", f"privacy.epsilon={budget}")
+            yield "dp_budget", Job(group, own, seed)
 
 
 def main() -> None:
@@ -201,39 +156,23 @@ def main() -> None:
     CELL.parent.mkdir(parents=True, exist_ok=True)
     space = NASBench201Space(input_shape=(1, 1, 1), num_classes=1)
     CELL.write_text(to_json(space.genotype([OPS.index("nor_conv_3x3")] * len(EDGES))))
-    tables = [options.table] if options.table else [name for name in TITLES if name != CIFAR10]
-    for table in tables:
-        columns = {"dp_budget": [*COLUMNS, SIZE], CIFAR10: [TEST_ACCURACY, *COLUMNS[3:], CPU]}
-        against = {"dp_shared": {"noise": "local"}, CIFAR10: None}
-        start(
+    columns = {
+        "dp_budget": [*COLUMNS, "num_parameters"],
+        CIFAR10: ["central_accuracy", *COLUMNS[3:], CPU],
+    }
+    against = {"dp_shared": {"noise": "local"}, CIFAR10: None}
+    for table in [options.table] if options.table else [name for name in TITLES if name != CIFAR10]:
+        results = start(
             table,
             title=TITLES[table],
             command=COMMAND,
             columns=columns.get(table, COLUMNS),
             against=against.get(table, {"network": "linear"}),
         )
-    root = options.root.resolve()
-    asked = [row for row in jobs() if row[0].table in tables]
-
-    def make_row(row: list[Job]) -> None:
-        for job in row:
-            make(job, root=root)
-
-    make_all(make_row, asked, at_a_time=options.jobs)
-
-
-def make(job: Job, *, root: Path) -> None:
-    """Make one run of a table."""
-    given = () if job.of is None else (f"genotype={job.of.folder / 'genotype.json'}",)
-    measure(
-        RESULTS / f"{job.table}.json",
-        job.folder,
-        overrides=(*job.overrides, *given),
-        group=job.group,
-        seed=job.seed,
-        root=root,
-    )
-    shutil.rmtree(cifar10_features(job.seed), ignore_errors=True)
+        asked = [job for seed in SEEDS for name, job in jobs(seed) if name == table]
+        make_runs(results, asked, root=options.root, at_a_time=options.jobs, runs=f"{RUNS}{table}_")
+    for seed in SEEDS:
+        shutil.rmtree(f"{CIFAR10_FEATURES}_s{seed}", ignore_errors=True)
 
 
 LINES = {  # of the picture, by network and clients: label, colour, dashes

@@ -11,13 +11,12 @@ where it was stopped; every finished run is added to scripts/results/feathers.js
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
+from collections.abc import Iterator
 
-from table_runs import RESULTS, TEST_ACCURACY, arguments, make_all, make_run, measure, start
+from table_runs import Job, arguments, make_runs, start
 
 from fednas_flwr.runs.numbers import Run
 
-RUNS = Path("runs/table_feathers")
 CLIENTS = (5, 10)
 PARTITIONS = {  # the skewed one: classes 0-2, 3-5 and 6-9 at different clients
     "iid": ["partition=iid"],
@@ -28,7 +27,7 @@ DARTS = ["experiment=fed_darts/published"]
 FEDEX = ["experiment=fedex/fashion_mnist"]
 FEATHERS = ["experiment=feathers/fashion_mnist"]
 COLUMNS = [
-    TEST_ACCURACY,
+    "central_accuracy",
     {"metric": "training_seconds", "title": "search + retraining (s)", "decimals": 0},
     {"metric": "exchanges", "title": "exchanges", "decimals": 0},
     {"metric": "traffic_mb", "title": "MB", "decimals": 0},
@@ -40,64 +39,48 @@ COLUMNS = [
 def main() -> None:
     """Run what is missing."""
     options = arguments(__doc__).parse_args()
-    root = options.root.resolve()
-    start(
+    results = start(
         "feathers",
         title="FEATHERS on Fashion-MNIST, small form",
-        command="python scripts/table_feathers.py --root <folder>",
         columns=COLUMNS,
         against={"algorithm": "DARTS"},
     )
     settings = itertools.product(SEEDS, CLIENTS, PARTITIONS)
-    make_all(lambda one: make_setting(*one, root=root), settings, at_a_time=options.jobs)
+    asked = [job for setting in settings for job in jobs(*setting)]
+    make_runs(results, asked, root=options.root, at_a_time=options.jobs)
 
 
-def make_setting(seed: int, clients: int, partition: str, *, root: Path) -> None:
-    """Make the runs of the algorithms in one setting: the others need that of DARTS."""
+def jobs(seed: int, clients: int, partition: str) -> Iterator[Job]:
+    """Yield the runs of the algorithms in one setting: the others need that of DARTS."""
+    place = f"{clients}_{partition}_s{seed}"
+    genotype = f"genotype=runs/table_feathers/darts_{place}/genotype.json"
+    darts = None
+    for name, own in (
+        ("DARTS", DARTS),
+        ("FedEx", [*FEDEX, genotype, "retrain.channels=8"]),
+        ("FEATHERS", FEATHERS),
+    ):
+        group = {"clients": clients, "partition": partition, "algorithm": name}
+        overrides = [*own, f"clients={clients}", *PARTITIONS[partition]]
+        job = Job(group, overrides, seed, f"{name.lower()}_{place}", of=darts, more=costs)
+        darts = darts or job
+        yield job
 
-    def folder(name: str) -> Path:
-        return RUNS / f"{name.lower().replace(', ', '_')}_{clients}_{partition}_s{seed}"
 
-    def darts() -> Run:
-        run = make_run(folder("DARTS"), overrides=[*DARTS, *shared], seed=seed, root=root)
-        if run is None:
-            raise RuntimeError(f"{folder('DARTS')} has failed: nothing to compare with")
-        return run
-
-    shared = [f"clients={clients}", *PARTITIONS[partition]]
-    algorithms = {
-        "DARTS": DARTS,
-        "FedEx": [*FEDEX, f"genotype={folder('DARTS') / 'genotype.json'}", "retrain.channels=8"],
-        "FEATHERS": FEATHERS,
-    }
-    for name, overrides in algorithms.items():
-        measure(
-            RESULTS / "feathers.json",
-            folder(name),
-            overrides=[*overrides, *shared],
-            group={"clients": clients, "partition": partition, "algorithm": name},
-            seed=seed,
-            root=root,
-            more=lambda run: costs(run, over=darts()),
+def costs(run: Run, of: Run | None = None) -> dict[str, float | None]:
+    """Return the time of search and retraining, and time and exchanges over those of DARTS' run."""
+    (seconds, exchanges), (base, least) = (
+        (
+            sum(numbers[stage] or 0.0 for stage in ("search_seconds", "retrain_seconds")),
+            numbers["exchanges"] or 0.0,
         )
-
-
-def costs(run: Run, *, over: Run) -> dict[str, float | None]:
-    """Return the time of search and retraining, and time and exchanges over another run's."""
-    seconds, base = (
-        sum(numbers[stage] or 0.0 for stage in ("search_seconds", "retrain_seconds"))
-        for numbers in (run.numbers(), over.numbers())
+        for numbers in (run.numbers(), (of or run).numbers())
     )
     return {
         "training_seconds": seconds,
         "time_over_darts": seconds / base,
-        "exchanges_over_darts": exchanges(run) / exchanges(over),
+        "exchanges_over_darts": exchanges / least,
     }
-
-
-def exchanges(run: Run) -> float:
-    """Return the exchanges of a run in all its rounds."""
-    return run.numbers()["exchanges"] or 0.0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Table: the papers' rows on all images of Fashion-MNIST or CIFAR-10, of 25 M multiply-adds.
 
-    python scripts/table_papers.py --root <folder> [--for 150min] [--only DP-FNAS] [--cifar FILE]
+    python scripts/table_papers.py --root <folder> [--cifar FILE]
 
 All rows retrain a network with the fewest channels (a multiple of 2) that give it 25 M
 multiply-adds, for 20 rounds of one epoch of all images; only FedEx and FEATHERS tune as they
@@ -12,30 +12,26 @@ search is private, by a budget of 3.5, and as in the paper the delivered model i
 NAS-Bench-201's space a search takes about 20 minutes of a quiet core and a retraining 35, or 50
 without bfloat16; rows in DARTS' space, which take hours there, are for a GPU.
 
-Runs are made in the order of the list, one core each, and go on where they were stopped; ``--for``
-says when to stop. They count whatever commit they are of, which is kept beside each: core-hours are
-not spent again after each change. Results go to scripts/results/papers.json.
+Runs are made in the order of the list, one core each, and go on where they were stopped, for
+example by ``timeout 150m python ...``. They count whatever commit they are of, which is kept beside
+each: core-hours are not spent again after each change. Results go to scripts/results/papers.json.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from table_runs import PARAMETERS, TEST_ACCURACY, arguments, make_all, make_run, measure
-from tables import start_results
+from table_runs import arguments, make_all, make_run, measure, start
 
 from fednas_flwr.models.networks import make_space
-from fednas_flwr.settings.parser import seconds
 from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.genotype import load_genotype
 
-RESULTS = Path(__file__).parent / "results" / "papers.json"
 RUNS = Path("runs/table_papers")
+SEED = 1
 LEAST_MULTIPLY_ADDS = 25e6
 FASHION, CIFAR = "Fashion-MNIST", "CIFAR-10 (JPEG)"
 SHAPES = {FASHION: (1, 28, 28), CIFAR: (3, 32, 32)}
@@ -55,9 +51,9 @@ TWO, IN_201 = "two classes each", "FNAS, NAS-Bench-201's cell"
 DIVISIONS = {"iid": "iid", "Dirichlet .5": "dirichlet", TWO: "label_groups"}
 MINUTES = {"scale": 1 / 60, "decimals": 0}
 COLUMNS = [
-    TEST_ACCURACY,
+    "central_accuracy",
     {"metric": "paper", "title": "paper's (%)", "decimals": 1},
-    PARAMETERS,
+    "num_parameters",
     {"metric": "multiply_adds", "title": "multiply-adds (M)", "scale": 1e-6, "decimals": 1},
     {"metric": "searched_seconds", "title": "search (min)", **MINUTES},
     {"metric": "retrain_seconds", "title": "retraining (min)", **MINUTES},
@@ -154,43 +150,30 @@ ROWS = [
 def main() -> None:
     """Make what is missing, until the time is over."""
     parser = arguments(__doc__)
-    parser.add_argument("--for", dest="time", default="1000h", help="stop after 150min, 2h, ...")
-    parser.add_argument("--only", default="", help="rows of one paper: FEATHERS, DP-FNAS")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--cifar", type=Path, help="an npz file of CIFAR-10")
     options = parser.parse_args()
-    start_results(
-        RESULTS,
+    results = start(
+        "papers",
         title="The papers' rows on all images of Fashion-MNIST or CIFAR-10",
-        command="python scripts/table_papers.py --root <folder>",
         columns=COLUMNS,
     )
     roots = {FASHION: options.root.resolve()}
     if options.cifar:
         roots[CIFAR] = options.cifar.resolve()
-    end = time.monotonic() + seconds(options.time)
-    rows = [row for row in ROWS if options.only in ("", row.paper) and row.data in roots]
-    jobs = [(row, seed) for seed in options.seeds for row in rows]
-    make_all(lambda job: make(*job, roots=roots, end=end), jobs, at_a_time=options.jobs)
+    rows = [row for row in ROWS if row.data in roots]
+    make_all(lambda row: make(row, results, root=roots[row.data]), rows, at_a_time=options.jobs)
 
 
-def make(row: Row, seed: int, *, roots: Mapping[str, Path], end: float) -> None:
-    """Make one row's runs, unless they are there or the time is over."""
-    root = roots[row.data]
-    group = {
-        "data": row.data,
-        "paper": row.paper,
-        "clients": row.clients,
-        "partition": row.partition,
-        "algorithm": row.name,
-    }
-    known = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
-    if any((run["group"], run["seed"]) == (group, seed) for run in known):
+def make(row: Row, results: Path, *, root: Path) -> None:
+    """Make one row's runs, unless they are there."""
+    group = {name: getattr(row, name) for name in ("data", "paper", "clients", "partition")}
+    group["algorithm"] = row.name
+    known = json.loads(results.read_text(encoding="utf-8"))["runs"]
+    if any((run["group"], run["seed"]) == (group, SEED) for run in known):
         return
     overrides = row.settings(of=(*row.search, *row.space, "stages=[search]"))
     place = row.search[0] if row.name != IN_201 else f"{row.search[0]} 201"
-    searched = folder(place, row, seed)
-    search = make_run(searched, overrides=overrides, seed=seed, root=root, end=end)
+    search = make_run(folder(place, row), overrides, seed=SEED, root=root)
     if search is None:
         return
     genotype = search.folder / "genotype.json"
@@ -200,13 +183,12 @@ def make(row: Row, seed: int, *, roots: Mapping[str, Path], end: float) -> None:
         f"retrain.channels={channels(genotype, SHAPES[row.data])}",
     )
     measure(
-        RESULTS,
-        folder(f"{row.paper} {row.name}", row, seed),
+        results,
+        folder(f"{row.paper} {row.name}", row),
         overrides=row.settings(of=(*row.training, *TRAINING, *sizes)),
         group=group,
-        seed=seed,
+        seed=SEED,
         root=root,
-        end=end,
         more=lambda run: {
             "paper": row.number,
             "searched_seconds": search.numbers()["search_seconds"],
@@ -215,11 +197,11 @@ def make(row: Row, seed: int, *, roots: Mapping[str, Path], end: float) -> None:
     )
 
 
-def folder(name: str, row: Row, seed: int) -> Path:
+def folder(name: str, row: Row) -> Path:
     """Of a run of that name on a row's division of the images."""
     place = row.partition if row.data == FASHION else f"cifar10 {row.partition}"
     words = re.findall(r"[\w-]+", f"{name.removeprefix('experiment=')} {place}")
-    return RUNS / "_".join([*words, str(row.clients), f"s{seed}"])
+    return RUNS / "_".join([*words, str(row.clients), f"s{SEED}"])
 
 
 def channels(genotype: Path, shape: tuple[int, int, int]) -> int:

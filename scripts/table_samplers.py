@@ -1,6 +1,6 @@
 """Table: what DPNAS' controller learns from rewards of a known table, by its constants.
 
-    python scripts/table_samplers.py --table <file> --column <names> [--seeds 10]
+    python scripts/table_samplers.py --table <file> --column <names>
 
 Nothing is trained: a NAS-Bench-201 cell's reward is its accuracy in the table's first column, with
 noise as large as cells differ, as rewards by shared weights have. In every round a sampler proposes
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import fmean, pstdev
 
@@ -30,20 +30,18 @@ from fednas_flwr.settings.optimizers import ControllerSettings
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 REWARDED = 6  # candidates per round, as in experiment=dpnas/fashion_mnist
+SEEDS = range(1, 11)
 ROUNDS = (30, 60, 100)  # after which cells are looked up
 PROPOSED = 200  # cells that are looked up
 SPREADS = (1.0, 0.2)  # of rewards, in that of the table's accuracies
 CHOICES = (len(NASBench201Space.ops),) * 6
+FASTER = ControllerSettings(
+    lr=0.01, temperature=1.0, entropy_weight=0.05, baseline_decay=0.8, scaled=False
+)
 CONTROLLERS = {
-    "controller, the paper's constants": ControllerSettings(
-        lr=3e-4, temperature=1.0, entropy_weight=0.05, baseline_decay=0.99, scaled=False
-    ),
-    "controller, learning rate .01": ControllerSettings(
-        lr=0.01, temperature=1.0, entropy_weight=0.05, baseline_decay=0.8, scaled=False
-    ),
-    "controller, learning rate .01, scaled": ControllerSettings(
-        lr=0.01, temperature=1.0, entropy_weight=0.05, baseline_decay=0.8, scaled=True
-    ),
+    "controller, the paper's constants": replace(FASTER, lr=3e-4, baseline_decay=0.99),
+    "controller, learning rate .01": FASTER,
+    "controller, learning rate .01, scaled": replace(FASTER, scaled=True),
 }
 COLUMNS = [
     {"metric": f"percentile_{rounds}", "title": f"after {rounds} rounds", "decimals": 1}
@@ -53,9 +51,7 @@ COLUMNS = [
 
 def main() -> None:
     """Search what is missing."""
-    parser = arguments_of_cells(__doc__ or "")
-    parser.add_argument("--seeds", type=int, default=10, help="how many (default: %(default)s)")
-    options = parser.parse_args()
+    options = arguments_of_cells(__doc__).parse_args()
     torch.set_num_threads(1)
     table = read_table(options.table, options.column)
     results = start(
@@ -66,7 +62,7 @@ def main() -> None:
         against={"sampler": "random"},
     )
     rows = [("random", 1.0), *itertools.product(CONTROLLERS, SPREADS)]
-    for (name, spread), seed in itertools.product(rows, range(1, options.seeds + 1)):
+    for (name, spread), seed in itertools.product(rows, SEEDS):
         add_missing(
             results,
             partial(search, table, name, spread, seed=seed),

@@ -12,13 +12,12 @@ take about half a second of CPU. ``learning``, which takes seconds, is left out.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy.stats import spearmanr
 from table_runs import add_missing, arguments_of_cells, start
@@ -89,20 +88,15 @@ def score_cells(seed: int) -> dict[str, dict[str, float]]:
         cells[NOTATION.format(*(edge.op for edge in genotype.cells[CELL]))] = genotype
     path = RUNS / f"c{CHANNELS}_n{NUM_CELLS}_s{seed}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, dict[str, Any]] = {}
+    known = {}
     if path.exists():
-        with path.open() as file:
-            known = {row.pop("cell"): row for row in csv.DictReader(file)}
-    with path.open("a") as file:
-        writer = csv.DictWriter(file, ["cell", *QUICK])
-        if not known:
-            writer.writeheader()
-        for cell, genotype in cells.items():
-            if cell not in known:
-                known[cell] = measure(space, genotype, QUICK, seed=seed)
-                writer.writerow({"cell": cell, **known[cell]})
-                file.flush()
-    return {cell: {name: float(known[cell][name]) for name in QUICK} for cell in cells}
+        known = pd.read_csv(path, index_col="cell", float_precision="round_trip").to_dict("index")
+    for cell, genotype in cells.items():
+        if cell not in known:
+            known[cell] = measure(space, genotype, QUICK, seed=seed)
+            row = pd.DataFrame([known[cell]], index=pd.Index([cell], name="cell"))
+            row.to_csv(path, mode="a", columns=list(QUICK), header=not path.exists())
+    return {cell: known[cell] for cell in cells}
 
 
 def compare(

@@ -9,16 +9,7 @@ was stopped; every finished run is added to scripts/results/search.json.
 
 from __future__ import annotations
 
-from table_runs import (
-    CLIENT_ACCURACY,
-    PARAMETERS,
-    SEARCH_SECONDS,
-    TEST_ACCURACY,
-    Job,
-    arguments,
-    make_runs,
-    start,
-)
+from table_runs import Job, arguments, make_runs, start
 
 SMALL = ("dataset=fashion_mnist", "dataset.limit_train=2000", "clients=5")
 SEARCHES = {
@@ -57,8 +48,7 @@ def main() -> None:
     results = start(
         "search",
         title="Search on Fashion-MNIST, small form: 2,000 images, 5 clients",
-        command="python scripts/table_search.py --root <folder>",
-        columns=[TEST_ACCURACY, CLIENT_ACCURACY, PARAMETERS, SEARCH_SECONDS],
+        columns=["central_accuracy", "client_accuracy", "num_parameters", "search_seconds"],
         against={"search": "random_search, as long"},
     )
     make_runs(results, jobs(), root=options.root, at_a_time=options.jobs)

@@ -9,12 +9,13 @@ DARTS, with and without the regulariser of beta-DARTS. Found cells are looked up
 5 seeds of the recommended and data-free searches and of federated DARTS, 3 of the others. The rows
 "prior" and "GDAS", by settings that are gone, are of commits 598eb934 and 0ae3c38c. The file of
 images holds x_train, y_train, x_test and y_test. Continues where it was stopped; every finished run
-is added to scripts/results/search_quality.json. ``--only`` makes the rows of one search.
+is added to scripts/results/search_quality.json.
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 from table_runs import Job, arguments_of_cells, make_runs, start
@@ -57,7 +58,6 @@ def main() -> None:
     """Run what is missing, one run after the other."""
     parser = arguments_of_cells(__doc__)
     parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--only", choices=sorted({search for search, _, _ in ROWS + MORE_ROWS}))
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     results = start(
@@ -71,8 +71,8 @@ def main() -> None:
     table = read_table(options.table, options.column)
     made = [(*row, seed) for seed in SEEDS for row in ROWS]
     made += [(*row, seed) for seed in FEWER_SEEDS for row in MORE_ROWS]
-    jobs = [job(*row) for row in made if options.only in (None, row[0])]
-    make_runs(results, jobs, root=options.root, more=lambda run: found(run, table))
+    jobs = [job(*row)._replace(more=partial(found, table)) for row in made]
+    make_runs(results, jobs, root=options.root)
 
 
 def job(search: str, partition: str, settings: tuple[str, ...], seed: int) -> Job:
@@ -81,7 +81,7 @@ def job(search: str, partition: str, settings: tuple[str, ...], seed: int) -> Jo
     return Job({"search": search, "partition": partition}, [*settings, *DATA, *own], seed)
 
 
-def found(run: Run, table: CellTable) -> dict[str, float]:
+def found(table: CellTable, run: Run) -> dict[str, float]:
     """Return how good the found cell is, and the traffic of the search."""
     megabytes = sum(run.traffic("search")) / 1e6
     return {"percentile": table.percentiles[found_cell(run)], "megabytes": megabytes}

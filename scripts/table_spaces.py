@@ -12,20 +12,8 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
-from table_runs import (
-    CLIENT_ACCURACY,
-    PARAMETERS,
-    SEARCH_SECONDS,
-    TEST_ACCURACY,
-    arguments,
-    is_made,
-    make_all,
-    make_run,
-    measure,
-    start,
-)
+from table_runs import Job, arguments, is_made, make_run, make_runs, start
 
 from fednas_flwr import compose
 from fednas_flwr.base.files import write_atomically
@@ -56,11 +44,11 @@ GIVEN = ("algorithm=fedavg", "retrain=small", "stages=[retrain,evaluate,export]"
 LIKE = 0.05  # multiply-adds, as a share of those of the found network
 DRAWS = 2000
 COLUMNS = [
-    TEST_ACCURACY,
-    CLIENT_ACCURACY,
-    PARAMETERS,
-    {"metric": "multiply_adds", "title": "multiply-adds (M)", "scale": 1e-6, "decimals": 2},
-    SEARCH_SECONDS,
+    "central_accuracy",
+    "client_accuracy",
+    "num_parameters",
+    "multiply_adds",
+    "search_seconds",
 ]
 
 
@@ -72,40 +60,35 @@ def main() -> None:
     results = start(
         "spaces",
         title="Other search spaces on Fashion-MNIST, small form: 2,000 images, 5 clients, 5 seeds",
-        command="python scripts/table_spaces.py --root <folder>",
         columns=COLUMNS,
         against={"network": "random"},
     )
-    for seed, space in itertools.product(SEEDS, SPACES):  # Hydra composes in one thread only
+    for seed, space in itertools.product(SEEDS, SPACES):
         write_atomically(any_file(seed, space), to_json(draw_any(seed, space, root)))
-    jobs = itertools.product(PARTITIONS, SEEDS, SPACES)
-    make_all(lambda job: make(*job, results=results, root=root), jobs, at_a_time=options.jobs)
+    settings = list(itertools.product(PARTITIONS, SEEDS, SPACES))
+    searches = [job("recommended", own, *RECOMMENDED, *SPACES[own[2]][1]) for own in settings]
+    make_runs(results, searches, root=root, at_a_time=options.jobs)
+    others = []
+    for own, search in zip(settings, searches, strict=True):
+        partition, seed, space = own
+        like = RUNS / f"{space}_{partition}_s{seed}.json"
+        random = job("random", own, *GIVEN, f"genotype={like}")
+        if not is_made(results, random.overrides, seed):
+            folder = RUNS / search.name
+            if make_run(folder, search.overrides, seed=seed, root=root) is None:
+                continue
+            write_atomically(like, to_json(draw_like(folder, seed)))
+        any_size = job("random_any_size", own, *GIVEN, f"genotype={any_file(seed, space)}")
+        others += [random, any_size, job("AZ-NAS", own, *SCORED, *SPACES[space][1])]
+    make_runs(results, others, root=root, at_a_time=options.jobs)
 
 
-def make(partition: str, seed: int, space: str, *, results: Path, root: Path) -> None:
-    """Search one network, and train random ones in the same way."""
-
-    def row(network: str, settings: tuple[str, ...]) -> dict[str, Any]:
-        return {
-            "folder": RUNS / f"{space}_{network}_{partition}_s{seed}",
-            "overrides": [*settings, *shared, *DATA, f"partition={partition}"],
-            "group": {"space": space, "partition": partition, "network": network},
-        }
-
-    shared, searched = SPACES[space]
-    found = row("recommended", (*RECOMMENDED, *searched))
-    measure(results, **found, seed=seed, root=root)
-    like = RUNS / f"{space}_{partition}_s{seed}.json"
-    random = row("random", (*GIVEN, f"genotype={like}"))
-    if not is_made(results, random["overrides"], seed):
-        run = make_run(found["folder"], overrides=found["overrides"], seed=seed, root=root)
-        if run is not None:
-            write_atomically(like, to_json(draw_like(found["folder"], seed)))
-            measure(results, **random, seed=seed, root=root)
-    any_size = row("random_any_size", (*GIVEN, f"genotype={any_file(seed, space)}"))
-    measure(results, **any_size, seed=seed, root=root)
-    data_free = row("AZ-NAS", (*SCORED, *searched))
-    measure(results, **data_free, seed=seed, root=root)
+def job(network: str, setting: tuple[str, int, str], *own: str) -> Job:
+    """Return one run of the table, in a setting of partition, seed and space."""
+    partition, seed, space = setting
+    overrides = [*own, *SPACES[space][0], *DATA, f"partition={partition}"]
+    group = {"space": space, "partition": partition, "network": network}
+    return Job(group, overrides, seed, f"{space}_{network}_{partition}_s{seed}")
 
 
 def any_file(seed: int, space: str) -> Path:

@@ -8,15 +8,15 @@ seeds. Continues where it was stopped; every finished run is added to scripts/re
 
 from __future__ import annotations
 
-from table_runs import PARAMETERS, TEST_ACCURACY, Job, make_runs, start
+from table_runs import Job, make_runs, start
 
 from fednas_flwr.runs.numbers import Run
 
 WIRES = ("float32", "float16", "int8")
 SEEDS = (1, 2, 3)
 COLUMNS = [
-    TEST_ACCURACY,
-    PARAMETERS,
+    "central_accuracy",
+    "num_parameters",
     {"metric": "search_sent_mb", "title": "sent in the search (MB)", "decimals": 2},
     {"metric": "search_replies_mb", "title": "replies of the search (MB)", "decimals": 2},
     {"metric": "traffic_mb", "title": "both directions (MB)", "decimals": 1},
@@ -32,8 +32,12 @@ def main() -> None:
         columns=COLUMNS,
         against={"wire": "float32"},
     )
-    jobs = [Job({"wire": w}, [f"runtime.wire={w}"], seed) for seed in SEEDS for w in WIRES]
-    make_runs(results, jobs, more=traffic)
+    jobs = [
+        Job({"wire": wire}, [f"runtime.wire={wire}"], seed, more=traffic)
+        for seed in SEEDS
+        for wire in WIRES
+    ]
+    make_runs(results, jobs)
 
 
 def traffic(run: Run) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Tables: what the rules of private training were chosen by, on held-out images.
 
-    python scripts/tune_recipe.py --root <folder with FashionMNIST> [--variants] [--draws 3]
+    python scripts/tune_recipe.py --root <folder with FashionMNIST> [--variants]
 
 A linear model on scattering features by DP-SGD, its noise calibrated to a budget, for several
 numbers of records, clients and steps, rates and walks (``privacy.retrain.noise_walk``). With
@@ -21,7 +21,6 @@ import argparse
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from fednas_flwr import compose
 from fednas_flwr.base.randomness import make_generator
+from fednas_flwr.data.loaders import augment
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.data.scattering import Scattering
 from fednas_flwr.pipeline.later_settings import LAST_RATE, learning_rate, noise_per_step
@@ -42,6 +42,7 @@ from fednas_flwr.privacy.plan import PlannedRelease
 DELTA, NORM, MOMENTUM = 1e-5, 0.1, 0.9
 HELD_OUT = 4000
 TABLED = 8000  # images that the tables of scripts/results train on
+DRAWS = 3  # of images and noise
 WALKS = (0.12, 0.2, 0.3)
 SETTINGS = [  # budget, records, clients
     *((8.0, 8000, 1), (8.0, 8000, 8), (8.0, 1400, 3)),
@@ -58,16 +59,7 @@ ROUND = 25  # steps, as privacy.retrain.local_steps
 STABILITY = 0.01  # what automatic clipping adds to a norm, as Bu et al. do
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Features of images and of their copies [N, A, F], and labels [N]."""
-
-    x: Tensor
-    y: Tensor
-
-
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """A way to bound what a record adds to a sum of gradients.
 
     Attributes:
@@ -118,19 +110,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--variants", action="store_true", help="compare bounds of a gradient")
-    parser.add_argument("--draws", type=int, default=3, help="of images and noise (default: 3)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    draws = [load(options.root, draw, copies=options.variants) for draw in range(options.draws)]
-    settings = [
-        Setting(*of, *length, variant)
-        for of, length, variant in (
-            itertools.product(VARIED, [RULE], VARIANTS)
-            if options.variants
-            else itertools.product(SETTINGS, LENGTHS, [CLIPPING])
-        )
-    ]
-    for own in settings:
+    draws = [load(options.root, draw, copies=options.variants) for draw in range(DRAWS)]
+    compared = (VARIED, [RULE], VARIANTS) if options.variants else (SETTINGS, LENGTHS, [CLIPPING])
+    for of, length, variant in itertools.product(*compared):
+        own = Setting(*of, *length, variant)
         sigma = calibrate_noise(
             target_epsilon=own.epsilon,
             delta=DELTA,
@@ -151,13 +136,22 @@ def main() -> None:
         )
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Images of one draw: to train on, as they are and as copies (or None), and held out."""
+class Draw(NamedTuple):
+    """Scattering features of images [N, A, F] and labels [N], to train on and held out.
 
-    plain: Examples
-    copies: Examples | None
-    held_out: Examples
+    Attributes:
+        x: As they are, with A of 1.
+        copies: Of flipped and shifted copies; None where they are not needed.
+        y: Labels.
+        held_out_x: Features [N, F] of images that are not trained on.
+        held_out_y: Their labels.
+    """
+
+    x: Tensor
+    copies: Tensor | None
+    y: Tensor
+    held_out_x: Tensor
+    held_out_y: Tensor
 
 
 def load(root: Path, draw: int, *, copies: bool) -> Draw:
@@ -172,13 +166,13 @@ def load(root: Path, draw: int, *, copies: bool) -> Draw:
     most = max(records for _, records, _ in SETTINGS)
     order = torch.randperm(len(free), generator=generator)[: most + HELD_OUT]
     rows = torch.from_numpy(free)[order]
-    images, labels = every.features[rows] / 255, every.labels[rows]
-    plain = scattered(images)[:, None]
-    moved = None
+    images, y = every.features[rows] / 255, every.labels[rows]
+    x, moved = scattered(images), None
     if copies:
-        each = [scattered(augmented(images[:most], generator)) for _ in range(COPIES)]
-        moved = Examples(torch.stack(each, 1), labels[:most])
-    return Draw(Examples(plain[:most], labels[:most]), moved, Examples(plain[most:], labels[most:]))
+        drawn = {"generator": generator, "crop_padding": MOST_SHIFT, "flip": True, "cutout": 0}
+        each = [scattered(augment(images[:most], **drawn)) for _ in range(COPIES)]
+        moved = torch.stack(each, 1)
+    return Draw(x[:most, None], moved, y[:most], x[most:], y[most:])
 
 
 def scattered(images: Tensor) -> Tensor:
@@ -189,21 +183,6 @@ def scattered(images: Tensor) -> Tensor:
     return torch.cat([torch.cat(parts), torch.ones(len(images), 1)], 1)
 
 
-def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Return images, half of them flipped, all moved by up to ``MOST_SHIFT`` pixels each way."""
-    flips = torch.rand(len(images), generator=generator) < 0.5
-    flipped = torch.where(flips[:, None, None, None], images.flip(-1), images)
-    padded = torch.nn.functional.pad(flipped, [MOST_SHIFT] * 4)
-    corners = torch.randint(2 * MOST_SHIFT + 1, (len(images), 2), generator=generator).tolist()
-    height, width = images.shape[-2:]
-    return torch.stack(
-        [
-            image[:, top : top + height, left : left + width]
-            for image, (top, left) in zip(padded, corners, strict=True)
-        ]
-    )
-
-
 def train(draw: int, drawn: Draw, own: Setting, sigma: float, walk: float) -> float:
     """Return the held-out accuracy after DP-SGD of clients that each add their own noise."""
     rate, steps, variant, sent = own.rate, own.steps, own.variant, ("train.weights", "weights")
@@ -211,14 +190,14 @@ def train(draw: int, drawn: Draw, own: Setting, sigma: float, walk: float) -> fl
     batches = [rate * own.records / own.clients] * own.clients
     noise = noise_per_step(plan, batches, asked=own.clients)
     highest = learning_rate(walk, noise, steps=steps, momentum=MOMENTUM)
-    examples = drawn.copies if variant.copies else drawn.plain
+    examples = drawn.copies if variant.copies else drawn.x
     assert examples is not None
-    weights = torch.zeros(10, examples.x.shape[-1])
+    weights = torch.zeros(10, examples.shape[-1])
     velocity, generator = torch.zeros_like(weights), make_generator(draw, "steps")
     after_rounds = []
     for step in range(steps):
         rows = torch.rand(own.records, generator=generator) < rate
-        x, y = examples.x[: own.records][rows], examples.y[: own.records][rows]
+        x, y = examples[: own.records][rows], drawn.y[: own.records][rows]
         gradient = bounded_sum(x, y, weights, variant.factor) / sum(batches)
         gradient += noise * torch.randn(weights.shape, generator=generator)
         velocity = MOMENTUM * velocity + gradient
@@ -227,7 +206,7 @@ def train(draw: int, drawn: Draw, own: Setting, sigma: float, walk: float) -> fl
         if (step + 1) % ROUND == 0:
             after_rounds.append(weights.clone())
     weights = torch.stack(after_rounds[-variant.averaged :]).mean(0)
-    right = (drawn.held_out.x[:, 0] @ weights.T).argmax(1) == drawn.held_out.y
+    right = (drawn.held_out_x @ weights.T).argmax(1) == drawn.held_out_y
     return right.double().mean().item()
 
 
