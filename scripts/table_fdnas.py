@@ -1,12 +1,14 @@
 """Tables: FDNAS and CFDNAS on Fashion-MNIST, small forms of the paper's Tables 3, 4 and 5.
 
-    python scripts/table_fdnas.py --root <folder> [--jobs 2]
+    python scripts/table_fdnas.py --root <folder> [--jobs 2] [--size full]
 
 10 clients whose groups of 3, 3 and 4 hold different classes, 3 seeds. The baselines search on one
 client alone or on all records in one place; what they find is trained by all clients, as FDNAS'
 network is. CFDNAS also with an epsilon per client for all that it does, on images and on scattering
-features with a linear classifier beside the blocks. Continues where it was stopped; every finished
-run is added to scripts/results/.
+features with a linear classifier beside the blocks. Other sizes make FDNAS' and MobileNetV2's rows
+alone: ``full`` with all 60,000 images and twice the width, ``cifar`` with all images of CIFAR-10,
+whose npz file is the root, and the paper's 19 blocks at half their width, one seed, for a GPU.
+Continues where it was stopped; every finished run is added to scripts/results/.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from fednas_flwr.runs.numbers import Run, read_run
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 
 RUNS = Path("runs/table_fdnas")
+COMMAND = "python scripts/table_fdnas.py --root <folder>"
 SEEDS = (1, 2, 3)
 FDNAS = ["experiment=fdnas/fashion_mnist"]
 CFDNAS = ["experiment=cfdnas/fashion_mnist"]
@@ -34,9 +37,26 @@ ON_FEATURES = [  # networks are smaller there: 0.35 to 0.44 M multiply-adds
         for name, target in {"phone": 3.7e5, "cpu": 3.9e5, "gpu": 4.2e5}.items()
     ),
 ]
+FULL = [
+    *("dataset.limit_train=null", "dataset.limit_test=null", "search_space.width=1.0"),
+    *("rounds=15", "algorithm.batch_size=128", "retrain.rounds=20", "retrain.batch_size=128"),
+    "runtime.threads=1",
+]
+CIFAR = [
+    *("dataset=npz", "dataset.crop_padding=4", "dataset.flip=true"),
+    *("dataset.limit_train=null", "dataset.limit_test=null"),
+    *("search_space=mbconv", "search_space.candidates=fdnas", "search_space.width=0.5"),
+    *("rounds=10", "algorithm.batch_size=256", "retrain.rounds=16", "retrain.batch_size=256"),
+    "runtime.threads=1",
+]
+SIZES: dict[str, tuple[str, list[str], int, tuple[int, ...]]] = {  # data, blocks, and seeds
+    "small": ("Fashion-MNIST, small form: 2,500 images", [], 6, SEEDS),
+    "full": ("Fashion-MNIST, all images", FULL, 6, SEEDS),
+    "cifar": ("CIFAR-10 (JPEG), all images", CIFAR, 19, SEEDS[:1]),
+}
+OF_SEARCH = ("rounds=", "algorithm.batch_size=")  # without effect on what does not search
 TRAINED = ["stages=[retrain,evaluate]"]
 MOBILENET = "MobileNetV2's blocks, FedAvg"
-MOBILENET_BLOCKS = RUNS / "mobilenet_6.json"
 NAIVE = ["algorithm.inherit=false"]
 NAIVE_ROUNDS = (4, 12)  # of each group's search from scratch; CFDNAS' groups have 4
 ACCURACIES = [
@@ -48,24 +68,28 @@ GROUPS = {"phone": range(3), "cpu": range(3, 6), "gpu": range(6, 10)}  # and the
 
 def main() -> None:
     """Run what is missing."""
-    options = arguments(__doc__).parse_args()
-    root = options.root.resolve()
+    parser = arguments(__doc__)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    options = parser.parse_args()
+    (data, sizes, blocks, seeds), root = SIZES[options.size], options.root.resolve()
+    is_small = options.size == "small"
     results = start(
-        "fdnas",
-        title="FDNAS and baselines on Fashion-MNIST, small form: 2,500 images",
+        "fdnas" if is_small else f"fdnas_{options.size}",
+        title=f"FDNAS and baselines on {data}",
+        command=f"{COMMAND}{'' if is_small else f' --size {options.size}'}",
         columns=[*ACCURACIES, "num_parameters", "multiply_adds", "search_seconds"],
         against={"algorithm": MOBILENET},
     )
-    RUNS.mkdir(parents=True, exist_ok=True)
-    edges = tuple(Edge("mbconv6_3x3", block, block + 1) for block in range(6))
-    save_genotype(MOBILENET_BLOCKS, Genotype(space="mbconv", cells={"blocks": edges}))
-    for made in (federated, searched_elsewhere):  # which needs FDNAS' division of the records
-        jobs = [job for seed in SEEDS for job in made(seed)]
-        make_runs(results, jobs, root=root, at_a_time=options.jobs)
+    jobs = [job for seed in seeds for job in federated(seed, sizes, blocks)]
+    make_runs(results, jobs, root=root, at_a_time=options.jobs)
+    if not is_small:
+        return
+    jobs = [job for seed in SEEDS for job in searched_elsewhere(seed)]  # by FDNAS' division
+    make_runs(results, jobs, root=root, at_a_time=options.jobs)
     results = start(
         "cfdnas",
         title="CFDNAS on Fashion-MNIST, small form: three groups",
-        command="python scripts/table_fdnas.py --root <folder>",
+        command=COMMAND,
         columns=[
             {"metric": "client_accuracy", "title": "group's network (%)", **PERCENT},
             *ACCURACIES[1:],
@@ -82,10 +106,15 @@ def main() -> None:
     make_runs(results, jobs, root=root, at_a_time=options.jobs, runs=f"{RUNS}/")
 
 
-def federated(seed: int) -> Iterator[Job]:
+def federated(seed: int, sizes: list[str], blocks: int) -> Iterator[Job]:
     """Yield FDNAS' run and that of MobileNetV2's blocks."""
-    yield Job({"algorithm": "FDNAS"}, FDNAS, seed, f"fdnas_s{seed}")
-    fixed = [*FDNAS, *TRAINED, f"genotype={MOBILENET_BLOCKS}"]
+    yield Job({"algorithm": "FDNAS"}, [*FDNAS, *sizes], seed, f"fdnas_s{seed}")
+    edges = tuple(Edge("mbconv6_3x3", block, block + 1) for block in range(blocks))
+    path = RUNS / f"mobilenet_{blocks}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_genotype(path, Genotype(space="mbconv", cells={"blocks": edges}))
+    trained = [text for text in sizes if not text.startswith(OF_SEARCH)]
+    fixed = [*FDNAS, *TRAINED, *trained, f"genotype={path}"]
     yield Job({"algorithm": MOBILENET}, fixed, seed, f"mobilenet_s{seed}")
 
 

@@ -1,6 +1,6 @@
 """Table: the papers' rows on all images of Fashion-MNIST or CIFAR-10, of 25 M multiply-adds.
 
-    python scripts/table_papers.py --root <folder> [--cifar FILE]
+    python scripts/table_papers.py --root <folder> [--for 150min] [--only DP-FNAS] [--cifar FILE]
 
 All rows retrain a network with the fewest channels (a multiple of 2) that give it 25 M
 multiply-adds, for 20 rounds of one epoch of all images; only FedEx and FEATHERS tune as they
@@ -12,26 +12,28 @@ search is private, by a budget of 3.5, and as in the paper the delivered model i
 NAS-Bench-201's space a search takes about 20 minutes of a quiet core and a retraining 35, or 50
 without bfloat16; rows in DARTS' space, which take hours there, are for a GPU.
 
-Runs are made in the order of the list, one core each, and go on where they were stopped, for
-example by ``timeout 150m python ...``. They count whatever commit they are of, which is kept beside
-each: core-hours are not spent again after each change. Results go to scripts/results/papers.json.
+Runs are made in the order of the list, one core each, and go on where they were stopped; ``--for``
+says when to stop. They count whatever commit they are of, which is kept beside each: core-hours are
+not spent again after each change. Results go to scripts/results/papers.json.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from table_runs import arguments, make_all, make_run, measure, start
 
 from fednas_flwr.models.networks import make_space
+from fednas_flwr.settings.parser import seconds
 from fednas_flwr.spaces.costs import count_multiply_adds
 from fednas_flwr.spaces.genotype import load_genotype
 
 RUNS = Path("runs/table_papers")
-SEED = 1
 LEAST_MULTIPLY_ADDS = 25e6
 FASHION, CIFAR = "Fashion-MNIST", "CIFAR-10 (JPEG)"
 SHAPES = {FASHION: (1, 28, 28), CIFAR: (3, 32, 32)}
@@ -150,6 +152,9 @@ ROWS = [
 def main() -> None:
     """Make what is missing, until the time is over."""
     parser = arguments(__doc__)
+    parser.add_argument("--for", dest="time", default="1000h", help="stop after 150min, 2h, ...")
+    parser.add_argument("--only", default="", help="rows of one paper: FEATHERS, DP-FNAS")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--cifar", type=Path, help="an npz file of CIFAR-10")
     options = parser.parse_args()
     results = start(
@@ -160,20 +165,26 @@ def main() -> None:
     roots = {FASHION: options.root.resolve()}
     if options.cifar:
         roots[CIFAR] = options.cifar.resolve()
-    rows = [row for row in ROWS if row.data in roots]
-    make_all(lambda row: make(row, results, root=roots[row.data]), rows, at_a_time=options.jobs)
+    end = time.monotonic() + seconds(options.time)
+    rows = [row for row in ROWS if options.only in ("", row.paper) and row.data in roots]
+    jobs = [
+        partial(make, row, seed, results, root=roots[row.data], end=end)
+        for seed in options.seeds
+        for row in rows
+    ]
+    make_all(lambda job: job(), jobs, at_a_time=options.jobs)
 
 
-def make(row: Row, results: Path, *, root: Path) -> None:
-    """Make one row's runs, unless they are there."""
+def make(row: Row, seed: int, results: Path, *, root: Path, end: float) -> None:
+    """Make one row's runs, unless they are there or the time is over."""
     group = {name: getattr(row, name) for name in ("data", "paper", "clients", "partition")}
     group["algorithm"] = row.name
     known = json.loads(results.read_text(encoding="utf-8"))["runs"]
-    if any((run["group"], run["seed"]) == (group, SEED) for run in known):
+    if any((run["group"], run["seed"]) == (group, seed) for run in known):
         return
     overrides = row.settings(of=(*row.search, *row.space, "stages=[search]"))
     place = row.search[0] if row.name != IN_201 else f"{row.search[0]} 201"
-    search = make_run(folder(place, row), overrides, seed=SEED, root=root)
+    search = make_run(folder(place, row, seed), overrides, seed=seed, root=root, end=end)
     if search is None:
         return
     genotype = search.folder / "genotype.json"
@@ -184,11 +195,12 @@ def make(row: Row, results: Path, *, root: Path) -> None:
     )
     measure(
         results,
-        folder(f"{row.paper} {row.name}", row),
+        folder(f"{row.paper} {row.name}", row, seed),
         overrides=row.settings(of=(*row.training, *TRAINING, *sizes)),
         group=group,
-        seed=SEED,
+        seed=seed,
         root=root,
+        end=end,
         more=lambda run: {
             "paper": row.number,
             "searched_seconds": search.numbers()["search_seconds"],
@@ -197,11 +209,11 @@ def make(row: Row, results: Path, *, root: Path) -> None:
     )
 
 
-def folder(name: str, row: Row) -> Path:
+def folder(name: str, row: Row, seed: int) -> Path:
     """Of a run of that name on a row's division of the images."""
     place = row.partition if row.data == FASHION else f"cifar10 {row.partition}"
     words = re.findall(r"[\w-]+", f"{name.removeprefix('experiment=')} {place}")
-    return RUNS / "_".join([*words, str(row.clients), f"s{SEED}"])
+    return RUNS / "_".join([*words, str(row.clients), f"s{seed}"])
 
 
 def channels(genotype: Path, shape: tuple[int, int, int]) -> int:

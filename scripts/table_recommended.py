@@ -25,29 +25,28 @@ import gzip
 import io
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from table_runs import PERCENT, arguments, make_all, measure
-from tables import start_results
+from table_runs import PERCENT, RESULTS, Job, arguments, make_all, measure, start
 
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.runs.leaderboard import candidates, chosen, compared
 from fednas_flwr.runs.numbers import Run
 
-RESULTS = Path(__file__).parent / "results" / "recommended.json"
-NUMBERS, PRIVATE = (RESULTS.with_name(name) for name in ("regression.json", "private_tables.json"))
+COMMAND = "python scripts/table_recommended.py --data <folder>"
 RUNS = Path("runs/table_recommended")
 SEEDS, FEW_SEEDS, TEN_SEEDS = (101, 102, 103, 104, 105), (101, 102, 103), tuple(range(101, 111))
 SUFFIX = {"dataset=csv": ".csv"}
 MLP = "search_space=mlp_small"
 TABLE = ("dataset=csv", MLP, "dataset.id_column=id")
-RECOMMENDED = ("experiment=search/recommended",)
+RECOMMENDED = ("experiment=search/recommended", "evaluation.baselines=2")
 RECOMMENDED_PRIVATE = "experiment=search/recommended_private"
 NUMBERS_ALONE = "experiment=fedavg/private_numbers"
 NETWORKS = {
@@ -84,84 +83,87 @@ WITH_PRIVACY = [
     )
 ]
 WITH_PRIVACY.append({"metric": "epsilon", "title": "PRV epsilon"})
+TABLES = {
+    "recommended": (
+        "The recommended command and simpler networks, test score of each row's metric (%)",
+        COLUMNS,
+    ),
+    "regression": ("Numbers: the recommended command and simpler models, test R2", OF_NUMBERS),
+    "private_tables": (
+        "Tables at a budget of 8 with shared noise, and the same without privacy (%)",
+        WITH_PRIVACY,
+    ),
+}
 
 
 def main() -> None:
     """Run what is missing."""
     parser = arguments(__doc__, needs_root=False)
     parser.add_argument("--data", type=Path, required=True, help="folder of the published data")
-    parser.add_argument(
-        "--only",
-        nargs="*",
-        default=[],
-        help='names of data, of tables with privacy "<name> private"; all by default',
-    )
+    names = 'names of data, of tables with privacy "<name> private"; all by default'
+    parser.add_argument("--only", nargs="*", default=[], help=names)
     options = parser.parse_args()
-    data, only = options.data.resolve(), options.only
-    start_results(
-        RESULTS,
-        title="The recommended command and simpler networks, test score of each row's metric (%)",
-        command="python scripts/table_recommended.py --data <folder>",
-        columns=COLUMNS,
-    )
-    start_results(
-        NUMBERS,
-        title="Numbers: the recommended command and simpler models, test R2",
-        command="python scripts/table_recommended.py --data <folder> --only diabetes stays",
-        columns=OF_NUMBERS,
-    )
-    start_results(
-        PRIVATE,
-        title="Tables at a budget of 8 with shared noise, and the same without privacy (%)",
-        command="python scripts/table_recommended.py --data <folder>",
-        columns=WITH_PRIVACY,
-    )
-    jobs, private = [], []
-    for name, (write, partitions, overrides, seeds) in ROWS.items():
-        for partition, seed in product(partitions, seeds):
-            if only and name not in only:
-                continue
-            if not (root := data_of(name, seed)).exists():
-                write(data, root, seed)
-            run = partial(measure, seed=seed, root=root.resolve())
-            group = {"data": name, "partition": partition}
-            results, more, settings = RESULTS, scores, [*RECOMMENDED, "evaluation.baselines=2"]
-            if partitions is BUDGETS.get(name):
-                results, more = NUMBERS, scores_of_numbers
-                group = {"data": name, "privacy": partition}
-            divided, folder = partitions[partition], folder_of(name, partition, seed)
+    for table, (title, columns) in TABLES.items():
+        start(table, title=title, command=COMMAND, columns=columns)
+    make = partial(make_row, data=options.data.resolve())
+    for rows in (plain_rows(), private_rows()):
+        asked = [row for row in rows if not options.only or row.asked in options.only]
+        make_all(make, asked, at_a_time=options.jobs)
+
+
+class Row(NamedTuple):
+    """One run: what it is asked for by, the name of its data, its table, and how it is made."""
+
+    asked: str
+    name: str
+    table: str
+    job: Job
+
+
+def make_row(row: Row, *, data: Path) -> None:
+    """Make one run, unless it is there, and the data that it needs."""
+    group, overrides, seed, place, _, more = row.job
+    write, _, (kind, *_), _ = ROWS[row.name]
+    file = f"{row.name}_{seed}{SUFFIX.get(kind, '.npz')}"
+    root = (RUNS / "data" / file.replace(",", "")).resolve()  # a comma would ask for a sweep
+    if not root.exists():
+        write(data, root, seed)
+    folder = RUNS / f"{row.name}_{place}_{seed}".replace(" ", "_").replace(",", "")
+    table = RESULTS / f"{row.table}.json"
+    measure(table, folder, overrides=overrides, group=group, seed=seed, root=root, more=more)
+
+
+def plain_rows() -> Iterator[Row]:
+    """Yield the rows of the recommended command, and those of numbers."""
+    for name, (_, partitions, overrides, seeds) in ROWS.items():
+        is_number = partitions is BUDGETS.get(name)
+        table, more = ("regression", scores_of_numbers) if is_number else ("recommended", scores)
+        for (partition, divided), seed in product(partitions.items(), seeds):
+            settings = [*RECOMMENDED, "runtime.threads=1", *overrides]
             if divided[0] == NUMBERS_ALONE:
-                settings, overrides = [], tuple(text for text in overrides if text != MLP)
-            settings += ["runtime.threads=1", *overrides, *divided]
-            jobs.append(partial(run, results, folder, group=group, more=more, overrides=settings))
+                settings = ["runtime.threads=1", *without_search(overrides)]
+            group = {"data": name, "privacy" if is_number else "partition": partition}
+            job = Job(group, [*settings, *divided], seed, partition, more=more)
+            yield Row(name, name, table, job)
+
+
+def private_rows() -> Iterator[Row]:
+    """Yield the rows of tables with privacy, which stand beside those without."""
     for network, name, seed in product(NETWORKS, RANGES, SEEDS):
-        if only and f"{name} private" not in only:
-            continue
-        write, partitions, overrides, _ = ROWS[name]
-        if not (root := data_of(name, seed)).exists():
-            write(data, root, seed)
+        _, partitions, overrides, _ = ROWS[name]
         ((partition, divided),) = partitions.items()
         beside = partial(scores_beside, {"data": name, "partition": partition}, seed)
         settings = [*NETWORKS[network], "privacy.epsilon=8", "secure_sum=true", "runtime.threads=1"]
-        settings += [*(text for text in overrides if text != MLP), *divided]
+        settings += [*without_search(overrides), *divided]
         settings.append(f"dataset.ranges={{{RANGES[name]}}}")
-        folder = folder_of(name, f"epsilon 8 {network}", seed)
-        run = partial(measure, PRIVATE, folder, group={"data": name, "network": network}, seed=seed)
-        private.append(partial(run, root=root.resolve(), more=beside, overrides=settings))
-    for made in (jobs, private):
-        make_all(lambda job: job(), made, at_a_time=options.jobs)
+        group, place = {"data": name, "network": network}, f"epsilon 8 {network}"
+        job = Job(group, settings, seed, place, more=beside)
+        yield Row(f"{name} private", name, "private_tables", job)
 
 
-def data_of(name: str, seed: int) -> Path:
-    """Where a row's data of a seed are written; a comma in a setting would ask for a sweep."""
-    overrides = ROWS[name][2]
-    file = f"{name}_{seed}{SUFFIX.get(overrides[0], '.npz')}"
-    return RUNS / "data" / file.replace(",", "")
-
-
-def folder_of(name: str, partition: str, seed: int) -> Path:
-    """The folder of a row's run."""
-    return RUNS / f"{name}_{partition}_{seed}".replace(" ", "_").replace(",", "")
+def without_search(overrides: Sequence[str]) -> list[str]:
+    """Overrides but for the search space."""
+    return [text for text in overrides if text != MLP]
 
 
 def scores(run: Run) -> dict[str, float | None]:
@@ -206,7 +208,7 @@ def forest_auroc(run: Run) -> float:
 
 def scores_beside(group: dict[str, str], seed: int, run: Run) -> dict[str, float | None]:
     """The AUROC of the row and seed without privacy, and how far a private one is from it."""
-    rows = json.loads(RESULTS.read_text())["runs"]
+    rows = json.loads((RESULTS / "recommended.json").read_text())["runs"]
     (plain,) = (row for row in rows if (row["group"], row["seed"]) == (group, seed))
     without = plain["metrics"]["central_auroc"]
     return {"plain": without, "minus_plain": run.scores("central")["auroc"] - without}

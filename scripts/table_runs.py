@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import resource
@@ -189,6 +190,7 @@ def measure(
     group: Mapping[str, Any],
     seed: int,
     root: Path | None,
+    end: float = math.inf,
     more: Callable[[Run], Metrics] = nothing,
 ) -> None:
     """Make one run, or go on with it, and add it to a table's results.
@@ -202,6 +204,7 @@ def measure(
         group: The first columns of the run's row.
         seed: The run's seed.
         root: Folder of the data; None where it needs none.
+        end: When the run is stopped, to go on another time, by ``time.monotonic``.
         more: Returns further metrics of the finished run.
     """
     if is_made(results, overrides, seed, group):
@@ -210,7 +213,7 @@ def measure(
     if known and is_complete(folder) and _commit_of(read_run(folder)) == known["commit"]:
         shutil.rmtree(folder)  # the table's own, of an earlier commit
     before = cpu_seconds()
-    run = make_run(folder, overrides, seed=seed, root=root)
+    run = make_run(folder, overrides, seed=seed, root=root, end=end)
     if run is None:
         return
     used = cpu_seconds() - before
@@ -237,10 +240,13 @@ def measure(
 _making: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)  # by run folder
 
 
-def make_run(folder: Path, overrides: Sequence[str], *, seed: int, root: Path | None) -> Run | None:
-    """Return a run, made or gone on with unless it is complete; None after telling why it failed.
+def make_run(
+    folder: Path, overrides: Sequence[str], *, seed: int, root: Path | None, end: float = math.inf
+) -> Run | None:
+    """Return a run, made or gone on with unless it is complete.
 
-    Arguments are those of :func:`measure`. What another thread makes is waited for.
+    None if the time is over, or after telling why it failed. Arguments are those of
+    :func:`measure`. What another thread makes is waited for.
     """
     with _making[folder]:
         if is_complete(folder):
@@ -251,13 +257,19 @@ def make_run(folder: Path, overrides: Sequence[str], *, seed: int, root: Path | 
             arguments = [] if compares else ["evaluation.baselines=0"]
             arguments += [*overrides, f"seed={seed}", f"run_dir={folder}"]
             arguments += [] if root is None else [f"dataset.root={root}"]
-        done = subprocess.run(
-            [sys.executable, "-m", "fednas_flwr", "run", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, ALONE: "1"},  # of a run's workers the CPU time is not seen
-        )
+        left = end - time.monotonic()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "fednas_flwr", "run", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=None if left == math.inf else max(0.0, left),
+                env={**os.environ, ALONE: "1"},  # of a run's workers the CPU time is not seen
+            )
+        except subprocess.TimeoutExpired:
+            print(f"{folder}: stopped, to go on another time", flush=True)
+            return None
     if done.returncode:
         print(f"{folder}: exit code {done.returncode}\n{done.stdout[-2000:]}", flush=True)
         return None
