@@ -11,12 +11,11 @@ added to scripts/results/recommended.json, or, of a number to predict, regressio
 table with privacy, private_tables.json.
 
 Columns are test scores by each row's own metric: of the delivered network; of the found one, the
-mean random one, the data-free choice and the network made by hand (ResNet-8, of a table one layer
-of 64 units), which all had the same rounds; of the linear model; of logistic regression and boosted
-trees on pooled records of a table, and of a random forest on those of ``breast``, whose seeds are
-five folds of all images. Of numbers they are R2, also of ridge regression on pooled records, and
-the delivered network's RMSE. Tables with privacy share the noise in secure sums; each stands beside
-the run of its seed without privacy.
+mean random one, the data-free choice and ResNet-8, which all had the same rounds; of the linear
+model; of logistic regression and boosted trees on pooled records of a table, and of a random forest
+on those of ``breast``, whose seeds are five folds of all images. Of numbers they are R2, also of
+ridge regression on pooled records, and the delivered network's RMSE. Tables with privacy share the
+noise in secure sums; each stands beside the run of its seed without privacy.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ PARTITIONS = {
         "partition.clients_per_group=[1,1,1,1,1]",
     ),
 }
-NAMES = ("delivered", "found", "random", "data-free", "by hand", "linear", "pooled", "trees")
+NAMES = ("delivered", "found", "random", "data-free", "ResNet-8", "linear", "pooled", "trees")
 COLUMNS = [{"metric": name, "title": name, **PERCENT} for name in NAMES]
 COLUMNS.append({"metric": "forest", "title": "random forest", **PERCENT})
 COLUMNS.append({"metric": "minus_simple", "title": "delivered minus simple", **PERCENT})
@@ -171,9 +170,9 @@ def scores(run: Run) -> dict[str, float | None]:
     known, choice, metric = candidates(run.folder), chosen(run.folder), run.score.name
     short = {one.name: one.short.scores("central").get(metric) for one in known}
     long = {one.name: one.row()["test"] for one in known}
-    by_hand = next(name for name in short if name.startswith(("resnet", "mlp")))
+    resnet = next((name for name in short if name.startswith("resnet")), "")
     simple = max(
-        (one for one in known if one.name in ("linear", by_hand)), key=lambda one: one.values[0]
+        (one for one in known if one.name in ("linear", resnet)), key=lambda one: one.values[0]
     )
     random = [value for name, value in short.items() if name.startswith("random") and value]
     delivered = run.scores("central")[metric]
@@ -184,7 +183,7 @@ def scores(run: Run) -> dict[str, float | None]:
         "found": short.get("found"),
         "random": fmean(random) if random else None,
         "data-free": short.get("data_free"),
-        "by hand": short[by_hand],
+        "ResNet-8": short.get(resnet),
         "linear": long.get("linear"),
         "pooled": run.scores("linear").get(metric),
         "trees": run.scores("trees").get(metric),

@@ -35,7 +35,6 @@ from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_j
 from fednas_flwr.spaces.operations import every_second, make_norm
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
-ONE_LAYER = "mlp_64"  # name of the network made by hand for tables
 FINE_TUNED = "fine_tuned"  # name of a network that begins with public weights
 POOL = "pool"  # name of the network that holds several derived ones
 Description = Mapping[str, Any]  # what a network is built from, JSON values only
@@ -433,8 +432,8 @@ def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 class OneLayer(nn.Module):
     """A layer of ReLU units beside a linear model, both on the flattened input.
 
-    What tables are compared with; with privacy it learns more of few records than deeper networks
-    do (scripts/results/README.md, "Tables with privacy").
+    For tables with privacy, where it learns more of few records than deeper networks do
+    (scripts/results/README.md, "Tables with privacy").
     """
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, *, width: int) -> None:
@@ -513,7 +512,7 @@ FIXED_NETWORKS |= {
     "mobilenet_v2": partial(torchvision_network, name="mobilenet_v2"),
     "plain_cnn": plain_cnn,
     "linear": linear,
-    ONE_LAYER: partial(OneLayer, width=64),
+    "mlp_64": partial(OneLayer, width=64),
     **{
         name: partial(resnet8, width=width)
         for name, width in zip(RESNETS, RESNET8_WIDTHS, strict=True)

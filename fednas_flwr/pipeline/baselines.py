@@ -21,7 +21,7 @@ from fednas_flwr.base.foreign import read_yaml
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.features import transform_of
 from fednas_flwr.data.npz import reads_encoded
-from fednas_flwr.models.networks import FINE_TUNED, FIXED_NETWORKS, ONE_LAYER, described_space
+from fednas_flwr.models.networks import FINE_TUNED, FIXED_NETWORKS, described_space
 from fednas_flwr.pipeline.feasible import pools_records
 from fednas_flwr.runs.events import Event, records_of
 from fednas_flwr.runs.leaderboard import FINALISTS, FRONT, Candidate, finalists
@@ -45,7 +45,7 @@ COSTS = 5  # ranges of cost, from each of which a front has a network
 EXACT, ADAM_RATE = 120, 0.05  # rounds and learning rate of a linear model that is fitted exactly
 FAR, LARGEST_BATCH = 100.0, 10**8  # norm that no mean gradient has; values in a client's batch
 SHARE = 3  # candidates are trained for so small a part of the rounds at first
-FURTHER = 3  # baselines beside the random ones, at most; candidates are two more, of the search
+FURTHER = 3  # baselines beside the random ones, at most
 ADDED = 0.5  # share of a run's time that baselines may add by default
 WORTH_S = 60.0  # a shorter run is a try, which baselines would only delay
 STAGES = ["retrain", "evaluate", "export"]  # of a network that is given
@@ -60,9 +60,9 @@ def prepare_baselines(config: Config) -> list[Path]:
     They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, which
     scores put first in the search's own pool, or else the choice of
     ``experiment=search/data_free``, unless the run's algorithm is ``zero_cost``;
-    ``linear``, a linear model, unless the run fits one to pooled records; and one made by hand,
-    for images ``resnet8_<width>``, of the width whose multiply-adds are nearest, else ``mlp_64``.
-    Hyper-parameters that the search has found are taken over.
+    ``linear``, a linear model, unless the run fits one to pooled records; and for images
+    ``resnet8_<width>``, of the width whose multiply-adds are nearest. Hyper-parameters that the
+    search has found are taken over.
 
     Args:
         config: Of a finished run that has exported a searched network.
@@ -205,7 +205,7 @@ def compared_rounds(config: Config) -> int:
     if not number or "evaluation.baselines" in unused:
         return 0
     if config.evaluation.deliver == BEST and "evaluation.deliver" not in unused:
-        return (number + FURTHER + 2) * -(-rounds // SHARE) + (FINALISTS + 1) * rounds
+        return (number + FURTHER + 1) * -(-rounds // SHARE) + (FINALISTS + 1) * rounds
     return (number + FURTHER) * rounds
 
 
@@ -262,10 +262,9 @@ def _baselines(config: Config, number: int, derived: Event) -> Iterator[tuple[st
     elif algorithm_of(config).trains is not None:
         yield DATA_FREE, _data_free(config)
     shape = tuple(description["input_shape"])
-    name = ONE_LAYER
     if len(shape) == 3:
         name = _nearest_resnet(shape, description["num_classes"], derived["multiply_adds"])
-    yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
+        yield name, replace(config, algorithm=_shipped("fedavg", network=name), stages=STAGES)
 
 
 def _given(config: Config, name: str, make: Callable[[], Genotype]) -> tuple[str, Config]:

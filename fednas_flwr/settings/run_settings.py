@@ -424,9 +424,9 @@ class EvaluationSettings(ps.Checked):
             it that they have fine-tuned, they keep that (``pipeline.personal_copies``; needs
             ``deliver=best`` or ``retrain.evaluate_every``); not with privacy.
         baselines: Random networks of the search space that are trained like the found one and
-            shown beside it, with the data-free choice, a linear model and a network made by hand: a
-            ResNet-8 for images, else one layer of 64 units. 0 for none of these. Default: 2 if the
-            run took over a minute and they add less than half of that time, otherwise 0.
+            shown beside it, with the data-free choice, a linear model and, for images, a ResNet-8;
+            0 for none of these. Default: 2 if the run took over a minute and they add less than
+            half of that time, otherwise 0.
     """
 
     positive: ps.Word | None  # as Hydra reads the name of a class 0, 1, ...

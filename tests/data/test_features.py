@@ -366,7 +366,7 @@ def test_fine_tuning_begins_with_the_weights_and_is_a_candidate(compose_config, 
     best = ("evaluation.deliver=best", "evaluation.baselines=1", *HEADS)
     searched = run(compose_config(*best, *overrides(weights), f"run_dir={tmp_path / 'best'}"))
     names = {path.name for path in (searched.folder / "baselines").iterdir()}
-    assert {"found", "found_skip", "linear", "mlp_64", "fine_tuned"} <= names
+    assert {"found", "found_skip", "linear", "fine_tuned"} <= names
 
 
 def test_fine_tuning_is_not_private_and_its_file_is_read_first(compose_config, tmp_path):
