@@ -30,7 +30,7 @@ import tempfile
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from fednas_flwr import compose, run
@@ -198,7 +198,7 @@ def measured(
         events = read_run(Path(folder) / "run").of_kind("round")
     counted = [event["seconds"] for event in events][1:]
     memory_kb, cpu_s, rounds = json.loads(last[0])
-    return Measured(memory_kb * 1024 / 1e6, median(counted), median(rounds), cpu_s)
+    return Measured(memory_kb * 1024 / 1e6, median(counted), fmean(rounds), cpu_s)
 
 
 def is_linear(seconds: dict[int, float]) -> bool:

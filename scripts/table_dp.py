@@ -30,7 +30,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
-from table_runs import RESULTS, Job, arguments, make_runs, start
+from table_runs import RESULTS, Job, Metrics, arguments, make_runs, start
 
 from fednas_flwr.spaces.genotype import to_json
 from fednas_flwr.spaces.nasbench201 import EDGES, OPS, NASBench201Space
@@ -126,11 +126,10 @@ def jobs(seed: int) -> Iterator[tuple[str, Job]]:
             group = {"network": name, "K": clients, "epsilon": epsilon}
             yield "dp_images", Job(group, (*COMPARED[name], *chosen), seed)
     cifar10 = ("dataset=npz", f"privacy.epsilon={PRV_BUDGETS[3]}", "clients=1")
-    features = f"dataset.cache={CIFAR10_FEATURES}_s{seed}"
-    yield (
-        CIFAR10,
-        Job({"network": "linear", "epsilon": 3}, (*ON_FEATURES, *cifar10, features), seed),
-    )
+    features = f"{CIFAR10_FEATURES}_s{seed}"
+    of_cifar10 = (*ON_FEATURES, *cifar10, f"dataset.cache={features}")
+    group = {"network": "linear", "epsilon": 3}
+    yield CIFAR10, Job(group, of_cifar10, seed, more=lambda run: removed(features))
     for name, (sums, numbers) in SUMS.items():
         for clients in numbers:
             own = (*SEARCHED, f"clients={clients}", "retrain.exchange=gradients", *sums)
@@ -140,6 +139,12 @@ def jobs(seed: int) -> Iterator[tuple[str, Job]]:
             group = {"network": name, "K": clients, "budget": budget}
             own = (*COMPARED[name], f"clients={clients}", f"privacy.epsilon={budget}")
             yield "dp_budget", Job(group, own, seed)
+
+
+def removed(features: str) -> Metrics:
+    """Remove a finished run's features, which fill a disk; no metrics."""
+    shutil.rmtree(features, ignore_errors=True)
+    return {}
 
 
 def main() -> None:
@@ -171,8 +176,6 @@ def main() -> None:
         )
         asked = [job for seed in SEEDS for name, job in jobs(seed) if name == table]
         make_runs(results, asked, root=options.root, at_a_time=options.jobs, runs=f"{RUNS}{table}_")
-    for seed in SEEDS:
-        shutil.rmtree(f"{CIFAR10_FEATURES}_s{seed}", ignore_errors=True)
 
 
 LINES = {  # of the picture, by network and clients: label, colour, dashes

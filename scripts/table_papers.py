@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from table_runs import arguments, make_all, make_run, measure, start
 
@@ -184,7 +185,8 @@ def make(row: Row, seed: int, results: Path, *, root: Path, end: float) -> None:
         return
     overrides = row.settings(of=(*row.search, *row.space, "stages=[search]"))
     place = row.search[0] if row.name != IN_201 else f"{row.search[0]} 201"
-    search = make_run(folder(place, row, seed), overrides, seed=seed, root=root, end=end)
+    kept: dict[str, Any] = {"seed": seed, "root": root, "end": end, "any_commit": True}
+    search = make_run(folder(place, row, seed), overrides, **kept)
     if search is None:
         return
     genotype = search.folder / "genotype.json"
@@ -198,9 +200,7 @@ def make(row: Row, seed: int, results: Path, *, root: Path, end: float) -> None:
         folder(f"{row.paper} {row.name}", row, seed),
         overrides=row.settings(of=(*row.training, *TRAINING, *sizes)),
         group=group,
-        seed=seed,
-        root=root,
-        end=end,
+        **kept,
         more=lambda run: {
             "paper": row.number,
             "searched_seconds": search.numbers()["search_seconds"],

@@ -191,6 +191,7 @@ def measure(
     seed: int,
     root: Path | None,
     end: float = math.inf,
+    any_commit: bool = False,
     more: Callable[[Run], Metrics] = nothing,
 ) -> None:
     """Make one run, or go on with it, and add it to a table's results.
@@ -205,15 +206,13 @@ def measure(
         seed: The run's seed.
         root: Folder of the data; None where it needs none.
         end: When the run is stopped, to go on another time, by ``time.monotonic``.
+        any_commit: Whether a finished run of another commit counts, too; else it is made anew.
         more: Returns further metrics of the finished run.
     """
     if is_made(results, overrides, seed, group):
         return
-    known = find_result(results, {"overrides": list(overrides)}, seed, group)
-    if known and is_complete(folder) and _commit_of(read_run(folder)) == known["commit"]:
-        shutil.rmtree(folder)  # the table's own, of an earlier commit
     before = cpu_seconds()
-    run = make_run(folder, overrides, seed=seed, root=root, end=end)
+    run = make_run(folder, overrides, seed=seed, root=root, end=end, any_commit=any_commit)
     if run is None:
         return
     used = cpu_seconds() - before
@@ -237,34 +236,45 @@ def measure(
     print(f"{dict(group)} seed {seed}: {numbers}", flush=True)
 
 
-_making: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)  # by run folder
+_making: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by run folder
 
 
 def make_run(
-    folder: Path, overrides: Sequence[str], *, seed: int, root: Path | None, end: float = math.inf
+    folder: Path,
+    overrides: Sequence[str],
+    *,
+    seed: int,
+    root: Path | None,
+    end: float = math.inf,
+    any_commit: bool = False,
 ) -> Run | None:
     """Return a run, made or gone on with unless it is complete.
 
     None if the time is over, or after telling why it failed. Arguments are those of
     :func:`measure`. What another thread makes is waited for.
     """
-    with _making[folder]:
+    with _making[str(folder)]:
         if is_complete(folder):
-            return read_run(folder)
+            run = read_run(folder)
+            if any_commit or is_current(_commit_of(run) or ""):
+                return run
+            shutil.rmtree(folder)
+        left = end - time.monotonic()
+        if left <= 0:
+            return None
         arguments = [f"resume={folder}"]
         if not (folder / "config.yaml").exists():
             compares = any(text.startswith("evaluation.baselines=") for text in overrides)
             arguments = [] if compares else ["evaluation.baselines=0"]
             arguments += [*overrides, f"seed={seed}", f"run_dir={folder}"]
             arguments += [] if root is None else [f"dataset.root={root}"]
-        left = end - time.monotonic()
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "fednas_flwr", "run", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=None if left == math.inf else max(0.0, left),
+                timeout=None if left == math.inf else left,
                 env={**os.environ, ALONE: "1"},  # of a run's workers the CPU time is not seen
             )
         except subprocess.TimeoutExpired:

@@ -71,6 +71,8 @@ def main() -> None:
     others = []
     for own, search in zip(settings, searches, strict=True):
         partition, seed, space = own
+        any_size = job("random_any_size", own, *GIVEN, f"genotype={any_file(seed, space)}")
+        others += [any_size, job("AZ-NAS", own, *SCORED, *SPACES[space][1])]
         like = RUNS / f"{space}_{partition}_s{seed}.json"
         random = job("random", own, *GIVEN, f"genotype={like}")
         if not is_made(results, random.overrides, seed):
@@ -78,8 +80,7 @@ def main() -> None:
             if make_run(folder, search.overrides, seed=seed, root=root) is None:
                 continue
             write_atomically(like, to_json(draw_like(folder, seed)))
-        any_size = job("random_any_size", own, *GIVEN, f"genotype={any_file(seed, space)}")
-        others += [random, any_size, job("AZ-NAS", own, *SCORED, *SPACES[space][1])]
+        others.append(random)
     make_runs(results, others, root=root, at_a_time=options.jobs)
 
 

@@ -215,14 +215,15 @@ def _suggestions(prepared: Prepared, ends: Mapping[str, list[str]]) -> list[str]
     ranges = ",".join(f"{keys[name]}:[{pair}]" for name, pair in pairs if name not in odd)
     if odd and prepared.uses_own_statistics:
         lines.append(f"other names for {listed(odd, 5)}, which no dataset.ranges can spell")
-    if ranges and prepared.uses_own_statistics:
-        experiment = "private_table"
-        if records.is_regression:
-            least, most = (f"{float(end):g}" for end in records.labels.aminmax())
-            experiment = f"private_numbers dataset.target_range=[{least},{most}]"
+    declared, experiment = [f"'dataset.ranges={{{ranges}}}'"] if ranges else [], "private_table"
+    if records.is_regression:
+        least, most = records.labels.aminmax()
+        declared.append(f"dataset.target_range=[{least:g},{most:g}]")
+        experiment = "private_numbers"
+    if declared and prepared.uses_own_statistics:
         lines.append(
-            f"with privacy=dp 'dataset.ranges={{{ranges}}}', with the ends that are usual in place "
-            f"of these, which are of the records, and experiment=fedavg/{experiment}"
+            f"with privacy=dp {' '.join(declared)}, with the ends that are usual in place of "
+            f"these, which are of the records, and experiment=fedavg/{experiment}"
         )
     if records.schema and not records.by_person:
         lines.append("dataset.id_column=<column>, if several rows can be of one person")

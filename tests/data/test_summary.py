@@ -62,7 +62,9 @@ def test_small_and_lopsided_clients_are_named(patients, tmp_path, capsys):
     assert "label ward: e 10, n 56, s 54" in printed
     number = ["dataset.label=age", "dataset.task=regression"]
     assert main(["data", str(patients), *number, *settings[1:]]) == 0
-    assert "private_numbers dataset.target_range=[23,79]" in capsys.readouterr().out
+    assert (
+        "}' dataset.target_range=[23,79], with the ends that are usual" in capsys.readouterr().out
+    )
 
 
 def test_images_are_told_with_what_is_done_to_them(tmp_path, capsys):

@@ -299,8 +299,7 @@ def test_the_bandit_of_the_fraud_experiment_sees_through_the_noise_of_its_budget
 def test_rewards_take_all_that_given_noise_of_alphas_leaves(planned):
     given = ["privacy.epsilon=4", "privacy.rewards_share=0.01", "privacy.alphas.noise_multiplier=2"]
     schedule = planned(*FEATHERS, *given)
-    alphas = [item for item in schedule if item.kind == "alphas"]
-    assert 0.04 < cost(alphas, "validation")
+    assert 0.04 < cost([item for item in schedule if item.kind == "alphas"], "validation")
     assert 0.98 * 4 < cost(schedule, "validation") <= 4
 
 
