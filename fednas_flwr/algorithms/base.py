@@ -535,11 +535,8 @@ class RoundStrategy(Strategy, Generic[S]):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
     ) -> Result:
         self.cohort.connect(grid)
-        if initial_arrays is not None:  # taken in place: optimisers hold the model's vectors
-            given = initial_arrays.to_torch_state_dict()
-            for state, layout in self.layouts.items():
-                named = {name: given[f"{state}.{name}"] for name, _, _ in layout.entries}
-                self.inherit({state: st.pack(named)})
+        if initial_arrays is not None:
+            self._load_named(initial_arrays.to_torch_state_dict())
         result = Result()
         self.rounds_done = self._restore()
         first, longest_s = self.rounds_done + 1, 0.0
@@ -691,6 +688,12 @@ class RoundStrategy(Strategy, Generic[S]):
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
         self.load_server_tensors(server_state(checkpoint))
         return checkpoint.round
+
+    def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy named tensors into the global model in place: optimisers hold its vectors."""
+        for state, layout in self.layouts.items():
+            named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
+            self.inherit({state: st.pack(named)})
 
 
 def server_state(checkpoint: Checkpoint) -> st.Tensors:

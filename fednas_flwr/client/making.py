@@ -92,12 +92,6 @@ def make_client(
         records = prepared.train
         ids, column = records.ids[parts[index]], records.id_column
         guard.hold(assignment_digest(ids, key=key, fractions=fractions, id_column=column), column)
-    if "models" in site and "signer" not in site:
-        raise ConfigError(
-            "the node keeps models but lacks signer: give the file of the operator's public key, "
-            "signing.pub of `fednas provision`."
-        )
-    kept = KeptModels(Path(site["models"]), Path(site["signer"])) if "models" in site else None
     sums = _site_sums(config, index, site, guard)
     sent = "" if sums is None else settings or dump_config(config)
     return Client(
@@ -118,7 +112,7 @@ def make_client(
         precision=config.training.precision,
         guard=guard,
         wire=config.runtime.wire,
-        kept_models=kept,
+        kept_models=_kept_models(site),
         sums=sums,
         cache=Path(config.dataset.cache).expanduser(),
         settings_digest=hashlib.sha256(sent.encode()).hexdigest(),
@@ -242,6 +236,22 @@ def _simulated_guard(
     return guard
 
 
+def _kept_models(site: Mapping[str, str]) -> KeptModels | None:
+    """Return the folder of a node's kept models, None if it names none.
+
+    Raises:
+        ConfigError: It does not say whose.
+    """
+    if "models" not in site:
+        return None
+    if "signer" not in site:
+        raise ConfigError(
+            "the node keeps models but lacks signer: give the file of the operator's public key, "
+            "signing.pub of `fednas provision`."
+        )
+    return KeptModels(Path(site["models"]), Path(site["signer"]))
+
+
 def _site_sums(
     config: Config, index: int, site: Mapping[str, str], guard: ReleaseGuard | None
 ) -> SumSite | None:
@@ -271,9 +281,15 @@ def make_sum_site(config: Config, index: int) -> SumSite | None:
     folders = [config.folder / "sites" / f"client-{i}" for i in range(config.clients)]
     keys = [SiteKeys.at(folder / "sum.keys") for folder in folders]
     roster = Roster(tuple(key.public(f"client-{i}") for i, key in enumerate(keys)))
-    least, colluding = config.secure_sum.least(config.clients), config.secure_sum.colluding
-    terms = SumTerms(roster.fingerprint, least, colluding)
+    terms = _simulated_terms(config, roster.fingerprint)
     return SumSite(index, keys[index], roster, terms, folders[index] / "sums.sqlite")
+
+
+def _simulated_terms(config: Config, fingerprint: str) -> SumTerms:
+    """Return the terms of secure sums in the policy of a simulated site."""
+    terms = config.secure_sum
+    assert terms is not None
+    return SumTerms(fingerprint, terms.least(config.clients), terms.colluding)
 
 
 def simulated_site(config: Config, index: int) -> Path | None:
@@ -302,8 +318,7 @@ def simulated_policy(config: Config, index: int, records: Records, rows: np.ndar
         policy = parse_policy(_policy_text(config, records, rows), origin="privacy")
     if not config.secure_sum:
         return policy
-    least, colluding = config.secure_sum.least(config.clients), config.secure_sum.colluding
-    terms = SumTerms(NO_ROSTER, least, colluding)
+    terms = _simulated_terms(config, NO_ROSTER)
     sections = policy.data_sets.items()
     return Policy({name: replace(rules, secure_sum=terms) for name, rules in sections})
 

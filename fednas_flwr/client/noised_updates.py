@@ -22,7 +22,7 @@ from fednas_flwr.privacy.mechanism.micro_batches import ClippedSum
 from fednas_flwr.privacy.policy import refused
 from fednas_flwr.protocol.messages import Reply, Request
 from fednas_flwr.protocol.requests import Probe
-from fednas_flwr.protocol.secure_sum.masks import Cells
+from fednas_flwr.protocol.secure_sum.masks import Cells, Grid
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, States, network_states, pack
 
 MOST_CELLS = 2.0**52  # of a weight that is sent, on the grid of the sum of its updates
@@ -56,11 +56,7 @@ def noised_update(
             limit = "none: they would tell of the records without noise"
             raise refused("unit", "moments", "sent", limit)
         base, digests, grids = *_sent(request, network), request.grids
-        for kind, grid in grids.items():  # float64 must hold a cell beside the largest weight
-            values = [v.abs().max() for v in base[kind].values() if len(v)]
-            largest, most = max(map(float, values), default=0.0), MOST_CELLS * grid.cell
-            if not largest <= most:  # NaN is not
-                raise refused("secure_sum", f"largest of {kind}", largest, f"at most {most:g}")
+        _check_sent(base, grids)
 
     @cache
     def update() -> States:
@@ -107,6 +103,15 @@ def clipped(update: Mapping[str, Tensor], *, max_norm: float) -> ClippedSum:
     # a little less, so that rounding takes nothing beyond
     factor = max_norm / norm * (1 - 1e-12) if max_norm < norm < math.inf else 1.0
     return ClippedSum({n: vector * factor for n, vector in double.items()}, norm=max_norm)
+
+
+def _check_sent(base: States, grids: Mapping[str, Grid]) -> None:
+    """Refuse weights so large that float64 could not hold a cell of a secure sum beside them."""
+    for kind, grid in grids.items():
+        most = MOST_CELLS * grid.cell
+        largest = max((float(v.abs().max()) for v in base[kind].values() if len(v)), default=0.0)
+        if not largest <= most:  # NaN is not
+            raise refused("secure_sum", f"largest of {kind}", largest, f"at most {most:g}")
 
 
 def _sent(request: Request, network: nn.Module) -> tuple[dict[str, Packed], dict[str, str]]:

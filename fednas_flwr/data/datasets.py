@@ -385,9 +385,7 @@ def load_or_build(
         records = _read(folder)
         if records is not None:
             return records
-        shutil.rmtree(folder, ignore_errors=True)  # half of it is not read: all files count
-        if folder.is_file():
-            folder.unlink(missing_ok=True)
+        _discard(folder)
         _write(folder, build())
     raise OSError(f"the prepared data in {folder} cannot be read back: remove that folder.")
 
@@ -436,10 +434,8 @@ def _read(folder: Path) -> dict[str, rd.Records] | None:
     """The records, or None where the folder is missing or a file is not as written."""
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        for name, (changed_ns, digest) in index["files"].items():
-            path = folder / name  # whose bytes are read only if its time differs
-            if path.stat().st_mtime_ns != changed_ns and _facts(path)[1] != digest:
-                return None
+        if not all(_is_whole(folder / name, facts) for name, facts in index["files"].items()):
+            return None
         return {part: _mapped(folder, part, about) for part, about in index["parts"].items()}
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
@@ -463,3 +459,15 @@ def _facts(path: Path) -> list[object]:
     """A file's time of change in ns, and its hash."""
     with path.open("rb") as file:
         return [path.stat().st_mtime_ns, hashlib.file_digest(file, "blake2b").hexdigest()]
+
+
+def _is_whole(path: Path, facts: list[object]) -> bool:
+    """True if a file is as it was written; its bytes are read only if its time differs."""
+    return path.stat().st_mtime_ns == facts[0] or _facts(path)[1] == facts[1]
+
+
+def _discard(folder: Path) -> None:
+    """Remove what is there; of half a folder nothing is read, since all of its files count."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_file():
+        folder.unlink(missing_ok=True)

@@ -200,18 +200,7 @@ def _divided(records: Records, settings: ds.Partition, clients: int) -> list[np.
     name = settings.name
     if not isinstance(settings, ds.RandomPartition):
         column = settings.column if isinstance(settings, ds.ColumnPartition) else "site"
-        if column is None or column not in records.columns:
-            raise ConfigError(
-                f"partition={name} needs the column {column or 'partition.column'}, but these "
-                f"records have {', '.join(records.columns) or 'no columns'}."
-            )
-        values, owners = np.unique(records.columns[column], return_inverse=True)
-        if len(values) != clients:
-            raise ConfigError(
-                f"partition={name} makes {len(values)} clients, one per value of {column}, but "
-                f"clients={clients}: set clients={len(values)}."
-            )
-        return [np.flatnonzero(owners == client) for client in range(clients)]
+        return _by_column(records, clients=clients, name=name, column=column)
     rng = np.random.default_rng(derive_seed(settings.seed, "partition", name))
     if isinstance(settings, ds.LabelGroups):
         groups = settings.groups or FDNAS_GROUPS
@@ -334,6 +323,24 @@ def _cuts(size: int, shares: np.ndarray) -> np.ndarray:
     cuts: np.ndarray = np.rint(np.append(0, np.cumsum(shares)) * size).astype(np.int64)
     cuts[-1] = size
     return cuts
+
+
+def _by_column(
+    records: Records, *, clients: int, name: str, column: str | None
+) -> list[np.ndarray]:
+    """Return one part per value of the column, in the order of the sorted values."""
+    if column is None or column not in records.columns:
+        raise ConfigError(
+            f"partition={name} needs the column {column or 'partition.column'}, but these records "
+            f"have {', '.join(records.columns) or 'no columns'}."
+        )
+    values, owners = np.unique(records.columns[column], return_inverse=True)
+    if len(values) != clients:
+        raise ConfigError(
+            f"partition={name} makes {len(values)} clients, one per value of {column}, but "
+            f"clients={clients}: set clients={len(values)}."
+        )
+    return [np.flatnonzero(owners == client) for client in range(clients)]
 
 
 def _too_skewed(settings: ds.DirichletPartition, clients: int) -> ConfigError:

@@ -307,14 +307,7 @@ def _array(data: Any, inputs: Inputs, *, where: str) -> RawData:
     array = np.asarray(data.detach().cpu() if isinstance(data, Tensor) else data)
     names = feature_names(inputs.schema)
     if not inputs.is_table:
-        array = npz.usual_pixels(array)
-        if array.shape[1:] != inputs.shape or array.dtype != np.uint8:
-            array = npz.channels_first(array, origin=where)
-        if array.shape[1:] != inputs.shape:
-            raise ConfigError(
-                f"{where} holds images {array.dtype} of shape {array.shape}: expected uint8 or "
-                f"float [N, {', '.join(map(str, inputs.shape))}]; give files to have them resized."
-            )
+        array = _checked_images(array, inputs, where=where)
     elif array.ndim != 2 or array.shape[1] != len(names) or array.dtype.kind not in "fiub":
         raise ConfigError(
             f"{where} is {array.dtype} of shape {array.shape}: expected numbers "
@@ -327,3 +320,16 @@ def _array(data: Any, inputs: Inputs, *, where: str) -> RawData:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     notes = off_scale(tensor, inputs.schema, inputs.mean, inputs.std)
     return RawData(_numbers(tensor), None, tensor.__getitem__, tuple(notes))
+
+
+def _checked_images(array: np.ndarray, inputs: Inputs, *, where: str) -> np.ndarray:
+    """Return uint8 ``[N, C, H, W]``."""
+    array = npz.usual_pixels(array)
+    if array.shape[1:] != inputs.shape or array.dtype != np.uint8:
+        array = npz.channels_first(array, origin=where)
+    if array.shape[1:] != inputs.shape:
+        raise ConfigError(
+            f"{where} holds images {array.dtype} of shape {array.shape}: expected uint8 or float "
+            f"[N, {', '.join(map(str, inputs.shape))}]; give files to have them resized."
+        )
+    return array

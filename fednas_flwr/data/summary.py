@@ -215,7 +215,8 @@ def _suggestions(prepared: Prepared, ends: Mapping[str, list[str]]) -> list[str]
     ranges = ",".join(f"{keys[name]}:[{pair}]" for name, pair in pairs if name not in odd)
     if odd and prepared.uses_own_statistics:
         lines.append(f"other names for {listed(odd, 5)}, which no dataset.ranges can spell")
-    declared, experiment = [f"'dataset.ranges={{{ranges}}}'"] if ranges else [], "private_table"
+    declared = [f"'dataset.ranges={{{ranges}}}'"] if ranges else []
+    experiment = "private_table"
     if records.is_regression:
         least, most = records.labels.aminmax()
         declared.append(f"dataset.target_range=[{least:g},{most:g}]")

@@ -34,13 +34,15 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run what came with ``flwr run``; the run folder lies on this machine.
-
-    Of the configuration that ``fednas run runtime=deployment`` has sent it prints events.
-    """
-    if not context.run_config[CONFIG_KEY]:
+    """Run what came with ``flwr run``; the run folder lies on this machine."""
+    if context.run_config[CONFIG_KEY]:
+        _run_launched(grid, context)
+    else:
         _run_overrides(grid, str(context.run_config[OVERRIDES_KEY]))
-        return
+
+
+def _run_launched(grid: Grid, context: Context) -> None:
+    """Run the configuration that ``fednas run runtime=deployment`` has sent, and print events."""
     config = configuration.load_config(str(context.run_config[CONFIG_KEY]))
     resumed, folder = bool(context.run_config[RESUMED_KEY]), config.folder
     if not resumed and (folder / EVENTS_FILE).exists():

@@ -73,18 +73,13 @@ def begin(
     """
     limit, folder = config.runtime.time_limit, config.folder
     ends_at = None if limit is None else time.monotonic() + seconds(limit)
-    agreements = [e for e in earlier if e["event"] in ("approval_awaited", "privacy")]
-    name = f"{folder.name}.{secrets.token_hex(4)}"
-    if agreements and agreements[-1]["event"] == "approval_awaited":  # it has released nothing
-        name = agreements[-1]["run"]
+    name = awaited_run(earlier) or f"{folder.name}.{secrets.token_hex(4)}"
     cohort = make_cohort(config, run=name, emit=log.emit)
     prepared = _connect(config, grid, cohort, folder)
     for event in earlier:
         if event.get("expelled"):
             cohort.dismiss(event["client"], event["reason"], expelled=True)
-    known = [event for event in earlier if event["event"] == "statistics"]
-    values = [tuple(known[-1].get(name, ())) for name in ("mean", "std", "target")] if known else []
-    statistics = Statistics(*values) if known else None
+    statistics = pooled_statistics.known_statistics(earlier)
     if prepared.uses_own_statistics and not config.dp:
         statistics = statistics or pooled_statistics.found_statistics(prepared, cohort, log)
     splits: Sequence[Mapping[str, int]] = [
@@ -350,6 +345,18 @@ def _agreed(
             f"schedule, {cohort.quorum} are needed). Nothing was released."
         )
     return sorted(replies.items())
+
+
+def awaited_run(events: Sequence[Event]) -> str | None:
+    """The name of a run that ended as it waited for approvals, which has released nothing.
+
+    Args:
+        events: Of a run folder.
+    """
+    agreements = [e for e in events if e["event"] in ("approval_awaited", "privacy")]
+    if not agreements or agreements[-1]["event"] == "privacy":
+        return None
+    return str(agreements[-1]["run"])
 
 
 def _alone(releases: Schedule, properties: Mapping[str, Any], delta: float) -> dict[str, Any]:

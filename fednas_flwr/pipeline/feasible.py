@@ -328,8 +328,6 @@ def check_parts(
 ) -> None:
     """Refuse clients without the records that they are asked to train on, or with too few."""
     holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
-    searched, most = config.algorithm.whole_search(config).algorithm, config.retrain.batch_size
-    batch_sizes = {"search": getattr(searched, "batch_size", most), "retrain": most}
     for index, client in enumerate(clients):
         sizes = {"train": len(client.train), "validation": len(client.validation)}
         if holds_out and not sizes["validation"]:
@@ -356,7 +354,7 @@ def check_parts(
             )
         smallest = {"search": min(sizes.values()), "retrain": trained}
         for stage, network in networks.items():
-            batch_size = batch_sizes[stage]
+            batch_size = _batch_size(config, stage)
             if smallest[stage] != 1 and batch_size != 1:
                 continue
             if error := _error_of_one_record(network.train(), prepared.input_shape):
@@ -391,6 +389,14 @@ def pools_records(config: Config) -> bool:
         and config.runtime.name != "deployment"
         and not config.dp
     )
+
+
+def _batch_size(config: Config, stage: str) -> int | None:
+    """Return the largest batch that a stage trains on, None for all of a part's records."""
+    retraining = config.retrain.batch_size
+    if stage == "retrain":
+        return retraining
+    return getattr(config.algorithm.whole_search(config).algorithm, "batch_size", retraining)
 
 
 def _error_of_one_record(network: nn.Module, shape: tuple[int, ...]) -> ValueError | None:

@@ -187,6 +187,13 @@ def _group_run(run: Run, name: str, clients: list[int], states: Mapping[str, Pac
     )
 
 
+def _repeat_promise(run: Run, part: Run, clients: list[int]) -> None:
+    """Record in a group's own events the guarantee of privacy, which is of the whole run."""
+    if promised := read_run(run.folder).privacy:
+        members = [promise for promise in promised["clients"] if promise["client"] in clients]
+        part.log.emit("privacy", **(_fields(promised) | {"clients": members}))
+
+
 def _fields(event: Event) -> Event:
     return {k: v for k, v in event.items() if k not in ("event", "time", "elapsed")}
 
@@ -216,9 +223,7 @@ def _run_one(
         resumed = part.checkpoints.latest("search") is not None
         try:
             with log.attempt(resumed=resumed, circumstances=run.circumstances):
-                if promised := read_run(run.folder).privacy:  # a guarantee of the whole run
-                    members = [one for one in promised["clients"] if one["client"] in clients]
-                    log.emit("privacy", **(_fields(promised) | {"clients": members}))
+                _repeat_promise(run, part, clients)
                 with suppress(OutOfTimeError):
                     run_group(part)
         except (ConfigError, QuorumError) as error:

@@ -6,6 +6,7 @@ and :func:`keep`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,21 @@ from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.server.exchange import Exchange
 
+EPOCHS, RATE = 5, 0.1  # of fine-tuning; its rate as a share of retraining's first one
 SMALLEST_VARIANCE = 1e-12  # of a record's gain
 Result = Mapping[str, Any]  # of one site
+
+
+def fine_tuning(local: rq.LocalTraining, lr: float, *, split: str) -> rq.LocalTraining:
+    """The training of a copy: like that of retraining's last round, but more, at another rate.
+
+    Args:
+        local: Local training of the last round.
+        lr: Rate of the first round.
+        split: Records to train on.
+    """
+    weights = replace(local.weights, lr=RATE * lr, min_lr=RATE * lr)
+    return replace(local, split=split, weights=weights, amount=replace(local.amount, epochs=EPOCHS))
 
 
 def shrunken(gains: Mapping[int, tuple[float, float, int]]) -> dict[int, float]:

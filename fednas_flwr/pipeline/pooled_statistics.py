@@ -17,9 +17,20 @@ from fednas_flwr.data.records import feature_names
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.requests import TellStatistics
 from fednas_flwr.protocol.states import Layout, unpack
-from fednas_flwr.runs.events import EventLog
+from fednas_flwr.runs.events import Event, EventLog
 from fednas_flwr.server.cohort import CONNECT, Cohort, QuorumError
 from fednas_flwr.server.exchange import Exchange
+
+
+def known_statistics(earlier: Sequence[Event]) -> stats.Statistics | None:
+    """Return the statistics of the run that goes on, None if it has none.
+
+    Args:
+        earlier: Its events; empty of a new run.
+    """
+    known = [event for event in earlier if event["event"] == "statistics"]
+    values = [tuple(known[-1].get(name, ())) for name in ("mean", "std", "target")] if known else []
+    return stats.Statistics(*values) if known else None
 
 
 def _emitted(statistics: stats.Statistics, log: EventLog, **more: float) -> stats.Statistics:
@@ -42,7 +53,7 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
     names = feature_names(data.schema)[: data.num_numeric] + data.class_names * data.is_regression
     for client in cohort.clients:
         properties = cohort.properties[client]
-        moments = properties.get("moments", [])
+        moments: list[stats.Moments] = properties.get("moments", [])
         most = properties.get("splits", {}).get("train", 0)
         if len(moments) != len(names) or any(of.count > most for of in moments):
             reason = f"its moments are not of {len(names)} columns of {most} records"

@@ -61,7 +61,6 @@ from fednas_flwr.spaces.genotype import Genotype, save_genotype, to_json
 from fednas_flwr.spaces.operations import SkipNetwork
 
 RARE = 0.3  # share of records below which accuracy says little of the rarer of two classes
-EPOCHS, RATE = 5, 0.1  # of a copy's fine-tuning; its rate as a share of retraining's first one
 
 
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
@@ -460,9 +459,7 @@ def _copys_training(run: Run, description: dict[str, Any]) -> rq.LocalTraining:
     retrain = run.config.retrain
     split = "train" if retrain.evaluate_every else "train+validation"
     local = _last_round(later.with_precision(run, run.config, description), description)
-    lr, amount = RATE * retrain.weights.lr, replace(local.amount, epochs=EPOCHS)
-    weights = replace(local.weights, lr=lr, min_lr=lr)
-    return replace(local, split=split, weights=weights, amount=amount)
+    return personal_copies.fine_tuning(local, retrain.weights.lr, split=split)
 
 
 def _hand_over(run: Run, copies: Mapping[int, Path]) -> None:

@@ -51,9 +51,6 @@ def render_report(run_folder: Path) -> str:
     warnings = Counter(str(e["message"]) for e in run.of_kind("warning"))
     warnings.update(paragraphs("undecided", edges))
     figures, config = plots.all_figures(run), run.folder / CONFIG_FILE
-    text = config.read_text(encoding="utf-8") if config.exists() else ""
-    # without the folders of this machine: only the last part of each path
-    shown_text = re.sub(r"(?m)(?<=: )(['\"]?)[/~]\S*/(?=\S)", r"\1…/", text)
     layers = derived.get("layers") or []
     used = {layer["kind"] for layer in layers if layer.get("kind")}
     pictures = [
@@ -73,7 +70,7 @@ def render_report(run_folder: Path) -> str:
         edges=edges,
         partition=run.last("partition"),
         zip=zip,
-        config_text=shown_text,
+        config_text=_without_paths(config.read_text(encoding="utf-8")) if config.exists() else "",
         stages=[name for name in score_tables.STAGES if run.rounds(name)],
         layers=layers,
         cells=pictures,
@@ -101,3 +98,8 @@ class Picture:
         height = self.figure["layout"]["height"] + 20
         frame = f'<iframe style="width:100%;border:0" height="{height}" srcdoc="{{}}"></iframe>'
         return frame.format(escape(page))
+
+
+def _without_paths(text: str) -> str:
+    """A configuration without the folders of this machine: only the last part of each path."""
+    return re.sub(r"(?m)(?<=: )(['\"]?)[/~]\S*/(?=\S)", r"\1…/", text)

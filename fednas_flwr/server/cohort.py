@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -40,7 +40,11 @@ LONGEST_REASON = 500  # characters of a client's own words that are kept
 CONNECT = Exchange("query.describe", stage="connect", settings=Describe())
 
 
-Emit = Callable[..., None]  # sink of events: called with a name and JSON fields
+class Emit(Protocol):
+    """Sink of events: a name and JSON fields."""
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        """Record one event."""
 
 
 def ignore_events(event: str, **fields: Any) -> None:

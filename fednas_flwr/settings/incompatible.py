@@ -98,6 +98,19 @@ def holds(config: Config, condition: str) -> bool:
     return False
 
 
+def check_algorithm(config: Config) -> None:
+    """Refuse what the entry of the algorithm does not support, then what it alone refuses."""
+    entry, privacy = algorithm_of(config), config.dp
+    if privacy and privacy.unit not in entry.units:
+        able = sorted(other for other, one in algorithms().items() if privacy.unit in one.units)
+        raise ConfigError(
+            f"privacy=dp privacy.unit={privacy.unit} with algorithm={config.algorithm.name} is not "
+            f"possible yet: choose one of {', '.join(able)}."
+        )
+    _check_clashes(config, entry.clashes)
+    config.algorithm.check(config)
+
+
 def _simulated_terms(c: Config) -> SecureSumSettings | None:
     """Return the terms of secure sums; None at real sites, whose policies decide."""
     return None if c.runtime.name == "deployment" else c.secure_sum
@@ -262,15 +275,7 @@ def _check_clashes(config: Config, clashes: Mapping[str, str]) -> None:
 
 def check_combinations(config: Config) -> None:
     """Raise ConfigError for settings that exclude each other, the algorithm's own first."""
-    entry, privacy = algorithm_of(config), config.dp
-    if privacy and privacy.unit not in entry.units:
-        able = sorted(other for other, one in algorithms().items() if privacy.unit in one.units)
-        raise ConfigError(
-            f"privacy=dp privacy.unit={privacy.unit} with algorithm={config.algorithm.name} is not "
-            f"possible yet: choose one of {', '.join(able)}."
-        )
-    _check_clashes(config, entry.clashes)
-    config.algorithm.check(config)
+    check_algorithm(config)
     _check_clashes(config, CLASHES)
     for excluded, sentence in CONFLICTS:
         if excluded(config):

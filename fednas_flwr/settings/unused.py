@@ -340,11 +340,15 @@ def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | Non
         whole = ".".join(parts[:end])
         rule = idle.get(whole) or (idle.get(f"{parts[0]}.*") if end > 1 else None)
         if rule is not None:
-            value = _field(config, name)[1]
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            asks_nothing = not value and (not is_number or name in ZERO_IS_NONE)
-            return None if asks_nothing else rule
+            return None if _asks_nothing(config, name) else rule
     return None
+
+
+def _asks_nothing(config: Config, name: str) -> bool:
+    """Whether a setting is null, false or empty, or 0 where that means none."""
+    value = _field(config, name)[1]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return not value and (not is_number or name in ZERO_IS_NONE)
 
 
 def _field(config: Config, name: str) -> tuple[str, Any]:

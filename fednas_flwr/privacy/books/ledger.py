@@ -186,14 +186,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         """
         with self._exclusive() as (last, last_mac):
             state = self._state(last, last_mac)
-            known = _account(state, entry.account)["assignments"]
-            if known and known[0][1] != assignment and set(entry.splits) != set(SPLITS):
-                raise ConfigError(
-                    f"refused: since run {entry.run} committed to its schedule, the budget "
-                    f"{entry.account} was used with other records or splits: start a new run."
-                )
-            if [entry.data_set, assignment] not in known:
-                known.append([entry.data_set, assignment])
+            self._assign(state, entry, assignment)
             self._spend(state, entry, epsilon=epsilon, delta=delta)
             values = self._values(last + 1, entry)
             self._take(values[1], *values)
@@ -451,6 +444,17 @@ class Ledger(AbstractContextManager["Ledger"]):
         if row is None or not anchor.equal(row[1], self._mark.hmac("totals", last_mac, row[0])):
             raise anchor.damaged(f"the totals of {self.path} were edited or removed")
         return json.loads(row[0])
+
+    def _assign(self, state: _State, entry: Entry, assignment: str) -> None:
+        """Note the entry's assignment in ``state``; refuse one that must pay on every split."""
+        known, this = _account(state, entry.account)["assignments"], [entry.data_set, assignment]
+        if known and known[0][1] != assignment and set(entry.splits) != set(SPLITS):
+            raise ConfigError(
+                f"refused: since run {entry.run} committed to its schedule, the budget "
+                f"{entry.account} was used with other records or splits: start a new run."
+            )
+        if this not in known:
+            known.append(this)
 
     def _spend(self, state: _State, entry: Entry, *, epsilon: float, delta: float) -> None:
         """Add the entry to the totals in ``state``, or raise where it does not fit."""
