@@ -457,8 +457,7 @@ def path_supernet(
     """
     network = client.network({"name": SUPERNET})
     assert isinstance(network, space.Supernet)
-    used = opt.path_states(network, paths)
-    named = used if sparse else {}
+    named = opt.path_states(network, paths) if sparse else {}
     st.load_states(network, request.network_states, only=named)
     return network, named
 
@@ -476,7 +475,8 @@ def _exact_sums(
     asked: rq.TakeGradients | rq.TakeNetworkGradient,
     network: nn.Module,
 ) -> exact.ExactSums:
-    computed: dict[str, Any] = {"objective": client.objective, "precision": client.precision}
+    precision = getattr(asked, "precision", None) or client.precision
+    computed: dict[str, Any] = {"objective": client.objective, "precision": precision}
     if isinstance(asked, rq.TakeNetworkGradient):
         # A round has many steps: what is drawn must differ between them.
         purpose = (request.action, client.index, asked.step)

@@ -203,8 +203,7 @@ def bounded_powers(numbers_ND: Tensor, ranges: Statistics) -> Tensor:
     Returns:
         float64 ``[N, 3 D]``: all of 1, then all of u, then all of u^2.
     """
-    num_columns = numbers_ND.shape[1]
-    mean_D, std_D = _of_columns(ranges, num_columns)
+    mean_D, std_D = _of_columns(ranges, numbers_ND.shape[1])
     known_ND = ~numbers_ND.isnan()
     u_ND = ((numbers_ND.double() - mean_D) / (END * std_D)).clamp(-1, 1)
     u_ND = torch.where(known_ND, u_ND, 0.0)

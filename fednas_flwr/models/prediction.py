@@ -183,9 +183,7 @@ class Model(nn.Module):
         """Return logits ``[N, classes]`` of what :meth:`forward` takes."""
         if self.transform is not None:
             x = self.transform(x if x.is_floating_point() else x.float() / 255)
-        inputs = self.inputs
-        x = normalised(x, inputs.mean, inputs.std, inputs.limit)
-        return self.network(x)
+        return self.network(normalised(x, self.inputs.mean, self.inputs.std, self.inputs.limit))
 
     @torch.no_grad()
     def predict(

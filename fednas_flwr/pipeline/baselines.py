@@ -30,7 +30,7 @@ from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.search.data_free_scores import trusted_scores
 from fednas_flwr.settings import AlgorithmSettings, Config, conf_folder, with_runtime
 from fednas_flwr.settings.data_settings import EncodedImages, Images
-from fednas_flwr.settings.incompatible import has_real_sites
+from fednas_flwr.settings.incompatible import averages_plainly, has_real_sites
 from fednas_flwr.settings.names import BATCH, BEST, FOUND, LINEAR, NO_SKIP
 from fednas_flwr.settings.optimizers import RESNETS, SGD, Configuration
 from fednas_flwr.settings.parser import parse
@@ -142,9 +142,9 @@ def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
 
 def _planned_retraining(config: Config) -> Retrain:
     """Return the retraining of the delivered network, with its rounds."""
-    network = read_run(config.folder).last("derived")["network"]
-    sizes, share = _records(config)
-    return planned(config, share * median(sizes), network["input_shape"])
+    run, (sizes, share) = read_run(config.folder), _records(config)
+    counts, network = run.of_kind("partition")[0].get("counts"), run.last("derived")["network"]
+    return planned(config, share * median(sizes), network["input_shape"], counts)
 
 
 def _linear(config: Config, alike: Config) -> Config:
@@ -163,13 +163,11 @@ def _linear(config: Config, alike: Config) -> Config:
     run, asked = read_run(config.folder), config.retrain
     alike = replace(alike, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
     partition, shape = run.of_kind("partition")[0], run.last("derived")["network"]["input_shape"]
-    rules = {config.aggregate.name, config.server_optimizer.name} != {"mean", "none"}
     other = partition.get("multi_label") or partition.get("number") or len(shape) > 1
-    alone = config.dp or config.samples or config.evaluation.personalised
     records = records_of(partition)[1]
     trained, largest = records["train"] + records["validation"], max(_records(config)[0])
     large = largest * shape[0] > LARGEST_BATCH
-    if rules or other or alone or large or asked.rounds or asked.exchange:
+    if not averages_plainly(config) or other or large or asked.rounds or asked.exchange:
         return alike
     weights = SGD(lr=1.0, min_lr=1.0, momentum=0.0, weight_decay=1 / trained, clip_norm=FAR)
     steps = replace(alike.retrain, rounds=EXACT, local_epochs=1, batch_size=largest)
@@ -306,11 +304,10 @@ def _data_free(config: Config) -> Config:
     """
     settings, thin = (read_yaml(conf_folder() / name, name) for name in (DATA_FREE_FILE, THIN))
     space = config.search_space
-    scored, changed = {"draws": settings["algorithm"]["draws"]}, {}
+    scored = {"draws": settings["algorithm"]["draws"]}
     if isinstance(space, CellSpace) and trusted_scores(space.name):
         scored = settings["algorithm"]
-    if [space.name] == thin.pop("defaults"):
-        changed = thin
+    changed = thin if [space.name] == thin.pop("defaults") else {}
     return replace(
         config,
         algorithm=_shipped("zero_cost", **scored),

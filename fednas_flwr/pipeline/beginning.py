@@ -33,7 +33,7 @@ from fednas_flwr.protocol.requests import Commit
 from fednas_flwr.protocol.states import Packed
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.events import Event, EventLog
-from fednas_flwr.runs.numbers import of_splits
+from fednas_flwr.runs.numbers import of_splits, read_run
 from fednas_flwr.runs.run_folder import PARTITION_FILE
 from fednas_flwr.server.cohort import Cohort, Emit, QuorumError, ignore_events
 from fednas_flwr.server.exchange import Exchange
@@ -87,13 +87,14 @@ def begin(
     ]
     declared = _declared_at_first(cohort, earlier)
     records = median_records(config.retrain, [known for known in declared if known] or splits)
-    config = replace(config, retrain=planned(config, records, prepared.input_shape))
-    if config.samples:
-        splits = declared
-        cohort.sampling = make_sampling(config, splits)
     cohort.predicts_numbers = prepared.train.is_regression
     cohort.names = _names(config, cohort, prepared)
     _tell_partition(config, cohort, prepared, log)
+    counts = read_run(folder).of_kind("partition")[0]["counts"]
+    config = replace(config, retrain=planned(config, records, prepared.input_shape, counts))
+    if config.samples:
+        splits = declared
+        cohort.sampling = make_sampling(config, splits)
     checkpoints = make_checkpoints(folder, log)
     run = Run(
         *(config, folder, grid, log, cohort, checkpoints, prepared, [], circumstances),
@@ -138,8 +139,7 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
     """Emit the numbers of records by client and class, and the notes of the reader."""
     properties = list(cohort.properties.values())
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
-    counts = [known.get("class_counts", []) for known in properties]
-    all_count = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
+    counts = [known.get("class_counts", []) for known in properties]  # none of private clients
     whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs
     records: dict[str, Any] = {"summary": summarised(splits)}
     if whole:
@@ -152,7 +152,7 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         class_names=list(prepared.train.class_names),
         multi_label=prepared.train.multi_label,
         number=prepared.train.is_regression,
-        counts=counts if all_count and whole else None,
+        counts=counts if whole and all(len(of) == prepared.num_classes for of in counts) else None,
         **records,
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )

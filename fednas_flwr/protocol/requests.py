@@ -40,6 +40,7 @@ SCORES = ("f1", "auroc", "average_precision", "sensitivity", "specificity", *nam
 
 
 Number = Annotated[int, ps.Between(0, MAX_EXAMPLES)]
+Precision = Annotated[str, ps.OneOf((*names.PRECISIONS, names.AUTO))]
 Shape = Annotated[
     list[Number],
     ps.Where(
@@ -175,7 +176,7 @@ class LocalTraining(ps.Checked):
     drop_path_prob: opt.ShareBelow1
     proximal: opt.NonNegative = 0.0
     augmented: bool = True
-    precision: Annotated[str, ps.OneOf((*names.PRECISIONS, names.AUTO))] | None = None
+    precision: Precision | None = None
 
     states = ("weights",)
 
@@ -415,6 +416,7 @@ class TakeNetworkGradient(AtSite):
         batch_size: See :class:`Amount`.
         auxiliary_weight: Of an auxiliary head's loss, at least 0.
         drop_path_prob: From 0 to below 1.
+        precision: See :class:`LocalTraining`.
     """
 
     network: Description
@@ -423,6 +425,7 @@ class TakeNetworkGradient(AtSite):
     batch_size: opt.Count | None
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
+    precision: Precision | None = None
 
     local_steps, local_lrs = 1, {"weights": 0.0}
 

@@ -12,7 +12,7 @@ from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.settings import Config, GivenNetwork
 from fednas_flwr.settings.names import CLIENT, MOST_SITES
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
-from fednas_flwr.settings.run_settings import SecureSumSettings, TrimmedMeanSettings
+from fednas_flwr.settings.run_settings import GRADIENTS, SecureSumSettings, TrimmedMeanSettings
 
 MOST_PRIVATE_ROUNDS = 10_000
 
@@ -68,7 +68,15 @@ def retrains_by_gradients(config: Config) -> bool:
         return False
     if config.retrain.exchange is None:
         return config.secure_sum is not None and by_record(config)
-    return config.retrain.exchange == "gradients"
+    return config.retrain.exchange == GRADIENTS
+
+
+def averages_plainly(config: Config) -> bool:
+    """Return whether all clients train a network from scratch, and the server takes their mean."""
+    given, rules = config.algorithm, {config.aggregate.name, config.server_optimizer.name}
+    begun = isinstance(given, GivenNetwork) and given.weights is not None
+    special = begun or config.dp or config.samples or config.evaluation.personalised
+    return not special and rules == {"mean", "none"} and not getattr(given, "proximal", 0.0)
 
 
 def value_of(config: Config, key: str) -> Any:

@@ -23,7 +23,7 @@ WIRES = ("float32", "float16", "int8")
 MOST_THREADS = 1024
 LEAST_PART = ps.Between(1e-4, reason="Ray counts no smaller part of a processor")
 PartOrZero = Annotated[float, ps.Where(lambda n: n == 0 or n in LEAST_PART, f"0, or {LEAST_PART}")]
-EXCHANGES = ("models", "gradients")
+MODELS, GRADIENTS = EXCHANGES = ("models", "gradients")
 
 Norm = Annotated[str, ps.OneOf(names.NORMS)]
 SupernetNorm = Annotated[str, ps.OneOf((names.BATCH, names.GROUP))]
@@ -129,7 +129,10 @@ class Retrain(ps.Checked):
     Attributes:
         exchange: The clients' answers: ``models`` after all local steps of a round (FedAvg), or
             ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
-            secure sums, which share the noise of single steps only, else ``models``.
+            secure sums, which share the noise of single steps only, and, with null ``rounds``,
+            where clients have other classes of images of 16 by 16 pixels or more
+            (``algorithms.fedavg.strategy.planned``), of networks with group norm, as averages of
+            models lose much there; else ``models``.
         rounds: Rounds of retraining; each ends with a checkpoint. Null, without privacy, lets the
             median client take about 300 local steps in 10 to 40 rounds (of images of 16 by 16
             pixels or more 900 in 10 to 120). Where a round of a table has fewer than 5 steps,

@@ -2,13 +2,18 @@
 
 import math
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from fednas_flwr.algorithms.fedavg.strategy import association, planned
 from fednas_flwr.algorithms.stage_strategies import make_retraining
+from fednas_flwr.api import compose
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client.answer import answer
 from fednas_flwr.data.loaders import step_batch
@@ -38,9 +43,11 @@ DP = (
 )
 
 
-def start(federation, description, *, rounds=ROUNDS):
+def start(federation, description, *, rounds=ROUNDS, precision="float32"):
     cohort, checkpoints = federation.cohort, federation.checkpoints
-    strategy, network = make_retraining(federation.config, description, cohort, checkpoints)
+    training = replace(federation.config.training, precision=precision)
+    config = replace(federation.config, training=training)
+    strategy, network = make_retraining(config, description, cohort, checkpoints)
     strategy.start(federation.grid, num_rounds=rounds)
     strategy.load_into(network)
     return strategy, network
@@ -100,10 +107,11 @@ def test_batch_norm_and_auxiliary_heads_are_trained_as_one_would(compose_config,
         torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-4, atol=1e-4)
 
 
-def test_the_precision_arrives_at_the_gradient(compose_config, federate):
+def test_the_precision_that_a_run_finds_out_arrives_at_the_gradient(compose_config, federate):
+    config = compose_config(*GRADIENTS, *UNEQUAL, "training.precision=auto")
     full, half = (
-        start(federate(compose_config(*GRADIENTS, *UNEQUAL, own)), PLAIN_CNN, rounds=1)[1]
-        for own in (f"training.precision={precision}" for precision in PRECISIONS)
+        start(federate(config), PLAIN_CNN, rounds=1, precision=precision)[1]
+        for precision in PRECISIONS
     )
     assert not torch.equal(*(next(network.parameters()) for network in (full, half)))
 
@@ -137,3 +145,46 @@ def test_one_private_client_is_dp_sgd_with_momentum(finished_run):
         assert len({row.release for row in rows}) == 1
     for name, tensor in found["models"].items():
         torch.testing.assert_close(found["gradients"][name], tensor, rtol=0, atol=1e-5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=20))
+def test_association_is_the_share_of_wrong_guesses_that_knowing_the_client_saves(records):
+    """Guessed is the class of a record that is drawn of all, or of the client's."""
+    each = [[c == d for j, d in records if j == k] for k, c in records]
+    known, chance = fmean(map(fmean, each)), fmean(c == d for _, c in records for _, d in records)
+    counts = [[records.count((k, c)) for c in range(3)] for k in range(4)]
+    expected = (known - chance) / (1 - chance) if chance < 1 else 0
+    assert association(counts) == pytest.approx(expected, abs=1e-9)
+
+
+IMAGE = (1, 16, 16)
+TWO_CLASSES_EACH = [[9, 9, 0, 0], [0, 0, 9, 9]]
+AVERAGED = {
+    "models": ("retrain.exchange=models",),
+    "rounds": ("retrain.rounds=3",),
+    "some clients": ("sampling.per_round=2", "clients=3"),
+    "median": ("aggregate=median", "clients=3"),
+    "copies": ("evaluation.personalised=true",),
+    "sums": ("secure_sum=true", "clients=3"),
+    "proximal": ("algorithm=fedprox",),
+    "begun": ("algorithm=fedavg", "algorithm.network=resnet18", "algorithm.weights=a.pth"),
+    "adam": ("algorithm=fedavg", "server_optimizer=adam"),
+    "private": ("privacy=dp", "privacy.epsilon=9", "retrain.norm=group", "search_space.norm=group"),
+}
+
+
+def test_clients_with_other_classes_of_images_exchange_gradients():
+    config = compose("retrain=recommended")
+    plan = planned(config, 100, IMAGE, TWO_CLASSES_EACH)
+    assert (plan.exchange, plan.norm) == ("gradients", "group")
+    alike, small = [[9, 9, 5, 5], [5, 5, 9, 9]], (1, 8, 8)
+    for shape, counts in ((small, TWO_CLASSES_EACH), (IMAGE, alike), (IMAGE, None)):
+        plan = planned(config, 100, shape, counts)
+        assert (plan.exchange, plan.norm) == (None, "batch")
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_what_averages_otherwise_is_left_alone(name):
+    config = compose("retrain=recommended", *AVERAGED[name])
+    plan = planned(config, 100, IMAGE, TWO_CLASSES_EACH)
+    assert (plan.exchange, plan.norm) == (config.retrain.exchange, config.retrain.norm)

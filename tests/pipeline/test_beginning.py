@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fednas_flwr.algorithms.fedavg import strategy
 from fednas_flwr.api import compose
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun
@@ -12,6 +13,7 @@ from fednas_flwr.pipeline.baselines import _planned_retraining, prepare_candidat
 from fednas_flwr.pipeline.beginning import begin
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.report.model_card import write_model_card
+from fednas_flwr.report.templates import sentence
 from fednas_flwr.runs.events import EventLog, read_events
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.runs.run_folder import open_run_folder
@@ -65,6 +67,29 @@ def test_rounds_of_small_clients_have_several_passes(folder, quick_run):
     with EventLog(found.folder / "events.jsonl") as log:  # the run is resumed with other records
         log.emit(**{**event, "splits": larger})
     assert _planned_retraining(config).local_epochs == 3
+
+
+def test_clients_with_other_classes_train_all_networks_by_gradients(
+    quick_run, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(strategy, "LOCAL_STEPS", 4)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", x_train=pixels, y_train=np.arange(40) % 2)
+    data = ("dataset=npz", f"dataset.root={tmp_path / 'a.npz'}", "clients=2", "trackers=[]")
+    unlike = ("partition=label_groups", "partition.groups=[[0],[1]]")
+    search = ("algorithm=zero_cost", "algorithm.draws=2", "rounds=1", "retrain=recommended")
+    small = ("search_space.channels=4", "retrain.channels=4", "retrain.rounds=null")
+    of_each = ("partition.clients_per_group=[1,1]", "retrain.batch_size=8")
+    found = quick_run(*data, *unlike, *search, *small, *of_each, "stages=[search,retrain]")
+    record = read_run(found.folder)
+    assert record.last("derived")["network"]["norm"] == "group"
+    assert {event["exchanges"] for event in record.rounds("retrain")} == {2}
+    config = replace(found.config, evaluation=replace(found.config.evaluation, baselines=1))
+    for candidate in map(open_run_folder, map(str, prepare_candidates(config, last=False))):
+        assert (candidate.retrain.exchange, candidate.retrain.norm) == ("gradients", "group")
+    text = " with an exchange of gradients in every step"
+    assert text in sentence("stage_started", record.last("stage_started"))
+    assert text in write_report(found.folder).read_text()
 
 
 def test_clients_tell_statistics_of_a_table_for_which_none_are_stated(folder):
