@@ -118,8 +118,7 @@ def onnx_inputs(x: Tensor, inputs: Inputs) -> dict[str, np.ndarray]:
 def _onnx_column(features: dict[str, np.ndarray], column: Column) -> np.ndarray:
     if column.kind != CATEGORY:
         return np.asarray(features[column.name], dtype=np.float32)
-    number = len(next(iter(features.values())))
-    texts = np.array([""] * number, dtype=object)
+    texts = np.array([""] * len(next(iter(features.values()))), dtype=object)
     for value in column.categories:
         texts[features[f"{column.name}={value}"] == 1] = value
     return texts

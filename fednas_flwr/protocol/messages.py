@@ -399,8 +399,7 @@ def round_vector(
     scaled = blocks / scales[:, None]
     units = torch.ones_like(scaled)
     if wire == "float16":  # between 2 ** (e - 1) and 2 ** e the step is 2 ** (e - 11)
-        exponents = torch.frexp(scaled).exponent.clamp(min=-13)
-        units = torch.ldexp(units, exponents - 11)
+        units = torch.ldexp(units, torch.frexp(scaled).exponent.clamp(min=-13) - 11)
     steps = scaled / units
     low = steps.floor()
     uniform = torch.full_like(steps, 0.5)

@@ -430,8 +430,7 @@ class Run:
         else of the network's own score, as if the other's were certain. None where neither is.
         """
         ours, name, sign = self.scores("central"), self.score.name, self.score.sign
-        theirs = self.scores(SIMPLER.get(rival, ""))
-        if paired := paired_interval(ours, theirs, name):
+        if paired := paired_interval(ours, self.scores(SIMPLER.get(rival, "")), name):
             return sorted(sign * end for end in paired)
         ends = self.interval()
         return ends and sorted(sign * (end - self.simpler()[rival]) for end in ends)
