@@ -36,7 +36,6 @@ from fednas_flwr.spaces import dp_cells
 
 from .composing import remembering, split
 from .finished_runs import FinishedRuns, Told, in_process, whole_run
-from .processes import started
 
 # Where it is ignored, as in a background job, it would be ignored by the processes of tests, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -93,12 +92,6 @@ def pytest_runtest_setup():
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-
-
-@pytest.fixture(scope="session")
-def fednas():
-    """``fednas(*arguments)``: the command, in a process of its own."""
-    return started
 
 
 @pytest.fixture
@@ -278,6 +271,20 @@ def answers(monkeypatch):
 
     def by(action, made):
         monkeypatch.setitem(ANSWERS, action, partial(made, ANSWERS[action]))
+
+    return by
+
+
+@pytest.fixture
+def lies(answers):
+    """``lies(action, change, client=0)``: one client's replies are ``change(reply)``."""
+
+    def by(action, change, client=0):
+        def made(honest, answering, request, asked):
+            reply = honest(answering, request, asked)
+            return change(reply) if answering.index == client else reply
+
+        answers(action, made)
 
     return by
 

@@ -109,6 +109,12 @@ def copy_without(run, folder, *checkpoints):
     return folder
 
 
+def assert_same_files(one, other, *names):
+    """Check that files of two folders have the same bytes, those of what was found unless named."""
+    for name in names or ("genotype.json", "model.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
 def digest_of(path):
     """Return the SHA-256 of the names and contents of a file, or of all files in a folder."""
     total = sha256()

@@ -4,6 +4,15 @@ import os
 import resource
 import subprocess
 import sys
+import time
+
+
+def until(done, what, *, within_s=120):
+    """Return when something is done, which takes seconds on an idle machine."""
+    deadline = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < deadline, f"{what}: not within {within_s} s"
+        time.sleep(0.2)
 
 
 def told(*arguments, env=None, **options):

@@ -19,6 +19,15 @@ def refuses(words, call, /, *given, error=ConfigError, **named):
     return str(told.value)
 
 
+def raising(error):
+    """Return a function that raises an error, whatever it is called with."""
+
+    def fails(*_, **__):
+        raise error
+
+    return fails
+
+
 def lacking(text, *parts):
     """Return the parts that a text does not contain."""
     return [part for part in parts if part not in text]

@@ -144,7 +144,7 @@ def test_the_readmes_example_is_short_and_makes_a_whole_run(tmp_path):
 
 
 @pytest.mark.run
-def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys, fednas):
+def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys):
     result = run(compose(*tiny))
     assert capsys.readouterr().out == ""
     check_whole(result)
@@ -157,7 +157,7 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys, fednas):
     assert set(result.scores) == {"central", "linear", "trees", "clients", "personalised"}
     assert result.scores["central"]["num_examples"] == 30
     command = [*tiny[:-1], f"run_dir={tmp_path / 'command'}"]
-    with fednas("run", *command) as done:
+    with processes.started("run", *command) as done:
         _, errors = done.communicate()
     assert done.returncode == 0, errors
     assert equal_networks(result.model, load(tmp_path / "command"))
@@ -200,7 +200,7 @@ def test_mistakes_from_python_leave_no_folder(tiny, tmp_path):
 
 
 @pytest.mark.run
-def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path, fednas):
+def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path):
     whole = run(compose(*tiny, "rounds=3"), strategy=LateAlphas)
     check_whole(whole)
     first, second, third = alphas_by_round(whole.folder)
@@ -212,7 +212,7 @@ def test_a_strategy_is_interrupted_and_continued(tiny, tmp_path, fednas):
     folder = tmp_path / "broken"
     broken, stop = compose(*tiny, "rounds=3", f"run_dir={folder}"), [stop_at("round")]
     refuses("", run, broken, strategy=LateAlphas, listeners=stop, error=KeyboardInterrupt)
-    with fednas("run", f"resume={folder}") as done:
+    with processes.started("run", f"resume={folder}") as done:
         _, errors = done.communicate()
     assert done.returncode == 2
     for words in ("=fed_darts.LateAlphas is unknown", "one of your own must be registered first"):

@@ -8,7 +8,7 @@ import pytest
 
 from fednas_flwr.base.files import replacing, write_atomically
 
-from .refusals import refuses
+from .refusals import raising, refuses
 
 PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
 
@@ -24,12 +24,8 @@ def test_the_content_comes_back_byte_by_byte_and_alone(tmp_path, content):
 @pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace"])
 def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(step, tmp_path, monkeypatch):
     path = write_atomically(tmp_path / "state", b"old")
-
-    def fail(*_):
-        raise OSError("disk full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(step, fail)
+        patch.setattr(step, raising(OSError("disk full")))
         refuses("disk full", write_atomically, path, b"new and longer", error=OSError)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

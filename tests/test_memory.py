@@ -11,6 +11,7 @@ from fednas_flwr.deploy.client_app import make_client_app
 from fednas_flwr.deploy.grids import InProcessGrid
 
 from .processes import told
+from .refusals import raising
 
 PROCESS = """
 import resource, sys
@@ -63,10 +64,8 @@ def test_who_runs_out_of_memory_is_told_what_to_lower(make, amount):
 
 
 def test_client_and_command_tell_it(monkeypatch, capsys):
-    def too_much(*_):
-        raise MemoryError
-
-    monkeypatch.setattr("fednas_flwr.deploy.client_app.messages.decode_request", too_much)
+    decode = "fednas_flwr.deploy.client_app.messages.decode_request"
+    monkeypatch.setattr(decode, raising(MemoryError))
     grid = InProcessGrid(make_client_app(), 1)
     (reply,) = grid.send_and_receive([grid.create_message(RecordDict(), "train.search", 2, "")])
     assert reply.error.reason.startswith("out of memory: lower")

@@ -27,10 +27,11 @@ from fednas_flwr.settings.registry import OWN, TABLES, packed
 from fednas_flwr.spaces.genotype import Edge, Genotype, save_genotype
 from fednas_flwr.spaces.operations import MixedOp, OwnOp
 
-from .finished_runs import stop_at
+from .finished_runs import assert_same_files, stop_at
 from .processes import told
 from .reference_engine import by_ops
 from .refusals import refuses
+from .watched import noting
 
 IMAGES = {
     "darts": {"channels": 4, "num_cells": 3},
@@ -230,15 +231,7 @@ register_loss("focal", focal)
 def test_processes_of_this_machine_know_them(tmp_path, monkeypatch):
     monkeypatch.delenv(processes.ALONE, raising=False)
     monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
-    answered = []
-    call = processes._call
-
-    def counted(*asked):
-        found = call(*asked)  # raises if one has died
-        answered.append(type(found).__name__)
-        return found
-
-    monkeypatch.setattr(processes, "_call", counted)
+    answered = noting(monkeypatch, processes, "_call", lambda *_: 1)  # it raises if one has died
     there = run(composed(tmp_path / "there", *USED, "rounds=12"))
     assert len(answered) > 4
     monkeypatch.setenv(processes.ALONE, "1")
@@ -255,8 +248,7 @@ def test_workers_of_ray_know_them(tmp_path):
     own = ("run", "--with", tmp_path / "own.py")
     told("-m", "fednas_flwr", *own, *settings, "runtime=ray")
     here = run(composed(tmp_path / "here", *USED))
-    for name in ("genotype.json", "model.safetensors"):
-        assert (tmp_path / "ray" / name).read_bytes() == (here.folder / name).read_bytes()
+    assert_same_files(tmp_path / "ray", here.folder)
 
 
 def test_data_sets_and_loaders_of_torch_are_read(tmp_path):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from fednas_flwr.deploy.sites.links import is_open
+
 PAGES = Path(__file__).parent.parent / "scripts" / "walkthroughs"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PORTS = ("8000", "9094")  # as the page has them; of the second kind three in a row
@@ -77,13 +79,8 @@ def free_port(count=1):
         with socket.socket() as first:
             first.bind(("127.0.0.1", 0))
             port = first.getsockname()[1]
-        if port + count < 2**16 and all(_is_free(port + i) for i in range(count)):
+        if port + count < 2**16 and not any(is_open(port + i) for i in range(count)):
             return port
-
-
-def _is_free(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def test_every_page_has_a_test():

@@ -5,7 +5,16 @@ import math
 import numpy as np
 import torch
 
+from fednas_flwr.base.randomness import seeded
+from fednas_flwr.models.networks import supernet_space
+
 PLAIN_CNN = {"name": "plain_cnn", "input_shape": [3, 8, 8], "num_classes": 3}
+
+
+def first_supernet(config, prepared):
+    """The supernet as a search begins with it."""
+    with seeded(config.seed, "supernet"):
+        return supernet_space(config, prepared).supernet()
 
 
 def make_sgd(parameters, settings, lr=None, **options):

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.base.randomness import make_generator, seeded
-from fednas_flwr.models.networks import supernet_space
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.search import proxyless
 
-from .plain import average, copied, make_sgd, step
+from .plain import average, copied, first_supernet, make_sgd, step
 
 SMALL = [
     *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=2"),
@@ -52,8 +51,7 @@ def test_a_round_is_local_epochs_and_a_weighted_average(warm_up, search):
     """One round: a second one would start from other last digits, which group norm amplifies."""
     federation = search(*SMALL, f"algorithm.warm_up_rounds={int(warm_up)}")
     config, algorithm = federation.config, federation.config.algorithm
-    with seeded(config.seed, "supernet"):
-        supernet = supernet_space(config, federation.data[0]).supernet()
+    supernet = first_supernet(config, federation.data[0])
     state = copied(supernet.state_dict())
     counts = [len(client.data.train) for client in federation.clients]
     assert counts[0] > 2 * counts[1]

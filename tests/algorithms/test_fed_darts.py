@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from fednas_flwr.base.randomness import make_generator, seeded
+from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.data.loaders import epoch_batches
-from fednas_flwr.models.networks import supernet_space
 from fednas_flwr.protocol.states import MOMENTS
 
 from ..rows import seldom
-from .plain import average, copied, make_sgd, rate_of_round, step
+from .plain import average, copied, first_supernet, make_sgd, rate_of_round, step
 
 ROUNDS = 2
 UNEQUAL = ["clients=2", "partition=quantity", "partition.fractions=[0.75,0.25]"]
@@ -77,8 +76,7 @@ def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_conf
     clients = [] if "clients=1" in given else UNEQUAL
     config = compose_config(f"algorithm={name}", *clients, *SETTINGS, *given)
     federation = federate(config)
-    with seeded(config.seed, "supernet"):
-        supernet = supernet_space(config, federation.data[0]).supernet()
+    supernet = first_supernet(config, federation.data[0])
     state = copied(supernet.state_dict())
     counts = [len(client.data.train) for client in federation.clients]
     assert counts[0] > 2 * sum(counts[1:])

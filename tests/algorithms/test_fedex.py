@@ -81,16 +81,13 @@ def test_a_client_without_validation_records_speaks_for_no_configuration(search,
 
 
 @pytest.mark.parametrize("nonsense", [1e30, None])
-def test_nonsense_from_a_client_counts_at_most_the_bound(search, answers, nonsense):
-    def lying(honest, client, request, asked):
-        reply = honest(client, request, asked)
-        if client.index:
-            return reply
+def test_nonsense_from_a_client_counts_at_most_the_bound(search, lies, nonsense):
+    def lying(reply):
         metrics = {n: v for n, v in reply.metrics.items() if n != "validation_loss"}
         told = {} if nonsense is None else {"validation_loss": nonsense}
         return replace(reply, metrics=metrics | told)
 
-    answers("train.weights", lying)
+    lies("train.weights", lying)
     federation = search(*GIVEN)
     theta = federation.strategy.values["theta"]
     assert all(map(math.isfinite, theta["log_theta"]))

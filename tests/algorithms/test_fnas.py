@@ -10,12 +10,10 @@ import math
 import pytest
 import torch
 
-from fednas_flwr.base.randomness import seeded
 from fednas_flwr.data.loaders import step_batch
-from fednas_flwr.models.networks import supernet_space
 
 from ..rows import seldom
-from .plain import make_sgd, rate_of_round
+from .plain import first_supernet, make_sgd, rate_of_round
 
 ROUNDS = 3
 UNEQUAL = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.3,0.1]"]
@@ -33,8 +31,7 @@ class Plain:
     """Vanilla NAS as one would write it in a notebook: one process, pooled records."""
 
     def __init__(self, config, prepared):
-        with seeded(config.seed, "supernet"):
-            self.supernet = supernet_space(config, prepared).supernet().train()
+        self.supernet = first_supernet(config, prepared).train()
         self.weights = list(self.supernet.weights().values())
         self.alphas = list(self.supernet.alphas().values())
         sgd, adam = config.algorithm.weights, config.algorithm.alphas

@@ -11,6 +11,7 @@ from fednas_flwr.models.networks import make_network
 from fednas_flwr.models.prediction import read_model
 
 from ..rows import seldom
+from ..watched import noting
 
 LINEAR = (
     *("dataset=digits", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),
@@ -21,14 +22,11 @@ LINEAR = (
 @pytest.fixture
 def read(monkeypatch):
     """Of all batches: how many records the data set has, and which of them are in the batch."""
-    seen: list[tuple[int, set[int]]] = []
 
-    def noted(split, indices, device, real=Split.batch):
-        seen.append((len(split.features), {*split.rows[indices].tolist()}))
-        return real(split, indices, device)
+    def rows(_, split, indices, device):
+        return len(split.features), {*split.rows[indices].tolist()}
 
-    monkeypatch.setattr(Split, "batch", noted)
-    return seen
+    return noting(monkeypatch, Split, "batch", rows)
 
 
 @pytest.mark.parametrize("exchange", ["models", seldom("gradients")])

@@ -34,7 +34,8 @@ from fednas_flwr.settings.optimizers import SGD
 
 from ..asked import ALPHAS, smallest
 from ..policies import policy_of
-from ..refusals import refuses
+from ..refusals import raising, refuses
+from ..watched import noting
 
 RECORDS = {"train": 40, "validation": 20, "test": 12}  # declared: not what the data holds
 ALL_RECORDS = sum(RECORDS.values())
@@ -314,14 +315,11 @@ def make_site(site_config, prepared, networks, cells_config, cells, tmp_path_fac
 @pytest.fixture
 def noised(monkeypatch):
     """What is noised from now on, in order: the total, the terms, and what is released."""
-    seen, draw = [], release_guard.add_noise
 
-    def noted(total, generator, **terms):
-        seen.append((total, terms, draw(total, generator, **terms)))
-        return seen[-1][2]
+    def note(drawn, total, _, **terms):
+        return total, terms, drawn
 
-    monkeypatch.setattr(release_guard, "add_noise", noted)
-    return seen
+    return noting(monkeypatch, release_guard, "add_noise", note)
 
 
 @pytest.fixture
@@ -330,7 +328,7 @@ def read(monkeypatch):
     seen, batch = [], Split.batch
 
     def noted(split, places, device):
-        seen.append((split, places))
+        seen.append((split, places))  # also of one that fails
         return batch(split, places, device)
 
     monkeypatch.setattr(Split, "batch", noted)
@@ -340,24 +338,16 @@ def read(monkeypatch):
 @pytest.fixture
 def no_record(monkeypatch):
     """Any look at a record fails."""
-
-    def batch(*_):
-        raise AssertionError("a record was read")
-
-    monkeypatch.setattr(Split, "batch", batch)
+    monkeypatch.setattr(Split, "batch", raising(AssertionError("a record was read")))
 
 
 @pytest.fixture
 def totals(monkeypatch):
     """What was to be noised, in order, with its terms; noise is left out."""
-    seen = []
-
-    def identity(total, generator, **terms):
-        seen.append((total, terms))
-        return total
-
-    monkeypatch.setattr(release_guard, "add_noise", identity)
-    return seen
+    monkeypatch.setattr(release_guard, "add_noise", lambda total, _, **terms: total)
+    return noting(
+        monkeypatch, release_guard, "add_noise", lambda drawn, total, _, **terms: (total, terms)
+    )
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from fednas_flwr.settings.optimizers import SGD
 
 from ..booked import booked
 from ..refusals import refuses
+from ..watched import noting
 from .conftest import check_refusals, check_release
 
 SEARCH = (
@@ -367,17 +368,12 @@ def test_a_run_tells_books_and_exports_them_and_goes_on_with_them(overrides, tmp
 
 @pytest.mark.run
 @pytest.mark.parametrize("told", [{"data_set": "mine"}, {}])
-def test_the_first_client_says_nothing_of_others_data(
-    overrides, tmp_path, answers, monkeypatch, told
-):
-    def lie(honest, client, request, asked):
-        reply = honest(client, request, asked)
-        if client.index != 0:
-            return reply
+def test_the_first_client_says_nothing_of_others_data(overrides, tmp_path, lies, monkeypatch, told):
+    def lie(reply):
         kept = {name: fact for name, fact in reply.properties.items() if name != "data_set"}
         return replace(reply, properties=kept | told)
 
-    answers("query.describe", lie)
+    lies("query.describe", lie)
     monkeypatch.setattr(entrance, "check_fields", lambda *_: None)
     folder = tmp_path / "run"
     run(compose(*overrides, NOISE, f"run_dir={folder}"))
@@ -497,13 +493,8 @@ def test_counts_that_are_not_committed_to_or_not_covered_are_refused_unread(coun
 @pytest.mark.run
 @pytest.mark.parametrize("summed", [(), ("secure_sum=true", "clients=4")])
 def test_a_run_books_them_once_and_tells_auroc_and_threshold(scored, tmp_path, summed, monkeypatch):
-    folder, noises, real = tmp_path / "run", list[float](), stages.scores_of_counts
-
-    def told_of(counts, *, noise):
-        noises.append(noise)
-        return real(counts, noise=noise)
-
-    monkeypatch.setattr(stages, "scores_of_counts", told_of)
+    folder = tmp_path / "run"
+    noises = noting(monkeypatch, stages, "scores_of_counts", lambda *_, noise: noise)
     config = compose(*scored, *summed, f"run_dir={folder}")
     run(config)
     finished = read_run(folder)

@@ -23,7 +23,7 @@ from fednas_flwr.protocol.sum_encoding import Summands, sizes_of
 from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.settings.names import SPLITS
 
-from ..refusals import refuses
+from ..refusals import raising, refuses
 from .conftest import LOSS_BOUND, POLICY, TERMS, schedule
 
 LEAST = 0.01  # noise multiplier
@@ -129,9 +129,7 @@ def test_no_data_moves_a_reply_further_than_the_norm(make_client_site, action, h
 
 
 def test_words_of_a_failing_update_forge_no_line(make_client_site, monkeypatch, capsys):
-    def failing(*_):
-        raise ValueError("a\x1b[2Jb\nclient 1: accepted")
-
+    failing = raising(ValueError("a\x1b[2Jb\nclient 1: accepted"))
     monkeypatch.setitem(ANSWERS, "train.weights", failing)
     site = make_client_site(sigma=3.0, hold=lambda data: data)
     site.answer(asked(site, "train.weights"))

@@ -334,14 +334,14 @@ def make_gate(tmp_path):
         ledger.close()
 
 
-def grid_of(guard, planned=PLANNED):
-    return Grid.of_range(planned.sum_range(guard.allowed.by_split), sites=5)
+def sharing(guard):
+    """Return a guard with a release that it has admitted, and the grid of the sites' sum."""
+    grid = Grid.of_range(PLANNED.sum_range(guard.allowed.by_split), sites=5)
+    return guard, guard.admit(HEADER, ACTION, "weights", splits=("train",)), grid
 
 
 def test_a_site_releases_its_share_in_whole_cells(make_gate):
-    guard = make_gate()
-    grid = grid_of(guard)
-    planned = guard.admit(HEADER, ACTION, "weights", splits=("train",))
+    guard, planned, grid = sharing(make_gate())
     total = ClippedSum({"a": torch.full((200, 100), 3.0), "b": torch.zeros(3)}, norm=NORM)
     cells = guard.share(planned, HEADER, Contributions(3000, lambda rows: total), grid=grid)
     assert (cells.values.dtype, cells.values.shape) == (np.int64, (20_003,))
@@ -353,9 +353,7 @@ def test_a_site_releases_its_share_in_whole_cells(make_gate):
 
 
 def test_a_sum_beyond_the_range_is_projected_before_the_noise(make_gate):
-    guard = make_gate()
-    grid = grid_of(guard)
-    planned = guard.admit(HEADER, ACTION, "weights", splits=("train",))
+    guard, planned, grid = sharing(make_gate())
     most = planned.clipped_range(guard.allowed.by_split)
     huge = ClippedSum({"a": torch.tensor([1e6, -1e6, most, 0.0]).repeat(1000)}, norm=NORM)
     cells = guard.share(planned, HEADER, Contributions(3000, lambda rows: huge), grid=grid)

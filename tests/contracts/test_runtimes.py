@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 from fednas_flwr.cli import main
 from fednas_flwr.runs.numbers import read_run
 
+from ..finished_runs import assert_same_files
+
+pytestmark = pytest.mark.ray
 TIMEOUT_S = 600  # Ray starts slowly on a busy machine
 NOBODY = "127.0.0.1:9"  # where no Ray is: a run that is to start its own must not look there
 
@@ -41,7 +44,6 @@ def two_raylets():
         own.communicate()
 
 
-@pytest.mark.ray
 def test_ray_on_two_machines_equals_inline(tiny_overrides, two_raylets, tmp_path):
     overrides = [
         *(*tiny_overrides, "clients=2", "partition=quantity", "partition.fractions=[0.65,0.35]"),
@@ -59,7 +61,6 @@ def test_ray_on_two_machines_equals_inline(tiny_overrides, two_raylets, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 def test_groups_side_by_side_on_ray_equal_those_in_turn_inline(tmp_path):
     overrides = ["experiment=cfdnas/digits", "search_space.candidates=fdnas"]
     overrides += ["search_space.width=0.25", "rounds=1", "algorithm.group_rounds=1"]
@@ -89,8 +90,7 @@ def run_both(overrides, tmp_path, *on_ray):
 
 def assert_equal_results(inline, ray):
     """Genotypes, models, rounds and accuracies of the runs are the same, and no client failed."""
-    for name in ("genotype.json", "model.safetensors"):
-        assert (inline / name).read_bytes() == (ray / name).read_bytes()
+    assert_same_files(inline, ray)
     runs = read_run(inline), read_run(ray)
     for stage in ("search", "retrain"):
         rounds = (run.rounds(stage) for run in runs)

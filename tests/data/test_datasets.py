@@ -23,7 +23,7 @@ from fednas_flwr.data.records import select_records
 from fednas_flwr.settings.data_settings import Partition
 
 from ..data_sets import prepared, read
-from ..refusals import refuses
+from ..refusals import raising, refuses
 
 
 @pytest.fixture
@@ -227,8 +227,7 @@ def test_a_table_is_standardised_by_its_declared_ranges(table_csv, tmp_path):
     refuses(words, prepared, cache=tmp_path, **chosen, ranges={"age": [30, 90]})
 
 
-def never():
-    raise AssertionError("built although it was cached")
+never = raising(AssertionError("built although it was cached"))
 
 
 def content(records):

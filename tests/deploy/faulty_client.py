@@ -44,14 +44,6 @@ class Now:
         return slice(start, start + sizes[index])
 
 
-def no_noise(noise, now):
-    return torch.zeros_like(noise)
-
-
-def half_noise(noise, now):
-    return (noise / 2).round().long()
-
-
 def none_in_one_value(noise, now):
     noise[now.kept.setdefault("value", now.dice.randrange(len(noise)))] = 0
     return noise
@@ -62,25 +54,9 @@ def half_in_one_tensor(noise, now):
     return noise
 
 
-def same_noise(noise, now):
-    return now.kept.setdefault("noise", noise)
-
-
 def noise_of_two_releases(noise, now):
     before = now.kept.pop("noise", None)
     return now.kept.setdefault("noise", noise) if before is None else before
-
-
-def same_noise_in_a_request(noise, now):
-    return now.kept.setdefault(now.place, noise)
-
-
-def twice_the_norm(total, now):
-    return 2 * total
-
-
-def no_clipping(total, now):
-    return 100 * total  # the audit's canaries have gradients of more norms than that
 
 
 def clipped_after_the_sum(total, now):
@@ -93,30 +69,34 @@ def clipped_by_tensor(total, now):
     return torch.cat([part * (units * now.norm / max(1e-30, float(part.norm()))) for part in parts])
 
 
-def twice_the_rate(mask, probability, now):
-    return mask(min(1.0, 2 * probability))
-
-
 def same_units(mask, probability, now):
     drawn = mask(probability)
     return now.kept.setdefault(len(drawn), drawn)
 
 
 NOISES = {
-    "no noise": no_noise,
-    "half the noise": half_noise,
+    "no noise": lambda noise, now: torch.zeros_like(noise),
+    "half the noise": lambda noise, now: (noise / 2).round().long(),
     "no noise in one value": none_in_one_value,
     "half the noise in one tensor": half_in_one_tensor,
-    "the same noise in all releases": same_noise,
+    "the same noise in all releases": lambda noise, now: now.kept.setdefault("noise", noise),
     "noise used twice": noise_of_two_releases,
 }
-REPEATED = {"the same noise in the steps of a request": same_noise_in_a_request}
-SUMS = {"twice the clipping norm": twice_the_norm, "no clipping": no_clipping}
+SAME_NOISE = "the same noise in the steps of a request"
+REPEATED = {SAME_NOISE: lambda noise, now: now.kept.setdefault(now.place, noise)}
+SUMS = {
+    "twice the clipping norm": lambda total, now: 2 * total,
+    # the audit's canaries have gradients of more norms than that
+    "no clipping": lambda total, now: 100 * total,
+}
 GRADIENTS = {
     "clipped after the sum": clipped_after_the_sum,
     "clipped tensor by tensor": clipped_by_tensor,
 }
-MASKS = {"twice the rate": twice_the_rate, "the same batch in every step": same_units}
+MASKS = {
+    "twice the rate": lambda mask, probability, now: mask(min(1.0, 2 * probability)),
+    "the same batch in every step": same_units,
+}
 FAULTS: dict[str, Any] = {**NOISES, **REPEATED, **SUMS, **GRADIENTS, **MASKS}
 
 

@@ -16,6 +16,7 @@ from fednas_flwr.settings.hydra_config import compose_tree
 from ..asked import smallest
 from ..refusals import refuses
 from ..rows import seldom
+from ..watched import noting
 
 RECORDS = {"train": 100, "validation": 50, "test": 7}
 SMALL = ("rounds=3", "retrain.rounds=2", "retrain.channels=4")
@@ -71,10 +72,7 @@ def test_seconds_are_those_of_all_clients_steps(overrides, cores, compose_config
     monkeypatch.setattr(MeasuringGrid, "_timed", timed)
     amount = ("algorithm.local_epochs=7", "algorithm.batch_size=2")
     config = compose_config("stages=[search]", *overrides, *amount)
-    grids = []
-    monkeypatch.setattr(
-        dry_run, "MeasuringGrid", lambda *a: grids.append(MeasuringGrid(*a)) or grids[0]
-    )
+    grids = noting(monkeypatch, dry_run, "MeasuringGrid", lambda grid, *_: grid)
     (stage,) = estimate(config).stages
     parts = [properties["splits"]["train"] for properties in grids[0].properties.values()]
     expected = sum(2 + 0.5 * 7 * -(-part // 2) for part in parts) / cores

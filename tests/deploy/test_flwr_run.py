@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,11 @@ from fednas_flwr.cli import main
 from fednas_flwr.deploy import bundle
 from fednas_flwr.deploy.bundle import check_bundle
 from fednas_flwr.deploy.server_app import configure
+from fednas_flwr.deploy.sites.links import is_open
 from fednas_flwr.runs.events import read_events
 
-from ..processes import told
+from ..finished_runs import assert_same_files
+from ..processes import told, until
 from ..refusals import refuses
 
 ROOT = Path(__file__).parents[2]
@@ -142,25 +143,11 @@ def flwr(tmp_path_factory):
     quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
     superlink = subprocess.Popen(command, env=flower.environment, **quiet)
     try:
-        wait_for(lambda: answers(flower.port))
+        until(lambda: is_open(flower.port), "the SuperLink", within_s=PATIENCE_S)
         yield flower
     finally:
         superlink.terminate()
         superlink.wait()
-
-
-def answers(port):
-    """Return whether something listens on a port of this machine."""
-    with socket.socket() as tried:
-        return tried.connect_ex(("127.0.0.1", port)) == 0
-
-
-def wait_for(happened):
-    """Return when something has happened."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -170,8 +157,7 @@ def test_flwr_run_gives_the_bits_of_fednas_run_and_its_report(flwr, tiny_overrid
     output = flwr.run([*overrides, f"run_dir={tmp_path / 'flwr'}"], "--stream")
     assert flwr.status() == "finished:completed", output
     assert main(["run", *overrides, "clients=2", f"run_dir={tmp_path / 'own'}"]) == 0
-    for name in ("genotype.json", "model.safetensors"):
-        assert (tmp_path / "flwr" / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
+    assert_same_files(tmp_path / "flwr", tmp_path / "own")
     lines = output.splitlines()
     assert f"run folder: {tmp_path / 'flwr'}" in lines
     assert [line for line in lines if line.startswith("search 1/1  validation loss")]
@@ -194,9 +180,9 @@ def test_a_run_that_flwr_stops_goes_on_where_it_was(flwr, tiny_overrides, tmp_pa
         assert not flwr.status(run_id).startswith("finished"), flwr("log", run_id, "here", "--show")
         return bool(list((folder / "checkpoints").glob("search-*")))
 
-    wait_for(has_checkpoint)
+    until(has_checkpoint, "a checkpoint", within_s=PATIENCE_S)
     flwr("stop", run_id, "here")
-    wait_for(lambda: flwr.status(run_id) == "finished:stopped")
+    until(lambda: flwr.status(run_id) == "finished:stopped", "the end", within_s=PATIENCE_S)
     assert "search 1/40" in flwr("log", run_id, "here", "--show")
     done = [event["round"] for event in read_events(file) if event["event"] == "round"]
     assert 0 < len(done) < 40

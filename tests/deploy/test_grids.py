@@ -13,6 +13,8 @@ from flwr.clientapp import ClientApp
 from fednas_flwr.deploy import grids
 from fednas_flwr.deploy.grids import AHEAD, DIED, LostError, WorkerGrid
 
+from ..refusals import raising
+
 CLIENTS = 40
 
 
@@ -121,10 +123,7 @@ def test_several_short_messages_are_taken_at_once_and_lost_together(make, monkey
 
 
 def test_workers_that_die_at_their_start_cost_a_reply_each():
-    def start():
-        raise LostError
-
-    with closing(WorkerGrid(ClientApp(), CLIENTS, number=2, start=start)) as grid:
+    with closing(WorkerGrid(ClientApp(), CLIENTS, number=2, start=raising(LostError))) as grid:
         grid.begin()
         assert told(grid, asked(grid, [0, 1, 2])) == [DIED] * 3
         assert grid.num_workers == 0

@@ -24,7 +24,7 @@ from fednas_flwr.search.data_free_scores import AZ_NAS
 from fednas_flwr.settings import with_runtime
 from fednas_flwr.settings.registry import packed
 
-from ..refusals import refuses
+from ..refusals import raising, refuses
 from ..small_spaces import SPACES as SMALL
 
 SHORT = ("rounds=3", "retrain.rounds=3", "dataset.linear_baseline=false")
@@ -83,11 +83,8 @@ def two_cores(monkeypatch):
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_run_without_processes_goes_on(warm, compose_config, tmp_path, two_cores, monkeypatch):
-    def fails(forks):
-        raise LostError
-
     monkeypatch.setattr(local_actors, "is_warm", lambda: warm)
-    monkeypatch.setattr(Forks, "start", fails)
+    monkeypatch.setattr(Forks, "start", raising(LostError))
     short = (*SHORT, "runtime.device=cpu", "stages=[search]", f"run_dir={tmp_path / 'run'}")
     assert read_run(run(compose_config(*short)).folder).failures() == []
 

@@ -2,7 +2,7 @@
 
 from flwr.clientapp.mod import message_size_mod
 
-from ..finished_runs import in_process
+from ..finished_runs import assert_same_files, in_process
 
 
 def test_mods_are_around_every_answer_and_change_no_bit(compose_config, run_inline):
@@ -16,6 +16,4 @@ def test_mods_are_around_every_answer_and_change_no_bit(compose_config, run_inli
     grid = in_process(compose_config(*brief), mods=[message_size_mod, noting])
     run = run_inline(*brief, grid=lambda *_: grid)
     assert {"query.describe", "train.search", "train.weights", "evaluate.model"} <= set(asked)
-    plain = run_inline(*brief).folder
-    for name in ("genotype.json", "model.safetensors"):
-        assert (run.folder / name).read_bytes() == (plain / name).read_bytes()
+    assert_same_files(run.folder, run_inline(*brief).folder)

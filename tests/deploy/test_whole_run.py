@@ -16,6 +16,7 @@ from fednas_flwr.deploy import whole_run
 from fednas_flwr.runs.numbers import is_complete, read_run
 from fednas_flwr.runs.run_folder import create_run_folder
 
+pytestmark = pytest.mark.run
 LINEAR = ("algorithm=fedavg", "algorithm.network=linear", "stages=[retrain,evaluate,export]")
 LINEAR += ("dataset.linear_baseline=false",)
 
@@ -33,7 +34,6 @@ def folders(compose_config, tmp_path):
     return make
 
 
-@pytest.mark.run
 @pytest.mark.parametrize("cores", [1, 2])
 def test_however_many_are_trained_at_once_are_the_same(cores, folders, compose_config, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
@@ -46,7 +46,6 @@ def test_however_many_are_trained_at_once_are_the_same(cores, folders, compose_c
         assert (one / "model.onnx").read_bytes() == (other / "model.onnx").read_bytes()
 
 
-@pytest.mark.run
 def test_one_that_fails_says_why_and_the_others_go_on(folders, compose_config, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     whole, broken = folders("whole", "broken")
@@ -58,7 +57,6 @@ def test_one_that_fails_says_why_and_the_others_go_on(folders, compose_config, m
     assert is_complete(whole)
 
 
-@pytest.mark.run
 def test_whoever_waits_is_told_how_far_the_networks_are(folders, compose_config, monkeypatch):
     monkeypatch.setattr(whole_run, "POLL_S", 0.01)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
@@ -85,7 +83,6 @@ def test_whoever_waits_is_told_how_far_the_networks_are(folders, compose_config,
     assert texts[0][1] == f"a: accuracy {100 * accuracy:.1f} %"
 
 
-@pytest.mark.run
 def test_no_process_outlives_the_one_that_has_started_it(folders):
     names = [str(folder) for folder in folders("a", "b", rounds=100_000)]
     script = (

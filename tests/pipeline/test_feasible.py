@@ -17,6 +17,7 @@ from fednas_flwr.runs.run_folder import create_run_folder
 
 from ..refusals import lacking, refuses
 from ..rows import rows, seldom
+from ..watched import noting
 
 GROUP_NORM = "search_space.norm=group retrain.norm=group"
 NOISED = f"privacy=dp algorithm=dp_fnas {GROUP_NORM}"
@@ -243,13 +244,8 @@ def test_a_run_that_does_not_fit_on_its_disk_is_refused(compose_config, tmp_path
     config = compose_config(*ROOM, f"run_dir={folder}")
     least = written_bytes(config, check_buildable(config).networks)
     assert least > 0
-    asked = []
-
-    def usage(path):
-        asked.append(path)
-        return SimpleNamespace(free=least - 1)
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=least - 1))
+    asked = noting(monkeypatch, shutil, "disk_usage", lambda _, path: path)
     sentence = refused(config)
     assert asked == [tmp_path]  # the folder of it that exists
     assert sentence.startswith("checkpoints and exported models take at least ")

@@ -253,15 +253,11 @@ SEARCHES = {
 
 
 @pytest.fixture
-def lie(answers, monkeypatch):
+def lie(lies, monkeypatch):
     """``lie(action, change)``: ``change`` is made to client 1's replies to ``action``."""
 
     def lie(action, change):
-        def answer(honest, client, request, asked):
-            reply = honest(client, request, asked)
-            return change(reply) if client.index == BAD else reply
-
-        answers(action, answer)
+        lies(action, change, BAD)
         monkeypatch.setattr(entrance, "check_fields", lambda *_: None)
 
     return lie

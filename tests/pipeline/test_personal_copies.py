@@ -131,14 +131,13 @@ def test_a_site_that_fails_has_no_copy_and_the_run_its_model(run_inline, answers
     assert done.the("run_finished")["status"] == "completed"
 
 
-def test_a_gain_over_more_records_than_a_client_has_is_not_counted(run_inline, answers):
-    def boasting(honest, client, request, asked):
-        answer = honest(client, request, asked)
-        if client.index == 0 and "gain" in answer.properties:
+def test_a_gain_over_more_records_than_a_client_has_is_not_counted(run_inline, lies):
+    def boasting(answer):
+        if "gain" in answer.properties:
             answer.properties["gain"] = [1e4, 1e4, 10**6]
         return answer
 
-    answers("evaluate.personalised", boasting)
+    lies("evaluate.personalised", boasting)
     done = run_inline(*PERSONAL, "retrain.evaluate_every=1")
     first, *others = done.the("evaluated")["copies"]
     assert (first["client"], first["gain"], first["keeps"]) == (0, None, False)

@@ -19,7 +19,7 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import main
 from fednas_flwr.client import release_guard
 from fednas_flwr.client.audit_trail import verify_trail
-from fednas_flwr.client.making import PRIVATE_SITE_KEYS, check_public, make_client
+from fednas_flwr.client.making import PRIVATE_SITE_KEYS, check_public
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy import client_app
@@ -46,8 +46,9 @@ from ..booked import booked, promised_steps
 from ..data_sets import save_pixels
 from ..finished_runs import Told, in_process, named, stop_at
 from ..policies import policy_of
-from ..refusals import refuses
+from ..refusals import raising, refuses
 from ..rows import seldom
+from ..watched import noting
 from .test_schedule import make_schedule
 
 SIZES = ("norm=group", "channels=2", "num_cells=1")
@@ -390,15 +391,12 @@ FACTS = ["splits", "spent", seldom("budget"), seldom("secure_noise"), seldom("un
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, answers, fact):
-    def describe(honest, client, request, asked):
-        reply = honest(client, request, asked)
-        if client.index == 1:
-            kept = {name: of for name, of in reply.properties.items() if name != fact}
-            reply = replace(reply, properties=kept)
-        return reply
+def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, lies, fact):
+    def silent(reply):
+        kept = {name: of for name, of in reply.properties.items() if name != fact}
+        return replace(reply, properties=kept)
 
-    answers("query.describe", describe)
+    lies("query.describe", silent, client=1)
     run = start(*SEARCH, "rounds=1", "runtime.quorum=0.5", f"privacy.sites={tmp_path}")
     assert [client["client"] for client in run.the("privacy_spent")["clients"]] == [0]
     if fact != "spent":
@@ -557,13 +555,8 @@ def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys
     """Nor do they where no other is left (``alone``); the site's log tells how many they are."""
     sizes = [f"search_space.{size}" for size in SIZES]
     own = OF_TABLES if kind in ("csv", "persons") else sizes
-    clients, properties, told = [], [], []
-
-    def kept(*given, **named):
-        clients.append(make_client(*given, **named))
-        return clients[-1]
-
-    monkeypatch.setattr(client_app, "make_client", kept)
+    properties, told = [], []
+    clients = noting(monkeypatch, client_app, "make_client", lambda client, *_, **__: client)
     for wrong in (False, True):
         reopened()
         unit = "person" if kind == "persons" else "record"
@@ -623,10 +616,7 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(site):
 
 
 def test_errors_keep_their_text_at_the_site(start, site, monkeypatch, tmp_path, capsys):
-    def batch(*_):
-        raise ValueError("patient 4711 has no label")
-
-    monkeypatch.setattr(Split, "batch", batch)
+    monkeypatch.setattr(Split, "batch", raising(ValueError("patient 4711 has no label")))
     simulated = partial(start, *SEARCH, "clients=1", f"privacy.sites={tmp_path}")
     for begin in (simulated, site().run):
         run = begin(fails=True)

@@ -14,6 +14,8 @@ from fednas_flwr.pipeline import stages
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.settings.registry import TABLES
 
+from ..refusals import raising
+
 
 def test_a_network_is_exported_although_its_test_fails(run_inline, monkeypatch):
     monkeypatch.setitem(TABLES["metric"], "mine", lambda probabilities, labels: math.nan)
@@ -99,10 +101,7 @@ def test_clients_that_cannot_test_the_network_do_not_end_the_run(run_inline, mon
     """Nor does it that there is no git, which would tell the commit."""
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def failing(client, request, asked):
-        raise ValueError("the disk is full")
-
-    monkeypatch.setitem(ANSWERS, "evaluate.model", failing)
+    monkeypatch.setitem(ANSWERS, "evaluate.model", raising(ValueError("the disk is full")))
     own = ("algorithm=fedavg", "algorithm.network=linear", "retrain.rounds=1")
     done = run_inline(*own, "stages=[retrain,evaluate,export]")
     assert done.named("evaluated")[-1]["clients"] == []

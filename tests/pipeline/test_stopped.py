@@ -11,6 +11,9 @@ from fednas_flwr.cli import RUN_FAILED, STOPPED
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
 
+from ..finished_runs import assert_same_files
+from ..processes import started
+
 MOMENTS = 50
 TIMEOUT_S = 900
 
@@ -20,18 +23,18 @@ def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-def complete(start, *arguments):
+def complete(*arguments):
     """Return how long a run takes, in seconds, that must complete."""
-    started = time.monotonic()
-    with start("run", *arguments) as process:
+    begun = time.monotonic()
+    with started("run", *arguments) as process:
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, errors) == (0, "")
-    return time.monotonic() - started
+    return time.monotonic() - begun
 
 
-def stop_when(start, moment, *arguments, by=signal.SIGINT):
+def stop_when(moment, *arguments, by=signal.SIGINT):
     """Press Ctrl-C at a moment, or kill, and check that the command ends without a trace."""
-    with start("run", *arguments) as process:
+    with started("run", *arguments) as process:
         while process.poll() is None and not moment():
             time.sleep(0.005)
         if process.poll() is None:
@@ -52,19 +55,14 @@ def events_of(folder):
     return read_events(log) if log.exists() else []
 
 
-def assert_same_network(one, other):
-    for name in ("genotype.json", "model.safetensors"):
-        assert (one / name).read_bytes() == (other / name).read_bytes()
-
-
-def assert_goes_on(start, folder, whole):
+def assert_goes_on(folder, whole):
     """Continue what a folder holds of a run, to the results of one that nobody stopped."""
     if not (folder / "config.yaml").exists():  # stopped before there was a run
         assert not list(folder.glob("*.*"))
         return
     before = events_of(folder)
-    complete(start, f"resume={folder}")
-    assert_same_network(folder, whole)
+    complete(f"resume={folder}")
+    assert_same_files(folder, whole)
     runs = read_run(folder), read_run(whole)
     assert runs[0].events[: len(before)] == before
     for stage in ("search", "retrain"):
@@ -78,51 +76,51 @@ def overrides(tiny_overrides):
 
 
 @pytest.fixture(scope="module")
-def whole(fednas, overrides, tmp_path_factory):
+def whole(overrides, tmp_path_factory):
     """The folder of a run that nobody stopped, and the seconds that it took."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return folder, complete(fednas, *overrides, f"run_dir={folder}")
+    return folder, complete(*overrides, f"run_dir={folder}")
 
 
 @pytest.mark.run
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("event", [slow("partition"), "round", slow("exported")])
-def test_a_run_that_is_stopped_or_killed_goes_on(fednas, overrides, whole, tmp_path, event, by):
+def test_a_run_that_is_stopped_or_killed_goes_on(overrides, whole, tmp_path, event, by):
     folder = tmp_path / "run"
 
     def told():
         return event in [told["event"] for told in events_of(folder)]
 
-    stop_when(fednas, told, *overrides, f"run_dir={folder}", by=by)
+    stop_when(told, *overrides, f"run_dir={folder}", by=by)
     if by == signal.SIGINT and event == "round":
         assert STOPPED == 130
         ended = events_of(folder)[-1]
         assert ended["event"] == "run_finished"
         assert ended["status"] == "completed" or ended["reason"] == "stopped by Ctrl-C"
-    assert_goes_on(fednas, folder, whole[0])
+    assert_goes_on(folder, whole[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", range(MOMENTS))
-def test_a_run_that_is_stopped_at_any_moment_goes_on(fednas, overrides, whole, tmp_path, moment):
+def test_a_run_that_is_stopped_at_any_moment_goes_on(overrides, whole, tmp_path, moment):
     folder, seconds = whole
     end = time.monotonic() + seconds * (moment + 0.5) / MOMENTS
     run = [*overrides, f"run_dir={tmp_path / 'run'}"]
-    stop_when(fednas, lambda: time.monotonic() >= end, *run)
-    assert_goes_on(fednas, tmp_path / "run", folder)
+    stop_when(lambda: time.monotonic() >= end, *run)
+    assert_goes_on(tmp_path / "run", folder)
 
 
 @pytest.mark.run
 @pytest.mark.parametrize("largest_file", [slow(3_500), 20_000, slow(50_000)])
-def test_a_run_on_a_full_disk_goes_on_later(fednas, overrides, whole, tmp_path, largest_file):
+def test_a_run_on_a_full_disk_goes_on_later(overrides, whole, tmp_path, largest_file):
     own = (*overrides, f"run_dir={tmp_path / 'run'}")
-    with fednas("run", *own, largest_file=largest_file) as process:
+    with started("run", *own, largest_file=largest_file) as process:
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == RUN_FAILED
     (sentence,) = errors.splitlines()
     assert "File too large" in sentence
     assert f"fednas run resume={tmp_path / 'run'}" in sentence
-    assert_goes_on(fednas, tmp_path / "run", whole[0])
+    assert_goes_on(tmp_path / "run", whole[0])
 
 
 def descendants(pid):
@@ -141,14 +139,14 @@ def descendants(pid):
 @pytest.mark.ray
 @pytest.mark.parametrize("victim", ["ray::Worker", "raylet/raylet", "gcs/gcs_server"])
 @pytest.mark.parametrize("stage", ["search", "retrain"])
-def test_a_run_outlives_processes_of_ray(fednas, overrides, whole, tmp_path, stage, victim):
+def test_a_run_outlives_processes_of_ray(overrides, whole, tmp_path, stage, victim):
     folder = tmp_path / "run"
     own = ("runtime=ray", "runtime.client_cpus=0.5", "runtime.quorum=1", f"run_dir={folder}")
 
     def begun():
         return any(e["event"] == "round" and e["stage"] == stage for e in events_of(folder))
 
-    with fednas("run", *overrides, *own) as process:
+    with started("run", *overrides, *own) as process:
         while process.poll() is None and not begun():
             time.sleep(0.005)
         victims = [pid for pid, command in descendants(process.pid) if victim in command]
@@ -162,7 +160,7 @@ def test_a_run_outlives_processes_of_ray(fednas, overrides, whole, tmp_path, sta
         assert sentence.startswith("fednas: QuorumError: ")
         assert "the client's process has died" in sentence
         assert sentence.endswith(f"fednas run resume={folder}")
-        complete(fednas, f"resume={folder}")
+        complete(f"resume={folder}")
     else:  # workers go on without what has started them, and idle ones are not missed
         assert process.returncode == 0
-    assert_same_network(folder, whole[0])
+    assert_same_files(folder, whole[0])

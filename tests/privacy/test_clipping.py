@@ -23,7 +23,7 @@ from fednas_flwr.search.exact_gradients import trainable_weights
 
 from ..made_networks import Made
 from ..reference_engine import by_ops
-from ..refusals import refuses
+from ..refusals import raising, refuses
 from ..rows import seldom
 from ..small_spaces import CLASSES, SPACES
 
@@ -288,9 +288,7 @@ def test_the_module_is_left_as_it_was():
         kept = [(p.requires_grad, p.grad is None) for p in weights.values()]
         return [{k: repr(v) for k, v in vars(o).items()} for o in owners], kept
 
-    def broken(logits, y):
-        raise KeyError("labels")
-
+    broken = raising(KeyError("labels"))
     before = state()
     weight_sum(network, x, y, parameters=weights, micro_batch_size=2)
     assert state() == before

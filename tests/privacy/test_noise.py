@@ -21,6 +21,7 @@ from fednas_flwr.privacy.mechanism.noise import SecureGenerator, _Keystream, noi
 from fednas_flwr.privacy.policy import noise_range
 
 from ..refusals import refuses
+from ..watched import noting
 from .divergences import KERNEL_STD, continuous_divergence, sum_divergence
 
 
@@ -105,14 +106,7 @@ def test_only_a_test_seed_repeats():
 
 
 def test_no_key_is_used_twice(monkeypatch):
-    keys = []
-    original = _Keystream.__init__
-
-    def recorded(self, key):
-        keys.append(key)
-        original(self, key)
-
-    monkeypatch.setattr(_Keystream, "__init__", recorded)
+    keys = noting(monkeypatch, _Keystream, "__init__", lambda _, stream, key: key)
     for generator in (SecureGenerator(), seeded()):
         for _ in range(50):
             generator.discrete_gaussian((2,), sigma=2**24)
@@ -215,15 +209,8 @@ def test_noise_is_enlarged_by_what_rounding_adds(noise_multiplier, count, norm, 
     if noise_multiplier is None:
         cells = norm / noise_grid(1.5 * norm) + 1
         noise_multiplier = (math.ceil(1.5 * cells) - 1e-8) / cells
-    asked = []
     generator = seeded()
-    original = generator.discrete_gaussian
-
-    def recorded(shape, *, sigma):
-        asked.append(sigma)
-        return original(shape, sigma=sigma)
-
-    monkeypatch.setattr(generator, "discrete_gaussian", recorded)
+    asked = noting(monkeypatch, generator, "discrete_gaussian", lambda *_, sigma: sigma)
     noised(torch.zeros(count), generator, sigma=noise_multiplier, norm=norm)
     (sigma,) = asked
     cells = Fraction(norm) / Fraction(noise_grid(noise_multiplier * norm))

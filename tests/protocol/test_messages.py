@@ -23,7 +23,7 @@ from fednas_flwr.protocol.sum_requests import Summed
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.server.reply_checks import accept_reply
 
-from ..refusals import refuses
+from ..refusals import raising, refuses
 from ..server.conftest import SEARCH
 
 HEADER = messages.Header("run", "search", 3, 2, 1, "abc")
@@ -99,11 +99,8 @@ def test_decoding_copies_no_vector():
 
 
 def test_nothing_is_pickled(monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("pickled")
-
     for name in ("dumps", "loads", "dump", "load"):
-        monkeypatch.setattr(pickle, name, refuse)
+        monkeypatch.setattr(pickle, name, raising(AssertionError("pickled")))
     content = encode_reply(HEADER, Reply(1, states=STATES))
     request = messages.encode_request(HEADER, SEARCH, messages.encode_states(STATES))
     for message in (content, request):

@@ -12,7 +12,7 @@ from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 from fednas_flwr.runs.numbers import read_run
 
-from ..refusals import lacking, refuses
+from ..refusals import lacking, raising, refuses
 from ..rows import seldom
 from . import conftest as made
 from .conftest import emit, emit_rounds, make_hostile, with_config, with_events
@@ -148,12 +148,8 @@ def test_a_failed_write_leaves_the_old_report(make_run, monkeypatch):
     folder = make_run("run")
     path = write_report(folder)
     before = path.read_bytes()
-
-    def full(descriptor):
-        raise OSError("no space left")
-
     emit(folder, "warning", message="late")
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", raising(OSError("no space left")))
     refuses("no space", write_report, folder, error=OSError)
     assert path.read_bytes() == before
     assert [p.name for p in folder.iterdir() if p.name.endswith(".tmp")] == []

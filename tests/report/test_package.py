@@ -11,6 +11,7 @@ from fednas_flwr.deploy.bundle import bundle_files
 
 from ..processes import told
 
+pytestmark = pytest.mark.run
 ROOT = Path(__file__).parents[2]
 TEMPLATES = ["report.html.j2", "card.md.j2", "compare.html.j2", "sentences.j2"]
 VERBATIM = ["style.css", "script.js", "figures.js"]  # stand in the page as they are
@@ -37,7 +38,6 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
-@pytest.mark.run
 def test_a_wheel_has_every_file_of_the_package_and_of_conf(installed):
     for folder, place in ((ROOT / "fednas_flwr", ""), (ROOT / "conf", "conf")):
         files = [p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
@@ -48,7 +48,6 @@ def test_a_wheel_has_every_file_of_the_package_and_of_conf(installed):
     assert all((page / name).is_file() for name in TEMPLATES + VERBATIM)
 
 
-@pytest.mark.run
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within flwr
 def test_what_runs_from_a_bundle_finds_the_page_of_the_package(installed, make_run, tmp_path):
     fab, _ = build_fab_from_files(bundle_files())
@@ -65,7 +64,6 @@ def test_what_runs_from_a_bundle_finds_the_page_of_the_package(installed, make_r
         assert (page / name).read_text(encoding="utf-8") in html
 
 
-@pytest.mark.run
 def test_an_installed_wheel_runs_provisions_and_reports(installed, tmp_path):
     """The quickstart of one round, without the checkout."""
     sites = tmp_path / "sites.yaml"

@@ -20,9 +20,9 @@ def _round(number, rounds, elapsed):
     return place | {"seconds": 2.0, "elapsed": elapsed, "metrics": metrics}
 
 
-def _show(events, *, terminal=False):
+def _show(events, *, terminal=False, width=120):
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=120, legacy_windows=False)
+    console = Console(file=out, force_terminal=terminal, width=width, legacy_windows=False)
     with ProgressDisplay(console) as display:
         for event in events:
             display(event)
@@ -109,9 +109,8 @@ def test_a_narrow_terminal_gets_the_columns_that_matter(make_run):
     interval = '"linear": {"intervals": {"accuracy": [0.71, 0.79]}, '
     path.write_text(path.read_text().replace('"linear": {', interval))
     for width, left_out in ((72, "parameters, rounds."), (120, "")):
-        out = io.StringIO()
-        print_summary(folder, Console(file=out, width=width))
-        board = out.getvalue().partition("Models that were compared")[2]
+        text = printed(print_summary, folder, width=width)
+        board = text.partition("Models that were compared")[2]
         assert "│ the pooled linear model │ 75.0 % (71.0 % – 79.0 %) │" in board
         told = board.partition("In the report, as this terminal is narrow: ")[2]
         assert told.partition("\n")[0] == left_out
@@ -191,18 +190,16 @@ def test_strangers_words_only_print_themselves(make_run, capsys, evil):
     group.mkdir(parents=True)
     (group / "events.jsonl").write_bytes((folder / "events.jsonl").read_bytes())
     other = make_hostile(make_run("other", seed=2), evil + "2")
-    out = io.StringIO()
-    console = Console(file=out, width=4000, legacy_windows=False)
-    with ProgressDisplay(console) as display:
-        for event in read_events(folder / "events.jsonl"):
-            display(event)
-    lines = out.getvalue().splitlines()
-    assert sum(line.startswith(("client", "warning", "data", "the run")) for line in lines) >= 5
-    print_summary(folder, console)
-    print_comparison(compare_runs([folder, other]), console)
-    assert all(c.isprintable() or c == "\n" for c in out.getvalue())
-    assert "[/red]" in out.getvalue() or "[red]" not in evil
-    assert "random_[red]" in out.getvalue()
+    text = _show(read_events(folder / "events.jsonl"), width=4000)
+    starts = [
+        line.startswith(("client", "warning", "data", "the run")) for line in text.splitlines()
+    ]
+    assert sum(starts) >= 5
+    text += printed(print_summary, folder, width=4000)
+    text += printed(print_comparison, compare_runs([folder, other]), width=4000)
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert "[/red]" in text or "[red]" not in evil
+    assert "random_[red]" in text
 
 
 def test_an_error_that_ends_a_command_is_one_line(capsys):

@@ -9,6 +9,8 @@ from fednas_flwr.report import html_report
 from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 
+from ..refusals import raising
+
 RELOADS = "location.reload()"
 
 
@@ -52,10 +54,7 @@ def test_a_torn_line_of_a_run_that_is_writing_is_no_error(unfinished):
 
 
 def test_an_end_by_hand_leaves_a_page_that_rests(unfinished, monkeypatch):
-    def stop(seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", stop)
+    monkeypatch.setattr("time.sleep", raising(KeyboardInterrupt))
     assert main(["watch", str(unfinished)]) > 0
     assert RELOADS not in (unfinished / "report.html").read_text()
 

@@ -10,7 +10,7 @@ from fednas_flwr.protocol.requests import Describe
 from fednas_flwr.server.cohort import LONGEST_POLL_S, QuorumError
 from fednas_flwr.server.exchange import Exchange, Participants
 
-from ..refusals import refuses
+from ..refusals import raising, refuses
 from .conftest import SEARCH, client_reply
 
 FIRST_NODE = 2  # of client 0
@@ -152,8 +152,7 @@ def test_a_late_reply_is_not_taken_for_the_next_exchange(federation):
     assert [event["event"] for event in late.events] == ["client_failed", "client_back"]
 
 
-def fail_by_error(_):
-    raise RuntimeError("disk full")
+fail_by_error = raising(RuntimeError("disk full"))
 
 
 def test_exactly_the_quorum_is_enough(federation):

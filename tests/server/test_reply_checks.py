@@ -37,7 +37,7 @@ from fednas_flwr.settings.optimizers import SGD, Adam
 
 from ..asked import FORMS, decoded, smallest
 from ..json_trees import json_trees
-from ..refusals import refuses
+from ..refusals import raising, refuses
 from .conftest import SEARCH, damaging, npy, set_json, set_metric, set_vector
 
 BAD = 1
@@ -99,8 +99,7 @@ def median():
     return TrimmedMean(None)
 
 
-def refuse(_):
-    raise RuntimeError("out of memory")
+refuse = raising(RuntimeError("out of memory"))
 
 
 FLOATS = np.zeros(11, np.float32)

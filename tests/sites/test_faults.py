@@ -19,6 +19,8 @@ from fednas_flwr.client.audit_trail import verify_trail
 from fednas_flwr.privacy.books.ledger import Ledger
 from fednas_flwr.runs.events import read_events
 
+from ..finished_runs import assert_same_files
+
 pytestmark = pytest.mark.slow
 
 DEPLOYMENT = ("runtime=deployment", "runtime.superlink=server")
@@ -26,6 +28,7 @@ RUN = ("partition=sites", "dataset=npz", "dataset.server_test=false", "clients=3
 RUN += ("stages=[search]", "search_space.channels=2", "search_space.num_cells=1", "trackers=[]")
 RUN += ("runtime.device=cpu",)
 SLOW = (*RUN, "algorithm.local_epochs=60")  # so that signals come in the middle of the work
+FOUND = ("genotype.json", "checkpoints/search-000002.safetensors")
 PRIVATE = ("algorithm=dp_fnas", "privacy=dp", "privacy.data_set=my-data", "privacy.epsilon=1000")
 PRIVATE += ("algorithm.batch_size=8", "search_space.norm=group")
 
@@ -84,11 +87,6 @@ def inline(cluster, tmp_path_factory):
     return folder
 
 
-def assert_same(run, inline):
-    for name in ("genotype.json", "checkpoints/search-000002.safetensors"):
-        assert (run / name).read_bytes() == (inline / name).read_bytes(), name
-
-
 def send(processes, number):
     assert processes
     for process in processes:
@@ -136,7 +134,7 @@ def test_whatever_is_killed_the_run_ends_in_the_same_bits(cluster, start, inline
     assert attempt.end()[0] == 0
     assert [event["resumed"] for event in attempt.events("run_started")] == [False, True]
     assert [event["round"] for event in attempt.events("round")] == [1, 2]
-    assert_same(run, inline)
+    assert_same_files(run, inline, *FOUND)
 
 
 def test_a_kill_within_a_reply_or_a_checkpoint_changes_nothing(cluster, start, inline, tmp_path):
@@ -193,7 +191,7 @@ def test_a_kill_within_a_reply_or_a_checkpoint_changes_nothing(cluster, start, i
     assert attempt.end()[0] == 0
     resumed = [event["resumed"] for event in attempt.events("run_started")]
     assert resumed == [False, True, True, True]
-    assert_same(run, inline)
+    assert_same_files(run, inline, *FOUND)
 
 
 def test_a_private_run_goes_on_without_sites_that_are_silent_or_lost(cluster, start, tmp_path):

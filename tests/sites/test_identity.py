@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,18 +21,10 @@ from fednas_flwr.deploy.sites.links import Trouble
 from fednas_flwr.deploy.sites.provision import issue_certificate, make_authority, make_node_key
 from fednas_flwr.deploy.sites.superlink import REFUSAL, Guard, is_loopback, paths_for_all
 
-from ..processes import told
+from ..processes import told, until
 from ..refusals import refuses
 
 BIN = Path(sys.executable).parent
-WAIT_S = 120  # for what takes seconds on an idle machine
-
-
-def until(done, what):
-    end = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < end, f"{what}: not within {WAIT_S} s"
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +131,7 @@ def test_a_node_that_is_not_right_is_refused_and_told_why(net, node):
 def test_doctor_names_the_causes(net):
     ours, theirs = (net.folder / name / "ca.crt" for name in ("ca", "other"))
     links.shake_hands("127.0.0.1", net.port, ours)
-    assert abs(links.clock_skew_s("127.0.0.1", net.port, ours)) < WAIT_S  # the same clock
+    assert abs(links.clock_skew_s("127.0.0.1", net.port, ours)) < 120  # the same clock
     for host, port, authority, words in (
         ("127.0.0.1", net.port, theirs, "is not from the authority in ca.crt"),
         ("localhost", net.port, ours, "does not name localhost: use an address that it names"),
