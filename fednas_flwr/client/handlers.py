@@ -176,12 +176,12 @@ def take_gradients(
     sent, so that secure sums may share its noise.
     """
     states = ACTIONS[request.action].gradients_of
-    auxiliary_weight = 0.0
+    further: dict[str, Any] = {}
     chosen: tuple[Any, ...] = ()
     with before_reading(request.action):
         network = client.sent_network(request).train()
         if isinstance(asked, rq.TakeNetworkGradient):
-            auxiliary_weight = asked.auxiliary_weight
+            further = {"auxiliary_weight": asked.auxiliary_weight, "augmented": asked.augmented}
             network.drop_path_prob = asked.drop_path_prob  # type: ignore[assignment]
             chosen = (asked.network, asked.drop_path_prob > 0)
         lrs = {state: asked.local_lrs[state] for state in states}
@@ -189,7 +189,7 @@ def take_gradients(
         if client.guard is None:
             gradients = _exact_sums(client, request, asked, network)
         else:
-            gradients = NoisedGradients(client, request, auxiliary_weight=auxiliary_weight)
+            gradients = NoisedGradients(client, request, **further)
             for state in states:
                 gradients.rehearse(state, network, *chosen)
     parameters = st.network_states(network)
@@ -457,7 +457,8 @@ def path_supernet(
     """
     network = client.network({"name": SUPERNET})
     assert isinstance(network, space.Supernet)
-    named = opt.path_states(network, paths) if sparse else {}
+    used = opt.path_states(network, paths)  # also refuses paths that do not fit
+    named = used if sparse else {}
     st.load_states(network, request.network_states, only=named)
     return network, named
 
@@ -535,4 +536,4 @@ def _step_batches(
             purpose=("batches", name, client.index),
         )
         x, y = split.batch(indices, client.device)
-        yield client.augmented(x, generator), y
+        yield client.augmented(x, generator) if getattr(asked, "augmented", True) else x, y

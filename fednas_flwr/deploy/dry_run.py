@@ -218,8 +218,8 @@ def _stage(
         factor: Of the server's own seconds.
     """
     first = numbers.read_run(run.folder).rounds(name)[0]
-    server_s = max(0.0, first["seconds"] - grid.spent_s) * factor
-    round_s = server_s + sum(
+    # the server's own seconds, and those of clients that work at once
+    round_s = max(0.0, first["seconds"] - grid.spent_s) * factor + sum(
         max(max(clients_s), sum(clients_s) / grid.at_once) for clients_s in grid.clients_s.values()
     )
     sent = first["bytes_sent"] + first["bytes_received"]

@@ -347,8 +347,7 @@ def best_threshold(
     if not (negative_B.sum() and positive_B.sum()):
         return None
     specificity_B = negative_B.cumsum(0)[:-1] / negative_B.sum()  # of thresholds 1, 2, ... bins
-    sensitivity_B = 1 - positive_B.cumsum(0)[:-1] / positive_B.sum()
-    youden_B = specificity_B + sensitivity_B
+    youden_B = specificity_B + (1 - positive_B.cumsum(0)[:-1] / positive_B.sum())  # sensitivity
     best = torch.nonzero(youden_B >= youden_B.max() - 1e-12).flatten()
     return float(best[len(best) // 2] + 1) / BINS
 

@@ -143,8 +143,9 @@ def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
 def _planned_retraining(config: Config) -> Retrain:
     """Return the retraining of the delivered network, with its rounds."""
     run, (sizes, share) = read_run(config.folder), _records(config)
-    counts, network = run.of_kind("partition")[0].get("counts"), run.last("derived")["network"]
-    return planned(config, share * median(sizes), network["input_shape"], counts)
+    unlike = run.of_kind("partition")[0].get("association", 0.0)
+    shape = run.last("derived")["network"]["input_shape"]
+    return planned(config, share * median(sizes), shape, unlike)
 
 
 def _linear(config: Config, alike: Config) -> Config:

@@ -15,7 +15,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from fednas_flwr.algorithms.base import RoundStrategy, data_set_of
-from fednas_flwr.algorithms.fedavg.strategy import median_records, planned
+from fednas_flwr.algorithms.fedavg.strategy import association, median_records, planned
 from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import simulated_properties
@@ -90,8 +90,8 @@ def begin(
     cohort.predicts_numbers = prepared.train.is_regression
     cohort.names = _names(config, cohort, prepared)
     _tell_partition(config, cohort, prepared, log)
-    counts = read_run(folder).of_kind("partition")[0]["counts"]
-    config = replace(config, retrain=planned(config, records, prepared.input_shape, counts))
+    unlike = read_run(folder).of_kind("partition")[0].get("association", 0.0)
+    config = replace(config, retrain=planned(config, records, prepared.input_shape, unlike))
     if config.samples:
         splits = declared
         cohort.sampling = make_sampling(config, splits)
@@ -139,7 +139,8 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
     """Emit the numbers of records by client and class, and the notes of the reader."""
     properties = list(cohort.properties.values())
     splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
-    counts = [known.get("class_counts", []) for known in properties]  # none of private clients
+    counts = [known.get("class_counts", []) for known in properties]
+    all_count = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
     whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs
     records: dict[str, Any] = {"summary": summarised(splits)}
     if whole:
@@ -152,7 +153,8 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         class_names=list(prepared.train.class_names),
         multi_label=prepared.train.multi_label,
         number=prepared.train.is_regression,
-        counts=counts if whole and all(len(of) == prepared.num_classes for of in counts) else None,
+        counts=counts if all_count and whole else None,
+        association=association(counts) if all_count else 0.0,
         **records,
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )

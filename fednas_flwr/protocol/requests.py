@@ -416,6 +416,7 @@ class TakeNetworkGradient(AtSite):
         batch_size: See :class:`Amount`.
         auxiliary_weight: Of an auxiliary head's loss, at least 0.
         drop_path_prob: From 0 to below 1.
+        augmented: Whether images are.
         precision: See :class:`LocalTraining`.
     """
 
@@ -425,6 +426,7 @@ class TakeNetworkGradient(AtSite):
     batch_size: opt.Count | None
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
+    augmented: bool = True
     precision: Precision | None = None
 
     local_steps, local_lrs = 1, {"weights": 0.0}

@@ -10,7 +10,7 @@ from typing import Any
 
 from fednas_flwr.base.errors import ConfigError, NoEffectError, show
 from fednas_flwr.settings import Config, GivenNetwork
-from fednas_flwr.settings.names import CLIENT, MOST_SITES
+from fednas_flwr.settings.names import CLIENT, LINEAR, MOST_SITES
 from fednas_flwr.settings.registry import algorithm_of, algorithms, spelled
 from fednas_flwr.settings.run_settings import GRADIENTS, SecureSumSettings, TrimmedMeanSettings
 
@@ -72,10 +72,12 @@ def retrains_by_gradients(config: Config) -> bool:
 
 
 def averages_plainly(config: Config) -> bool:
-    """Return whether all clients train a network from scratch, and the server takes their mean."""
+    """Return whether all train a network from scratch, of any norm, and the server averages it."""
     given, rules = config.algorithm, {config.aggregate.name, config.server_optimizer.name}
-    begun = isinstance(given, GivenNetwork) and given.weights is not None
-    special = begun or config.dp or config.samples or config.evaluation.personalised
+    normed = not isinstance(given, GivenNetwork) or config.genotype or given.has_norm
+    fixed = not normed and getattr(given, "network", "") != LINEAR
+    frozen = hasattr(config.search_space, "backbone")
+    special = fixed or frozen or config.dp or config.samples or config.evaluation.personalised
     return not special and rules == {"mean", "none"} and not getattr(given, "proximal", 0.0)
 
 

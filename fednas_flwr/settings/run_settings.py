@@ -148,6 +148,7 @@ class Retrain(ps.Checked):
         num_cells: Cells of the network; null takes the supernet's number.
         norm: Normalisation of the network: ``batch``, ``group`` or ``none``. With privacy it is one
             of the last two, and of a table none by default; deep networks of images need one.
+            ``group`` where gradients take the place of models, see ``exchange``.
         unaugmented: Share of the rounds, the last ones, in which images are not augmented, as they
             will not be in use (He et al. 2019, arXiv 1909.09148).
         auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 has none.

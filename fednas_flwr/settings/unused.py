@@ -108,9 +108,8 @@ RULES: tuple[Rule, ...] = (
     Rule("retrain.norm", lambda c: _fixed(c) and not c.algorithm.has_norm, NETWORK),
     Rule(
         "retrain.unaugmented",
-        lambda c: facts.retrains_by_gradients(c) or not any(c.dataset.augmentation.values()),
-        "retrain.exchange={c.retrain.exchange} and dataset={c.dataset.name}, with which all rounds "
-        "are alike",
+        lambda c: not any(c.dataset.augmentation.values()),
+        "dataset={c.dataset.name}, whose images are not augmented",
     ),
     Rule(
         "retrain.drop_path_prob",

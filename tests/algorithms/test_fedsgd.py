@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional as F
@@ -16,6 +16,7 @@ from fednas_flwr.algorithms.stage_strategies import make_retraining
 from fednas_flwr.api import compose
 from fednas_flwr.base.randomness import seeded
 from fednas_flwr.client.answer import answer
+from fednas_flwr.client.client import Client
 from fednas_flwr.data.loaders import step_batch
 from fednas_flwr.models.networks import describe_network, make_network
 from fednas_flwr.protocol.messages import Header, Request
@@ -24,6 +25,7 @@ from fednas_flwr.settings.names import PRECISIONS
 
 from ..asked import smallest
 from ..booked import booked
+from ..watched import noting
 from .plain import PLAIN_CNN, make_sgd, rate_of_round, step
 
 ROUNDS = 3
@@ -116,6 +118,14 @@ def test_the_precision_that_a_run_finds_out_arrives_at_the_gradient(compose_conf
     assert not torch.equal(*(next(network.parameters()) for network in (full, half)))
 
 
+def test_last_rounds_see_images_as_they_are(compose_config, federate, monkeypatch):
+    own = ("clients=1", "dataset.flip=true", "retrain.unaugmented=0.5")
+    federation = federate(compose_config(*GRADIENTS, *own))
+    augmented = noting(monkeypatch, Client, "augmented", lambda *_: None)
+    start(federation, PLAIN_CNN, rounds=2)
+    assert len(augmented) == federation.named("round")[0]["exchanges"] > 0
+
+
 def test_steps_of_a_round_drop_other_paths(compose_config, federate):
     federation = federate(compose_config(*GRADIENTS, *DARTS, "clients=1"))
     genotype = federation.strategy.space.random_genotype(torch.Generator().manual_seed(0))
@@ -147,6 +157,7 @@ def test_one_private_client_is_dp_sgd_with_momentum(finished_run):
         torch.testing.assert_close(found["gradients"][name], tensor, rtol=0, atol=1e-5)
 
 
+@example([(0, 0), (1, 0), (1, 0), (1, 0), (1, 0), (2, 0)])  # whose shares round
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=20))
 def test_association_is_the_share_of_wrong_guesses_that_knowing_the_client_saves(records):
     """Guessed is the class of a record that is drawn of all, or of the client's."""
@@ -158,7 +169,6 @@ def test_association_is_the_share_of_wrong_guesses_that_knowing_the_client_saves
 
 
 IMAGE = (1, 16, 16)
-TWO_CLASSES_EACH = [[9, 9, 0, 0], [0, 0, 9, 9]]
 AVERAGED = {
     "models": ("retrain.exchange=models",),
     "rounds": ("retrain.rounds=3",),
@@ -168,6 +178,9 @@ AVERAGED = {
     "sums": ("secure_sum=true", "clients=3"),
     "proximal": ("algorithm=fedprox",),
     "begun": ("algorithm=fedavg", "algorithm.network=resnet18", "algorithm.weights=a.pth"),
+    "a norm of its own": ("algorithm=fedavg", "algorithm.network=plain_cnn"),
+    "frozen": ("search_space=adapters", "search_space.backbone=a", "search_space.weights=a.pth"),
+    "moments": ("training.momentum=averaged",),
     "adam": ("algorithm=fedavg", "server_optimizer=adam"),
     "private": ("privacy=dp", "privacy.epsilon=9", "retrain.norm=group", "search_space.norm=group"),
 }
@@ -175,16 +188,15 @@ AVERAGED = {
 
 def test_clients_with_other_classes_of_images_exchange_gradients():
     config = compose("retrain=recommended")
-    plan = planned(config, 100, IMAGE, TWO_CLASSES_EACH)
+    plan = planned(config, 100, IMAGE, 0.1)
     assert (plan.exchange, plan.norm) == ("gradients", "group")
-    alike, small = [[9, 9, 5, 5], [5, 5, 9, 9]], (1, 8, 8)
-    for shape, counts in ((small, TWO_CLASSES_EACH), (IMAGE, alike), (IMAGE, None)):
-        plan = planned(config, 100, shape, counts)
+    for shape, unlike in (((1, 8, 8), 1.0), ((256,), 1.0), (IMAGE, 0.09)):
+        plan = planned(config, 100, shape, unlike)
         assert (plan.exchange, plan.norm) == (None, "batch")
 
 
 @pytest.mark.parametrize("name", AVERAGED)
 def test_what_averages_otherwise_is_left_alone(name):
     config = compose("retrain=recommended", *AVERAGED[name])
-    plan = planned(config, 100, IMAGE, TWO_CLASSES_EACH)
+    plan = planned(config, 100, IMAGE, 1.0)
     assert (plan.exchange, plan.norm) == (config.retrain.exchange, config.retrain.norm)

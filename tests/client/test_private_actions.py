@@ -195,13 +195,16 @@ def test_what_a_action_returns_is_checked_before_it_leaves(make_site, monkeypatc
     refuses("must not return", make_site().ask, "train.weights", error=RuntimeError)
 
 
+@pytest.mark.parametrize("action", ["train.weights", "train.network_gradient"])
 @pytest.mark.parametrize("drawn", ["nothing", "drop-path", "crops", "crops, unaugmented"])
-def test_drop_path_and_augmentation_are_drawn_anew_whatever_the_seed(drawn, make_site, totals):
+def test_drop_path_and_augmentation_are_drawn_anew_whatever_the_seed(
+    drawn, action, make_site, totals
+):
     site = make_site(committed=EVERYTHING)
     if "crops" in drawn:
         site.client.augmentation["crop_padding"] = 2
     asked = {"drop_path_prob": 0.5} if drawn == "drop-path" else {"augmented": "un" not in drawn}
-    _, *replies = (site.ask("train.weights", **asked) for _ in range(3))  # the first rehearses
+    _, *replies = (site.ask(action, **asked) for _ in range(3))  # the first rehearses
     vectors = [reply.states["weights"]["float32"] for reply in replies]
     assert torch.equal(*vectors) == (drawn in ("nothing", "crops, unaugmented"))
 

@@ -24,7 +24,7 @@ from fednas_flwr.protocol.states import Packed, Tensors
 from fednas_flwr.search.optimizer_step import after_prefix, make_sgd
 from fednas_flwr.settings import AlgorithmSettings, Config
 from fednas_flwr.settings.incompatible import averages_plainly, retrains_by_gradients
-from fednas_flwr.settings.names import GROUP
+from fednas_flwr.settings.names import BATCH, GROUP
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.registry import algorithm_of
 from fednas_flwr.settings.run_settings import GRADIENTS, Retrain, ServerAdagrad, ServerAdam
@@ -34,7 +34,6 @@ LOCAL_STEPS = 300  # of retraining where nobody says how many rounds
 STEPS_OF_A_ROUND = 5  # the fewest, in each of which momentum begins anew
 FEWEST_ROUNDS, MOST_ROUNDS = 10, 40
 LONGER, PIXELS = 3, 256  # times as long for images of so many pixels
-ClassCounts = Sequence[Sequence[float]]  # records by class of each client
 UNLIKE = 0.1  # association of clients and classes, from which models of images drift apart
 FLOWERS_MOMENTS = ("m_t", "v_t")  # Flower's names of the first and second ones
 
@@ -44,7 +43,7 @@ def trained_on(evaluate_every: int) -> tuple[str, ...]:
     return SPLITS[:1] if evaluate_every else SPLITS
 
 
-def association(counts: ClassCounts) -> float:
+def association(counts: Sequence[Sequence[float]]) -> float:
     """How well a record's client tells its class: Goodman and Kruskal's tau (1954), in [0, 1].
 
     It is 0 of clients with equal shares of all classes, and 1 where each has one class. Ten classes
@@ -52,18 +51,16 @@ def association(counts: ClassCounts) -> float:
     each of five clients .44.
 
     Args:
-        counts: Records by class of each client, of one or more.
+        counts: Records by class of each client, of one or more. Of one class it is 0.
     """
     table_KC = torch.tensor(counts, dtype=torch.float64)
     table_KC = table_KC[table_KC.sum(1) > 0] / table_KC.sum()
     chance = float(table_KC.sum(0).square().sum())
     known = float((table_KC.square().sum(1) / table_KC.sum(1)).sum())
-    return (known - chance) / (1 - chance) if 0 < chance < 1 else 0.0
+    return (known - chance) / (1 - chance) if chance < 1 - 1e-9 else 0.0
 
 
-def planned(
-    config: Config, records: float, input_shape: Sequence[int], counts: ClassCounts | None
-) -> Retrain:
+def planned(config: Config, records: float, input_shape: Sequence[int], unlike: float) -> Retrain:
     """Retraining with its rounds: as set, or by the records that the median client trains on.
 
     Where a pass over a table's records is of fewer than 5 steps, a round has several passes: 40
@@ -76,20 +73,21 @@ def planned(
         input_shape: Of a record. Images of at least 16 by 16 pixels get three times the steps:
             2,000 of Fashion-MNIST gained 7 points by that and 8,000 of CIFAR-10 15, on held-out
             training images, where tables and digits of 8 by 8 have learnt all before.
-        counts: Records by class of each client, None if that is not known. Models, and batch norms,
-            of clients with other classes of such images drift apart: from an :func:`association`
-            of .1 on clients exchange gradients, of networks with group norm, unless the exchange is
-            set. On 20,000 held-out images of Fashion-MNIST a ResNet-8 gained 37 points by that with
-            two classes each, 7 by Dirichlet .3, and lost nothing by Dirichlet 1 without it.
+        unlike: :func:`association` of clients and classes, 0 where it is not known. Models, and
+            batch norms, of clients with other classes of such images drift apart: from .1 on they
+            exchange gradients, of networks with group norm, unless exchange or momentum are set. On
+            20,000 held-out images of Fashion-MNIST a ResNet-8 gained 37 points by that with two
+            classes each, 7 by Dirichlet .3, and lost nothing by Dirichlet 1 without it.
     """
     if (retrain := config.retrain).rounds is not None:
         return retrain
     steps, image = retrain.local_steps(records), input_shape[1:]
     longer = LONGER if math.prod(image) >= PIXELS else 1
-    settled = retrain.exchange or config.secure_sum or algorithm_of(config).retraining
-    may_drift = longer > 1 and averages_plainly(config) and not settled
-    if may_drift and counts and association(counts) >= UNLIKE:
-        retrain = replace(retrain, exchange=GRADIENTS, norm=GROUP)
+    kept = retrain.exchange or config.secure_sum or config.training.momentum == "averaged"
+    drifts = longer > 1 and unlike >= UNLIKE and averages_plainly(config)
+    if drifts and not (kept or algorithm_of(config).retraining):
+        norm = GROUP if retrain.norm == BATCH else retrain.norm
+        retrain = replace(retrain, exchange=GRADIENTS, norm=norm)
     passes = 1 if image or retrains_by_gradients(config) else math.ceil(STEPS_OF_A_ROUND / steps)
     rounds = max(FEWEST_ROUNDS, round(longer * LOCAL_STEPS / (passes * steps)))
     epochs = passes * retrain.local_epochs
@@ -251,6 +249,7 @@ class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
                 batch_size=None if self.is_private else retrain.batch_size,
                 auxiliary_weight=retrain.auxiliary_weight,
                 drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
+                augmented=server_round <= (1 - retrain.unaugmented) * num_rounds,
                 precision=self.config.training.precision,
             )
             action = "train.network_gradient"
