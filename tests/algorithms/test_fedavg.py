@@ -49,12 +49,12 @@ LENGTHS = [
 @pytest.mark.parametrize(("records", "input_shape", "rounds", "passes"), LENGTHS)
 def test_retraining_lasts_as_the_records_ask(compose_config, records, input_shape, rounds, passes):
     config = compose_config("retrain.batch_size=32", "retrain.rounds=7")
-    assert planned(config, records, input_shape) == config.retrain
+    assert planned(config, records, input_shape, 0.0) == config.retrain
     config = replace(config, retrain=replace(config.retrain, rounds=None))
-    made = planned(config, records, input_shape)
+    made = planned(config, records, input_shape, 0.0)
     assert (made.rounds, made.local_epochs) == (rounds, passes)
     config = replace(config, retrain=replace(config.retrain, exchange="gradients"))
-    assert planned(config, records, input_shape).local_epochs == 1  # their momentum stays
+    assert planned(config, records, input_shape, 0.0).local_epochs == 1  # their momentum stays
 
 
 def test_rounds_equal_local_loops_and_a_weighted_average(trained):
