@@ -130,9 +130,10 @@ class Retrain(ps.Checked):
         exchange: The clients' answers: ``models`` after all local steps of a round (FedAvg), or
             ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
             secure sums, which share the noise of single steps only, and, with null ``rounds``,
-            where clients have other classes of images of 16 by 16 pixels or more
+            where simulated clients have other classes of images of 16 by 16 pixels or more
             (``algorithms.fedavg.strategy.planned``), of networks with group norm, as averages of
-            models lose much there; else ``models``.
+            models lose much there; else ``models``. In a deployment an exchange takes seconds, so
+            that there ``gradients`` are for who sets them, with ``norm=group``.
         rounds: Rounds of retraining; each ends with a checkpoint. Null, without privacy, lets the
             median client take about 300 local steps in 10 to 40 rounds (of images of 16 by 16
             pixels or more 900 in 10 to 120). Where a round of a table has fewer than 5 steps,

@@ -181,6 +181,7 @@ AVERAGED = {
     "a norm of its own": ("algorithm=fedavg", "algorithm.network=plain_cnn"),
     "frozen": ("search_space=adapters", "search_space.backbone=a", "search_space.weights=a.pth"),
     "moments": ("training.momentum=averaged",),
+    "sites of their own": ("runtime=deployment", "runtime.superlink=server"),
     "adam": ("algorithm=fedavg", "server_optimizer=adam"),
     "private": ("privacy=dp", "privacy.epsilon=9", "retrain.norm=group", "search_space.norm=group"),
 }
