@@ -72,9 +72,12 @@ def retrains_by_gradients(config: Config) -> bool:
 
 
 def averages_plainly(config: Config) -> bool:
-    """Return whether all train a network from scratch, of any norm, and the server averages it."""
+    """Return whether all clients train one network from scratch, and the server takes their mean.
+
+    Its norm is the run's to choose, or it needs none, as the linear model.
+    """
     given, rules = config.algorithm, {config.aggregate.name, config.server_optimizer.name}
-    normed = not isinstance(given, GivenNetwork) or config.genotype or given.has_norm
+    normed = not isinstance(given, GivenNetwork) or given.has_norm
     fixed = not normed and getattr(given, "network", "") != LINEAR
     frozen = hasattr(config.search_space, "backbone")
     special = fixed or frozen or config.dp or config.samples or config.evaluation.personalised

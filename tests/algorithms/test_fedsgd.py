@@ -183,14 +183,17 @@ AVERAGED = {
     "moments": ("training.momentum=averaged",),
     "sites of their own": ("runtime=deployment", "runtime.superlink=server"),
     "adam": ("algorithm=fedavg", "server_optimizer=adam"),
-    "private": ("privacy=dp", "privacy.epsilon=9", "retrain.norm=group", "search_space.norm=group"),
+    "a retraining of its own": ("experiment=feathers/fashion_mnist", "retrain.rounds=null"),
 }
 
 
 def test_clients_with_other_classes_of_images_exchange_gradients():
-    config = compose("retrain=recommended")
-    plan = planned(config, 100, IMAGE, 0.1)
-    assert (plan.exchange, plan.norm) == ("gradients", "group")
+    fixed = (("algorithm=fedavg", own) for own in ("algorithm.network=linear", "genotype=a.json"))
+    for own in (("retrain.norm=none",), *fixed, ()):
+        config = compose("retrain=recommended", *own)
+        plan = planned(config, 100, IMAGE, 0.1)
+        norm = "none" if "retrain.norm=none" in own else "group"
+        assert (plan.exchange, plan.norm) == ("gradients", norm)
     for shape, unlike in (((1, 8, 8), 1.0), ((256,), 1.0), (IMAGE, 0.09)):
         plan = planned(config, 100, shape, unlike)
         assert (plan.exchange, plan.norm) == (None, "batch")

@@ -69,9 +69,7 @@ def test_rounds_of_small_clients_have_several_passes(folder, quick_run):
     assert _planned_retraining(config).local_epochs == 3
 
 
-def test_clients_with_other_classes_train_all_networks_by_gradients(
-    quick_run, monkeypatch, tmp_path
-):
+def test_unlike_clients_train_all_networks_by_gradients(quick_run, monkeypatch, tmp_path):
     monkeypatch.setattr(strategy, "LOCAL_STEPS", 4)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", x_train=pixels, y_train=np.arange(40) % 2)
