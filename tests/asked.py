@@ -40,7 +40,7 @@ def smallest(data_set=None, *, network=None, split="train", weights=PLAIN, loss_
         "query.sign_survivors": SignSurvivors(**sums),
         "query.open_masks": OpenMasks(**sums, signatures={}, boxes={}),
         **dict.fromkeys(GRADIENTS, gradients),
-        "train.network_gradient": rq.TakeNetworkGradient(**of_batch, **plain),
+        "train.network_gradient": rq.TakeNetworkGradient(**of_batch, usual=1.0, **plain),
         "train.search": rq.Search(local=search, **of_data),
         "train.candidate": rq.TrainCandidates(candidates=[[0]], **steps),
         "train.probe": rq.Probe(**probe, **of_data),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fednas_flwr.algorithms.base import PrivateRound, RoundStrategy, expected_batch
-from fednas_flwr.algorithms.fedavg.strategy import FedAvg, FedSGD, trained_on
+from fednas_flwr.algorithms.fedavg.strategy import FedAvg, FedSGD, retrained_on
 from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models import networks
@@ -19,7 +19,6 @@ from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.exchange import Sampling
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.incompatible import by_client, retrains_by_gradients
-from fednas_flwr.settings.names import SPLITS
 from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of, imported
 
@@ -129,16 +128,15 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
     settings = config.sampling
     if settings is None or not config.samples:
         return None
-    records = {name: np.array([declared.get(name, 0) for declared in splits]) for name in SPLITS}
-    trained = np.sum([records[name] for name in trained_on(config.retrain.evaluate_every)], axis=0)
-    search, retrain = records["train"], trained
+    train = np.array([declared.get("train", 0) for declared in splits])
+    search, retrain = train, np.array([retrained_on(config.retrain, one) for one in splits])
     entry = algorithm_of(config)
     if entry.search is not None and issubclass(imported(entry.search), GradientStrategy):
         search = _at_most(search, expected_batch(config, "search"))
-    if retrains_by_gradients(config):
-        retrain = _at_most(trained, expected_batch(config, "retrain"))
+    if config.dp and retrains_by_gradients(config):
+        retrain = _at_most(retrain, expected_batch(config, "retrain"))
     elif entry.retraining is not None:
-        retrain = records["train"]  # by whose validation records it chooses
+        retrain = train  # by whose validation records it chooses
     return Sampling(
         seed=config.seed,
         per_round=config.asked,

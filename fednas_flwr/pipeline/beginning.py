@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from flwr.serverapp import Grid
 
 from fednas_flwr.algorithms.base import RoundStrategy, data_set_of
-from fednas_flwr.algorithms.fedavg.strategy import association, median_records, planned
+from fednas_flwr.algorithms.fedavg.strategy import association, planned, retrained_on
 from fednas_flwr.algorithms.stage_strategies import make_sampling
 from fednas_flwr.base.errors import ReplyError
 from fednas_flwr.client.making import simulated_properties
@@ -39,14 +40,14 @@ from fednas_flwr.server.cohort import Cohort, Emit, QuorumError, ignore_events
 from fednas_flwr.server.exchange import Exchange
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.incompatible import has_real_sites
-from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, PRV, SPLITS
+from fednas_flwr.settings.names import LEAST_CALIBRATED, MOST_SHOWN, PRV
 from fednas_flwr.settings.parser import seconds
 from fednas_flwr.settings.run_settings import Deployment
 
 APPROVAL_POLL_S = 10.0
 CONNECT_S = 60.0  # for simulated clients, which are there from the start
 COMMIT = Exchange("query.commit", stage="commit", settings=Commit(data_set="", releases=()))
-PROPERTIES = ("splits", "budget", "secure_noise", "unit")  # that a private client must tell
+PROPERTIES = ("budget", "secure_noise", "unit")  # that a private client must tell
 SITE_PROPERTIES = (  # that each real site must tell, from which the server builds networks
     *("input_shape", "image_shape", "transform"),
     *("schema", "mean", "std", "class_names", "multi_label", "target"),
@@ -82,11 +83,9 @@ def begin(
     statistics = pooled_statistics.known_statistics(earlier)
     if prepared.uses_own_statistics and not config.dp:
         statistics = statistics or pooled_statistics.found_statistics(prepared, cohort, log)
-    splits: Sequence[Mapping[str, int]] = [
-        known.get("splits", dict.fromkeys(SPLITS, 0)) for known in cohort.properties.values()
-    ]
+    splits: list[Mapping[str, int]] = [known["splits"] for known in cohort.properties.values()]
     declared = _declared_at_first(cohort, earlier)
-    records = median_records(config.retrain, [known for known in declared if known] or splits)
+    records = median(retrained_on(config.retrain, known) for known in declared if known)
     cohort.predicts_numbers = prepared.train.is_regression
     cohort.names = _names(config, cohort, prepared)
     _tell_partition(config, cohort, prepared, log)
@@ -110,7 +109,7 @@ def begin(
 
 def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepared:
     """Connect the clients and return the data; of real sites, as the first one describes it."""
-    needed = ("client", *(PROPERTIES if config.dp else ()))
+    needed = ("client", "splits", *(PROPERTIES if config.dp else ()))
     if has_real_sites(config):
         alike = (*SITE_PROPERTIES, *(("honest_sites",) if config.secure_sum else ()))
         cohort.connect(grid, needed=(*needed, *alike), alike=alike)
@@ -128,7 +127,7 @@ def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping
     A resumed run draws its clients by the same numbers, whoever is connected now; of one that was
     not connected then nothing is known.
     """
-    numbers = {client: known.get("splits", {}) for client, known in cohort.properties.items()}
+    numbers = {client: known["splits"] for client, known in cohort.properties.items()}
     begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
     if begun:
         numbers = dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
@@ -138,7 +137,7 @@ def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping
 def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: EventLog) -> None:
     """Emit the numbers of records by client and class, and the notes of the reader."""
     properties = list(cohort.properties.values())
-    splits = [known.get("splits", dict.fromkeys(SPLITS, 0)) for known in properties]
+    splits = [known["splits"] for known in properties]
     counts = [known.get("class_counts", []) for known in properties]
     all_count = all(len(count) == prepared.num_classes for count in counts)  # not in private runs
     whole = len(splits) <= MOST_SHOWN or has_real_sites(config)  # whose numbers a resume needs

@@ -370,7 +370,7 @@ def _validated(
 ) -> list[Reply]:
     """The replies of clients that measure the network on validation records; empty if too few."""
     cohort = run.cohort
-    having = [c for c in _testers(run) if cohort.properties[c].get("splits", {}).get("validation")]
+    having = [c for c in _testers(run) if cohort.properties[c]["splits"]["validation"]]
     request = rq.Evaluate(network=description, split="validation", with_scores=True, summed=summed)
     exchange = Exchange(
         "evaluate.model", stage="evaluate", settings=request, states=states, among=having
@@ -417,7 +417,7 @@ def _ask_tests(
     """Collect the results of all clients that have test records; warn if they are few."""
     results: list[dict[str, Any]] = []
     cohort, objective = run.cohort, make_objective(run.config, run.prepared, torch.device("cpu"))
-    having = [c for c in _testers(run) if cohort.properties[c].get("splits", {}).get("test") != 0]
+    having = [c for c in _testers(run) if cohort.properties[c]["splits"]["test"]]
     if not having:
         return results
     if len(having) < len(cohort.clients):
@@ -431,7 +431,7 @@ def _ask_tests(
             fields: dict[str, Any] = {**whose, "num_examples": reply.num_examples}
             fields |= reply.properties.get("scores", {})
             if gain := reply.properties.get("gain"):
-                most = cohort.properties[client].get("splits", {}).get("validation", 0)
+                most = cohort.properties[client]["splits"]["validation"]
                 fields |= {"gain": gain} if gain[2] <= most else {}
             results.append(objective.reported(reply.metrics) | fields)
     except QuorumError as error:  # the trained network is worth more than its test

@@ -413,7 +413,9 @@ class TakeNetworkGradient(AtSite):
         network: Description of the network.
         split: Records of the batch, ``train`` or ``train+validation``.
         step: Number of the step, from 0: which batch is taken.
-        batch_size: See :class:`Amount`.
+        batch_size: See :class:`Amount`; of a client with ``usual`` records.
+        usual: By which batches are in proportion to clients' records, so that all records are taken
+            equally often.
         auxiliary_weight: Of an auxiliary head's loss, at least 0.
         drop_path_prob: From 0 to below 1.
         augmented: Whether images are.
@@ -424,12 +426,19 @@ class TakeNetworkGradient(AtSite):
     split: str
     step: opt.CountOrZero
     batch_size: opt.Count | None
+    usual: opt.Positive
     auxiliary_weight: opt.NonNegative
     drop_path_prob: opt.ShareBelow1
     augmented: bool = True
     precision: Precision | None = None
 
     local_steps, local_lrs = 1, {"weights": 0.0}
+
+    def at_client(self, records: float) -> Self:
+        """The request as a client of so many records answers it, with a batch of 2 or more."""
+        if self.batch_size is None:
+            return self
+        return replace(self, batch_size=max(2, round(self.batch_size * records / self.usual)))
 
     def released(self, action: str) -> sr.Kinds:
         """One sum of gradients."""

@@ -26,8 +26,8 @@ from fednas_flwr.base.errors import ClientLeftError, ReplyError
 from fednas_flwr.data.site_tables import difference
 from fednas_flwr.privacy.actions import ACTIONS
 from fednas_flwr.privacy.plan import PlannedRelease
+from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import BUDGET_SPENT, Header, Reply, decode_reply, restore
-from fednas_flwr.protocol.requests import MAX_EXAMPLES, Settings, decode_properties
 from fednas_flwr.protocol.states import MOMENTS, Layout, Packed, unpack
 from fednas_flwr.protocol.sum_encoding import Summands, check_masked
 from fednas_flwr.server.exchange import Exchange
@@ -76,7 +76,7 @@ class Limits:
         return 0.0 - LOSS * self.noise, LOSS * high if self.noise else LARGEST_LOSS
 
 
-NO_LIMITS = Limits(MAX_EXAMPLES)
+NO_LIMITS = Limits(rq.MAX_EXAMPLES)
 # Tensors of which a negative value would make every network that uses them NaN.
 NON_NEGATIVE = {"buffers": ("running_var",), MOMENTS: ("alphas.exp_avg_sq.", "alphas.step.")}
 
@@ -121,7 +121,7 @@ def accept_reply(
             f"num-examples must be from 1 to {limits.examples:g}, got {reply.num_examples}"
         )
     action, layouts, masked = exchange.action, exchange.layouts, summands is not None
-    reply = replace(reply, properties=decode_properties(action, reply.properties, masked=masked))
+    reply = replace(reply, properties=rq.decode_properties(action, reply.properties, masked=masked))
     if summands is not None:
         check_masked(reply, summands, layouts)
         return reply
@@ -255,7 +255,7 @@ def outliers(
 
 def honest_limits(
     exchange: Exchange,
-    settings: Settings,
+    settings: rq.Settings,
     *,
     sent: Mapping[str, float],
     examples: float,
@@ -280,6 +280,8 @@ def honest_limits(
 
     if states := ACTIONS[exchange.action].gradients_of:
         # sums over local steps, all scaled to the first's batch
+        if isinstance(settings, rq.TakeNetworkGradient):
+            settings = settings.at_client(examples)
         batch_size = getattr(settings, "batch_size", None)
         if batch_size is not None:  # a last batch takes what would be one of a single record
             examples = min(examples, batch_size + 1)

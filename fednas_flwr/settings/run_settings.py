@@ -142,7 +142,8 @@ class Retrain(ps.Checked):
             records, which are then not trained on; 0 is never, and they are.
         local_epochs: A round's passes over a client's records; with ``gradients`` over those of
             the median client.
-        batch_size: Records per step of a client; with privacy their expected number, unless
+        batch_size: Records per step of a client; with ``gradients`` of the median client, and of
+            others in proportion to their records. With privacy the expected number at each, unless
             ``privacy.retrain.rate`` sets the share of the records.
         channels: Channels of the first cells, of a table with privacy 32 by default; null takes the
             supernet's size.

@@ -46,10 +46,9 @@ DP = (
 
 
 def start(federation, description, *, rounds=ROUNDS, precision="float32"):
-    cohort, checkpoints = federation.cohort, federation.checkpoints
     training = replace(federation.config.training, precision=precision)
     config = replace(federation.config, training=training)
-    strategy, network = make_retraining(config, description, cohort, checkpoints)
+    strategy, network = make_retraining(config, description, federation.cohort, None)
     strategy.start(federation.grid, num_rounds=rounds)
     strategy.load_into(network)
     return strategy, network
@@ -62,23 +61,22 @@ def batch(config, split, size, number, client):
     return split.batch(rows, "cpu")
 
 
-@pytest.fixture
-def federation(compose_config, federate, tmp_path):
-    return federate(compose_config(*GRADIENTS, *UNEQUAL), checkpoints=tmp_path)
-
-
-def test_steps_equal_sgd_on_the_clients_pooled_batches(federation):
+def test_steps_equal_sgd_on_pooled_batches_in_proportion_to_records(compose_config, federate):
+    federation = federate(compose_config(*GRADIENTS, *UNEQUAL))
     _, network = start(federation, PLAIN_CNN)
     config, sgd = federation.config, federation.config.retrain.weights
     with seeded(config.seed, "network"):
         plain = make_network(PLAIN_CNN).train()
     splits = [client.split("train+validation") for client in federation.clients]
-    steps = math.ceil(sorted(map(len, splits))[1] / 16)  # those of the median client's epoch
+    usual = sorted(map(len, splits))[1]
+    steps = math.ceil(usual / 16)  # those of the median client's epoch
+    sizes = [max(2, round(16 * len(split) / usual)) for split in splits]
     assert steps > 1
+    assert len(set(sizes)) == 3
     optimizer = make_sgd(plain.parameters(), sgd)
     for number in range(ROUNDS * steps):
         optimizer.param_groups[0]["lr"] = rate_of_round(sgd, 1 + number // steps, ROUNDS)
-        batches = [batch(config, split, 16, number, c) for c, split in enumerate(splits)]
+        batches = [batch(config, splits[c], size, number, c) for c, size in enumerate(sizes)]
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
         step(optimizer, F.cross_entropy(plain(x), y), sgd.clip_norm)
     for name, tensor in network.state_dict().items():

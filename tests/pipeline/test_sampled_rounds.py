@@ -106,7 +106,8 @@ BY_GRADIENTS = f"{FEDAVG} retrain.exchange=gradients retrain.batch_size=20"
 WEIGHTS = [
     (FEDAVG, "retrain", [13, 26, 39, 52]),
     (f"{FEDAVG} retrain.evaluate_every=1", "retrain", [10, 20, 30, 40]),
-    (BY_GRADIENTS, "retrain", [13, 20, 20, 20]),  # what a batch can hold
+    (BY_GRADIENTS, "retrain", [13, 26, 39, 52]),
+    (f"{BY_GRADIENTS} privacy=dp", "retrain", [13, 20, 20, 20]),  # what a batch can hold
     ("algorithm=fedex algorithm.network=linear", "retrain", [10, 20, 30, 40]),
     (f"{DP_FNAS} algorithm.batch_size=15", "search", [10, 15, 15, 15]),
     (f"{DP_FNAS} privacy.rate=0.5", "search", [10, 20, 30, 40]),  # a share of all

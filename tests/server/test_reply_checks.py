@@ -264,7 +264,7 @@ NO_MOMENTS = [
     *([{**MOMENTS, "std": value}] for value in (-1.0, 1e30, 1e300)),
     *([{**MOMENTS, "count": -1}], [{}]),
 ]
-MANY = int(reply_checks.MAX_EXAMPLES)
+MANY = int(rq.MAX_EXAMPLES)
 NO_HISTOGRAMS = [
     *([ONES], [ONES] * 3, [ONES, ONES[1:]], [ONES, [*ONES, 1]], [ONES, [1.0] * BINS]),
     *([ONES, [-1, *ONES[1:]]], [ONES, [MANY, *ONES[1:]]]),

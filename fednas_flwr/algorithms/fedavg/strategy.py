@@ -95,10 +95,9 @@ def planned(config: Config, records: float, input_shape: Sequence[int], unlike: 
     return replace(retrain, rounds=min(longer * MOST_ROUNDS, rounds), local_epochs=epochs)
 
 
-def median_records(retrain: Retrain, declared: Iterable[Mapping[str, int]]) -> float:
-    """The records that the median client retrains on, of those that clients declare by split."""
-    names = trained_on(retrain.evaluate_every)
-    return median(sum(splits.get(name, 0) for name in names) for splits in declared)
+def retrained_on(retrain: Retrain, declared: Mapping[str, int]) -> int:
+    """The number of records that a client retrains on, of those that it declares by split."""
+    return sum(declared.get(name, 0) for name in trained_on(retrain.evaluate_every))
 
 
 def training_settings(config: Config, configuration: Configuration | None) -> tuple[SGD, float]:
@@ -228,7 +227,8 @@ class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
     A round is of as many steps as in :class:`FedAvg` and so, without privacy, of as many as the
     median client takes for its epochs.
 
-    Deviations: batches of ``batch_size`` in place of all records; momentum and decay.
+    Deviations: batches, of ``batch_size`` records at the median client and in proportion at others,
+    in place of all records; momentum and decay.
     """
 
     def set_up(self) -> None:
@@ -239,7 +239,9 @@ class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Take the steps of a round, one exchange each."""
         sgd, retrain = self.weights.at_round(server_round, num_rounds), self.config.retrain
-        steps = self._steps()
+        clients = self.cohort.properties.values()
+        usual = median(retrained_on(retrain, of["splits"]) for of in clients)
+        steps = base.local_steps(self.config, self.stage) or retrain.local_steps(usual)
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
         replies: list[Reply] = []
         for step in range((server_round - 1) * steps, server_round * steps):
@@ -252,18 +254,12 @@ class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
                 drop_path_prob=self.drop_path_prob * (server_round - 1) / num_rounds,
                 augmented=server_round <= (1 - retrain.unaugmented) * num_rounds,
                 precision=self.config.training.precision,
+                usual=max(1.0, usual),
             )
             action = "train.network_gradient"
             replies += self.take_step(action, request, ("weights",), clip_norm=sgd.clip_norm)
         every = retrain.evaluate_every
         return base.mean_metrics(replies) | self.validation_metrics(every, server_round, num_rounds)
-
-    def _steps(self) -> int:
-        """Number of steps of a round."""
-        if (steps := base.local_steps(self.config, self.stage)) is not None:
-            return steps
-        declared = (of.get("splits", {}) for of in self.cohort.properties.values())
-        return self.config.retrain.local_steps(median_records(self.config.retrain, declared))
 
     @classmethod
     def releases(
