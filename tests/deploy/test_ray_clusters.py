@@ -11,25 +11,15 @@ from fednas_flwr.deploy.grids import check_cluster
 from ..refusals import refuses
 
 
-@pytest.fixture
-def silent():
-    """The address of a host that takes connections and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
-@pytest.fixture
-def closed():
-    """The address of a port where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
-
-
 @pytest.mark.parametrize("kind", [pytest.param("silent", marks=pytest.mark.slow), "closed"])
-def test_a_cluster_that_does_not_answer_is_refused(compose_config, request, kind):
-    address = request.getfixturevalue(kind)
-    config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
-    refuses(f"^runtime.ray_address={address}: no Ray cluster answer", api.check, config)
+def test_a_cluster_that_does_not_answer_is_refused(compose_config, kind):
+    """A host that takes connections and says nothing, or a port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if kind == "closed":
+            server.close()
+        config = compose_config("runtime=ray", f"runtime.ray_address='{address}'")
+        refuses(f"^runtime.ray_address={address}: no Ray cluster answer", api.check, config)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "127.0.0.1:99999999"])

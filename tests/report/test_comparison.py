@@ -216,6 +216,16 @@ def test_accuracy_that_disagrees_with_auroc_is_a_warning(auroc, accuracy):
     assert ("most frequent class alone (10.0 %)" in said) == (accuracy < 0.1)
 
 
+@pytest.mark.parametrize("other", [{}, {"place": "inline"}, {"tau": 0.09}, {"size": 8}])
+def test_sites_with_other_classes_of_images_are_told_of_gradients(other):
+    of = {"place": "deployment", "tau": 0.1, "size": 16, **other}
+    config = {"runtime": {"name": of["place"]}, "aggregate": {"name": "mean"}}
+    derived = {"event": "derived", "network": {"input_shape": [1, 16, of["size"]]}}
+    events = [{"event": "partition", "association": of["tau"]}, derived]
+    said = sentence("attention", Run(Path(), config, events))
+    assert ("retrain.exchange=gradients" in said) == (not other)
+
+
 def test_what_privacy_costs_is_one_sentence(make_run):
     plain = with_resamples(make_run("plain"), [0.88 + 0.001 * k for k in range(41)])
     private = with_resamples(make_run("eps8", accuracy=0.8, private=True), [0.8] * 41)
