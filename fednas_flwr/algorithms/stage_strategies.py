@@ -14,6 +14,7 @@ from fednas_flwr.algorithms.gradient_steps import GradientStrategy
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models import networks
 from fednas_flwr.privacy.plan import PlannedRelease, of_clients
+from fednas_flwr.protocol.requests import LARGER
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.exchange import Sampling
@@ -109,12 +110,9 @@ def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[
     """Releases of each round of a stage of a private run, of a client that the round asks."""
     strategy, privacy = strategy_of(config, stage), config.dp
     assert privacy
-    rounds = [
-        strategy.releases(
-            config.algorithm, PrivateRound(config, privacy, stage, number, num_rounds)
-        )
-        for number in range(1, num_rounds + 1)
-    ]
+    numbers = range(1, num_rounds + 1)
+    each = (PrivateRound(config, privacy, stage, number, num_rounds) for number in numbers)
+    rounds = [strategy.releases(config.algorithm, one) for one in each]
     return [of_clients(releases) for releases in rounds] if by_client(config) else rounds
 
 
@@ -133,8 +131,9 @@ def make_sampling(config: Config, splits: Sequence[Mapping[str, int]]) -> Sampli
     entry = algorithm_of(config)
     if entry.search is not None and issubclass(imported(entry.search), GradientStrategy):
         search = _at_most(search, expected_batch(config, "search"))
-    if config.dp and retrains_by_gradients(config):
-        retrain = _at_most(retrain, expected_batch(config, "retrain"))
+    if retrains_by_gradients(config):
+        largest = LARGER * float(np.median(retrain))
+        retrain = _at_most(retrain, expected_batch(config, "retrain") if config.dp else largest)
     elif entry.retraining is not None:
         retrain = train  # by whose validation records it chooses
     return Sampling(

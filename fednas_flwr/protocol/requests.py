@@ -34,6 +34,7 @@ LONGEST_CARD = 2**17  # characters
 MOST_RELEASES = 32  # kinds of them in a schedule; a site keeps each schedule for good
 MAX_EXAMPLES = 1e9  # of a client that has not said yet how many records it has
 LARGEST_TABLE = 2**20  # characters of a table of latencies: some 5,000 layers
+LARGER = 8  # times a batch, at most, that is in proportion to records: it is held in memory
 LARGEST_RECORD = 2**28  # values of its features
 MOST_SUMS = 10**6
 SCORES = ("f1", "auroc", "average_precision", "sensitivity", "specificity", *names.NUMBER_METRICS)
@@ -414,8 +415,8 @@ class TakeNetworkGradient(AtSite):
         split: Records of the batch, ``train`` or ``train+validation``.
         step: Number of the step, from 0: which batch is taken.
         batch_size: See :class:`Amount`; of a client with ``usual`` records.
-        usual: By which batches are in proportion to clients' records, so that all records are taken
-            equally often.
+        usual: By which batches are in proportion to clients' records, up to 8 times
+            ``batch_size``, so that records are taken equally often.
         auxiliary_weight: Of an auxiliary head's loss, at least 0.
         drop_path_prob: From 0 to below 1.
         augmented: Whether images are.
@@ -438,7 +439,8 @@ class TakeNetworkGradient(AtSite):
         """The request as a client of so many records answers it, with a batch of 2 or more."""
         if self.batch_size is None:
             return self
-        return replace(self, batch_size=max(2, round(self.batch_size * records / self.usual)))
+        batch_size = self.batch_size * min(records / self.usual, LARGER)
+        return replace(self, batch_size=max(2, round(batch_size)))
 
     def released(self, action: str) -> sr.Kinds:
         """One sum of gradients."""

@@ -143,8 +143,8 @@ class Retrain(ps.Checked):
         local_epochs: A round's passes over a client's records; with ``gradients`` over those of
             the median client.
         batch_size: Records per step of a client; with ``gradients`` of the median client, and of
-            others in proportion to their records. With privacy the expected number at each, unless
-            ``privacy.retrain.rate`` sets the share of the records.
+            others in proportion to their records, up to 8 times. With privacy the expected number
+            at each, unless ``privacy.retrain.rate`` sets the share of the records.
         channels: Channels of the first cells, of a table with privacy 32 by default; null takes the
             supernet's size.
         num_cells: Cells of the network; null takes the supernet's number.

@@ -36,7 +36,7 @@ DARTS = (
     *("search_space=darts_small", "retrain=darts", "retrain.exchange=gradients"),
     *("retrain.channels=2", "retrain.num_cells=3", "retrain.batch_size=16"),
 )
-UNEQUAL = ("clients=3", "partition=quantity", "partition.fractions=[0.6,0.25,0.15]")
+UNEQUAL = ("clients=3", "partition=quantity", "partition.fractions=[0.88,0.07,0.05]")
 DP = (
     *("privacy=dp", "clients=1", "stages=[retrain,export]", "privacy.test_seed=3"),
     *("algorithm=fedavg", "algorithm.network=plain_cnn", "privacy.retrain.local_steps=3"),
@@ -61,14 +61,14 @@ def batch(config, split, size, number, client):
 
 
 def test_steps_equal_sgd_on_pooled_batches_in_proportion_to_records(compose_config, federate):
-    federation = federate(compose_config(*GRADIENTS, *UNEQUAL))
+    federation = federate(compose_config(*GRADIENTS, *UNEQUAL, "retrain.batch_size=2"))
     _, network = start(federation, PLAIN_CNN)
     config, sgd = federation.config, federation.config.retrain.weights
     plain = seeded_network(config, PLAIN_CNN).train()
     splits = [client.split("train+validation") for client in federation.clients]
     usual = sorted(map(len, splits))[1]
-    steps = math.ceil(usual / 16)  # those of the median client's epoch
-    sizes = [max(2, round(16 * len(split) / usual)) for split in splits]
+    steps = math.ceil(usual / 2)  # those of the median client's epoch
+    sizes = [max(2, round(2 * min(8, len(split) / usual))) for split in splits]
     assert steps > 1
     optimizer = make_sgd(plain.parameters(), sgd)
     for number in range(ROUNDS * steps):

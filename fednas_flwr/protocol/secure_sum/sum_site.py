@@ -145,8 +145,7 @@ class SumSite:
             self._check_members("survivors", listed, json.loads(row["participants"]))
             if row["survivors"] is not None:
                 raise ConfigError(
-                    "refused: a list of survivors was signed for this request before; a site signs "
-                    "one."
+                    "refused: a list of survivors was signed for this request; a site signs one."
                 )
             books.execute(
                 "UPDATE answers SET survivors = ? WHERE context = ?",
