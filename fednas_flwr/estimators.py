@@ -37,6 +37,7 @@ from fednas_flwr.report.templates import paragraphs
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import expanded
+from fednas_flwr.settings.names import MISSING_WORDS
 
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
 FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
@@ -181,7 +182,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _run(self, X: Any, y: Any, groups: Any, *, label: str | None, site: str | None) -> Result:
         """The run of the settings, on records in a file for the time that it takes."""
         check_choice("preset", self.preset, PRESETS)
-        chosen = {
+        chosen: dict[str, Any] = {
             "seed": 1 if self.random_state is None else self.random_state,
             "privacy": None if self.epsilon is None else "dp",
             "privacy.epsilon": self.epsilon,
@@ -219,7 +220,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         folder = _folder_of_a_fit(expanded("dataset.cache", config.dataset.cache))
         try:
             root = str(write_atomically(folder / "records", content))
-            data = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
+            data: Any = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
+            if X.ndim == 2 and not {*map(str, np.unique(y))}.isdisjoint(MISSING_WORDS):  # classes
+                data = replace(data, missing_in={label: [], **data.missing_in})
             config = with_clients(replace(config, dataset=data), ())
             result = run(config, quiet=not self.verbose)
         except (KeyboardInterrupt, OSError, QuorumError):  # a run that can go on
@@ -285,6 +288,9 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         return np.asarray(found.probabilities[:, columns])
 
     def _target(self, y: Any) -> Any:
+        empty = np.flatnonzero(pd.isna(y) | (y.astype(str) == ""))
+        if len(empty):
+            raise ValueError(f"y has no class in record {empty[0]}: leave it out, or name one.")
         check_classification_targets(y)
         self.classes_ = np.unique(y)
         if len(self.classes_) < 2:

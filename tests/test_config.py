@@ -424,7 +424,7 @@ $SITES secure_sum=true secure_sum.colluding=2 | sites have terms, books, noise
 $SITES privacy.test_seed=3 | noise and scores of their own
 clients=2 runtime.largest_share=.3 | clients=2, of whom nobody can tell which is right
 clients=1 runtime.most_records=3 | clients=1, of whom nobody can tell
-clients=3 sampling.per_round=3 sampling.spare=.5 | per_round=3 of clients=3, with
+clients=3 sampling.per_round=3 sampling.spare=.5 | per_round=3 of clients=3, so that all are
 clients=4 sampling.per_round=.5 runtime.largest_share=.3 | per_round=0.5, of whom
 $DP clients=2 privacy.fewest_records=.3 | clients=2, of whom nobody can tell
 retrain.rounds=1 retrain.drop_path_prob=.3 | with retrain.rounds=1: remove it

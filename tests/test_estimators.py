@@ -147,13 +147,13 @@ def fit(tmp_path, X, y, *settings, groups=None, **keys):
 def test_arrays_and_groups(tmp_path, capsys):
     table = patients()
     X, groups = table[["age", "pressure"]].to_numpy(), table["hospital"]
-    X[:, 1] = np.arange(len(X))
+    X[:, 1], sex = np.arange(len(X)), table["sex"].astype(str).replace("m", "null")  # a class, too
     with pytest.warns(UserWarning, match="1 has another whole number in every row"):
-        model = fit(tmp_path, X, table["sex"], groups=groups, verbose=True)
+        model = fit(tmp_path, X, sex, groups=groups, verbose=True)
     assert f"run folder: {tmp_path / 'run'}" in capsys.readouterr().out
     assert (config_of(model).clients, model.n_features_in_) == (3, 2)
-    assert model.classes_.tolist() == ["f", "m"]
-    assert model.importance(table[["age", "pressure"]].to_numpy(), table["sex"]).shape == (2, 2)
+    assert model.classes_.tolist() == ["f", "null"]
+    assert model.importance(table[["age", "pressure"]].to_numpy(), sex).shape == (2, 2)
 
 
 @pytest.mark.run
@@ -188,6 +188,12 @@ def test_settings_reach_the_run(tmp_path):
     assert (config.seed, config.privacy.name, config.privacy.epsilon) == (7, "dp", 8)
     assert (config.runtime.time_limit, config.evaluation.metric) == ("10min", "auroc")
     assert model.leaderboard()["epsilon"][0] <= 8
+
+
+def test_records_without_a_class_or_a_group_are_refused():
+    X, y, fit = np.eye(60), np.array(["a", "b"] * 30, dtype=object), FedClassifier().fit
+    refuses("no class in record 1", fit, X, np.where(y == "b", None, y), error=ValueError)
+    refuses(r"site is empty in \d+ rows", fit, X, y, groups=[None, "a", "b"] * 20)
 
 
 WRONG = [

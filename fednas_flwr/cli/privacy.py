@@ -166,8 +166,7 @@ def approve(
                 waiting[schedule_hash(run, text)] = run, read_commitment(text), allowed
         if hash is not None and hash not in waiting:
             raise ConfigError(
-                f"no schedule {hash} waits for approval; there is "
-                f"{', '.join(waiting) or 'none at all'}."
+                f"no schedule {hash} waits for approval; there is {', '.join(waiting) or 'none'}."
             )
         for schedule, (run, commitment, allowed) in waiting.items():
             if hash in (None, schedule):

@@ -95,8 +95,7 @@ def before_reading(action: str) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"refused, the settings do not fit {action}: {type(error).__name__}: "
-            f"{str(error)[:200]}."
+            f"refused, the settings do not fit {action}: {type(error).__name__}: {error!s:.200}."
         ) from error
 
 

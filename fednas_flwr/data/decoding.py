@@ -47,7 +47,7 @@ _TOLD = (_TURNED, _PAGED, _CLEAR, _BANDS, _UNWINDOWED)
 _BEYOND = 1e12  # all intensities
 _PART = re.compile(r"(train|test)(ing)?([ _-]?(set|data|images))?", re.I)
 _VALIDATION = {"val", "valid", "validation", "eval", "dev"}
-_MASK = re.compile(r"(.+)[ _.-]+(masks?|seg|segmentation|gt|annotation|label|overlay)\b", re.I)
+_MASK = re.compile(r"(?i)(.+?)[ _.-]+(masks?|seg\w*|gt|anno\w*|label|lesion|overlay)(?![^\W\d_])")
 _MASK_FOLDERS = {"masks", "ground_truth"}
 _MOST_NAMED = 20
 _LARGE, _AT_ONCE = 4096, 64  # bytes of an image, and how many are opened before their turn
@@ -452,7 +452,8 @@ def masks_in(places: Sequence[tuple[str, ...]]) -> list[str]:
     masks = [
         place[-1]
         for place in places
-        if _MASK_FOLDERS.intersection(place) or ((of := _MASK.match(place[-1])) and of[1] in stems)
+        if _MASK_FOLDERS.intersection(map(str.lower, place))
+        or ((of := _MASK.match(place[-1])) and of[1] in stems)
     ]
     return [f"{len(masks)} images such as {masks[0]} may be masks: remove them"] if masks else []
 

@@ -37,7 +37,7 @@ _YEAR_FIRST = re.compile(r"(\d{4})/(\d{1,2})/(\d{1,2})(?!\d)", re.ASCII)
 _SLASHED_DATE = re.compile(r"(\d{1,2})/(\d{1,2})/(\d{4})", re.ASCII)
 AFFIXED = re.compile(  # as 80%, $1,200, <0.5, 3 days, 12:30, 1/2/24, May 31, 2024 and USD 5
     r"(?i)((jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|mon|tue|wed|thu|fri|sat|sun)[a-z]*\W+"
-    r"|(usd|eur|gbp|chf|rs|kr)\.? |(us|r)\$ ?)*[^A-Za-z\d]{0,2}\d"
+    r"|([a-z]{3}|rs|kr)\.? |(us|r)\$ ?)*[^A-Za-z\d]{0,2}\d"
 )
 YES_NO = {  # what words and numbers that say yes or no mean, in small letters
     **dict.fromkeys(("yes", "y", "true", "1", "1.0", "j", "ja"), "yes"),

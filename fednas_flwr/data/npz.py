@@ -286,7 +286,7 @@ def channels_first(images: np.ndarray, *, origin: str) -> np.ndarray:
         if first != last:
             return images if first else images.transpose(0, 3, 1, 2)
     is_number = images.dtype.kind in "fiu" and images.size
-    span = f" from {images.min():g} to {images.max():g}" if is_number else ""
+    span = f" from {images.min():.9g} to {images.max():.9g}" if is_number else ""
     raise ConfigError(
         f"{origin} holds features {images.dtype} of shape {images.shape}{span}: expected uint8 "
         "images [N, H, W], [N, H, W, C] or [N, C, H, W] with 1 or 3 channels, whole numbers from 0 "

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.data.cells import number_of
 from fednas_flwr.data.notation import AFFIXED, YES_NO, are_numbers
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, count_labels, keys_of
 
 _FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
 _SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
 _FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
+_TOTAL = re.compile(r"(grand |sub)?-?totals?|sums?|gesamt|summe|insgesamt", re.I)
 _CODES = {9.0, 99.0, 888.0, 999.0, 8888.0, 9999.0}  # that mean missing, with a minus or without
 _UNKNOWN = re.compile(
     r"[?.*#]+|-+|\\N|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?", re.I
@@ -45,6 +47,7 @@ _SPLIT_NAME = re.compile(
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _FEWEST_PIXELS = 64
 _DENSE = 2  # whole numbers for each record, fewer of which count records, without those of a test
+_COARSE = 1e-5  # range over distance from 0 of numbers, of which float32 keeps below 200
 _FLOAT32 = 2**24  # whole numbers above are not told apart
 
 
@@ -107,8 +110,7 @@ def _of_labels(records: Records) -> Iterator[str]:
     counts = count_labels(records.labels, len(records.class_names))
     empty = [name for name, n in zip(records.class_names, counts, strict=True) if not n]
     if empty and (len(records) >= _FEWEST or not records.schema):
-        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
-        yield f"no record has the label {', '.join(empty[:5])}{more}: do labels begin at 1?"
+        yield f"no record to train on has the label {listed(empty, 5)}: do labels begin at 1?"
     if records.multi_label and bool((records.labels.sum(1) == 1).all()):
         yield (
             f"every record has exactly one of {len(counts)} labels: for one class per record give "
@@ -128,7 +130,7 @@ def _of_labels(records: Records) -> Iterator[str]:
     for name in [name for name in records.class_names if name in codes][:1]:
         yield f"the label holds {name}: if it means that the label is missing, remove these records"
     many = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
-    if records.schema and not records.multi_label and (many or _are_counts(records, counts)):
+    if records.label and not records.multi_label and (many or _are_counts(records, counts)):
         yield (
             f"the label has {len(counts)} classes that are numbers: if it is a number to predict, "
             "set dataset.task=regression"
@@ -148,10 +150,11 @@ def _marks(codes: Sequence[str]) -> list[str]:
 
 
 def _are_counts(records: Records, counts: Sequence[int]) -> bool:
-    """Return whether classes may be counts or grades: 0, 1, ..., of one most frequent value."""
-    codes = [int(name) for name in records.class_names if name.isdecimal()]
-    often = np.array(counts, dtype=float)
-    if len(codes) < max(len(counts), _FEWEST_GRADES) or (np.diff(codes) != 1).any():
+    """Return whether classes may be counts or grades, in steps of 1 or .5, of one usual value."""
+    codes = np.array([*map(number_of, records.class_names)])
+    often = np.array(counts, dtype=float)[codes.argsort()]
+    steps = np.diff(np.sort(codes))
+    if len(codes) < _FEWEST_GRADES or steps[0] not in (0.5, 1) or (steps != steps[0]).any():
         return False
     rises = np.diff(often) * np.where(np.arange(1, len(codes)) <= often.argmax(), 1, -1)
     by_chance = 2 * np.sqrt(often[1:] + often[:-1])
@@ -247,6 +250,8 @@ def _of_columns(records: Records) -> Iterator[str]:
                     f"{column.name} holds {mark}: if it means that a cell is missing, name it in "
                     "dataset.missing_values"
                 )
+            for code in [*filter(_TOTAL.fullmatch, codes)][:1]:
+                yield f"{column.name} holds {code}: if that row adds up others, remove it"
             cells = features[:, places] @ np.arange(1, len(places) + 1)
             if len(column.categories) > len(records) / 2:
                 yield f"{column.name} has a value of its own in most rows: {_IGNORE}"
@@ -298,7 +303,8 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         above = code < 0 <= others[0] - 2 * (code == -1)
         is_far = above if code == low else others[-1] <= code / (2 if code > 99 else 4)
         often = times > 1 or others[-1] < code / 5
-        if (code == -1 or abs(code) in _CODES) and often and is_far:
+        many = len(values) > _FEWEST_NUMBERS < abs(code) and times > 3 * counts.mean()
+        if (code == -1 or abs(code) in _CODES or many) and often and is_far:
             return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"
     few = 1 < counts[0] < counts.sum() / 2
     if low == 0 and few and values[1] > np.median(values) / 3 and len(values) > 10:
@@ -308,6 +314,8 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         below = counts[: place + 1].sum() / counts.sum()
         if values[place + 1] > _APART * values[place] and _SHARE < below < 1 - _SHARE:
             return f"numbers up to {values[place]:g} and from {values[place + 1]:g} on: two units?"
+    if high - low < _COARSE * max(high, -low):
+        return f"numbers from {low:.9g} to {high:.9g}, which float32 blurs: subtract a constant"
     if _are_dates(values):
         return "dates written as 20241231, which are read as numbers: write 2024-12-31"
     return ""

@@ -211,8 +211,7 @@ def _divided(records: Records, settings: ds.Partition, clients: int) -> list[np.
             shares = _drawn_shares(size, settings, clients, rng)
         if len(shares) != clients or abs(shares.sum() - 1) > 1e-6:
             raise ConfigError(
-                f"partition.fractions={shares.tolist()} must be {clients} shares above 0 that sum "
-                "to 1."
+                f"partition.fractions={shares.tolist()} must be {clients} shares above 0, 1 in all."
             )
         return np.split(rng.permutation(size), _cuts(size, shares)[1:-1])
     if isinstance(settings, ds.DirichletPartition):
@@ -239,8 +238,7 @@ def load_partition(path: Path) -> list[np.ndarray]:
         whole = joined.dtype.kind == "i" and joined.ndim == 1 and joined.min() >= 0
         if not (ascending and whole and len(np.unique(joined)) == len(joined)):
             raise ValueError(
-                "expected a list of ascending record numbers per client, none empty, no number "
-                "twice"
+                "expected a list of ascending record numbers per client, none empty, none twice"
             )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
@@ -335,6 +333,8 @@ def _by_column(
             f"have {', '.join(records.columns) or 'no columns'}."
         )
     values, owners = np.unique(records.columns[column], return_inverse=True)
+    if "" in values:
+        raise ConfigError(f"{column} is empty in {(owners == 0).sum()} rows: name whose they are.")
     if len(values) != clients:
         raise ConfigError(
             f"partition={name} makes {len(values)} clients, one per value of {column}, but "

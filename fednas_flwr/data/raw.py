@@ -150,6 +150,10 @@ def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) 
         path, replace(form, separator=None, encoding=encoding), keep_empty=True
     )
     raw = _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
+    if blank := int(np.logical_and.reduce([cells.missing for cells in texts.values()]).sum()):
+        raw = replace(
+            raw, notes=(*raw.notes, f"rows that are empty, and predicted nonetheless: {blank}")
+        )
     return raw if lacks else replace(raw, notes=raw.notes + table_files.settings_beside(path))
 
 

@@ -137,8 +137,7 @@ def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
         fixed |= {"encoding": "utf-8", "decimal": "point", "thousands": "none"}
     leaks = {
         "limit_train": "one record more would put another one out, and two would count",
-        "corrupt": "one record that cannot be read would end every run, and so tell that it is "
-        "there",
+        "corrupt": "a record that cannot be read would end every run, and so tell that it is there",
     }
     for setting, leak in leaks.items():
         if written.get(setting, fixed.get(setting)) != fixed.get(setting):

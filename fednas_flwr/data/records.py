@@ -414,8 +414,7 @@ def check_known(names: Iterable[str], known: Iterable[str], says: str, setting: 
     """Raise ConfigError for a name in some records, as a sentence says, that a setting lacks."""
     for name in sorted(set(names) - set(known)):
         raise ConfigError(
-            f"{says} {name}, which is not in {setting}: add it there, or correct or remove these "
-            "records."
+            f"{says} {name}, which is not in {setting}: add it, or correct or remove these records."
         )
 
 

@@ -236,8 +236,7 @@ def _own_loss(loss: OwnLoss, logits: Tensor, label: Tensor) -> Tensor:
     value = loss(logits[None], label[None])
     if value.numel() != 1:
         raise ConfigError(
-            f"the loss of your own returns {list(value.shape)} for the logits of one record: "
-            "expected [1]."
+            f"your own loss returns {list(value.shape)} for the logits of one record: expected [1]."
         )
     return value.reshape(())
 

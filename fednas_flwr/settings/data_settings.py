@@ -271,8 +271,7 @@ class Numbers(Dataset):
         for column in self.ranges:
             yield (
                 column in self.statistics,
-                f"ranges.{column} has no effect beside dataset.statistics.{column}: remove one of "
-                "the two",
+                f"ranges.{column} has no effect beside dataset.statistics.{column}: remove one",
             )
 
     @property

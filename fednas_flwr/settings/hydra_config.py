@@ -67,8 +67,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
         if key == "hydra.run.dir":
             if tree["run_dir"] not in (None, str(value)):
                 raise ConfigError(
-                    f"run_dir={show(tree['run_dir'])} and {text} name two folders for one run: "
-                    "leave one out."
+                    f"run_dir={show(tree['run_dir'])} and {text} name two folders: leave one out."
                 )
             tree["run_dir"] = str(value)
         _check_holds(key, text, tree)

@@ -130,10 +130,7 @@ def _simulated_terms(c: Config) -> SecureSumSettings | None:
 
 
 NORM = "it mixes the records of a batch and leaks its statistics; set "
-ROSTER = (
-    "only sites with data and a policy of their own have keys and a roster; set partition=sites "
-    "privacy=dp"
-)
+ROSTER = "only sites with data and a policy of their own have keys; set partition=sites privacy=dp"
 # Values that exclude each other, see holds(), and why: a format of the configuration c.
 CLASHES = {
     # Privacy.
@@ -151,8 +148,7 @@ CLASHES = {
     "retrain.rounds=null privacy=dp": "clients are told of all that is released before the first "
     "round; set retrain.rounds",
     # What tells more of a client than one clipped update, where that is the unit.
-    "privacy.unit=client secure_sum=null": "each client would add all of the noise; set "
-    "secure_sum=true",
+    "privacy.unit=client secure_sum=null": "each client would add all noise; set secure_sum=true",
     "privacy.unit=client training.momentum=averaged": "the moments would be further releases; set "
     "training.momentum=reset",
     "privacy.unit=client privacy.metrics_noise_multiplier!=null": "no metric of a whole client is "
@@ -160,8 +156,7 @@ CLASHES = {
     "privacy.unit=client retrain.exchange=gradients": "updates of several steps are released; set "
     "retrain.exchange=models",
     # What a server that sees totals only cannot do.
-    "secure_sum!=null aggregate!=mean": "it compares the values of single clients; set "
-    "aggregate=mean",
+    "secure_sum!=null aggregate!=mean": "it compares values of single clients; set aggregate=mean",
     "secure_sum!=null runtime.wire!=float32": "masked integers are not rounded; set "
     "runtime.wire=float32",
     "secure_sum!=null evaluation.personalised=true": "it is a result per client; leave it out",

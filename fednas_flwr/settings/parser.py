@@ -446,8 +446,7 @@ def expanded(setting: str, path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
-            f"{setting}={show(path)}: {Path(path).parts[0]} is no user's home folder; write the "
-            "whole path."
+            f"{setting}={show(path)}: {Path(path).parts[0]} is no user's home; give the whole path."
         ) from error
 
 

@@ -148,8 +148,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sampling.by sampling.spare",
         lambda c: c.sampling is not None and not c.samples,
-        "sampling.per_round={c.sampling.per_round:g} of clients={c.clients}, with which all are "
-        "asked",
+        "sampling.per_round={c.sampling.per_round:g} of clients={c.clients}, so that all are asked",
         "set sampling.per_round below clients, or remove it",
     ),
     Rule(

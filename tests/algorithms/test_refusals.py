@@ -18,7 +18,7 @@ server_optimizer=adam | server_optimizer=adam with algorithm=fed_darts: it is fo
 algorithm=fedavg server_optimizer.lr=1 | server_optimizer\.lr
 algorithm=fedavg server_optimizer=adagrad server_optimizer.beta_1=0 | beta_1
 algorithm=fedavg aggregate=median clients=20 secure_sum=true | secure_sum=true with
-    aggregate=median: it compares the values of single clients
+    aggregate=median: it compares values of single clients
 $LOCAL rounds=3 | rounds=3 with algorithm.rewarded=local: at most 2 rounds .* rounds=2
 $LOCAL privacy=dp rounds=2 | algorithm.rewarded=local with privacy=dp: .* set
     algorithm.rewarded=averaged

@@ -73,7 +73,7 @@ def test_a_long_table_that_is_sorted_by_class_is_looked_at_evenly():
 
 def test_odd_labels_are_told():
     (note,) = oddities(table(CLEAN, LABELS + 1))
-    assert note.startswith("no record has the label 0: do labels begin at 1?")
+    assert note.startswith("no record to train on has the label 0: do labels begin at 1?")
     (note,) = oddities(table(CLEAN, np.arange(N) % 40))
     assert "40 classes that are numbers" in note
     one_hot = torch.nn.functional.one_hot(torch.from_numpy(LABELS)).numpy()

@@ -72,7 +72,7 @@ def test_clients_release_one_update_an_exchange(algorithm, run_inline):
 
 
 TELLING_MORE = [
-    ("secure_sum=false", "secure_sum=null: each client would add all of the noise"),
+    ("secure_sum=false", "secure_sum=null: each client would add all noise"),
     ("algorithm=dp_fnas", "unit=client with algorithm=dp_fnas is not possible"),
     ("algorithm=dpnas search_space=dp_cells retrain=dp_cells", "algorithm=dpnas is not"),
     ("training.momentum=averaged", "averaged: the moments would be further releases"),

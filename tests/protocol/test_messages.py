@@ -38,14 +38,6 @@ def restore_vector(values, scales):
     return values.float() * scales.repeat_interleave(BLOCK)[: len(values)]
 
 
-def assert_equal_states(left, right):
-    assert {n: set(s) for n, s in left.items()} == {n: set(s) for n, s in right.items()}
-    for name, packed in left.items():
-        for dtype, vector in packed.items():
-            assert vector.dtype == right[name][dtype].dtype
-            assert torch.equal(vector, right[name][dtype])
-
-
 def test_requests_that_differ_in_anything_have_other_digests():
     """Sites that compare digests, as in secure sums, know that all are asked the same."""
     half = {"weights": {"float32": STATES["weights"]["float32"][:500]}}
@@ -84,7 +76,11 @@ def test_a_reply_survives():
     assert header == HEADER
     assert (again.num_examples, again.digests, again.properties) == (17, digests, said)
     assert again.metrics == pytest.approx(metrics, nan_ok=True)
-    assert_equal_states(again.states, STATES)
+    assert {n: set(s) for n, s in again.states.items()} == {n: set(s) for n, s in STATES.items()}
+    for name, packed in again.states.items():
+        for dtype, vector in packed.items():
+            assert vector.dtype == STATES[name][dtype].dtype
+            assert torch.equal(vector, STATES[name][dtype])
 
 
 def test_decoding_copies_no_vector():

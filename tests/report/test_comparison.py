@@ -219,11 +219,10 @@ def test_accuracy_that_disagrees_with_auroc_is_a_warning(auroc, accuracy):
 @pytest.mark.parametrize("other", [{}, {"place": "inline"}, {"tau": 0.09}, {"size": 8}])
 def test_sites_with_other_classes_of_images_are_told_of_gradients(other):
     of = {"place": "deployment", "tau": 0.1, "size": 16, **other}
-    config = {"runtime": {"name": of["place"]}, "aggregate": {"name": "mean"}}
     derived = {"event": "derived", "network": {"input_shape": [1, 16, of["size"]]}}
     events = [{"event": "partition", "association": of["tau"]}, derived]
-    said = sentence("attention", Run(Path(), config, events))
-    assert ("retrain.exchange=gradients" in said) == (not other)
+    run = Run(Path(), {"runtime": {"name": of["place"]}, "aggregate": {"name": "mean"}}, events)
+    assert ("retrain.exchange=gradients" in sentence("attention", run)) == (not other)
 
 
 def test_what_privacy_costs_is_one_sentence(make_run):

@@ -146,10 +146,7 @@ def group_name(properties: Mapping[str, object], client: int, name: str) -> str:
     return label
 
 
-_ASKED_APART = (
-    "its clients, or groups of them, are asked different things, which have no sum; choose another "
-    "algorithm"
-)
+_ASKED_APART = "clients are asked different things, which have no sum; choose another algorithm"
 _entry = partial(Algorithm, search=f"{__name__}.strategy:FDNAS", units=(names.RECORD, names.PERSON))
 register(
     "algorithm",

@@ -58,8 +58,7 @@ _entry = partial(
         "step; set algorithm.order=1 or algorithm.fused=false",
         "aggregate!=mean stages=search": "the server adds up sums of gradients over batches of "
         "different sizes; set aggregate=mean",
-        "algorithm=vanilla_nas clients!=1": "vanilla NAS has one party; set clients=1 or "
-        "algorithm=fnas",
+        "algorithm=vanilla_nas clients!=1": "it has one party; set clients=1 or algorithm=fnas",
         "algorithm=dp_fnas privacy=none": "set privacy=dp, or use fnas",
         "algorithm.order=2 privacy=dp": "the second order mixes splits and is no sum over records; "
         "set algorithm.order=1",

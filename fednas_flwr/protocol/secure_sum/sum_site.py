@@ -238,8 +238,7 @@ class SumSite:
                 books.execute("COMMIT")
         except sqlite3.Error as error:
             raise OSError(
-                f"the journal {self._journal} of secure sums cannot be used, nothing is sent: "
-                f"{error}."
+                f"the journal {self._journal} of secure sums is unusable, nothing is sent: {error}."
             ) from error
 
 
