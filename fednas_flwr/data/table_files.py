@@ -397,7 +397,7 @@ def _uneven_columns(text: str, separator: str, form: TableForm) -> tuple[list[Ce
     number = next(i for i, width in enumerate(widths) if width != widths[0])
     differ = f"row {number} has {widths[number]} cells, but the header {widths[0]}"
     if form.strict or {*widths[1:]} != {widths[0] + 1}:
-        raise ValueError(differ)
+        raise ValueError(f"{differ}: remove titles, comments and footers, or correct that row")
     if any(row[-1] for row in rows[1:]):
         names = ", ".join(["row", *rows[0]])
         raise ValueError(
@@ -450,7 +450,7 @@ def _named(
     notes = []
     named = not form.column_names or (not form.strict and set(first) <= {*form.column_names})
     columns = [cells[int(named) :].stripped() for cells in columns]
-    names = [" ".join(name.split()) for name in form.column_names or first]
+    names = [" ".join(n.strip("\u200b\ufeff").split()) for n in form.column_names or first]
     if len(names) != len(columns):
         raise ValueError(f"dataset.column_names has {len(names)} names for {len(columns)} columns")
     if named and not form.strict and all(map(Cells.hold, columns, ([name] for name in first))):

@@ -137,8 +137,7 @@ def check_whole(config: Config) -> None:
     whole = config.folder.parents[1]
     if (whole / GROUPS_FILE).is_file():
         raise ConfigError(
-            f"resume={config.run_dir}: it is a group of another run; continue that with "
-            f"resume={whole}."
+            f"resume={config.run_dir}: it is a group of another run; go on with resume={whole}."
         )
 
 

@@ -142,7 +142,7 @@ def test_a_resumed_run_gives_the_same_networks(whole, run, tmp_path):
 def test_a_group_is_not_resumed_alone(whole, prints):
     """Of the run's configuration it has the number of clients."""
     told = prints("run", f"resume={whole.folder / 'groups' / 'a'}", code=USER_ERROR)
-    assert f"continue that with resume={whole.folder}." in told
+    assert f"go on with resume={whole.folder}." in told
 
 
 def test_clients_with_similar_updates_of_the_alphas_form_a_group():
