@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import fednas_flwr
-from fednas_flwr.algorithms.base import SERVER
+from fednas_flwr.algorithms.base import server_state
 from fednas_flwr.algorithms.dpnas import DPNASSettings
 from fednas_flwr.algorithms.dpnas.strategy import make_sampler
 from fednas_flwr.base.files import write_atomically
@@ -33,7 +33,6 @@ from fednas_flwr.report.templates import percent
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.numbers import CONFIG_FILE, VARIANTS_FOLDER, Run, is_complete, read_run
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder, open_run_folder
-from fednas_flwr.search.optimizer_step import after_prefix
 from fednas_flwr.settings import Config
 from fednas_flwr.spaces.dp_cells import ACTIVATIONS, EDGES, POOLS, DPCellSpace
 from fednas_flwr.spaces.genotype import Genotype, load_genotype, save_genotype
@@ -116,7 +115,7 @@ def samples(config: Config) -> dict[str, Any] | None:
     space = make_space(config.search_space.name, input_shape=(1, 1, 1), num_classes=1)
     assert isinstance(space, DPCellSpace)
     sampler = make_sampler(config.seed, config.algorithm, space)
-    sampler.load(after_prefix(checkpoint.tensors, SERVER))
+    sampler.load(server_state(checkpoint))
     paths_NE = torch.tensor(sampler.sample(SAMPLES, make_generator(config.seed, "analysis")))
     shares_EO = torch.nn.functional.one_hot(paths_NE, len(space.ops)).double().mean(0)
     return {

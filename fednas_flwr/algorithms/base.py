@@ -686,7 +686,7 @@ class RoundStrategy(Strategy, Generic[S]):
         for state, packed in self.states.items():
             for dtype in packed:
                 packed[dtype] = checkpoint.tensors[f"{state}.{dtype}"]
-        self.load_server_tensors(after_prefix(checkpoint.tensors, SERVER))
+        self.load_server_tensors(server_state(checkpoint))
         return checkpoint.round
 
     def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
@@ -694,6 +694,11 @@ class RoundStrategy(Strategy, Generic[S]):
         for state, layout in self.layouts.items():
             named = {name: tensors[f"{state}.{name}"] for name, _, _ in layout.entries}
             self.inherit({state: st.pack(named)})
+
+
+def server_state(checkpoint: Checkpoint) -> st.Tensors:
+    """The :meth:`RoundStrategy.server_tensors` that a checkpoint holds."""
+    return after_prefix(checkpoint.tensors, SERVER)
 
 
 def mean_metrics(replies: Iterable[Reply]) -> Metrics:

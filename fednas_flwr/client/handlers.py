@@ -483,7 +483,7 @@ def _exact_sums(
         purpose = (request.action, client.index, asked.step)
         torch.manual_seed(derive_seed(client.seed, *purpose))
         generator = make_generator(client.seed, *purpose)
-        asked = asked.at_client(len(client.split(asked.split)))
+        asked = asked.at_client(_num_records(client, asked.split))
         batches = _step_batches(client, asked.split, asked, first=asked.step, generator=generator)
         return exact.ExactSums(batches, auxiliary_weight=asked.auxiliary_weight, **computed)
     first, draws = asked.step * asked.local_steps, partial(client.generator, request.header)

@@ -47,7 +47,9 @@ _TOLD = (_TURNED, _PAGED, _CLEAR, _BANDS, _UNWINDOWED)
 _BEYOND = 1e12  # all intensities
 _PART = re.compile(r"(train|test)(ing)?([ _-]?(set|data|images))?", re.I)
 _VALIDATION = {"val", "valid", "validation", "eval", "dev"}
-_MASK = re.compile(r"(?i)(.+?)[ _.-]+(masks?|seg\w*|gt|anno\w*|label|lesion|overlay)(?![^\W\d_])")
+_MASK = re.compile(
+    r"(?i)[ _.-]+(masks?|seg(mentation)?|gt|anno(tation)?|label|lesion|overlay)(?![^\W\d_])"
+)
 _MASK_FOLDERS = {"masks", "ground_truth"}
 _MOST_NAMED = 20
 _LARGE, _AT_ONCE = 4096, 64  # bytes of an image, and how many are opened before their turn
@@ -449,12 +451,11 @@ def other_files(root: Path) -> list[str]:
 def masks_in(places: Sequence[tuple[str, ...]]) -> list[str]:
     """A sentence on images that by their names or folders may be masks, if there are any."""
     stems = {os.path.splitext(place[-1])[0] for place in places}
-    masks = [
-        place[-1]
-        for place in places
-        if _MASK_FOLDERS.intersection(map(str.lower, place))
-        or ((of := _MASK.match(place[-1])) and of[1] in stems)
-    ]
+    masks = []
+    for *folders, name in places:
+        beside = any(name[: word.start()] in stems for word in _MASK.finditer(name))
+        if beside or _MASK_FOLDERS.intersection(map(str.lower, folders)):
+            masks.append(name)
     return [f"{len(masks)} images such as {masks[0]} may be masks: remove them"] if masks else []
 
 

@@ -151,9 +151,7 @@ def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) 
     )
     raw = _rows(texts, replace(inputs, form=form), separator, where=str(path), lacks=lacks)
     if blank := int(np.logical_and.reduce([cells.missing for cells in texts.values()]).sum()):
-        raw = replace(
-            raw, notes=(*raw.notes, f"rows that are empty, and predicted nonetheless: {blank}")
-        )
+        raw = replace(raw, notes=(*raw.notes, f"empty rows, predicted nonetheless: {blank}"))
     return raw if lacks else replace(raw, notes=raw.notes + table_files.settings_beside(path))
 
 

@@ -137,7 +137,7 @@ def test_predictions_keep_the_ids(model_of):
 def test_an_empty_row_keeps_its_number(model_of):
     model, path = model_of(pd.DataFrame({"x": range(N), "age": range(N), "y": [0, 1] * (N // 2)}))
     path.write_text("x,age\n1,2\n,\n3,4\n")
-    with pytest.warns(UserWarning, match="rows that are empty, and predicted nonetheless: 1"):
+    with pytest.warns(UserWarning, match="empty rows, predicted nonetheless: 1"):
         of_file, of_frame = model.predict(path), model.predict(pd.read_csv(path))
     assert of_file.names == of_frame.names == ("0", "1", "2")
     np.testing.assert_array_equal(of_file.probabilities, of_frame.probabilities)
