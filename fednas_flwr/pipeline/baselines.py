@@ -58,8 +58,8 @@ def prepare_baselines(config: Config) -> list[Path]:
     """Return a run folder for every baseline, made where it is missing.
 
     They are ``random_1`` and so on, drawn uniformly from the search space; ``data_free``, which
-    scores put first in the search's own pool, or else the choice of
-    ``experiment=search/data_free``, unless the run's algorithm is ``zero_cost``;
+    scores put first in the search's own pool, unless the search has found it, too, or else the
+    choice of ``experiment=search/data_free``, unless the run's algorithm is ``zero_cost``;
     ``linear``, a linear model, unless the run fits one to pooled records; and for images
     ``resnet8_<width>``, of the width whose multiply-adds are nearest. Hyper-parameters that the
     search has found are taken over.
@@ -256,9 +256,10 @@ def _baselines(config: Config, number: int, derived: Event) -> Iterator[tuple[st
         yield _given(config, f"random_{index}", draw)
     for place, genotype in enumerate(_front(config, derived), 1):
         yield _given(config, f"{FRONT}{place}", partial(replace, genotype))
-    if scored := _scored_first(config):
+    scored = _scored_first(config)
+    if scored and scored != description["genotype"]:
         yield _given(config, DATA_FREE, partial(from_json, json.dumps(scored)))
-    elif algorithm_of(config).trains is not None:
+    elif not scored and algorithm_of(config).trains is not None:
         yield DATA_FREE, _data_free(config)
     shape = tuple(description["input_shape"])
     if len(shape) == 3:
