@@ -1,14 +1,18 @@
-"""Tables as text: CSV in any common form, Excel, Parquet; only missing cells are interpreted.
+"""Tables as text: CSV in any common form, and what other programs write.
 
-What is not said of a file is found in it, and noted: separator, encoding, lines before the header.
+Only missing cells are interpreted. What is not said of a file is found in it, and noted: separator,
+encoding, lines before the header.
 What has two readings is asked for. How numbers and dates are written is for
 :mod:`fednas_flwr.data.notation`.
 """
 
+import bz2
 import codecs
 import csv
 import gzip
 import io
+import json
+import lzma
 import math
 import re
 import zipfile
@@ -44,7 +48,7 @@ _LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so 
 _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
 # A cell of Excel whose formula was not computed; an empty text would be a value
 _UNCOMPUTED = re.compile(rb"""<c (?![^>]*t="str")[^>]*><f[^<]*(</f>)?(<v ?/>|<v></v>)?</c>""")
-_OTHERS = "give a table, arrays in an .npz file, or images as files, in a folder per class"
+_OTHERS = "give CSV, .xlsx or Parquet, arrays in .npz, or images as files, in a folder per class"
 DOUBTFUL = ("NA", "None")  # words that count as missing, and may be a country or a class
 SITES_FILE = "dataset.yaml"  # says how tables of sites beside it are read
 BLANK = "blank"  # an empty cell, in ``map``
@@ -82,7 +86,9 @@ def read_texts(
         if content.startswith(b"version https://git-lfs"):
             raise ValueError("it is a pointer of Git LFS: fetch the file by git lfs pull")
         content = _PACKED.get(content[:3], bytes)(content)
-        kind, reader = _READERS.get(content[:4], ("a CSV", _read_csv))
+        first = b"".join(content[:_SAMPLE].split(maxsplit=2)[:2])  # of JSON on many lines
+        known = _READERS.get(first[:4]) or _READERS.get(first[:2])
+        kind, reader = known or ("a CSV", _read_csv)
         texts, separator, notes = reader(content, form)
     except Exception as error:  # whatever a damaged file makes of a parser of many formats
         raise ConfigError(
@@ -249,12 +255,13 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _read_parquet(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
+def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
     """Return cells as they are stored: no type of a column is inferred from its cells."""
     import pyarrow as pa
-    from pyarrow import parquet
+    from pyarrow import feather, parquet
 
-    table = parquet.ParquetFile(pa.BufferReader(content)).read()
+    stored, is_parquet = pa.BufferReader(content), content.startswith(b"PAR1")
+    table = parquet.ParquetFile(stored).read() if is_parquet else feather.read_table(stored)
     nested = [i for i, field in enumerate(table.schema) if pa.types.is_nested(field.type)]
     names = ", ".join(table.column_names[i] for i in nested)
     if any("binary" in str(table.schema[i].type) for i in nested):
@@ -267,6 +274,21 @@ def _read_parquet(content: bytes, form: TableForm) -> tuple[Texts, str, list[str
     notes = [f"{names} left out, which holds lists or structures"] if nested else []
     frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
     return texts_of(frame, where="it"), "", notes
+
+
+def _read_json(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
+    """Return the cells of a list of records, or of one in each line, as they are stored."""
+    import pandas as pd
+
+    if content.lstrip().startswith(b"{"):
+        content = b"[%s]" % b",".join(filter(None, content.splitlines()))
+    return texts_of(pd.DataFrame(json.loads(content), dtype=object), where="it"), "", []
+
+
+def _read_stata(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
+    import pandas as pd
+
+    return texts_of(pd.read_stata(io.BytesIO(content)), where="it"), "", []
 
 
 def _unzipped(content: bytes) -> bytes:
@@ -343,8 +365,19 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
 
 
 # By the first bytes of a file, whatever its name is
-_PACKED = {b"\x1f\x8b\x08": gzip.decompress, b"PK\3": _unzipped}
-_READERS = {b"PK\3\4": ("an Excel", _read_excel), b"PAR1": ("a Parquet", _read_parquet)}
+_PACKED = {
+    b"\x1f\x8b\x08": gzip.decompress,
+    b"BZh": bz2.decompress,
+    b"\xfd7z": lzma.decompress,
+    b"PK\3": _unzipped,
+}
+_READERS = {
+    b"PK\3\4": ("an Excel", _read_excel),
+    b"PAR1": ("a Parquet", _read_arrow),
+    b"ARRO": ("a Feather", _read_arrow),
+    **dict.fromkeys((b"<sta", b"r\2\1\0", b"s\2\1\0"), ("a Stata", _read_stata)),
+    **dict.fromkeys((b'{"', b"[{"), ("a JSON", _read_json)),
+}
 
 
 def _even_columns(

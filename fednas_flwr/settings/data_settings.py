@@ -466,7 +466,7 @@ class Npz(Arrays, Stored):
 
 @dataclass(frozen=True)
 class CSV(LabelTable, Numbers, Stored, TableForm):
-    """A table: CSV in any form, Excel or Parquet.
+    """A table: CSV in any form, Excel, Parquet, Feather, Stata or JSON, also compressed.
 
     Attributes:
         numeric: Columns of numbers; with ``dates`` and ``categorical`` also empty, every column

@@ -30,7 +30,7 @@ TORCHVISION_SETS = {  # torchvision's class, and the folder below root in which 
     "cifar10": ("CIFAR10", "cifar-10-batches-py"),
     "cifar100": ("CIFAR100", "cifar-100-python"),
 }
-TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".data", ".xlsx", ".parquet")
+TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".data", ".xlsx", ".parquet", ".dta")
 POOLED, _ = OUTPUTS = ("pooled", "map")  # of a backbone
 DECIMALS = ("point", "comma")  # sign before the fraction of a table's numbers
 THOUSANDS = ("none", "comma", "point", "blank", "apostrophe")  # between groups of three digits

@@ -184,9 +184,10 @@ PATIENTS = "name;age;blood;seen;sex;ill\nAsa;50,5;1,25;2024-05-31;f;ja\nOle;61;;
 
 
 def write_forms(folder):
-    """The same table as semicolons with decimal commas, as UTF-16, tabs, Excel and Parquet."""
+    """The same table as semicolons with decimal commas, as UTF-16, tabs, and of other programs."""
     names = {"german": "g.csv", "utf-16": "u.csv", "tabs": "t.tsv"}
-    names |= {"excel": "e.xlsx", "parquet": "p.parquet"}
+    names |= {"excel": "e.xlsx", "parquet": "p.parquet", "feather": "f.feather"}
+    names |= {"stata": "s.dta", "json": "j.json", "json lines": "j.jsonl.xz"}
     paths = {form: folder / name for form, name in names.items()}
     text = PATIENTS.replace("Asa", "Åsa")
     paths["german"].write_text(text, encoding="cp1252")
@@ -196,10 +197,18 @@ def write_forms(folder):
     table = table.assign(seen=pd.Timestamp("2024-05-31"), sex=["f", "m"], ill=["ja", "nein"])
     table.to_excel(paths["excel"], index=False)
     table.to_parquet(paths["parquet"])
+    table.to_feather(paths["feather"])
+    table.to_stata(paths["stata"], write_index=False, version=118)
+    dates = {"orient": "records", "date_format": "iso"}
+    table.to_json(paths["json"], indent=2, **dates)
+    table.to_json(paths["json lines"], lines=True, **dates)
     return paths
 
 
-@pytest.mark.parametrize("form", ["german", "utf-16", "tabs", "excel", "parquet"])
+FORMS = "german utf-16 tabs excel parquet feather stata json".split()
+
+
+@pytest.mark.parametrize("form", [*FORMS, "json lines"])
 def test_a_table_is_read_as_it_is(tmp_path, form):
     table, _ = read("csv", write_forms(tmp_path)[form], id_column="name")
     assert table.feature_names == ("age", "blood", "seen", "sex=f", "sex=m")
