@@ -7,7 +7,7 @@ into training, as real sites could not give it once more. These train none with 
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from fednas_flwr.runs.numbers import BASELINES_FOLDER, CONFIG_FILE, FINALISTS_FO
 from fednas_flwr.runs.run_folder import GENOTYPE_FILE, create_run_folder
 from fednas_flwr.search.data_free_scores import trusted_scores
 from fednas_flwr.settings import AlgorithmSettings, Config, conf_folder, with_runtime
-from fednas_flwr.settings.data_settings import EncodedImages, Images
+from fednas_flwr.settings.data_settings import EncodedImages, Images, Scattering
 from fednas_flwr.settings.incompatible import averages_plainly, has_real_sites
 from fednas_flwr.settings.names import BATCH, BEST, FOUND, LINEAR, NO_SKIP
 from fednas_flwr.settings.optimizers import RESNETS, SGD, Configuration
@@ -49,6 +49,10 @@ FURTHER = 3  # baselines beside the random ones, at most
 ADDED = 0.5  # share of a run's time that baselines may add by default
 WORTH_S = 60.0  # a shorter run is a try, which baselines would only delay
 STAGES = ["retrain", "evaluate", "export"]  # of a network that is given
+FEATURES = "features"  # name of the linear model on fixed features of images
+PATHS = {"scales": 2, "angles": 8}  # of these features, which are 5 per pixel of each channel
+SIDES = range(16, 65)  # in pixels, of images that have them
+MOST_FEATURES = 4e8  # of all records
 DATA_FREE = "data_free"  # name of the choice by scores that read no record
 DATA_FREE_FILE = "experiment/search/data_free.yaml"  # settings of the data-free choice, in conf/
 THIN = "search_space/nasbench201_thin.yaml"  # its networks of the search space in its ``defaults``
@@ -73,7 +77,7 @@ def prepare_baselines(config: Config) -> list[Path]:
     alike = _trained_alike(config, derived)
     chosen = dict(_baselines(alike, number, derived))
     if not pools_records(config):
-        chosen[LINEAR] = _linear(config, alike)
+        chosen[LINEAR] = _linear(config, alike, derived["network"]["input_shape"])
     return _folders(config, BASELINES_FOLDER, chosen)
 
 
@@ -81,7 +85,8 @@ def prepare_candidates(config: Config, *, last: bool) -> list[Path]:
     """Return a run folder for every candidate, made where it is missing.
 
     They are the found network, ``found``, of a table or features also with a linear skip, the
-    baselines, and the backbone that is named, trained as a whole.
+    baselines, of small images ``features``, a linear model on their scattering features, and the
+    backbone that is named, trained as a whole.
     Each is trained without validation records, on which it is then measured.
 
     Args:
@@ -110,20 +115,40 @@ def _candidates(config: Config) -> dict[str, Config]:
     """Return the configuration of each candidate by its name."""
     derived = read_run(config.folder).of_kind("derived")[0]
     alike = _trained_alike(config, derived)
-    alike = replace(alike, retrain=_planned_retraining(alike))
+    shape = derived["network"]["input_shape"]
+    alike = replace(alike, retrain=_planned_retraining(alike, shape))
     found = partial(from_json, json.dumps(derived["network"]["genotype"]))
     candidates = dict([_given(alike, "found", found)])
-    if len(derived["network"]["input_shape"]) == 1 and config.search_space.skip == NO_SKIP:
+    if len(shape) == 1 and config.search_space.skip == NO_SKIP:
         skipping = replace(alike, search_space=replace(config.search_space, skip=LINEAR))
         candidates |= dict([_given(skipping, "found_skip", found)])
     candidates |= dict(_baselines(alike, num_random(config), derived))
-    candidates |= {LINEAR: _linear(config, alike), **dict(_fine_tuned(alike))}
+    candidates |= {LINEAR: _linear(config, alike, shape), **dict(_on_features(alike, shape))}
+    candidates |= dict(_fine_tuned(alike))
     file = config.folder / BASELINES_FOLDER / DATA_FREE / GENOTYPE_FILE
     if file.is_file():  # its search is done
         space = candidates[DATA_FREE].search_space
         retrained = replace(alike, stages=STAGES, genotype=str(file.resolve()))
         candidates[DATA_FREE] = replace(retrained, search_space=space)
     return candidates
+
+
+def _on_features(config: Config, shape: Sequence[int]) -> Iterator[tuple[str, Config]]:
+    """Yield the training of a linear model on scattering features of small images.
+
+    Few images teach it more than they teach networks. Learning rate and weight decay were chosen on
+    held-out images.
+    """
+    partition, dataset = read_run(config.folder).of_kind("partition")[0], config.dataset
+    number = 5 * math.prod(shape) * sum(records_of(partition)[1].values())
+    suited = {*shape[1:]} <= {*SIDES} and number <= MOST_FEATURES
+    if not isinstance(dataset, Images) or dataset.transform or not suited:
+        return
+    dataset = replace(dataset, scattering=Scattering(**PATHS))
+    weights = replace(config.retrain.weights, lr=0.02, weight_decay=0.01)
+    retrain, linear = replace(config.retrain, weights=weights), _shipped("fedavg", network=LINEAR)
+    config = replace(config, retrain=retrain, dataset=dataset)
+    yield FEATURES, replace(config, algorithm=linear, stages=STAGES)
 
 
 def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
@@ -140,15 +165,14 @@ def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
     yield FINE_TUNED, replace(config, algorithm=algorithm, dataset=dataset, stages=STAGES)
 
 
-def _planned_retraining(config: Config) -> Retrain:
-    """Return the retraining of the delivered network, with its rounds."""
+def _planned_retraining(config: Config, shape: Sequence[int]) -> Retrain:
+    """Return the retraining of the delivered network, with its rounds, by a record's shape."""
     run, (sizes, share) = read_run(config.folder), _records(config)
     unlike = run.of_kind("partition")[0].get("association", 0.0)
-    shape = run.last("derived")["network"]["input_shape"]
     return planned(config, share * median(sizes), shape, unlike)
 
 
-def _linear(config: Config, alike: Config) -> Config:
+def _linear(config: Config, alike: Config, shape: Sequence[int]) -> Config:
     """Return the configuration of the linear model.
 
     Averages of local models are off where clients differ. So that of a table with classes is fitted
@@ -160,10 +184,11 @@ def _linear(config: Config, alike: Config) -> Config:
         config: Of the run. Rounds or an exchange that it sets hold for the linear model, too; with
             privacy, drawn clients, other rules or personal copies it is trained as networks are.
         alike: Of networks beside it.
+        shape: Of a record.
     """
     run, asked = read_run(config.folder), config.retrain
     alike = replace(alike, algorithm=_shipped("fedavg", network=LINEAR), stages=STAGES)
-    partition, shape = run.of_kind("partition")[0], run.last("derived")["network"]["input_shape"]
+    partition = run.of_kind("partition")[0]
     other = partition.get("multi_label") or partition.get("number") or len(shape) > 1
     records = records_of(partition)[1]
     trained, largest = records["train"] + records["validation"], max(_records(config)[0])

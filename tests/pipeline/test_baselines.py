@@ -23,6 +23,7 @@ from fednas_flwr.runs.leaderboard import candidates, chosen, compared, finalists
 from fednas_flwr.runs.numbers import BASELINES_FOLDER, FINALISTS_FOLDER, read_run
 from fednas_flwr.runs.run_folder import open_run_folder
 from fednas_flwr.settings import parser, with_runtime
+from fednas_flwr.settings.data_settings import Scattering
 from fednas_flwr.settings.optimizers import RESNETS
 from fednas_flwr.spaces.costs import count_multiply_adds
 
@@ -169,6 +170,27 @@ def test_scores_put_the_first_of_the_largest_pool_first(compose_config, tmp_path
     assert baselines._scored_first(config) == "first"
 
 
+FEATURES = {  # records and shape by what has them
+    "dataset=digits": [(400, [1, 16, 64]), (20_000, [3, 32, 32])],
+    "": [(400, [1, 16, 15]), (400, [1, 16, 65]), (30_000, [3, 32, 32])],
+    "dataset=csv dataset.root=x dataset.label=y": [(400, [9])],
+    "dataset.scattering={scales:1,angles:2}": [(400, [3, 16, 16])],
+}
+
+
+@pytest.mark.parametrize("overrides", FEATURES)
+def test_small_images_have_a_linear_model_on_features(compose_config, tmp_path, overrides):
+    """Of few enough values, and where records are no features already."""
+    own = ("dataset=digits", overrides, "retrain.rounds=3", f"run_dir={tmp_path}")
+    config = compose_config(" ".join(own))
+    for records, shape in FEATURES[overrides]:
+        emit(tmp_path, "partition", splits=[{"train": records - 2, "validation": 1, "test": 1}])
+        made = dict(baselines._on_features(config, shape))
+        suited = {"features": Scattering(2, 8)} if overrides == "dataset=digits" else {}
+        assert {name: one.dataset.scattering for name, one in made.items()} == suited
+        (tmp_path / "events.jsonl").unlink()
+
+
 def test_the_data_free_choice_goes_by_few_scores_where_none_ranks(compose_config):
     """Of DARTS' cells: in the run's own space, without a shortlist."""
     config = compose_config("search_space=darts_small")
@@ -217,7 +239,7 @@ def test_a_run_and_what_it_is_compared_with_train_as_long(compose_config, tmp_pa
     config = compose_config(*own, f"run_dir={tmp_path / 'run'}")
     config = replace(config, retrain=replace(config.retrain, rounds=None))
     assert len(read_run(run(config, quiet=True).folder).rounds("retrain")) == rounds
-    assert baselines._planned_retraining(config).rounds == rounds
+    assert baselines._planned_retraining(config, [1, side, side]).rounds == rounds
 
 
 # --- the leaderboard: the simplest candidate that is hardly worse than the best is delivered
@@ -306,11 +328,13 @@ def recommended(compose_config, tmp_path):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("best", ["linear", "found", "random_1", "resnet8_4"])
+@pytest.mark.parametrize("best", ["linear", "features", "found", "random_1", "resnet8_4"])
 def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path, monkeypatch):
     """Whichever it is: the model, its genotype and its test are of that network."""
     real = baselines.__dict__["finalists"]
     monkeypatch.setattr(baselines, "finalists", lambda folder: [best, *real(folder)][:1])
+    if best == "features":
+        monkeypatch.setattr(baselines, "SIDES", [8])
     evaluation = replace(recommended.evaluation, personalised=True)
     seed = 2 if best == "random_1" else 1  # the search finds what scores put first with 1
     result = run(replace(recommended, evaluation=evaluation, seed=seed))
@@ -319,7 +343,10 @@ def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path
     names = {one.name for one in candidates(result.folder)}
     is_data_free = "the network that was found, too" in sentence("baselines", record)
     assert is_data_free == ("data_free" not in names) == (seed == 1)
-    assert names - {"data_free"} == {"found", "linear", "random_1", "resnet8_4"}
+    assert names - {"data_free", "features"} == {"found", "linear", "random_1", "resnet8_4"}
+    assert ("features" in names) == (best == "features")
+    features = "Take the linear model on scattering features of the images"
+    assert (features in sentence("verdict", record)) == (best == "features")
     (choice,) = [one for one in candidates(result.folder) if one.name == best]
     assert chosen(result.folder) == choice
     copies, known = (of.last("evaluated")["copies"] for of in (record, choice.run))
@@ -329,7 +356,7 @@ def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path
     assert kept == {f"client_{client}" for client in keeping}
     of_model, of_choice = load_description(result.folder), load_description(choice.run.folder)
     assert of_model == of_choice
-    assert (result.genotype is None) == (best in ("linear", "resnet8_4"))
+    assert (result.genotype is None) == (best in ("linear", "features", "resnet8_4"))
     assert record.last("evaluated")["validation"] is None
     assert len(choice.run.rounds("retrain")) == 3
     assert len(choice.short.rounds("retrain")) == 1

@@ -66,7 +66,7 @@ def test_rounds_of_small_clients_have_several_passes(folder, quick_run):
     assert set(passes.values()) == {3}
     with EventLog(found.folder / "events.jsonl") as log:  # the run is resumed with other records
         log.emit(**{**event, "splits": larger})
-    assert _planned_retraining(config).local_epochs == 3
+    assert _planned_retraining(config, [1]).local_epochs == 3
 
 
 def test_unlike_clients_train_all_networks_by_gradients(quick_run, monkeypatch, tmp_path):
