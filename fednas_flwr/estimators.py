@@ -7,6 +7,7 @@ model, and predicts without that folder.
 
 import io
 import json
+import operator
 import shutil
 import tempfile
 import warnings
@@ -133,6 +134,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             groups, X = _taken(X, site)
         X = self._checked(X, reset=True)
         y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
+        if y.dtype == object:
+            y = pd.Series(y).infer_objects().to_numpy()
         check_consistent_length(X, y, groups)
         result = self._run(X, self._target(y), groups, label=label, site=site)
         load_description(result.folder)  # refuses a run that had no time for a model
@@ -214,9 +217,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         settings = [*PRESETS[self.preset][self.epsilon is not None]]
         if settings == [PRIVATE] and X.ndim == 2:
             settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
-        for name, value in chosen.items():  # quoted, as JSON is
-            settings += [] if value is None else [f"{name}={json.dumps(value, ensure_ascii=False)}"]
-        config = compose(*settings, *self.settings)
+        for name, value in chosen.items():
+            settings += [] if value is None else [f"{name}={_typed(value)}"]
+        more = [self.settings] if isinstance(self.settings, str) else self.settings
+        config = compose(*settings, *more)
         folder = _folder_of_a_fit(expanded("dataset.cache", config.dataset.cache))
         try:
             root = str(write_atomically(folder / "records", content))
@@ -316,6 +320,8 @@ class FedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         return np.asarray(self._predicted(X).labels, dtype=float)
 
     def _target(self, y: Any) -> Any:
+        if y.dtype.kind in "mM":
+            raise ValueError(f"y holds times ({y[0]}): give a number of days, hours or the like.")
         return y.astype(float)
 
 
@@ -325,6 +331,11 @@ def _taken(frame: pd.DataFrame, column: str) -> tuple[pd.Series, pd.DataFrame]:
         have = listed(map(str, getattr(frame, "columns", ("no named columns",))), 8)
         raise ValueError(f"X has no column {column}: it has {have}.")
     return frame[column], frame.drop(columns=column)
+
+
+def _typed(value: Any) -> str:
+    """A value as an override has it: texts are quoted, as JSON is; numbers may be of numpy."""
+    return json.dumps(value, ensure_ascii=False, default=operator.index)
 
 
 def _free(name: str, columns: Collection[object]) -> str:
@@ -354,7 +365,7 @@ def _folder_of_a_fit(cache: Path) -> Path:
 
 def _frame(data: Any) -> Any:
     """A DataFrame of another library as one of pandas; all else as it is."""
-    if isinstance(data, pd.DataFrame) or not hasattr(data, "__arrow_c_stream__"):
+    if isinstance(data, pd.DataFrame | pd.Series) or not hasattr(data, "__arrow_c_stream__"):
         return data
     import pyarrow
 

@@ -60,7 +60,10 @@ def oddities(records: Records, test: Records | None = None) -> list[str]:
     found = list(_of_images(records) if records.features.dim() == 4 else _of_columns(records))
     if test is not None:
         found += [f"test set: {words}" for words in _of_test(records, test)]
-    return [*(() if records.is_regression else _of_labels(records)), *found]
+    if not records.is_regression:
+        return [*_of_labels(records), *found]
+    blurred = _blurred(*(float(end) for end in records.labels.aminmax()))
+    return [*([f"the number to predict: {blurred}"] if blurred else []), *found]
 
 
 def _of_test(records: Records, test: Records) -> Iterator[str]:
@@ -314,11 +317,16 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         below = counts[: place + 1].sum() / counts.sum()
         if values[place + 1] > _APART * values[place] and _SHARE < below < 1 - _SHARE:
             return f"numbers up to {values[place]:g} and from {values[place + 1]:g} on: two units?"
-    if high - low < _COARSE * max(high, -low):
-        return f"numbers from {low:.9g} to {high:.9g}, which float32 blurs: subtract a constant"
     if _are_dates(values):
         return "dates written as 20241231, which are read as numbers: write 2024-12-31"
-    return ""
+    return _blurred(low, high)
+
+
+def _blurred(low: float, high: float) -> str:
+    """A sentence on numbers between these, if they differ too little for their size."""
+    if high - low >= _COARSE * max(high, -low):
+        return ""
+    return f"numbers from {low:.9g} to {high:.9g}, which float32 blurs: subtract a constant"
 
 
 def _are_dates(cells: np.ndarray) -> bool:

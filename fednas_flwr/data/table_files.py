@@ -217,6 +217,8 @@ def texts_of(table: Any, *, where: str = "the DataFrame") -> Texts:
     """
     table = table.reset_index([n for n in table.index.names if n not in (None, *table.columns)])
     names = [" ".join(str(name).split()) for name in table.columns]
+    if "" in names:
+        raise ConfigError(f"{where} has a column without a name: name it, or remove it.")
     for name, number in Counter(names).items():
         if number > 1:
             raise ConfigError(f"{where} has {number} columns {name}: give each a name of its own.")
@@ -277,12 +279,14 @@ def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
 
 
 def _read_json(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
-    """Return the cells of a list of records, or of one in each line, as they are stored."""
+    """Return the cells of a list of records, of columns, or of a record in each line."""
     import pandas as pd
 
-    if content.lstrip().startswith(b"{"):
-        content = b"[%s]" % b",".join(filter(None, content.splitlines()))
-    return texts_of(pd.DataFrame(json.loads(content), dtype=object), where="it"), "", []
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = [json.loads(line) for line in content.splitlines() if line]
+    return texts_of(pd.DataFrame(found, dtype=object), where="it"), "", []
 
 
 def _read_stata(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
@@ -303,19 +307,22 @@ def _unzipped(content: bytes) -> bytes:
 
 
 def _read_excel(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
-    """Return the cells of the first sheet that is shown, as they are stored, and notes."""
+    """Return the cells of one sheet, as they are stored, and notes.
+
+    It is the first that is shown and has three columns or more, as a legend has not.
+    """
     import pandas as pd
 
     options = {"read_only": False}  # which would not tell what is hidden or merged
     with pd.ExcelFile(io.BytesIO(content), engine="openpyxl", engine_kwargs=options) as book:
         sheets = book.book.worksheets
-        sheet = next((sheet for sheet in sheets if sheet.sheet_state == "visible"), sheets[0])
+        shown = [sheet for sheet in sheets if sheet.sheet_state == "visible"]
+        sheet = next((sheet for sheet in shown if sheet.max_column > 2), [*shown, *sheets][0])
         table = pd.read_excel(book, sheet.title, dtype=object, header=None)
     table = table.dropna(how="all").dropna(how="all", axis=1)
     if table.empty:
         raise ValueError(f"its first sheet, {sheet.title}, is empty")
-    first = [str(cell).strip() if cell == cell else "" for cell in table.iloc[0].tolist()]
-    texts, notes = _named([_cells_of(table.iloc[:, i]) for i in range(table.shape[1])], first, form)
+    texts, notes = _named([_cells_of(table.iloc[:, i]) for i in range(table.shape[1])], form)
     if others := [other.title for other in sheets if other is not sheet]:
         notes.append(f"only the sheet {sheet.title} is read, not {', '.join(others)}")
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -360,7 +367,7 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
         f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
         f"encoding {encoding}": encoding not in (form.encoding or "utf-8", "utf-8-sig"),
     }
-    texts, of_names = _named(columns, [cells.text(0).strip() for cells in columns], form)
+    texts, of_names = _named(columns, form)
     return texts, separator, [n for n, holds in found.items() if holds] + notes + of_names
 
 
@@ -443,7 +450,7 @@ def _uneven_columns(text: str, separator: str, form: TableForm) -> tuple[list[Ce
 
 def _without_preamble(text: str, form: TableForm) -> tuple[str, str, list[str]]:
     """The text from its header on, its separator, and notes on the lines before."""
-    separator, notes = form.separator, []
+    separator, notes = "\t" if form.separator == "tab" else form.separator, []
     first, _, rest = text.partition("\n")
     if stated := _SEPARATOR_LINE.fullmatch(first.strip()):
         text, separator = rest, separator or stated[1]
@@ -470,17 +477,19 @@ def _rows(text: str, separator: str) -> Iterator[list[str]]:
             yield cells
 
 
-def _named(
-    columns: Sequence[Cells], first: Sequence[str], form: TableForm
-) -> tuple[Texts, list[str]]:
-    """Columns by their names, without the row of names, and notes on names.
+def _named(columns: Sequence[Cells], form: TableForm) -> tuple[Texts, list[str]]:
+    """Columns by their names, without the row of names, and notes on names and on titles before.
 
     Args:
         columns: The cells of all rows.
-        first: Those of the first row, as names.
         form: Of the file.
     """
-    notes = []
+    notes, first = [], [cells.text(0).strip() for cells in columns]
+    free = not (form.strict or form.column_names or form.header)
+    while free and len(columns) > 2 and sum(map(bool, first)) == 1 and len(columns[0]) > 2:
+        notes.append(f"the line {''.join(first)[:60]} before the header is left out")
+        columns = [cells[1:] for cells in columns]
+        first = [cells.text(0).strip() for cells in columns]
     named = not form.column_names or (not form.strict and set(first) <= {*form.column_names})
     columns = [cells[int(named) :].stripped() for cells in columns]
     names = [" ".join(n.strip("\u200b\ufeff").split()) for n in form.column_names or first]

@@ -32,6 +32,7 @@ Span = Annotated[list[ps.Day], _ENDS]
 _MEAN_AND_STD = ps.Where(
     lambda pair: len(pair) == 2 and pair[1] > 0, "[mean, std] with std above 0"
 )
+_SIGN = ps.Where(lambda sign: len(sign.encode()) == 1 or sign == "tab", "one sign of ASCII, or tab")
 _GRAY_OR_COLOUR = ps.Where(lambda channels: channels in (1, 3), "1 or 3")
 
 
@@ -386,7 +387,7 @@ class TableForm(ps.Checked):
     """Format of a table's file, and what becomes of rows that do not fit it.
 
     Attributes:
-        separator: Separator of cells; null finds it in the file.
+        separator: Separator of cells, one sign or ``tab``; null finds it in the file.
         encoding: Encoding of a text that is no UTF-8, as Python names it; null finds it.
         header: ``true``: the first line has the names of columns; null asks where that line looks
             like a record.
@@ -407,7 +408,7 @@ class TableForm(ps.Checked):
             ``skip`` leaves each out by itself, as private sites always do.
     """
 
-    separator: Annotated[str, ps.Length(ps.Between(1, 1))] | None = None
+    separator: Annotated[str, _SIGN] | None = None
     encoding: Annotated[ps.Text, _ENCODING] | None = None
     header: Annotated[bool, ps.Where(bool, "true")] | None = None
     column_names: ps.Names = field(default_factory=list)

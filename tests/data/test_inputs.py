@@ -115,11 +115,10 @@ def in_bytes(name, usual, other, *, encoding):
     return content(lambda of: of.decode().encode(encoding), of=table)
 
 
-def after_an_empty_sheet(folder):
-    with pd.ExcelWriter(folder / "t.xlsx") as book:
-        pd.DataFrame().to_excel(book, sheet_name="about")
-        pd.DataFrame({"age": AGE, "y": Y}).to_excel(book, sheet_name="data")
-    return folder / "t.xlsx"
+def in_front(table):
+    table.insert_rows(1)
+    table["A1"] = "Ward 3"
+    table.parent.create_sheet("legend", 0).append(["age", "in years"])
 
 
 IN_WORDS = "categories such as .*: write numbers, dates and times plainly"
@@ -253,7 +252,8 @@ TABLES = {
         content(lambda of: of.replace(b",", b"||")),
         "separator bar, columns without names and cells are left out.*numbers: age, lab",
     ),
-    "a title": (lines(lambda rows: ["Study,,", *rows]), "refused: .*without names .number 2, 3"),
+    "a title": (lines(lambda of: ["Study,,", *of]), "line Study before the header is.*age, lab"),
+    "no title": (lines(lambda of: ["a,b,", *of]), "refused: .*without names .number 3"),
     "another separator": (content(lambda of: of.replace(b",", b"^")), "set dataset.separator"),
     "gzip by another name": (content(gzip.compress), "numbers: age, lab"),
     "zip by another name": (content(in_zip), "numbers: age, lab"),
@@ -266,7 +266,8 @@ TABLES = {
     ),
     "lists in Parquet": (parquet_of(["x", "age"], [[1, 2]] * N), "x left out, which holds lists"),
     "one name twice in Parquet": (parquet_of(["age", "age"], [1] * N), "refused: .*2 columns age"),
-    "an empty sheet": (after_an_empty_sheet, "refused: .*first sheet, about, is empty"),
+    "an empty sheet": (sheet(lambda of: of.delete_rows(1, N + 1)), "first sheet, data, is empty"),
+    "a legend": (sheet(in_front), "line Ward 3 before .*only the sheet data.*numbers: age, lab"),
     "empty rows": (lines(lambda rows: [*rows, ",,", ",,"]), r"empty rows are left out \(2\)"),
     "Cyrillic": (in_bytes("пол", "муж", "жен", encoding="cp1251"), "refused: .*set dataset.encod"),
     "Japanese": (in_bytes("性別", "男性", "女性", encoding="shift_jis"), "refused: .*is unclear"),
