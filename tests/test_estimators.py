@@ -172,6 +172,14 @@ def test_targets_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="y has one class, 7: a classifier needs two or more"):
         FedClassifier().fit(np.eye(4), [7] * 4)
     images, numbers = load_digits().images[:20], np.arange(20)
+    with pytest.raises(ValueError, match="y has one class, 7"):  # of objects that are numbers
+        FedClassifier().fit(np.eye(4), np.array([7] * 4, dtype=object))
+    X, times, known = np.eye(4), pd.Series(pd.to_timedelta(range(4), unit="D")), [0, 1] * 2
+    refuses("y holds times .*: give a number", FedRegressor().fit, X, times, error=ValueError)
+    refuses("Expected a 2-dim", FedRegressor().fit, times, known, error=ValueError)
+    table, as_text = pd.DataFrame(X, columns=["", *"abc"]), "experiment=search/data_free"
+    words = "has a column without a name: name it, or remove it"
+    refuses(words, FedClassifier(settings=as_text).fit, table, known)
     words = r"images \(shape \(20, 8, 8\)\) take no groups"
     for model, groups in ((FedRegressor(), None), (FedClassifier(), numbers)):
         refuses(words, model.fit, images, numbers, groups=groups, error=ValueError)
@@ -247,7 +255,7 @@ def test_settings_are_taken_as_they_are_given(tmp_path, monkeypatch):
     table, own = patients(), {"preset": "fast", "settings": [f"dataset.cache={tmp_path}"]}
     records = table[["age", "hospital"]].rename(columns={"hospital": "label"})
     with pytest.raises(InterruptedError):
-        FedClassifier(clients="label", random_state=0, **own).fit(records, table["sex"])
+        FedClassifier(clients="label", random_state=np.int64(0), **own).fit(records, table["sex"])
     refuses("clients=0", FedClassifier(clients=0, **own).fit, records, table["sex"])
 
 

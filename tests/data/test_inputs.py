@@ -224,6 +224,7 @@ TABLES = {
         "refused: .* in 80 rows: set dataset.task=regression if they are numbers to predict",
     ),
     "dates to predict": (labels(DAYS.strftime("%Y-%m-%d")), "refused: .*of a date give its days"),
+    "numbers to predict, far from 0": (labels(1e9 + AGE), "predict: .* which float32 blurs"),
     "units in numbers to predict": (labels([f"{x} mg" for x in AGE]), "refused: .*task=regression"),
     "ids that are texts": (column([f"P{i:05d}" for i in range(N)], "patient_id"), OWN_IDS),
     "a sign that is not seen": (column(mostly("a", "a\u200b", 2)), "x holds a and a\u200b: join"),

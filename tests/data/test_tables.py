@@ -188,6 +188,7 @@ def write_forms(folder):
     names = {"german": "g.csv", "utf-16": "u.csv", "tabs": "t.tsv"}
     names |= {"excel": "e.xlsx", "parquet": "p.parquet", "feather": "f.feather"}
     names |= {"stata": "s.dta", "json": "j.json", "json lines": "j.jsonl.xz"}
+    names |= {"json columns": "c.json"}
     paths = {form: folder / name for form, name in names.items()}
     text = PATIENTS.replace("Asa", "Åsa")
     paths["german"].write_text(text, encoding="cp1252")
@@ -202,13 +203,14 @@ def write_forms(folder):
     dates = {"orient": "records", "date_format": "iso"}
     table.to_json(paths["json"], indent=2, **dates)
     table.to_json(paths["json lines"], lines=True, **dates)
+    table.to_json(paths["json columns"], date_format="iso")
     return paths
 
 
 FORMS = "german utf-16 tabs excel parquet feather stata json".split()
 
 
-@pytest.mark.parametrize("form", [*FORMS, "json lines"])
+@pytest.mark.parametrize("form", [*FORMS, "json lines", "json columns"])
 def test_a_table_is_read_as_it_is(tmp_path, form):
     table, _ = read("csv", write_forms(tmp_path)[form], id_column="name")
     assert table.feature_names == ("age", "blood", "seen", "sex=f", "sex=m")
@@ -228,6 +230,8 @@ def test_a_form_that_is_given_is_not_looked_for(tmp_path, table_of):
     path.write_text("a;b,y\n1;2,0\n3;4,1\n", encoding="utf-16-le")
     table, _ = read("csv", path, separator=",", encoding="utf-16-le")
     assert table.feature_names == ("a;b=1;2", "a;b=3;4")
+    path.write_text("a b\ty\n1 2\t0\n3 4\t1\n")
+    assert read("csv", path, separator="tab")[0].feature_names == ("a b=1 2", "a b=3 4")
     text = "a;y\n1,5;0\n2,5;1\n"
     assert table_of(text).features.flatten().tolist() == [1.5, 2.5]
     assert table_of(text, decimal="point").feature_names == ("a=1,5", "a=2,5")
