@@ -11,7 +11,6 @@ import codecs
 import csv
 import gzip
 import io
-import json
 import lzma
 import math
 import re
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fednas_flwr.base.errors import ConfigError, listed
+from fednas_flwr.base.foreign import load_json
 from fednas_flwr.data import notation
 from fednas_flwr.data.cells import Cells, number_of
 from fednas_flwr.settings.data_settings import TableForm
@@ -283,9 +283,9 @@ def _read_json(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
     import pandas as pd
 
     try:
-        found = json.loads(content)
+        found = load_json(content)
     except ValueError:
-        found = [json.loads(line) for line in content.splitlines() if line]
+        found = [load_json(line) for line in content.splitlines() if line]
     return texts_of(pd.DataFrame(found, dtype=object), where="it"), "", []
 
 
