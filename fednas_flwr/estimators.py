@@ -133,9 +133,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             site = self.clients
             groups, X = _taken(X, site)
         X = self._checked(X, reset=True)
+        y = y.to_numpy() if isinstance(y, pd.Series) else y  # of pandas' own types as of numpy's
         y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
-        if y.dtype == object:
-            y = pd.Series(y).infer_objects().to_numpy()
+        y = pd.Series(y).infer_objects().to_numpy()
         check_consistent_length(X, y, groups)
         result = self._run(X, self._target(y), groups, label=label, site=site)
         load_description(result.folder)  # refuses a run that had no time for a model

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import onnxruntime
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -15,10 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from fednas_flwr import compose, load, register_op, run
 from fednas_flwr.api import register_data_set, register_loss, register_metric, register_network
 from fednas_flwr.base import processes
-from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.cli import VARIABLE, _run, main
 from fednas_flwr.deploy import local_actors
-from fednas_flwr.models.networks import make_space
+from fednas_flwr.models.networks import make_network, make_space
 from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
 from fednas_flwr.privacy.self_test import unwatched
 from fednas_flwr.runs.numbers import read_run
@@ -155,6 +155,19 @@ def test_an_op_that_is_wrong_is_told_in_one_sentence(make, message):
     refuses(message, space_of("nasbench201", ops=("wrong",)).supernet)
 
 
+WRONG_NETWORKS = [
+    (lambda shape, classes: small(shape, 7), r"turns \[2, 9\] into \[2, 7\]: expected \[2, 3\], a"),
+    (lambda shape, classes: nn.Linear(5, classes), "the network odd of your own fails: "),
+    (lambda shape, classes: None, "the network odd of your own fails: "),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG_NETWORKS)
+def test_a_network_that_is_wrong_is_told_in_one_sentence(make, message):
+    register_network("odd", make)
+    refuses(message, make_network, {"name": "odd", "input_shape": [9], "num_classes": 3})
+
+
 def test_names_are_checked():
     for register, name, own, words in (
         (register_op, "wide", wide, "op=wide exists"),
@@ -175,8 +188,8 @@ def test_a_loss_sees_one_record_at_a_time():
     torch.testing.assert_close(objective.plain_losses(logits, labels), expected)
     plain = functional.cross_entropy(logits, labels, reduction="none")
     torch.testing.assert_close(objective.tested_losses(logits, labels), plain)
-    with pytest.raises(ConfigError, match=r"returns \[1, 3\] for the logits of one record"):
-        Objective(own_loss=lambda one, label: one).losses(logits, labels)
+    wrong = Objective(own_loss=lambda one, label: one)
+    refuses(r"returns \[1, 3\] for the logits of one record", wrong.losses, logits, labels)
 
 
 def composed(folder, *settings):
@@ -259,14 +272,18 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     register_data_set("loaders", lambda path: (DataLoader(train, 16), DataLoader(test, 16)))
     register_data_set("one", lambda path: train)
     register_data_set("wrong", lambda path: iter(train))
-    for name in ("loaders", "one"):
+    items = [{"image": x[i], "label": y[i]} for i in range(60)]
+    register_data_set("parts", lambda path: {"train": items, "test": items[:9]})
+    register_data_set("table", lambda path: pd.DataFrame({"x": [1, 2]}))
+    for name in ("loaders", "one", "parts"):
         own = ("algorithm=fedavg", "algorithm.network=small", "clients=2", "retrain.rounds=1")
         places = (f"dataset.cache={tmp_path}", f"run_dir={tmp_path / name}")
         result = run(compose(f"dataset={name}", *own, *places))
         assert result.model.class_names == ("0", "1")
         assert result.scores["central"]["accuracy"] >= 0
-    with pytest.raises(ConfigError, match="expected Records, or torch data sets"):
-        run(compose("dataset=wrong", "clients=2", f"dataset.cache={tmp_path}"))
+    for name in ("wrong", "table"):
+        wrong = compose(f"dataset={name}", "clients=2", f"dataset.cache={tmp_path}")
+        refuses("expected Records, or torch data sets", run, wrong)
 
 
 def test_what_cannot_be_sent_stays_in_this_process():

@@ -7,6 +7,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -21,7 +22,10 @@ _FEWEST = 50  # records from which a column may be said to tell the label, or to
 _SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
 _FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
 _TOTAL = re.compile(r"(grand |sub)?-?totals?|sums?|gesamt|summe|insgesamt", re.I)
-_CODES = {9.0, 99.0, 888.0, 999.0, 8888.0, 9999.0}  # that mean missing, with a minus or without
+# That mean missing, with a minus or without, and others that stand beside such
+_CODES = [9, 99, 888, 999, 8888, 9999]
+_MORE_CODES = [*_CODES, 1, 7, 8, 77, 88, 97, 98, 777, 998, 7777, 9998]
+_MOST_CODES = 3
 _UNKNOWN = re.compile(
     r"[?.*#]+|-+|\\N|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?", re.I
 )
@@ -62,8 +66,9 @@ def oddities(records: Records, test: Records | None = None) -> list[str]:
         found += [f"test set: {words}" for words in _of_test(records, test)]
     if not records.is_regression:
         return [*_of_labels(records), *found]
-    blurred = _blurred(*(float(end) for end in records.labels.aminmax()))
-    return [*([f"the number to predict: {blurred}"] if blurred else []), *found]
+    values, counts = np.unique(records.labels.numpy(), return_counts=True)
+    said = _set_apart(values, counts) or _blurred(values[0], values[-1])
+    return [*([f"the number to predict: {said}"] if said else []), *found]
 
 
 def _of_test(records: Records, test: Records) -> Iterator[str]:
@@ -261,7 +266,9 @@ def _of_columns(records: Records) -> Iterator[str]:
                 continue
         else:
             cells = features[:, names.index(column.name)]
-            if column.kind == NUMBER and _is_id(column.name, cells) and not _are_dates(cells):
+            texts = records.columns[column.name][rows] if column.name in records.columns else cells
+            is_id = column.kind == NUMBER and _is_id(column.name, cells, len(np.unique(texts)))
+            if is_id and not _are_dates(cells):
                 yield f"{column.name} has another whole number in every row: {_IGNORE}"
                 continue
         if _are_parts(column.name, column.categories or np.unique(cells).tolist()):
@@ -302,13 +309,8 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
         return "dates after 2200, which may mean missing (dataset.missing_in)"
     if kind == DATE and counts[0] > 1 and low in _FIRST_DAYS:
         return f"{np.datetime64(int(low), 'D')} in {counts[0]} records, which may mean missing"
-    for code, times, others in ((low, counts[0], values[1:]), (high, counts[-1], values[:-1])):
-        above = code < 0 <= others[0] - 2 * (code == -1)
-        is_far = above if code == low else others[-1] <= code / (2 if code > 99 else 4)
-        often = times > 1 or others[-1] < code / 5
-        many = len(values) > _FEWEST_NUMBERS < abs(code) and times > 3 * counts.mean()
-        if (code == -1 or abs(code) in _CODES or many) and often and is_far:
-            return f"{code:g} in {times} records, which may mean missing (dataset.missing_in)"
+    if said := _set_apart(values, counts):
+        return said
     few = 1 < counts[0] < counts.sum() / 2
     if low == 0 and few and values[1] > np.median(values) / 3 and len(values) > 10:
         return f"0 in {counts[0]} records, which may mean missing (dataset.missing_in)"
@@ -320,6 +322,31 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
     if _are_dates(values):
         return "dates written as 20241231, which are read as numbers: write 2024-12-31"
     return _blurred(low, high)
+
+
+def _set_apart(values: np.ndarray, counts: np.ndarray) -> str:
+    """A sentence on numbers that may mean missing: up to 3 at an end, far from all others.
+
+    Args:
+        values: The different numbers of a column, ascending.
+        counts: How often each is there.
+    """
+    for number, order in product(range(min(_MOST_CODES, len(values) - 1), 0, -1), (1, -1)):
+        codes, others = values[::order][:number], values[::order][number:]
+        times, code, other = counts[::order][:number], codes[-1], others[0]
+        above = code < 0 <= other - 2 * (code == -1) if order == 1 else None
+        is_far = other <= code / (2 if code > 99 else 4) if above is None else above
+        is_far |= abs(other - code) > abs(other - others[-1]) and len(others) > 1
+        known = np.isin(abs(codes), _CODES) | (codes == -1)
+        if number > 1:
+            is_known = known[0] and times.min() > 1 and np.isin(abs(codes), _MORE_CODES).all()
+        else:
+            many = len(values) > _FEWEST_NUMBERS < abs(code) and times > 3 * counts.mean()
+            is_known = (known | many)[0] and (times[0] > 1 or abs(others).max() < abs(code) / 5)
+        if is_far and is_known:
+            named = " and ".join(f"{code:g}" for code in sorted(codes))
+            return f"{named} in {times.sum()} records, which may mean missing (dataset.missing_in)"
+    return ""
 
 
 def _blurred(low: float, high: float) -> str:
@@ -339,13 +366,11 @@ def _are_dates(cells: np.ndarray) -> bool:
 _IGNORE = "if it says whose a record is, name it in dataset.id_column, or else in dataset.ignore"
 
 
-def _is_id(name: str, cells: np.ndarray) -> bool:
-    """Return whether a column of numbers counts or names records."""
-    if np.isnan(cells).any() or (cells % 1).any():
+def _is_id(name: str, cells: np.ndarray, different: int) -> bool:
+    """Return whether a column of numbers counts or names records; of so many different ones."""
+    if different < len(cells) or np.isnan(cells).any() or (cells % 1).any():
         return False
     large = abs(cells).max() > _FLOAT32
-    if len(np.unique(cells)) < len(cells) and not large:
-        return False
     steps = np.diff(np.sort(cells))
     counts = (steps == steps[0]).all() or steps.sum() < _DENSE * len(cells)
     return bool(large or _ID_NAME.search(name) or counts)

@@ -156,9 +156,12 @@ def own_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[DataSet, di
     """Entry and defaults of a data set of arrays as an npz file has them."""
 
     def read(settings: ds.Arrays, path: Path) -> RecordsPair:
+        import numpy as np
+
         from fednas_flwr.data.npz import records_from_npz
 
-        return records_from_npz(settings, arrays, origin=f"dataset={name}")
+        known = {key: np.asarray(array) for key, array in arrays.items()}
+        return records_from_npz(settings, known, origin=f"dataset={name}")
 
     defaults = {"defaults": ["_encoded"], "statistics": {}, "ranges": {}}
     return DataSet(ds.Arrays, read, by_content=True), defaults
@@ -181,10 +184,12 @@ def _from_torch(parts: tuple[Any, ...]) -> RecordsPair:
             continue
         data = getattr(part_data, "dataset", part_data)  # of a loader
         try:
-            examples, labels = zip(*(data[index] for index in range(len(data))), strict=True)
+            items = (data[index] for index in range(len(data)))
+            pairs = (item.values() if isinstance(item, Mapping) else item for item in items)
+            examples, labels = zip(*pairs, strict=True)
             arrays[f"x_{part}"] = np.stack([np.asarray(example) for example in examples])
             arrays[f"y_{part}"] = np.stack([np.asarray(label) for label in labels])
-        except (TypeError, ValueError, IndexError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise ConfigError(
                 f"the reader of your own returns {type(part_data).__name__} ({error}): expected "
                 "Records, or torch data sets whose items are (example, class) of one shape."
@@ -215,8 +220,10 @@ def own_reader(reader: Callable[..., Any], names: Iterable[str]) -> tuple[DataSe
 
     def read(settings: ds.Dataset, path: Path) -> RecordsPair:
         found = reader(path, **{setting: getattr(settings, setting) for setting in taken})
+        if isinstance(found, Mapping) and "train" in found:
+            found = found["train"], found.get("test")
         parts = found if isinstance(found, tuple) else (found, None)
-        return parts if hasattr(parts[0], "features") else _from_torch(parts)
+        return parts if hasattr(parts[0], "labels") else _from_torch(parts)
 
     shared = get_type_hints(OwnSettings)
     more = [setting for setting in taken if setting not in shared]

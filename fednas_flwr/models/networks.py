@@ -29,7 +29,7 @@ from fednas_flwr.settings import (
 )
 from fednas_flwr.settings.names import BATCH, Norm
 from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RESNETS
-from fednas_flwr.settings.registry import TABLES
+from fednas_flwr.settings.registry import OWN, TABLES
 from fednas_flwr.spaces import space_entry
 from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_json
 from fednas_flwr.spaces.operations import every_second, make_norm
@@ -236,6 +236,8 @@ def make_network(description: Description) -> nn.Module:
         ConfigError: The description's name, genotype or sizes cannot be built.
     """
     input_shape, name = tuple(description["input_shape"]), description["name"]
+    if name in OWN["network"]:
+        return _own_network(name, input_shape, description["num_classes"])
     if name in FIXED_NETWORKS:
         norm = {"norm": description.get("norm")} if name in NORMED_NETWORKS else {}
         return FIXED_NETWORKS[name](input_shape, description["num_classes"], **norm)
@@ -251,6 +253,22 @@ def make_network(description: Description) -> nn.Module:
         raise unknown_choice("network", name, ["derived", POOL, FINE_TUNED, *FIXED_NETWORKS])
     space, genotype = described_space(description)
     return space.network(genotype, auxiliary=description["auxiliary"])
+
+
+def _own_network(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """A network from outside the package, after a try on two records of zeros."""
+    try:
+        network = TABLES["network"][name](shape, num_classes).eval()
+        with torch.no_grad():
+            out = list(network(torch.zeros(2, *shape)).shape)
+    except Exception as error:
+        raise ConfigError(f"the network {name} of your own fails: {error}.") from error
+    if out != [2, num_classes]:
+        raise ConfigError(
+            f"the network {name} of your own turns {[2, *shape]} into {out}: expected "
+            f"{[2, num_classes]}, a score per class."
+        )
+    return network.train()
 
 
 def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
@@ -271,7 +289,7 @@ def load(run_folder: str | Path) -> Model:
     """Return the trained model of a run, on the CPU; it takes raw data.
 
     Args:
-        run_folder: A run's folder, or one that ``fednas export`` has made of it.
+        run_folder: A run's folder, or one that ``fednas export`` has made of it, or its model.
 
     Raises:
         ConfigError: The folder holds no exported model.
@@ -279,7 +297,8 @@ def load(run_folder: str | Path) -> Model:
     Example:
         ``load("runs/<run folder>").predict("patients.csv").labels``
     """
-    return read_model(Path(run_folder) / MODEL_FILE, make_network)
+    path = Path(run_folder)
+    return read_model(path if path.name == MODEL_FILE else path / MODEL_FILE, make_network)
 
 
 def load_description(run_folder: Path) -> Description:

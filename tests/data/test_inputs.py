@@ -126,6 +126,7 @@ TWO = r"label y: bad \d+, benign \d+$"
 IS = "classes that are numbers: if it is a number to predict, set dataset.task=regression"
 OWN_IDS = "patient_id has a value of its own in most rows: if it says whose a record is, name it "
 OWN_IDS += "in dataset.id_column"
+NOTHING = r"^numbers: x, age \| label y: 0 47, 1 33$"
 MAYBE_MISSING = "records, which may mean missing"
 TABLES = {
     "F2": (column(range(N), "case_id"), "case_id has another whole number in every row"),
@@ -232,6 +233,12 @@ TABLES = {
     "-1 among years": (column(mostly(AGE.astype(int), -1, 9)), f"-1 in 9 {MAYBE_MISSING}"),
     "9 beside 1 and 2": (column(mostly(Y + 1, 9, 9)), f"9 in 9 {MAYBE_MISSING}"),
     "99 beside 1 to 5": (column([99 if i % 9 == 0 else i % 5 + 1 for i in range(N)]), "99 in 9 "),
+    "-99 below 0": (column(mostly(AGE - 50, -99, 9)), f"-99 in 9 {MAYBE_MISSING}"),
+    "two codes": (column(mostly(mostly(AGE, 888, 9), 999, 7)), "888 and 999 in 19 records"),
+    "codes of answers": (column(np.resize((1, 2, 3, 4, 77, 88, 99), N)), "77 and 88 and 99 in 33 "),
+    "counts with a tail": (column(np.resize((1, 2, 3, 4, 5, 7, 8, 9), N)), NOTHING),
+    "large numbers again": (column(np.resize((9e6, 4e7, 5e7), N)), NOTHING),
+    "999 to predict": (labels(mostly(AGE, 999, 9)), f"predict: 999 in 9 {MAYBE_MISSING}"),
     "999 once": (column([999, *AGE[1:]]), f"999 in 1 {MAYBE_MISSING}"),
     "9 as a label": (labels(mostly(Y, 9, 9)), "the label holds 9: if it means"),
     "not tested as a label": (labels(mostly("neg", "Not tested", 9)), "holds Not tested: if it"),

@@ -90,6 +90,7 @@ def test_loading_before_the_export_says_so(tmp_path):
     refuses("has not reached its export", load, tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     refuses("lacks fednas_model", load, tmp_path)
+    refuses("lacks fednas_model", load, tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
