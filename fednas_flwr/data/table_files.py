@@ -17,6 +17,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -43,7 +44,7 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
     codecs.BOM_UTF16_BE: "utf-16",
 }
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # as Excel reads and writes it
-_LINES, _SAMPLE = 20, 100_000  # the separator is found in so many lines, of so many characters
+_LINES = 20  # in which the separator is found
 # What no Western text is full of: long runs beyond ASCII, and letters before signs, as in UTF-8
 _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
 # A cell of Excel whose formula was not computed; an empty text would be a value
@@ -86,7 +87,7 @@ def read_texts(
         if content.startswith(b"version https://git-lfs"):
             raise ValueError("it is a pointer of Git LFS: fetch the file by git lfs pull")
         content = _PACKED.get(content[:3], bytes)(content)
-        first = b"".join(content[:_SAMPLE].split(maxsplit=2)[:2])  # of JSON on many lines
+        first = b"".join(content[:_HEAD].split(maxsplit=2)[:2])  # of JSON on many lines
         known = _READERS.get(first[:4]) or _READERS.get(first[:2])
         kind, reader = known or ("a CSV", _read_csv)
         texts, separator, notes = reader(content, form)
@@ -577,14 +578,12 @@ def _separator(text: str, form: TableForm) -> str:
     Where rows must not decide, the header alone does.
     """
     lines = 1 if form.strict else _LINES
-
-    sample = "\n".join(text[:_SAMPLE].split("\n", lines)[:lines])
+    sample = "\n".join(text.split("\n", lines)[:lines])
 
     def cells(separator: str) -> tuple[float, int]:
-        try:
-            rows = list(_rows(sample, separator))
-        except csv.Error:
-            return 0, 0
+        rows: list[list[str]] = []
+        with suppress(csv.Error):  # of a quoted cell that goes on after these lines
+            rows.extend(_rows(sample, separator))
         (width, often), *_ = Counter(map(len, rows)).most_common(1) or [(0, 0)]
         return (often / len(rows) if width > 1 else 0, width)
 

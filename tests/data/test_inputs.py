@@ -256,6 +256,10 @@ TABLES = {
     ),
     "the header again": (lines(lambda of: [*of[:41], of[0], *of[41:]]), "repeat the header .* .1"),
     "separators last": (lines(lambda of: [f"{row}," for row in of]), "names and cells are left"),
+    "a quote of many lines": (
+        column(["a,\nb; c\n" * (1 + i % 3) for i in range(N)], "note"),
+        r"^numbers: age . categories: note \(3 values\)",
+    ),
     "two separators": (
         content(lambda of: of.replace(b",", b"||")),
         "separator bar, columns without names and cells are left out.*numbers: age, lab",
