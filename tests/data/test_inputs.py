@@ -257,8 +257,8 @@ TABLES = {
     "the header again": (lines(lambda of: [*of[:41], of[0], *of[41:]]), "repeat the header .* .1"),
     "separators last": (lines(lambda of: [f"{row}," for row in of]), "names and cells are left"),
     "a quote of many lines": (
-        column(np.resize(("a,\nb;\nc", "no,\n\n"), N), "note"),
-        r"^numbers: age . categories: note \(2 values\)",
+        content(bytes, of=PLAIN.assign(lab=np.resize(("a, b\nc d\ne", "no,\n\n"), N))),
+        r"^numbers: age . categories: lab \(2 values\)",
     ),
     "two separators": (
         content(lambda of: of.replace(b",", b"||")),
