@@ -1,26 +1,17 @@
-"""Cells of a genotype as SVG pictures, drawn without system programs, and how decided they are.
+"""Cells of a genotype as SVG pictures, drawn without system programs, and names of their edges.
 
 `cell_svg` draws a cell as a score: nodes are columns from left to right, and each edge is an arrow
 from its source's column to its target's, with its op on it, in a row that no other edge there has;
 so no line crosses a label, and nothing has to be laid out. Colours are CSS variables with defaults
 for light paper (``--cell-line``, ``--cell-node``, ...), so that a page can recolour the picture.
-
-`derived_edges` tells the margin between each edge's op and the next one: a cell is derived from the
-largest alphas, also where they hardly differ. An edge is decided if the lead of its op, in alphas
-and so in log-odds, is larger than what it moves by from round to round, and than the differences
-that a search which has hardly begun makes by chance.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import stdev
 from typing import Any
 
 from markupsafe import Markup
 
 from fednas_flwr.report import templates
-from fednas_flwr.report.templates import DASH
-from fednas_flwr.runs.events import Event
 
 CHARACTER_WIDTH = 6.9
 
@@ -75,75 +66,13 @@ def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> tuple[Markup,
     return Markup(picture), width
 
 
-LAST_ROUNDS = 5  # snapshots of the alphas that the spread is taken over
-SPREADS = 2.0  # that a lead must exceed
-LEAST_LEAD = 0.05  # in odds 5 %: alphas that have hardly left where they began decide nothing
-
-
-@dataclass(frozen=True)
-class Edge:
-    """An edge of a derived cell.
-
-    Attributes:
-        kind: Of the cell.
-        label: The edge's name.
-        op: What was derived.
-        next_op: The op with the largest alpha of the others that could have been.
-        lead: The alpha of ``op`` minus that of ``next_op``, after the last round; below 0 where the
-            space has not taken the largest.
-        spread: Standard deviation (n - 1) of that difference over the last ``LAST_ROUNDS``
-            snapshots; None for a single one.
-    """
-
-    kind: str
-    label: str
-    op: str
-    next_op: str
-    lead: float
-    spread: float | None
-
-    @property
-    def is_decided(self) -> bool:
-        """True if the lead is more than ``SPREADS`` spreads and ``LEAST_LEAD``."""
-        return self.spread is not None and self.lead > max(SPREADS * self.spread, LEAST_LEAD)
-
-
-def derived_edges(snapshots: Sequence[Event]) -> list[Edge]:
-    """Return the edges of the cells that the last of a run's alphas stand for.
-
-    A cell that keeps some of its candidate edges only never keeps an edge as ``none`` (DARTS), so
-    there ``none`` is not a next op.
-
-    Args:
-        snapshots: ``alphas`` events by ascending round. There are no edges without any.
-    """
-    last = snapshots[-LAST_ROUNDS:]
-    found = []
-    for kind, kept in last[-1]["cells"].items() if last else ():
-        ops, num_rows = last[-1]["ops"], len(last[-1]["alphas"][kind])
-        possible = [i for i, op in enumerate(ops) if op != "none" or len(kept) == num_rows]
-        for edge, (row, label) in zip(kept, _places(kept, num_rows), strict=True):
-            rows, first = [event["alphas"][kind][row] for event in last], ops.index(edge["op"])
-            second = max((i for i in possible if i != first), key=rows[-1].__getitem__)
-            leads = [row[first] - row[second] for row in rows]
-            spread = stdev(leads) if len(leads) > 1 else None
-            found.append(Edge(kind, label, edge["op"], ops[second], leads[-1], spread))
-    return found
-
-
-def decided_text(found: Sequence[Edge]) -> str:
-    """Return the number of decided edges as text, a dash without edges."""
-    return f"{sum(edge.is_decided for edge in found)} of {len(found)}" if found else DASH
-
-
-def _places(kept: Sequence[Mapping[str, Any]], num_rows: int) -> list[tuple[int, str]]:
-    """Return for each kept edge its row of the alphas and its name."""
-    if len(kept) == num_rows:
+def kept_labels(kept: Sequence[Mapping[str, Any]], num_edges: int) -> list[str]:
+    """Return the name of each edge that a cell keeps, of so many candidates."""
+    if len(kept) == num_edges:
         last = max((edge["target"] for edge in kept), default=0)
-        return [(i, edge_name(e["source"], e["target"], 1, last)) for i, e in enumerate(kept)]
-    labels, pairs = edge_labels(num_rows), _pairs(num_rows, 2)
-    rows = [pairs.index((edge["source"], edge["target"])) for edge in kept]
-    return [(row, labels[row]) for row in rows]
+        return [edge_name(edge["source"], edge["target"], 1, last) for edge in kept]
+    labels, pairs = edge_labels(num_edges), _pairs(num_edges, 2)
+    return [labels[pairs.index((edge["source"], edge["target"]))] for edge in kept]
 
 
 def edge_labels(num_edges: int) -> list[str]:

@@ -16,7 +16,6 @@ from markupsafe import escape
 
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.report import cell_pictures, plots, score_tables, templates
-from fednas_flwr.report.templates import paragraphs
 from fednas_flwr.runs.numbers import CONFIG_FILE, METRICS, read_run
 from fednas_flwr.settings.names import MOST_SHOWN, SPLITS
 
@@ -47,9 +46,8 @@ def render_report(run_folder: Path) -> str:
         ConfigError: The folder holds no events.jsonl.
     """
     run = read_run(run_folder)
-    derived, edges = run.last("derived"), cell_pictures.derived_edges(run.alphas())
+    derived = run.last("derived")
     warnings = Counter(str(e["message"]) for e in run.of_kind("warning"))
-    warnings.update(paragraphs("undecided", edges))
     figures, config = plots.all_figures(run), run.folder / CONFIG_FILE
     layers = derived.get("layers") or []
     used = {layer["kind"] for layer in layers if layer.get("kind")}
@@ -62,12 +60,10 @@ def render_report(run_folder: Path) -> str:
         "report.html.j2",
         run=run,
         tables=score_tables,
-        limits=cell_pictures,
         METRICS=METRICS,
         SPLITS=SPLITS,
         MOST_SHOWN=MOST_SHOWN,
         by_seconds=lambda used: sorted(used.items(), key=lambda pair: -sum(pair[1])),
-        edges=edges,
         partition=run.last("partition"),
         zip=zip,
         config_text=_without_paths(config.read_text(encoding="utf-8")) if config.exists() else "",

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from fednas_flwr.base.shares import wilson
-from fednas_flwr.report.cell_pictures import derived_edges, edge_labels
+from fednas_flwr.report.cell_pictures import edge_labels, kept_labels
 from fednas_flwr.report.templates import as_date, as_unit, quantiles
 from fednas_flwr.runs.events import Event, NamedClient
 from fednas_flwr.runs.leaderboard import compared
@@ -329,12 +329,14 @@ def alphas(run: Run) -> dict[str, Figure]:
     """Return heat maps of the last round's softmaxed alphas by kind of cell, with derived edges."""
     if not (events := run.alphas()):
         return {}
-    edges, figures = derived_edges(events), {}
+    figures = {}
     for kind, newest in events[-1]["alphas"].items():
         shares = [_softmax(row) for row in newest]
         values = [value for row in shares for value in row]
         labels = edge_labels(len(newest))
-        marks = [(e.op, e.label) for e in edges if e.kind == kind and e.label in labels]
+        kept = events[-1]["cells"].get(kind, [])
+        names = zip(kept, kept_labels(kept, len(newest)), strict=True)
+        marks = [(edge["op"], label) for edge, label in names if label in labels]
         hover, ends = "%{y}<br>%{x}: %{z:.3f}<extra></extra>", (min(values), max(values))
         figures[kind] = _heat(
             events[-1]["ops"],

@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fednas_flwr.base.foreign import terminal
-from fednas_flwr.report import cell_pictures
 from fednas_flwr.report.score_tables import STAGES, TEST_SEED, leaderboard_table, reached, scores
 from fednas_flwr.report.templates import DASH, count, duration, paragraphs, percent, score, sentence
 from fednas_flwr.runs.events import Event, names_by_client, with_names
@@ -223,7 +222,6 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
     rows = [
         *quality,
         *reached(run, ["num_parameters", "multiply_adds"]),
-        ("edges decided", cell_pictures.decided_text(cell_pictures.derived_edges(run.alphas()))),
         *((f"time of {name}", duration(stages[name])) for name in stages if name in STAGES),
         ("client failures", count(len(run.failures()))),
         ("clients that left", count(len(run.departures()) or None)),

@@ -257,7 +257,9 @@ TABLES = {
     "the header again": (lines(lambda of: [*of[:41], of[0], *of[41:]]), "repeat the header .* .1"),
     "separators last": (lines(lambda of: [f"{row}," for row in of]), "names and cells are left"),
     "a quote of many lines": (
-        content(bytes, of=PLAIN.assign(lab=np.resize(("a, b c\nd, e f\ng", "h, i j\nk l m\nn"), N))),
+        content(
+            bytes, of=PLAIN.assign(lab=np.resize(("a, b c\nd, e f\ng", "h, i j\nk l m\nn"), N))
+        ),
         r"^numbers: age . categories: lab \(2 values\)",
     ),
     "two separators": (
