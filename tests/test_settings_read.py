@@ -120,7 +120,6 @@ dpnas | $CELLS algorithm.trained_candidates=2 algorithm.rewarded_candidates=2
     algorithm.final_candidates=3
 fedavg | $GIVEN
 fedprox | $GIVEN server_optimizer=adam
-fedavg by Adagrad | $GIVEN server_optimizer=adagrad
 fedavg of a genotype | $IMAGES stages=[retrain,evaluate,export] genotype
 fedavg with privacy | $GIVEN privacy=dp privacy.epsilon=30
 fedex | $GIVEN algorithm.num_configurations=3

@@ -23,7 +23,8 @@ from fednas_flwr.models.metrics import resampled, weighted_scores
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings.names import LOG_LOSS
 
-PERMUTATIONS = 40  # of each column, each on a resample of the records
+FEWEST, PERMUTATIONS = 5, 40  # of each column, each on a resample of the records
+MOST_PASSES = 4000  # of the network, beyond which columns have the fewest
 MOST_RECORDS = 2000
 MISTAKES, LARGEST_MISTAKE = 12, 48  # images, and pixels along a side
 EFFECTS, POINTS = 6, 11
@@ -71,7 +72,8 @@ def importance(
     def measure(logits_NC: Tensor, weights_1N: Tensor) -> Tensor:
         return weighted_scores(logits_NC, labels_N, weights_1N, objective=objective)[metric]
 
-    resamples = torch.split(resampled(PERMUTATIONS, number, generator), 1)
+    permutations = max(FEWEST, min(PERMUTATIONS, MOST_PASSES // len(places)))
+    resamples = torch.split(resampled(permutations, number, generator), 1)
     before = [measure(logits_NC, weights_1N) for weights_1N in resamples]
     for name, at in places.items():
         drops = []

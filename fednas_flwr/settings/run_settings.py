@@ -600,37 +600,23 @@ class ServerOptimizer(ps.Checked):
 
 
 @dataclass(frozen=True)
-class ServerAdagrad(ServerOptimizer):
-    """``adagrad``, after Flower's FedAdagrad.
+class ServerAdam(ServerOptimizer):
+    """``adam``, after Flower's FedAdam (Reddi et al., 2021).
 
     Attributes:
         lr: About how far a weight moves in a round, > 0.
         tau: Added to the root of the second moments, > 0: more adapts less.
-    """
-
-    lr: opt.LearningRate
-    tau: opt.Positive
-
-
-@dataclass(frozen=True)
-class ServerAdam(ServerAdagrad):
-    """``adam`` and ``yogi``, after Flower's FedAdam and FedYogi (Reddi et al., 2021).
-
-    Attributes:
         beta_1: Decay of the first moments, from 0 to below 1.
         beta_2: Decay of the second moments, from 0 to below 1.
     """
 
+    lr: opt.LearningRate
+    tau: opt.Positive
     beta_1: opt.ShareBelow1
     beta_2: opt.ShareBelow1
 
 
-SERVER_OPTIMIZERS: dict[str, type] = {
-    "none": ServerOptimizer,
-    "adam": ServerAdam,
-    "yogi": ServerAdam,
-    "adagrad": ServerAdagrad,
-}
+SERVER_OPTIMIZERS: dict[str, type] = {"none": ServerOptimizer, "adam": ServerAdam}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ algorithm=fedex dataset.fractions={train:.8,validation:0,test:.2} | fractions.va
 server_optimizer=adam | server_optimizer=adam with algorithm=fed_darts: it is for the training of a
     given network; set algorithm=fedavg or fedprox
 algorithm=fedavg server_optimizer.lr=1 | server_optimizer\.lr
-algorithm=fedavg server_optimizer=adagrad server_optimizer.beta_1=0 | beta_1
 algorithm=fedavg aggregate=median clients=20 secure_sum=true | secure_sum=true with
     aggregate=median: it compares values of single clients
 $LOCAL rounds=3 | rounds=3 with algorithm.rewarded=local: at most 2 rounds .* rounds=2

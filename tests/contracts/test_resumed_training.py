@@ -14,7 +14,7 @@ TRAININGS = {
     "search, averaged": (*SEARCH, "training.momentum=averaged"),
     "averaged": (*GIVEN, "training.momentum=averaged"),
     "gradients": (*GIVEN, "retrain.exchange=gradients"),
-    **{name: (*GIVEN, f"server_optimizer={name}") for name in ("adam", "yogi", "adagrad")},
+    "adam": (*GIVEN, "server_optimizer=adam"),
     "fedex": ("algorithm=fedex", "algorithm.network=plain_cnn", "algorithm.num_configurations=5"),
 }
 ROUNDS = 3

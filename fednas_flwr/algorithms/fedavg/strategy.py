@@ -1,7 +1,7 @@
 """FedAvg and FedSGD: retraining of derived networks, and fixed networks as baselines.
 
-FedProx is FedAvg with a proximal term in the clients' steps, FedAdam, FedYogi and FedAdagrad with
-an optimiser of the server.
+FedProx is FedAvg with a proximal term in the clients' steps, FedAdam with an optimiser of the
+server.
 """
 
 import math
@@ -12,9 +12,8 @@ from typing import cast
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
+from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
-from flwr.serverapp.strategy.fedopt import FedOpt
 
 from fednas_flwr.algorithms import base, fedavg, gradient_steps
 from fednas_flwr.privacy.plan import PlannedRelease
@@ -27,7 +26,7 @@ from fednas_flwr.settings.incompatible import averages_plainly, retrains_by_grad
 from fednas_flwr.settings.names import BATCH, GROUP
 from fednas_flwr.settings.optimizers import SGD, Configuration
 from fednas_flwr.settings.registry import algorithm_of
-from fednas_flwr.settings.run_settings import GRADIENTS, Retrain, ServerAdagrad, ServerAdam
+from fednas_flwr.settings.run_settings import GRADIENTS, Retrain, ServerAdam
 
 SPLITS = ("train", "validation")  # what is trained on where nothing is held out
 LOCAL_STEPS = 300  # of retraining where nobody says how many rounds
@@ -114,7 +113,7 @@ def training_settings(config: Config, configuration: Configuration | None) -> tu
 
 
 class _Averaged(FlowerFedAvg):
-    """Stand-in that Flower's optimisers ask for the average of the replies: it is ready already."""
+    """Stand-in that Flower's optimiser asks for the average of the replies: it is ready already."""
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -124,25 +123,26 @@ class _Averaged(FlowerFedAvg):
         return cast(ArrayRecord, average), None
 
 
+class _Adam(FedAdam, _Averaged):
+    """FedAdam of replies that are averaged already."""
+
+
 class ServerOptimizer:
-    """The server's optimiser of packed weights: Flower's FedAdam, FedYogi or FedAdagrad.
+    """The server's optimiser of packed weights: Flower's FedAdam.
 
     Reddi et al. (2021), arXiv 2003.00295, Alg. 2: the server takes the difference between the
-    clients' average and the model that they were sent for a gradient, and steps along it by Adam,
-    Yogi or Adagrad.
+    clients' average and the model that they were sent for a gradient, and steps along it by Adam.
 
     Deviation from Flower: statistics of batch norm and its counters are averaged, and do not step.
 
     Args:
-        settings: ``adam``, ``yogi`` or ``adagrad``, with Flower's constants.
+        settings: Flower's constants.
     """
 
-    def __init__(self, settings: ServerAdagrad) -> None:
-        kind = {"adam": FedAdam, "yogi": FedYogi, "adagrad": FedAdagrad}[settings.name]
-        constants = {"eta": settings.lr, "tau": settings.tau}
-        if isinstance(settings, ServerAdam):
-            constants |= {"beta_1": settings.beta_1, "beta_2": settings.beta_2}
-        self._steps: FedOpt = type(kind.__name__, (kind, _Averaged), {})(**constants)
+    def __init__(self, settings: ServerAdam) -> None:
+        self._steps = _Adam(
+            eta=settings.lr, tau=settings.tau, beta_1=settings.beta_1, beta_2=settings.beta_2
+        )
 
     def step(self, average: Packed, before: Packed, server_round: int) -> Packed:
         """The new weights.
@@ -184,7 +184,7 @@ class FedAvg(base.RoundStrategy[AlgorithmSettings]):
         """Make the optimisers of clients and server."""
         self.weights, self.drop_path_prob = training_settings(self.config, self.found_configuration)
         stepping, settings = self.config.server_optimizer, self.config.algorithm
-        self.optimizer = ServerOptimizer(stepping) if isinstance(stepping, ServerAdagrad) else None
+        self.optimizer = ServerOptimizer(stepping) if isinstance(stepping, ServerAdam) else None
         self.keeper = self.optimizer
         self.proximal = settings.proximal if isinstance(settings, fedavg.FedAvgSettings) else 0.0
 
