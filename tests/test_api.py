@@ -431,7 +431,6 @@ class OwnSettings(AlgorithmSettings):
     rule: str
     local_epochs: int
     batch_size: int
-    validation_weight: float
     proximal: float
     weights: SGD
     alphas: Adam

@@ -428,7 +428,6 @@ clients=3 sampling.per_round=3 sampling.spare=.5 | per_round=3 of clients=3, so 
 clients=4 sampling.per_round=.5 runtime.largest_share=.3 | per_round=0.5, of whom
 $DP clients=2 privacy.fewest_records=.3 | clients=2, of whom nobody can tell
 retrain.rounds=1 retrain.drop_path_prob=.3 | with retrain.rounds=1: remove it
-algorithm.validation_weight=.5 | set algorithm.rule=mixed_level
 algorithm=fnas $DP |
 $DP privacy.search_share=.3 privacy.weights.noise_multiplier=1 privacy.alphas.noise_multiplier=1
     | noise of the search that is given

@@ -33,11 +33,10 @@ class GradientStrategy(RoundStrategy[S]):
         states: Sequence[str],
         *,
         clip_norm: float | None,
-        reduce: str = "mean",
         added: Mapping[str, Tensor | float] = {},
         further: Mapping[str, Packed] = {},
     ) -> list[Reply]:
-        """Ask for gradients, and step along them.
+        """Ask for gradients, and step along their mean ``sum_k G_k / sum_k B_k``.
 
         Clients' buffers, averaged by batch, are taken over with the weights.
 
@@ -47,9 +46,7 @@ class GradientStrategy(RoundStrategy[S]):
             request: The request.
             states: The states that have sums G_k and step, in this order.
             clip_norm: Largest norm of the gradient of the weights; None does not clip.
-            reduce: ``mean`` is ``sum_k G_k / sum_k B_k``, ``sum`` is ``sum_k G_k / B_k``.
-            added: By state, to its gradient; with ``sum`` once for every reply, of which each
-                brings a mean.
+            added: By state, to its gradient.
             further: States that are sent beside the model.
 
         Returns:
@@ -59,21 +56,21 @@ class GradientStrategy(RoundStrategy[S]):
         layouts = {name: self.layouts[name] for name in names if name in self.layouts}
         replies = self.ask(action, request, states={**self.states, **further}, layouts=layouts)
         totals: dict[str, Tensor] = {}
-        buffers, stripped, by_mean = WeightedAverage(), list[Reply](), reduce == "mean"
+        buffers, stripped = WeightedAverage(), list[Reply]()
         for _, reply in replies:
             for state in states:
                 (gradient,) = reply.states[state].values()
-                share = gradient if by_mean else gradient / reply.num_examples
-                totals[state] = totals[state].add_(share) if state in totals else share.clone()
+                known = state in totals
+                totals[state] = totals[state].add_(gradient) if known else gradient.clone()
             if "buffers" in reply.states:
                 buffers.add({"buffers": reply.states["buffers"]}, weight=reply.num_examples)
             stripped.append(replace(reply, states={}))
-        divisor = sum(reply.num_examples for reply in stripped) if by_mean else 1
+        divisor = sum(reply.num_examples for reply in stripped)
         for state, total in totals.items():
             (vector,) = self.states[state].values()
             vector.grad = total / divisor
             if state in added:
-                vector.grad = vector.grad + added[state] * (1 if by_mean else len(stripped))
+                vector.grad = vector.grad + added[state]
             optimizer = self.optimizers[state]
             clip_gradients(optimizer, clip_norm if state == "weights" else None)
             optimizer.step()

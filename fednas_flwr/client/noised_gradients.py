@@ -117,9 +117,7 @@ class NoisedGradients:
         """
         return self._mean("weights", partial(self._weight_sum, network))
 
-    def alphas(
-        self, supernet: Supernet, weights: Optimizer, *, rule: str, validation_weight: float
-    ) -> Gradient:
+    def alphas(self, supernet: Supernet, weights: Optimizer, *, rule: str) -> Gradient:
         """Return the noised mean gradient of the alphas; requests for others are refused."""
         return self._mean("alphas", partial(self._alpha_sum, supernet))
 

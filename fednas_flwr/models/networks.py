@@ -32,7 +32,7 @@ from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RES
 from fednas_flwr.settings.registry import OWN, TABLES
 from fednas_flwr.spaces import space_entry
 from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_json
-from fednas_flwr.spaces.operations import every_second, make_norm
+from fednas_flwr.spaces.operations import every_second, make_norm, tried
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 FINE_TUNED = "fine_tuned"  # name of a network that begins with public weights
@@ -257,15 +257,11 @@ def make_network(description: Description) -> nn.Module:
 
 def _own_network(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """A network from outside the package, after a try on two records of zeros."""
-    try:
-        network = TABLES["network"][name](shape, num_classes).eval()
-        with torch.no_grad():
-            out = list(network(torch.zeros(2, *shape)).shape)
-    except Exception as error:
-        raise ConfigError(f"the network {name} of your own fails: {error}.") from error
-    if out != [2, num_classes]:
+    make, x = TABLES["network"][name], torch.zeros(2, *shape)
+    network, out, _ = tried(f"network {name}", make, (shape, num_classes), x)
+    if out.shape != (2, num_classes):
         raise ConfigError(
-            f"the network {name} of your own turns {[2, *shape]} into {out}: expected "
+            f"the network {name} of your own turns {[2, *shape]} into {list(out.shape)}: expected "
             f"{[2, num_classes]}, a score per class."
         )
     return network.train()

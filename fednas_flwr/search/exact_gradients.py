@@ -195,22 +195,17 @@ class BatchGradients:
         return {kind: gradients[kind] - changes[kind] for kind in alphas}, losses.detach()
 
     def mixed_level_gradient(
-        self,
-        supernet: Supernet,
-        *,
-        train_batch: Batch,
-        validation_batch: Batch,
-        validation_weight: float,
+        self, supernet: Supernet, *, train_batch: Batch, validation_batch: Batch
     ) -> tuple[Tensors, Tensor]:
-        """Compute ``grad_A L_tr(A, W) + validation_weight * grad_A L_val(A, W)``, of batch means.
+        """Compute ``grad_A L_tr(A, W) + grad_A L_val(A, W)``, of batch means.
 
-        MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4), the local rule of FedNAS (arXiv
-        2004.08546). Returns also the losses [B] of the validation batch.
+        MiLeNAS (He et al., 2020, arXiv 2003.12238, Eq. 4, with lambda 1), the local rule of FedNAS
+        (arXiv 2004.08546). Returns also the losses [B] of the validation batch.
         """
         alphas = supernet.alphas()
         train_loss = self._losses(supernet, {}, train_batch).mean()
         losses = self._losses(supernet, {}, validation_batch)
-        return _gradients(train_loss + validation_weight * losses.mean(), alphas), losses.detach()
+        return _gradients(train_loss + losses.mean(), alphas), losses.detach()
 
     def _losses(self, network: nn.Module, weights: Named, batch: Batch) -> Tensor:
         x, y = batch
@@ -268,28 +263,22 @@ class ExactGradients(BatchGradients):
         with computed_in(self.precision, self.train_batch):
             return self.weight_gradient(network, self.train_batch)
 
-    def alphas(
-        self, supernet: Supernet, weights: Optimizer, *, rule: str, validation_weight: float
-    ) -> Gradient:
+    def alphas(self, supernet: Supernet, weights: Optimizer, *, rule: str) -> Gradient:
         """The gradient of the alphas by any rule."""
         precision = FLOAT32 if rule == "second_order" else self.precision
         with computed_in(precision, self.validation_batch):
-            gradient, losses = self._alphas(supernet, weights, rule, validation_weight)
+            gradient, losses = self._alphas(supernet, weights, rule)
         self.validation_tally.add(losses)
         return gradient
 
-    def _alphas(
-        self, supernet: Supernet, weights: Optimizer, rule: str, validation_weight: float
-    ) -> tuple[Tensors, Tensor]:
+    def _alphas(self, supernet: Supernet, weights: Optimizer, rule: str) -> tuple[Tensors, Tensor]:
         """The gradient, and the losses [B] of the validation batch."""
         batches = {"train_batch": self.train_batch, "validation_batch": self.validation_batch}
         if rule == "first_order":
             sums, losses = self.alpha_gradient_sum(supernet, self.validation_batch)
             return {kind: g / len(losses) for kind, g in sums.items()}, losses
         if rule == "mixed_level":
-            return self.mixed_level_gradient(
-                supernet, **batches, validation_weight=validation_weight
-            )
+            return self.mixed_level_gradient(supernet, **batches)
         optimizer = weights.torch_optimizer
         return self.second_order_gradient(
             supernet,

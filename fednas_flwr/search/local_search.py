@@ -29,7 +29,6 @@ class Alternating(Checked):
 
     Attributes:
         rule: Rule of the alphas' gradient, one of ``RULES``.
-        validation_weight: Weight of the validation loss under ``mixed_level``, at least 0.
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`, w_0 being
             the weights that the search began with.
         beta_decay: Weight of beta-DARTS' regulariser of the alphas, at least 0; see
@@ -37,7 +36,6 @@ class Alternating(Checked):
     """
 
     rule: Rule
-    validation_weight: NonNegative = 1.0
     proximal: NonNegative = 0.0
     beta_decay: NonNegative = 0.0
 
@@ -60,12 +58,7 @@ def alternate(
     supernet.train()
     proximal = opt.Proximal(alternating.proximal, supernet.weights())
     for _ in gradients.steps():
-        gradient = gradients.alphas(
-            supernet,
-            optimizers.weights,
-            rule=alternating.rule,
-            validation_weight=alternating.validation_weight,
-        )
+        gradient = gradients.alphas(supernet, optimizers.weights, rule=alternating.rule)
         if alternating.beta_decay:
             further = beta_gradient(supernet.alphas(), weight=alternating.beta_decay)
             gradient = opt.add_gradients(gradient, further)

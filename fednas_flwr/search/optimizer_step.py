@@ -50,16 +50,13 @@ class Gradients(Protocol):
         Draws and results of a step are the same however often it is called.
         """
 
-    def alphas(
-        self, supernet: Supernet, weights: Optimizer, *, rule: str, validation_weight: float
-    ) -> Gradient:
+    def alphas(self, supernet: Supernet, weights: Optimizer, *, rule: str) -> Gradient:
         """The gradient of a supernet's alphas, on validation records.
 
         Args:
             supernet: The supernet before the weights' step.
             weights: The weights' optimiser, by whose step the second order looks ahead.
             rule: Rule of the gradient, one of ``settings.optimizers.RULES``.
-            validation_weight: Weight of the validation loss under ``mixed_level``.
         """
 
     def gates(self, supernet: Supernet, paths_EK: Tensor, hardware: HardwareLoss | None) -> Tensor:

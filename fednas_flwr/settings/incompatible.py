@@ -200,11 +200,6 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "sampling.per_round={c.sampling.per_round:g} with secure_sum=true: every sum is over the "
         "whole roster; leave one of them out",
     ),
-    (
-        lambda c: c.samples and searches(c) and getattr(c.algorithm, "reduce", "") == "sum",
-        "sampling.per_round={c.sampling.per_round:g} with algorithm.reduce=sum: a sum over some "
-        "clients is no estimate of that over all; set algorithm.reduce=mean",
-    ),
     # Robust averages of gradients, and two optimisers of the server.
     (
         lambda c: c.aggregate.name != "mean" and retrains(c) and retrains_by_gradients(c),

@@ -249,7 +249,6 @@ NEEDS = {
     "evaluation.positive evaluation.metric privacy.scores_error evaluation.baselines "
     "evaluation.deliver",
     "stages=export": "evaluation.baselines evaluation.deliver",
-    "algorithm.rule=mixed_level": "algorithm.validation_weight",
     "retrain.rounds!=1": "retrain.drop_path_prob",  # which rises from 0 in the first round
     "dataset.server_test=true": "dataset.linear_baseline dataset.limit_test",
     "secure_sum=null": "runtime.largest_share",  # else no weight of a client is seen

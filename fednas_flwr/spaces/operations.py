@@ -230,12 +230,7 @@ class OwnOp(nn.Sequential):
         check_choice("op", name, TABLES["op"])
         expected = (2, channels, *(-(-side // stride) for side in sides))
         x = torch.linspace(-1, 1, 2 * channels * math.prod(sides)).view(2, channels, *sides)
-        try:
-            module = TABLES["op"][name].make(channels, stride).eval()
-            with torch.no_grad():
-                out, alone = module(x), module(x[:1])
-        except Exception as error:
-            raise ConfigError(f"the op {name} of your own fails: {error}.") from error
+        module, out, alone = tried(f"op {name}", TABLES["op"][name].make, (channels, stride), x)
         apart = out.is_meta or isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d)
         if out.shape != expected or not (apart or torch.allclose(out[:1], alone, atol=1e-5)):
             raise ConfigError(
@@ -243,6 +238,22 @@ class OwnOp(nn.Sequential):
                 f"{stride}: expected {list(expected)}, and each record computed by itself."
             )
         super().__init__(module.train(), norm)
+
+
+def tried(
+    what: str, make: Callable[..., nn.Module], arguments: Sequence[Any], x: Tensor
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """A module of the user's own in evaluation mode, what it makes of x, and of its first row.
+
+    Raises:
+        ConfigError: It fails.
+    """
+    try:
+        module = make(*arguments).eval()
+        with torch.no_grad():
+            return module, module(x), module(x[:1])
+    except Exception as error:
+        raise ConfigError(f"the {what} of your own fails: {error}.") from error
 
 
 class Choice(nn.Module):

@@ -50,7 +50,7 @@ def alternate(supernet, client, server_round, config, sgd, adam):
         for train in passes(client.data.train, 1):
             validation = next(validation_batches)
             objective = loss(train) if config.algorithm.name == "fednas" else 0.0
-            objective = objective + config.algorithm.validation_weight * loss(validation)
+            objective = objective + loss(validation)
             objective = objective + beta_decay * torch.cat(alphas).logsumexp(-1).mean()
             for alpha, gradient in zip(alphas, torch.autograd.grad(objective, alphas), strict=True):
                 alpha.grad = gradient
@@ -64,8 +64,7 @@ def alternate(supernet, client, server_round, config, sgd, adam):
 ALGORITHMS = [
     seldom(["fed_darts"]),
     ["fed_darts", "algorithm.beta_decay=5"],
-    pytest.param(["fednas"], marks=pytest.mark.slow),
-    ["fednas", "algorithm.validation_weight=3"],
+    ["fednas"],
     ["fed_darts", "training.momentum=averaged", "clients=1"],
 ]
 

@@ -84,7 +84,7 @@ def pooled(clients, name):
 
 @pytest.fixture(scope="module")
 def mean_run(search):
-    """Three unequal clients, full batches, ``reduce=mean``, after all rounds."""
+    """Three unequal clients, full batches, after all rounds."""
     return search("algorithm=fnas", *FULL, *UNEQUAL, rounds=ROUNDS)
 
 
@@ -133,21 +133,6 @@ def test_one_client_with_all_records_is_vanilla_nas(mean_run, search):
     states = [mean_run.strategy.states, vanilla.strategy.states]
     for name, close in (("weights", CLOSE), ("alphas", ALPHAS_CLOSE)):
         torch.testing.assert_close(states[0][name]["float32"], states[1][name]["float32"], **close)
-
-
-@pytest.mark.parametrize("beta", [seldom(0.0), 0.3])
-def test_sum_over_unequal_clients_is_the_pooled_sum_of_their_means(beta, search):
-    """The regulariser counts once per client, as the mean losses do."""
-    settings = ["algorithm.reduce=sum", f"algorithm.beta_decay={beta}"]
-    federation = search("algorithm=fnas", *FULL, *UNEQUAL, *settings, rounds=ROUNDS)
-    plain = Plain(federation.config, federation.data[0])
-    for step in range(ROUNDS):
-        train = [plain.mean_loss(full(client, "train")) for client in federation.clients]
-        plain.step_weights(step, torch.stack(train).sum())
-        validation = [plain.mean_loss(full(client, "validation")) for client in federation.clients]
-        decay = beta * (step + 1) / ROUNDS * plain.alphas[0].logsumexp(-1).mean()
-        plain.step_alphas((torch.stack(validation) + decay).sum())
-    plain.assert_equals(federation.strategy)
 
 
 def test_second_order_with_one_client_equals_a_plain_loop(search):

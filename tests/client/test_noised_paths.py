@@ -171,7 +171,7 @@ TRAPS = [
     costly([[1.0] * 7] * 6, target=3.0),
     costly([[1.0] * 7, [1.0]], target=3.0),
     {"paths": None},
-    {"alternating": {"rule": "first_order", "validation_weight": 1.0}},
+    {"alternating": {"rule": "first_order"}},
     {"batch_size": 8},
     {"steps": None, "epochs": 1},
 ]

@@ -745,7 +745,6 @@ TRAPS = [  # requests that could fail on some records and not on others, and sou
     *(seldom("train.alpha_gradient", {"local_lrs": rates}) for rates in WRONG_RATES),
     ("train.alpha_gradient", {"inner_lr": -1}),
     ("train.search", {"alphas": {"lr": "x", "weight_decay": 0.0}}),
-    ("train.search", {"validation_weight": -1}),
     ("train.candidate", {"candidates": [[5] * 15, [10] * 15]}),
     ("train.candidate", {"weights": {}}),
     ("evaluate.candidates", {"candidates": [[5] * 14]}),

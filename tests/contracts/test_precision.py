@@ -44,7 +44,7 @@ def exact(space, precision, *, several=False):
 
 
 def alphas_by(rule, gradients, supernet, weights):
-    return gradients.alphas(supernet, weights, rule=rule, validation_weight=1.0)
+    return gradients.alphas(supernet, weights, rule=rule)
 
 
 def check_near(found):

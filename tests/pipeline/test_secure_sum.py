@@ -307,7 +307,6 @@ REFUSED = [
     ("clients=1001", "at most 1000"),
     *((f"algorithm={name} {MBCONV}", "asked different things") for name in ("fdnas", "cfdnas")),
     ("algorithm=fedex", "asked different things"),
-    ("algorithm=fnas algorithm.reduce=sum", "set algorithm.reduce=mean"),
     ("secure_sum.colluding=3", "raise clients to 5 or more, or lower secure_sum.colluding"),
     ("clients=2", "clients=2 and secure_sum.colluding=1: a sum must .* raise clients to 3 or"),
     *((f"secure_sum.least_sites={least}", "lower secure_sum.colluding") for least in (2, 9)),

@@ -52,7 +52,7 @@ def take(gradients, net):
     """Ask for both gradients in every step; return how many there were."""
     steps = 0
     for _ in gradients.steps():
-        gradients.alphas(net, optimizer(net), rule="first_order", validation_weight=1.0)
+        gradients.alphas(net, optimizer(net), rule="first_order")
         gradients.weights(net)
         steps += 1
     return steps
@@ -277,11 +277,10 @@ def test_without_a_gradient_at_the_virtual_weights_there_is_no_correction(quadra
     assert gradients["cell"].item() == 0.0
 
 
-@pytest.mark.parametrize("weight", [0.0, 1.0, 2.5])
-def test_mixed_level_adds_the_gradients_of_both_means(weight, net, batch, untouched):
+def test_mixed_level_adds_the_gradients_of_both_means(net, batch, untouched):
     train, validation = batch(7, 4), batch(3, 5)
     check = untouched(net)
-    given = {"train_batch": train, "validation_batch": validation, "validation_weight": weight}
+    given = {"train_batch": train, "validation_batch": validation}
     gradients, losses = BatchGradients().mixed_level_gradient(net, **given)
     check()
     assert losses.shape == (3,)
@@ -289,7 +288,7 @@ def test_mixed_level_adds_the_gradients_of_both_means(weight, net, batch, untouc
     from_validation, own = BatchGradients().alpha_gradient_sum(net, validation)
     torch.testing.assert_close(losses, own)
     for kind, gradient in gradients.items():
-        expected = from_train[kind] / 7 + weight * from_validation[kind] / 3
+        expected = from_train[kind] / 7 + from_validation[kind] / 3
         torch.testing.assert_close(gradient, expected, **EXACT)
 
 

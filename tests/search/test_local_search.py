@@ -33,7 +33,7 @@ def search(net, train, validation, rule, beta_decay):
     """Search for one pass over ``train``; return where the gradients came from."""
     gradients = ExactGradients(lambda: iter(train), lambda: iter(validation), objective=OBJECTIVE)
     optimizers = optimizers_of(net, WEIGHTS, ALPHAS)
-    alternate(net, gradients, optimizers, Alternating(rule, 0.5, beta_decay=beta_decay))
+    alternate(net, gradients, optimizers, Alternating(rule, beta_decay=beta_decay))
     return gradients
 
 
@@ -52,7 +52,7 @@ def explicit(net, train, validation, rule, beta_decay):
         if rule == "first_order":
             gradients = torch.autograd.grad(loss_of(net, validation_batch), alphas)
         elif rule == "mixed_level":
-            by_kind, _ = of_one_batch.mixed_level_gradient(net, **both, validation_weight=0.5)
+            by_kind, _ = of_one_batch.mixed_level_gradient(net, **both)
             gradients = by_kind.values()
         else:
             twin = copy.deepcopy(net)

@@ -14,7 +14,6 @@ class FedDARTSSettings(LocalEpochs):
     Attributes:
         rule: Rule of the alphas' gradient: DARTS' ``first_order`` or ``second_order``, or
             ``mixed_level`` of FedNAS, which also sees the training loss.
-        validation_weight: Weight of the validation loss, with ``mixed_level`` only.
         proximal: FedProx' mu, which holds the weights near those that the server has sent.
         alphas: The alphas' optimiser.
         beta_decay: Weight of beta-DARTS' regulariser in the last round, to which it rises linearly;
@@ -22,7 +21,6 @@ class FedDARTSSettings(LocalEpochs):
     """
 
     rule: opt.Rule
-    validation_weight: opt.RateOrZero
     proximal: opt.RateOrZero
     alphas: opt.Adam
     beta_decay: opt.RateOrZero

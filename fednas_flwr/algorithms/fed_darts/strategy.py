@@ -21,7 +21,6 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
         settings = self.settings
         alternating = Alternating(
             settings.rule,
-            settings.validation_weight,
             settings.proximal,
             beta_decay=rising(settings.beta_decay, server_round, num_rounds),
         )

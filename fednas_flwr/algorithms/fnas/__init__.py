@@ -14,8 +14,6 @@ class FNASSettings(AlgorithmSettings):
 
     Attributes:
         order: Order of the alphas' gradient (DP-FNAS, Eq. 5).
-        reduce: Reduction of the clients' gradients at the server: their ``mean``, weighted by
-            batch, or their ``sum``, as the text has it.
         fused: If true, one exchange brings the gradients of weights and alphas, at the same
             weights.
         local_steps: Steps per exchange ("periodic updates").
@@ -31,7 +29,6 @@ class FNASSettings(AlgorithmSettings):
     """
 
     order: Annotated[int, parser.Between(1, 2)]
-    reduce: Annotated[str, parser.OneOf(("mean", "sum"))]
     fused: bool
     local_steps: opt.Steps
     batch_size: opt.Count | None
@@ -62,8 +59,6 @@ _entry = partial(
         "algorithm=dp_fnas privacy=none": "set privacy=dp, or use fnas",
         "algorithm.order=2 privacy=dp": "the second order mixes splits and is no sum over records; "
         "set algorithm.order=1",
-        "algorithm.reduce=sum secure_sum!=null": "the batch size of each client is needed; set "
-        "algorithm.reduce=mean",
     },
 )
 registry.register("algorithm", "vanilla_nas", _entry())

@@ -23,9 +23,9 @@ class FNAS(gradient_steps.GradientStrategy[fnas.FNASSettings]):
     """Federated NAS by exchange of gradients.
 
     Clients return sums of per-sample gradients over their batches and the batch sizes B_k; the
-    server forms the update. ``reduce="mean"`` is ``sum_k G_k / sum_k B_k``, whose learning rate
-    does not depend on the number of clients; ``reduce="sum"`` is the text's ``sum_k G_k / B_k``.
-    The server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
+    server steps along ``sum_k G_k / sum_k B_k``. Deviation: the text's ``sum_k G_k / B_k`` is K
+    times that with equal batches, and the learning rate would depend on the number of clients. The
+    server's optimisers are SGD with momentum for W and Adam for A, as in the public code.
     ``fused`` asks for both gradients in one exchange, at the same W: half the exchanges, a
     deviation from Algorithm 1, as is a warm-up, in which A waits. Local steps are plain gradient
     descent at the learning rates of ``weights`` and ``alphas``; a client's answer adds up their
@@ -58,7 +58,7 @@ class FNAS(gradient_steps.GradientStrategy[fnas.FNASSettings]):
         if weight := rising(settings.beta_decay, server_round, num_rounds) * settings.local_steps:
             (beta,) = pack(beta_gradient(self.alphas(), weight=weight)).values()
         added = {"alphas": beta}
-        step = partial(self.take_step, clip_norm=sgd.clip_norm, reduce=settings.reduce, added=added)
+        step = partial(self.take_step, clip_norm=sgd.clip_norm, added=added)
         waits = server_round <= settings.warm_up_rounds
         if settings.fused and not waits:
             metrics = mean_metrics(step("train.gradients", request, ("weights", "alphas")))
