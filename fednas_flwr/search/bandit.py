@@ -39,12 +39,13 @@ from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.settings import optimizers as opt
 
 LEAST = 1e-30  # a probability below this is never drawn; keeps the gradient finite
-EQUAL = 1e-9  # nats: a smaller excess is rounding, which aggressive steps would magnify
+DISCOUNT = 0.9  # of the losses in FedEx' baseline, by round
+EQUAL = 1e-9  # nats: a smaller excess is rounding, which steps would magnify
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """What a choice has learnt: constants in ``settings``, and a state that changes."""
+    """What a choice has learnt: a state that changes, and maybe constants in ``settings``."""
 
     def probabilities(self) -> Tensor:
         """Probability of each configuration [N]."""
@@ -63,7 +64,7 @@ class Learnt:
     def with_json(self, values: Mapping[str, Any]) -> Self:
         """The same with the state that :meth:`to_json` gave."""
         state = {f.name: values.get(f.name.removesuffix("_N")) for f in fields(self)}
-        del state["settings"]
+        state.pop("settings", None)
         tensors = {
             n: torch.tensor(v, dtype=torch.float64) for n, v in state.items() if n.endswith("_N")
         }
@@ -200,24 +201,20 @@ class Theta(Learnt):
     """The distribution and what its steps depend on; every change is a new object.
 
     Attributes:
-        settings: The constants.
         log_theta_N: Logarithms of the probabilities, float64.
-        norm: Root of the sum of squares of the gradients' largest entries so far.
         loss_sum: Discounted sum of the rounds' mean losses; over ``loss_weight`` the baseline.
         loss_weight: The same sum of ones; 0 before the first round.
     """
 
-    settings: opt.ThetaSettings
     log_theta_N: Tensor
-    norm: float = 0.0
     loss_sum: float = 0.0
     loss_weight: float = 0.0
 
     @classmethod
-    def of(cls, num_configurations: int, settings: opt.ThetaSettings) -> Theta:
+    def of(cls, num_configurations: int) -> Theta:
         """The uniform distribution over one or more configurations."""
         log_share = -math.log(num_configurations)
-        return cls(settings, torch.full((num_configurations,), log_share, dtype=torch.float64))
+        return cls(torch.full((num_configurations,), log_share, dtype=torch.float64))
 
     def probabilities(self) -> Tensor:
         """Theta [N]."""
@@ -235,7 +232,9 @@ class Theta(Learnt):
         """The distribution after a round (Alg. 2, lines 10-13).
 
         ``grad_j = sum_i w_i (L_i - lambda) [c_i = j] / (theta_j sum_i w_i)`` and
-        ``theta <- theta exp(-eta grad)``, normalised, with eta of the schedule.
+        ``theta <- theta exp(-eta grad)``, normalised, with eta ``sqrt(2 ln N)`` over the gradient's
+        largest entry, the "aggressive" schedule of the authors' runs. lambda is the mean of all
+        losses so far, each round's counting ``DISCOUNT`` times as much in the next.
 
         Args:
             trials: Those of the clients that answered, with finite losses; none changes nothing.
@@ -251,15 +250,8 @@ class Theta(Learnt):
         excess_N[excess_N.abs() <= EQUAL] = 0.0
         gradient_N = excess_N / self.probabilities().clamp(min=LEAST)
         largest = float(gradient_N.abs().max())
-        norm = math.hypot(self.norm, largest)
-        scale = {"aggressive": largest, "adaptive": norm, "constant": 1.0}[self.settings.schedule]
-        if scale > 0:
-            gradient_N = gradient_N / scale * math.sqrt(2 * math.log(len(gradient_N)))
-        discount = self.settings.baseline_discount
-        return replace(
-            self,
-            log_theta_N=(self.log_theta_N - gradient_N).log_softmax(dim=0),
-            norm=norm,
-            loss_sum=discount * self.loss_sum + mean,
-            loss_weight=discount * self.loss_weight + 1.0,
-        )
+        if largest > 0:
+            gradient_N = gradient_N / largest * math.sqrt(2 * math.log(len(gradient_N)))
+        log_theta_N = (self.log_theta_N - gradient_N).log_softmax(dim=0)
+        loss_sum, loss_weight = DISCOUNT * self.loss_sum + mean, DISCOUNT * self.loss_weight + 1.0
+        return Theta(log_theta_N, loss_sum, loss_weight)

@@ -14,7 +14,6 @@ from fednas_flwr.base.errors import ConfigError, check_choice, show
 from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, within
 
 RULES = ("first_order", "second_order", "mixed_level")
-SCHEDULES = ("aggressive", "adaptive", "constant")
 RESNET8_WIDTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
 RESNETS = tuple(f"resnet8_{width}" for width in RESNET8_WIDTHS)
 NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2", *RESNETS)  # given ones with retrain.norm
@@ -231,22 +230,6 @@ class BanditSettings(Checked):
     retention: Share
     temperature: Temperature
     scaled: bool
-
-
-@dataclass(frozen=True)
-class ThetaSettings(Checked):
-    """Constants of FedEx's distribution over configurations.
-
-    Attributes:
-        schedule: Schedule of the step size: sqrt(2 ln N) over the gradient's largest entry
-            (aggressive, what the authors' runs use), over the root of the sum of its squares so far
-            (adaptive), or over 1 (constant).
-        baseline_discount: Weight of a mean loss in the baseline a round later, in [0, 1]: 0 takes
-            the last round's, 1 the mean of all.
-    """
-
-    schedule: Annotated[str, OneOf(SCHEDULES)]
-    baseline_discount: Share
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(search):
     config, strategy = federation.config, federation.strategy
     generator = make_generator(config.seed, "configurations")
     configurations = draw_configurations(5, config.algorithm.ranges, generator)
-    theta, drawn_ever = Theta.of(5, config.algorithm.theta), set()
+    theta, drawn_ever = Theta.of(5), set()
     rounds = zip(federation.asked, rounds_of(federation), strict=True)
     for number, ((asked, _), told) in enumerate(rounds, start=1):
         trials, weights = [], []

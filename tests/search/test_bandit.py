@@ -11,9 +11,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.search.bandit import EQUAL, LEAST, Bandit, Theta, Trial
+from fednas_flwr.search.bandit import DISCOUNT, EQUAL, LEAST, Bandit, Theta, Trial
 from fednas_flwr.settings.hydra_config import compose_tree
-from fednas_flwr.settings.optimizers import SCHEDULES, BanditSettings, ThetaSettings
+from fednas_flwr.settings.optimizers import BanditSettings
 
 SETTINGS = BanditSettings(beta=3.0, step_size=0.5, retention=0.9, temperature=0.25, scaled=True)
 rewards = st.floats(-10, 10)
@@ -169,9 +169,6 @@ def test_a_diverged_trial_counts_as_the_worst(nothing):
     assert float(alone.estimates_N[0]) < 0.5
 
 
-schedules = st.sampled_from(SCHEDULES)
-
-
 def rounds_over(num_configurations, most=8):
     numbers = st.integers(0, num_configurations - 1)
     trial = st.builds(Trial, numbers, st.floats(0, 5), st.floats(0.5, 100))
@@ -181,32 +178,29 @@ def rounds_over(num_configurations, most=8):
 theta_cases = st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), rounds_over(n)))
 
 
-def theta_after(num_configurations, rounds, schedule="aggressive", discount=0.5):
-    theta = Theta.of(num_configurations, ThetaSettings(schedule, discount))
+def theta_after(num_configurations, rounds):
+    theta = Theta.of(num_configurations)
     for trials in rounds:
         theta = theta.updated(trials)
     return theta
 
 
-def oracle(num_configurations, rounds, schedule, discount):
+def oracle(num_configurations, rounds):
     """Algorithm 2 as it is written, with probabilities and the whole trace of losses."""
-    theta, trace, norms = np.full(num_configurations, 1 / num_configurations), [], []
+    theta, trace = np.full(num_configurations, 1 / num_configurations), []
     for trials in rounds:
         weights = np.array([t.weight for t in trials]) / sum(t.weight for t in trials)
         losses = np.array([t.loss for t in trials])
         past = np.array(trace or [weights @ losses])
         ages = np.arange(len(past))[::-1]
-        baseline = past @ discount**ages / (discount**ages).sum()
+        baseline = past @ DISCOUNT**ages / (DISCOUNT**ages).sum()
         excess = np.zeros(num_configurations)
         for (arm, loss, _), weight in zip(trials, weights, strict=True):
             excess[arm] += weight * (loss - baseline)
         gradient = np.where(np.abs(excess) > EQUAL, excess, 0) / theta
         trace.append(weights @ losses)
-        norms.append(np.abs(gradient).max())
-        adaptive = np.sqrt(np.square(norms).sum())
-        scale = {"aggressive": norms[-1], "adaptive": adaptive, "constant": 1.0}[schedule]
-        if scale > 0:
-            step = np.sqrt(2 * np.log(num_configurations)) * (gradient / scale)
+        if largest := np.abs(gradient).max():
+            step = np.sqrt(2 * np.log(num_configurations)) * (gradient / largest)
             theta = theta * np.exp(step.min() - step)
             assume(theta.sum() > 0)  # where probabilities without logarithms end
             theta /= theta.sum()
@@ -218,17 +212,17 @@ drawn_trials = st.tuples(st.integers(0, 7), st.integers(0, 300), st.integers(1, 
 drawn = st.lists(st.lists(drawn_trials, min_size=1, max_size=6), max_size=4)
 
 
-@given(drawn, schedules, st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-def test_steps_are_those_of_the_algorithm(drawn, schedule, discount):
+@given(drawn)
+def test_steps_are_those_of_the_algorithm(drawn):
     rounds = [[Trial(a, loss / 100, w) for a, loss, w in trials] for trials in drawn]
-    expected = oracle(8, rounds, schedule, discount)
-    found = theta_after(8, rounds, schedule, discount).probabilities().numpy()
+    expected = oracle(8, rounds)
+    found = theta_after(8, rounds).probabilities().numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-12)
 
 
-@given(theta_cases, schedules, st.floats(0, 1))
-def test_theta_stays_a_distribution(case, schedule, discount):
-    theta = theta_after(*case, schedule, discount)
+@given(theta_cases)
+def test_theta_stays_a_distribution(case):
+    theta = theta_after(*case)
     pi = theta.probabilities()
     assert float(pi.sum()) == pytest.approx(1)
     assert bool((pi >= 0).all())
@@ -236,15 +230,14 @@ def test_theta_stays_a_distribution(case, schedule, discount):
     assert float(pi[theta.best()]) == float(pi.max())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_equal_losses_move_nothing(schedule):
-    """Rounding must not become a step: an aggressive one has one length whatever the losses."""
-    theta = theta_after(3, [[Trial(0, 0.1, 1), Trial(1, 0.1, 7), Trial(2, 0.1, 3)]] * 3, schedule)
+def test_equal_losses_move_nothing():
+    """Rounding must not become a step, which has one length whatever the losses."""
+    theta = theta_after(3, [[Trial(0, 0.1, 1), Trial(1, 0.1, 7), Trial(2, 0.1, 3)]] * 3)
     torch.testing.assert_close(theta.probabilities(), torch.full((3,), 1 / 3).double())
 
 
 def test_draws_follow_theta():
-    theta = theta_after(3, [[Trial(0, 0.1, 1), Trial(1, 0.5, 1), Trial(2, 0.4, 1)]], "constant")
+    theta = theta_after(3, [[Trial(0, 0.1, 1), Trial(1, 0.5, 1), Trial(2, 0.4, 1)]])
     assert_drawn(theta.draw, theta.probabilities())
 
 

@@ -13,12 +13,10 @@ class FedExSettings(opt.ConfigurationChoice, GivenNetwork):
     Attributes:
         clip_norm: Largest norm of a batch's mean gradient; null does not clip.
         loss_bound: Bound on a client's validation loss.
-        theta: The distribution over configurations.
     """
 
     clip_norm: opt.ClipNorm | None
     loss_bound: opt.LossBound
-    theta: opt.ThetaSettings
 
 
 registry.register(

@@ -26,7 +26,7 @@ class FedEx(base.RoundStrategy[fedex.FedExSettings]):
         """Make the distribution over configurations."""
         settings = self.settings
         self.configurations = make_configurations(settings, self.config.seed)
-        self.theta = Theta.of(len(self.configurations), settings.theta)
+        self.theta = Theta.of(len(self.configurations))
         self.values = {"theta": self.theta.to_json()}
 
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
