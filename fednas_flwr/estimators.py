@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,6 +40,8 @@ from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import expanded
 from fednas_flwr.settings.names import MISSING_WORDS
 
+# A value as an override has it: texts are quoted, as JSON is; numbers may be of numpy
+_QUOTED = partial(json.dumps, ensure_ascii=False, default=operator.index)
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
 FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
 PLAIN, PRIVATE = "experiment=search/recommended", "experiment=search/recommended_private"
@@ -218,7 +220,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         if settings == [PRIVATE] and X.ndim == 2:
             settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
         for name, value in chosen.items():
-            settings += [] if value is None else [f"{name}={_typed(value)}"]
+            settings += [] if value is None else [f"{name}={_QUOTED(value)}"]
         more = [self.settings] if isinstance(self.settings, str) else self.settings
         config = compose(*settings, *more)
         folder = _folder_of_a_fit(expanded("dataset.cache", config.dataset.cache))
@@ -331,11 +333,6 @@ def _taken(frame: pd.DataFrame, column: str) -> tuple[pd.Series, pd.DataFrame]:
         have = listed(map(str, getattr(frame, "columns", ("no named columns",))), 8)
         raise ValueError(f"X has no column {column}: it has {have}.")
     return frame[column], frame.drop(columns=column)
-
-
-def _typed(value: Any) -> str:
-    """A value as an override has it: texts are quoted, as JSON is; numbers may be of numpy."""
-    return json.dumps(value, ensure_ascii=False, default=operator.index)
 
 
 def _free(name: str, columns: Collection[object]) -> str:

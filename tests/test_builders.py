@@ -118,7 +118,7 @@ PRIVATE = "privacy=dp search_space.norm=group retrain.norm=group"
 RULED_OUT = """
 dataset.cutout=1000 | dataset.cutout=1000 is out of range: expected 0 to below 8
 dataset.crop_padding=8 | dataset.crop_padding=8 is out of range
-$PRIVATE privacy.delta=.9 | privacy.delta=0.9 with .* lower it, or set privacy.large
+$PRIVATE privacy.delta=.9 | privacy.delta=0.9 with .* lower it
 $PRIVATE clients=1 privacy.delta=.0125 | expected below 1 / 80 = 0.0125
 search_space=mbconv_small stages=[search] | set both to null
 stages=[search] retrain.num_cells=null | set both to numbers
@@ -130,12 +130,8 @@ def test_what_the_data_rules_out_is_refused_before_a_run(compose_config, overrid
     refuses_run(sentence, compose_config, *overrides.split())
 
 
-LARGE_DELTAS = ["privacy.delta=.9 privacy.large_delta=true", "privacy.delta=.0124 clients=1"]
-
-
-@pytest.mark.parametrize("given", LARGE_DELTAS)
-def test_a_delta_of_one_over_records_is_asked_for_by_name(compose_config, given):
-    check_buildable(compose_config(*PRIVATE.split(), *given.split()))
+def test_a_delta_of_less_than_one_over_records_is_taken(compose_config):
+    check_buildable(compose_config(*PRIVATE.split(), "privacy.delta=.0124", "clients=1"))
 
 
 def test_tables_are_not_augmented_and_need_a_column(compose_config, tmp_path):

@@ -189,7 +189,7 @@ def test_targets_that_do_not_fit_are_refused():
 
 def test_settings_reach_the_run(tmp_path):
     ranges = "dataset.ranges={age: [0, 100], pressure: [50, 200]}"
-    known = (ranges, "dataset.ignore=[sex,ward]", "retrain.rounds=1", "privacy.large_delta=true")
+    known = (ranges, "dataset.ignore=[sex,ward]", "retrain.rounds=1")
     keys = {"clients": "hospital", "epsilon": 8, "time_limit": "10min"}
     own = [f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'run'}", *TINY, *known]
     model = FedClassifier(preset="fast", random_state=7, metric="auroc", settings=own, **keys)

@@ -88,8 +88,7 @@ def read_texts(
             raise ValueError("it is a pointer of Git LFS: fetch the file by git lfs pull")
         content = _PACKED.get(content[:3], bytes)(content)
         first = b"".join(content[:_HEAD].split(maxsplit=2)[:2])  # of JSON on many lines
-        known = _READERS.get(first[:4]) or _READERS.get(first[:2])
-        kind, reader = known or ("a CSV", _read_csv)
+        kind, reader = _READERS.get(first[:4], _READERS.get(first[:2], ("a CSV", _read_csv)))
         texts, separator, notes = reader(content, form)
     except Exception as error:  # whatever a damaged file makes of a parser of many formats
         raise ConfigError(

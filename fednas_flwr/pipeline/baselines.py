@@ -50,7 +50,6 @@ ADDED = 0.5  # share of a run's time that baselines may add by default
 WORTH_S = 60.0  # a shorter run is a try, which baselines would only delay
 STAGES = ["retrain", "evaluate", "export"]  # of a network that is given
 FEATURES = "features"  # name of the linear model on fixed features of images
-PATHS = {"scales": 2, "angles": 8}  # of these features, which are 5 per pixel of each channel
 SIDES = range(16, 65)  # in pixels, of images that have them
 MOST_FEATURES = 4e8  # of all records
 DATA_FREE = "data_free"  # name of the choice by scores that read no record
@@ -140,11 +139,11 @@ def _on_features(config: Config, shape: Sequence[int]) -> Iterator[tuple[str, Co
     held-out images.
     """
     partition, dataset = read_run(config.folder).of_kind("partition")[0], config.dataset
-    number = 5 * math.prod(shape) * sum(records_of(partition)[1].values())
+    number = 5 * math.prod(shape) * sum(records_of(partition)[1].values())  # 5 a value
     suited = {*shape[1:]} <= {*SIDES} and number <= MOST_FEATURES
     if not isinstance(dataset, Images) or dataset.transform or not suited:
         return
-    dataset = replace(dataset, scattering=Scattering(**PATHS))
+    dataset = replace(dataset, scattering=Scattering(scales=2, angles=8))
     weights = replace(config.retrain.weights, lr=0.02, weight_decay=0.01)
     retrain, linear = replace(config.retrain, weights=weights), _shipped("fedavg", network=LINEAR)
     config = replace(config, retrain=retrain, dataset=dataset)

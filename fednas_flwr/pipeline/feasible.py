@@ -289,11 +289,11 @@ def _check_images(dataset: Dataset, prepared: Prepared) -> None:
 def _check_delta(privacy: DifferentialPrivacy, *, number: int) -> None:
     """Refuse a delta with which publishing one of so many units outright would count as private."""
     units = "clients" if privacy.unit == CLIENT else "records of a client"
-    if not privacy.large_delta and privacy.delta * number >= 1:
+    if privacy.delta * number >= 1:
         raise ConfigError(
             f"privacy.delta={privacy.delta:g} with {number} {units}: expected below "
             f"1 / {number} = {1 / number:.3g}, since with more one of them could be published "
-            "outright; lower it, or set privacy.large_delta=true."
+            "outright; lower it."
         )
 
 
@@ -328,22 +328,19 @@ def check_parts(
 ) -> None:
     """Refuse clients without the records that they are asked to train on, or with too few."""
     holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
+    uses = {"validation": f"retrain.evaluate_every={config.retrain.evaluate_every} measures"}
+    uses = uses if holds_out else {}
+    if chooses(config):
+        name = config.algorithm.name
+        uses = {"train": f"{name} searches", "validation": f"{name} chooses"}
     for index, client in enumerate(clients):
         sizes = {"train": len(client.train), "validation": len(client.validation)}
-        if holds_out and not sizes["validation"]:
-            raise ConfigError(
-                f"client {index} has no validation record, on which "
-                f"retrain.evaluate_every={config.retrain.evaluate_every} measures: set it to 0, or "
-                "raise dataset.fractions.validation="
-                f"{config.dataset.fractions['validation']:g}."
-            )
-        for name, size in sizes.items() if chooses(config) else ():
-            if not size:
+        for name, use in uses.items():
+            if not sizes[name]:
                 raise ConfigError(
-                    f"client {index} has no {name} record, by which {config.algorithm.name} "
-                    f"{'chooses' if name == 'validation' else 'searches'}: raise "
-                    f"dataset.fractions.{name}={config.dataset.fractions[name]:g}, or give it more "
-                    "records (fewer clients, a larger partition.min_size)."
+                    f"client {index} has no {name} record, by which {use}: raise dataset.fractions."
+                    f"{name}={config.dataset.fractions[name]:g}, or give it more records (fewer "
+                    "clients, a larger partition.min_size)."
                 )
         whole = not (chooses(config) or holds_out)
         trained = sum(sizes.values()) if whole else sizes["train"]

@@ -319,8 +319,6 @@ class DifferentialPrivacy(ps.Checked):
         epsilon: Bound of the whole run for a record, at ``delta``; retraining's noise is calibrated
             to what search and metrics leave of it. Simulated sites get it as budget.
         delta: The probability with which ``epsilon`` need not hold; below 1 / records.
-        large_delta: If true, ``delta`` may be 1 / records of a client or more. Unsafe:
-            with so large a delta, publishing a whole record would still count as private.
         search_share: Part of ``epsilon`` that the search may spend. Ignored if you set the noise
             yourself, or if retraining uses other records.
         rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
@@ -360,7 +358,6 @@ class DifferentialPrivacy(ps.Checked):
     unit: Annotated[str, ps.OneOf((names.RECORD, names.CLIENT))]
     epsilon: Epsilon
     delta: Part
-    large_delta: bool
     search_share: Part
     rewards_share: Part
     weights: ClippedNoise

@@ -19,11 +19,8 @@ class FedDARTS(RoundStrategy[FedDARTSSettings]):
     def run_round(self, server_round: int, num_rounds: int) -> Metrics:
         """Search locally everywhere, average weights, alphas and buffers."""
         settings = self.settings
-        alternating = Alternating(
-            settings.rule,
-            settings.proximal,
-            beta_decay=rising(settings.beta_decay, server_round, num_rounds),
-        )
+        beta_decay = rising(settings.beta_decay, server_round, num_rounds)
+        alternating = Alternating(settings.rule, settings.proximal, beta_decay)
         return self.search_locally(server_round, num_rounds, alternating=alternating)
 
     @classmethod
