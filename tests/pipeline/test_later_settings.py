@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun, private_terms
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline import later_settings
-from fednas_flwr.pipeline.later_settings import with_learning_rate, with_precision
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import decode_request
 from fednas_flwr.protocol.requests import Train
@@ -70,7 +69,7 @@ def test_a_resumed_run_keeps_the_format_that_it_began_with(trained, monkeypatch)
     assert read_run(run.folder).last("precision")["precision"] == "bfloat16"
     monkeypatch.setattr(later_settings, "computes_in_bfloat16", lambda device: False)
     gone = SimpleNamespace(folder=run.folder)
-    assert with_precision(gone, run.config, {}).training.precision == "bfloat16"
+    assert later_settings.with_precision(gone, run.config, {}).training.precision == "bfloat16"
 
 
 def test_auto_is_float32_of_grouped_convolutions_and_on_a_gpu(trained, monkeypatch):
@@ -80,7 +79,7 @@ def test_auto_is_float32_of_grouped_convolutions_and_on_a_gpu(trained, monkeypat
 
     def chosen(name):
         description = {"name": name, "input_shape": (1, 8, 8), "num_classes": 10, "norm": "batch"}
-        return with_precision(begun, auto, description).training.precision
+        return later_settings.with_precision(begun, auto, description).training.precision
 
     assert chosen("plain_cnn") == "bfloat16"
     assert chosen("mobilenet_v2") == "float32"
@@ -149,7 +148,7 @@ def test_a_sum_of_more_clients_than_it_needs_has_more_noise(compose_config):
     """By hand: each of 5 clients adds the noise that 2 need together."""
     sums = ("secure_sum={least_sites: 3, colluding: 1}", "clients=5")
     with begun(compose_config(*PRIVATE_LINEAR, *sums), SteppedGrid) as (run, _):
-        with_learning_rate(run)
+        later_settings.with_learning_rate(run)
         told = read_run(run.folder).last("learning_rate")
         (release,) = run.schedule
         known = [client["splits"] for client in run.cohort.properties.values()]
@@ -179,7 +178,7 @@ def test_a_resumed_run_keeps_its_learning_rate(private):
     told = private.the("learning_rate")
     cohort = SimpleNamespace(properties={})
     gone = SimpleNamespace(config=private.config, folder=private.folder, schedule=[], cohort=cohort)
-    again = with_learning_rate(gone).retrain.weights
+    again = later_settings.with_learning_rate(gone).retrain.weights
     assert (again.lr, again.min_lr) == (told["lr"], 0.1 * told["lr"])
 
 
