@@ -21,6 +21,7 @@ from fednas_flwr.server.reply_checks import distance
 
 from ..finished_runs import Told
 from ..refusals import refuses
+from ..watched import noting
 
 LINEAR = ["algorithm=fedavg", "algorithm.network=plain_cnn", "stages=[retrain,export]", "clients=2"]
 LINEAR += ["retrain.rounds=1", "runtime.device=cpu"]
@@ -101,33 +102,24 @@ PRIVATE_LINEAR += ("clients=2", "retrain.rounds=3", "privacy.retrain.local_steps
 PRIVATE_LINEAR += ("privacy.epsilon=20",)
 
 
-class Listening(InProcessGrid):
-    """Keeps the learning rates that clients train with, and the norms of moments they are sent."""
-
-    def __init__(self, app, clients):
-        super().__init__(app, clients)
-        self.trained: list[tuple[float, float]] = []
-
-    def answer(self, message):
-        action = message.metadata.message_type
-        if action == "train.weights":
-            request = decode_request(action, message.content)
-            assert isinstance(request.settings, Train)
-            moments = distance(request.states[MOMENTS], {})
-            self.trained.append((request.settings.local.weights.lr, moments))
-        return super().answer(message)
-
-
 @pytest.fixture(scope="module")
 def private(quick_run):
-    """A private training of a linear model: its configuration, events and requests."""
-    grids = []
+    """A private training of a linear model: its configuration, events and requests.
 
-    def grid(app, clients):
-        grids.append(Listening(app, clients))
-        return grids[0]
+    Of these the learning rates that clients train with, and the norms of moments they are sent.
+    """
 
-    return Told(**vars(quick_run(*PRIVATE_LINEAR, grid=grid)), trained=grids[0].trained)
+    def told(_, grid, message):
+        if message.metadata.message_type != "train.weights":
+            return None
+        request = decode_request("train.weights", message.content)
+        assert isinstance(request.settings, Train)
+        return request.settings.local.weights.lr, distance(request.states[MOMENTS], {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        asked = noting(patch, InProcessGrid, "answer", told)
+        run = quick_run(*PRIVATE_LINEAR)
+    return Told(**vars(run), trained=[one for one in asked if one is not None])
 
 
 def test_clients_train_at_the_rate_that_noise_and_records_give(private):
