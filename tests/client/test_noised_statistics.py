@@ -38,11 +38,9 @@ from ..refusals import refuses
 from ..watched import noting
 from .conftest import check_refusals, check_release
 
-SEARCH = (
-    *("algorithm=dp_fnas", "rounds=1", "retrain.rounds=1", "search_space=mlp_small"),
-    *("search_space.channels=8", "retrain.channels=8"),
-    *("search_space.norm=group", "retrain.norm=group"),
-)
+SEARCH = ("algorithm=dp_fnas", "rounds=1", "retrain.rounds=1", "search_space=mlp_small")
+SEARCH += ("search_space.channels=8", "retrain.channels=8")
+SEARCH += ("search_space.norm=group", "retrain.norm=group")
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
 NOISE = "privacy.statistics_noise_multiplier=2"
 UNEQUAL = ("partition=quantity", "partition.fractions=[.6,.2,.2]")

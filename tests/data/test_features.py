@@ -35,10 +35,8 @@ from ..data_sets import prepared, right_of, save_pixels
 from ..refusals import refuses
 
 TINY = "test_efficientnet"
-HEADS = (
-    *("search_space=mlp_small", "search_space.channels=8", "search_space.num_cells=2"),
-    *("retrain.channels=8", "retrain.num_cells=2"),
-)
+HEADS = ("search_space=mlp_small", "search_space.channels=8", "search_space.num_cells=2")
+HEADS += ("retrain.channels=8", "retrain.num_cells=2")
 
 
 def named(weights, **more):
@@ -72,7 +70,8 @@ def test_maps_are_of_the_last_stage_kept_in_half_and_mirrored_back(weights):
     settings = Settings(**named(weights, image_size=64, output="map"))
     for is_mirrored in (False, True):
         backbone = load_backbone(settings, is_mirrored=is_mirrored)
-        kept = transformed(some_records(images), backbone, features.kept_as(described(is_mirrored)))
+        told = ("backbone", TINY, "64", *(["mirrored"] if is_mirrored else []), "map", "0" * 64)
+        kept = transformed(some_records(images), backbone, features.kept_as(told))
         x = torch.from_numpy(images).float() / 255
         expected = map_of(backbone, x)
         if is_mirrored:
@@ -84,10 +83,6 @@ def test_maps_are_of_the_last_stage_kept_in_half_and_mirrored_back(weights):
         alone = torch.cat([backbone(image[None]) for image in x])
         assert torch.equal(kept.features.float(), alone)  # what is exported sees what was kept
         assert torch.equal(normalised(kept.features, (0.0,), (1.0,)), alone)
-
-
-def described(is_mirrored):
-    return ("backbone", TINY, "64", *(["mirrored"] if is_mirrored else []), "map", "0" * 64)
 
 
 def map_of(backbone, x):

@@ -29,7 +29,6 @@ PERSONS = ("algorithm=dp_fnas", "dataset.id_column=id", "privacy.statistics_nois
 PERSONS += ("dataset.ranges={a: [-4, 4], b: [-4, 4], c: [-4, 4]}",)
 PERSONS += ("privacy.metrics_noise_multiplier=10",)
 LOCAL = ("algorithm=fed_darts", *STATED)
-TRIALS = ("algorithm=feathers", *STATED)
 POOL = ("algorithm=successive_halving", *STATED)
 SUMS = ("secure_sum={least_sites: 3, colluding: 1}", "clients=3")
 CLIENTS = (
@@ -162,7 +161,7 @@ def test_sites_with_other_commitments_in_one_sum_are_found(table, monkeypatch):
 @pytest.mark.run
 def test_what_no_reply_tells_is_said_and_inconclusive(table):
     with audited_only(REWARDS):
-        code, said = command(*SURE, *table, *TRIALS)
+        code, said = command(*SURE, *table, "algorithm=feathers", *STATED)
     assert code == INCONCLUSIVE, said
     assert "search/train.probe/weights/train\n  not audited: no reply tells it" in said
     assert f"{REWARDS}: noise " in said

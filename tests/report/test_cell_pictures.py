@@ -114,12 +114,11 @@ def test_a_cell_without_edges_is_refused():
 
 
 OPS = ["none", "skip", "conv"]
-PAIRS = [(0, 1), (0, 2), (1, 2)]
 
 
 def snapshot(number, rows, ops=("conv", "conv", "none")):
     told = {"round": number, "ops": OPS, "alphas": {"cell": rows}}
-    return told | {"cells": {"cell": cell_of(PAIRS, ops)}}
+    return told | {"cells": {"cell": cell_of([(0, 1), (0, 2), (1, 2)], ops)}}
 
 
 def test_leads_and_spreads_by_hand():
@@ -214,14 +213,10 @@ def phase(stage, number, **changes):
     return told | {"seconds": 3.0, "bytes_sent": 300, "bytes_received": 0} | changes
 
 
-def round_event(stage, number, rounds):
-    told = {"bytes_sent": 1300, "bytes_received": 500, "exchanges": 2, "seconds": 4.0}
-    told |= {"metrics": {"lr": 0.0123, "train_loss": 1.0}}
-    return told | {"stage": stage, "round": number, "rounds": rounds}
-
-
 @pytest.fixture
 def folder(tmp_path):
+    told = {"bytes_sent": 1300, "bytes_received": 500, "exchanges": 2, "seconds": 4.0}
+    told |= {"metrics": {"lr": 0.0123, "train_loss": 1.0}}
     with EventLog(tmp_path / "events.jsonl") as log:
         log.emit("run_started", resumed=False)
         log.emit("explored", **phase("search", 1, best=1))  # this process was killed
@@ -230,7 +225,7 @@ def folder(tmp_path):
             for number in rounds:
                 if number != 2:
                     log.emit("explored", **phase(stage, number))
-                log.emit("round", **round_event(stage, number, len(rounds)))
+                log.emit("round", stage=stage, round=number, rounds=len(rounds), **told)
     return tmp_path
 
 

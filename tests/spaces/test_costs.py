@@ -24,7 +24,6 @@ from fednas_flwr.spaces.space import CELL
 
 from ..refusals import refuses
 
-ROWS = [[3.0, 5.0, None], [2.0, 1.5, 0.25]]
 NETWORKS = list(itertools.product([0, 1], [0, 1, 2]))
 LOW, HIGH = 1.75 + 3.25, 1.75 + 7.0
 
@@ -34,7 +33,7 @@ TERMS = Hardware(None, "ms", target=6.0, loss="additive", scale=0.5, exponent=0.
 
 @pytest.fixture
 def costs():
-    return Costs("ms", 1.75, ROWS)
+    return Costs("ms", 1.75, [[3.0, 5.0, None], [2.0, 1.5, 0.25]])
 
 
 def loss(costs, **changes):
