@@ -24,7 +24,6 @@ from fednas_flwr.client.handlers import ANSWERS
 from fednas_flwr.client.making import make_client
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.models.networks import describe_network
-from fednas_flwr.privacy.mechanism import micro_batches, record_gradients
 from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.runs.run_folder import create_run_folder, open_run_folder
 from fednas_flwr.server.cohort import Cohort
@@ -32,7 +31,6 @@ from fednas_flwr.settings import hydra_config
 from fednas_flwr.settings.configuration import parse_config, yielded
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 from fednas_flwr.settings.registry import OWN, TABLES
-from fednas_flwr.spaces import dp_cells
 
 from .composing import remembering, split
 from .finished_runs import FinishedRuns, Told, in_process, whole_run
@@ -110,8 +108,8 @@ def prints(capsys):
 @pytest.fixture
 def uncut(monkeypatch):
     """Contributions as they are, for a close look: that they are cut to a unit is tested apart."""
-    monkeypatch.setattr(micro_batches, "UNIT_BITS", 56)
-    monkeypatch.setattr(record_gradients, "LARGE", sys.maxsize)
+    monkeypatch.setattr("fednas_flwr.privacy.mechanism.micro_batches.UNIT_BITS", 56)
+    monkeypatch.setattr("fednas_flwr.privacy.mechanism.record_gradients.LARGE", sys.maxsize)
 
 
 @pytest.fixture(scope="session")
@@ -153,7 +151,7 @@ def weights(tmp_path_factory):
 def one_cell():
     """The space ``dp_cells`` has one cell in place of three, as in ``search_space.widths=[4]``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dp_cells, "BLOCKS", 1)
+        patch.setattr("fednas_flwr.spaces.dp_cells.BLOCKS", 1)
         yield
 
 

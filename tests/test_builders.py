@@ -70,21 +70,16 @@ EXPERIMENTS = [path.with_suffix("").as_posix() for path in PATHS]
 def test_experiments_build_with_another_data_set(experiment, made_data):
     """The settings of an experiment, on made images or a made table instead of real ones."""
     config = parse_config(compose_tree([f"experiment={experiment}"]))
-    if config.partition.name == "label_groups":  # of ten classes
-        made_data = made_digits(made_data.parent)
+    if config.partition.name == "label_groups":  # of ten classes, as Fashion-MNIST has
+        made_data = made_data.parent / "digits.npz"
+        rng, labels = np.random.default_rng(0), np.arange(600) % 10
+        images = rng.integers(0, 256, (600, 1, 28, 28)).astype(np.uint8)
+        np.savez(made_data, x_train=images, y_train=labels)
     dataset = parse_config(compose_tree(["dataset=npz", f"dataset.root={made_data}"])).dataset
     if config.dataset.name == "csv":
         dataset = replace(config.dataset, root=str(made_table(config.dataset, made_data.parent)))
     cache = str(made_data.parent / "cache")
     check_buildable(replace(config, dataset=replace(dataset, cache=cache)))
-
-
-def made_digits(folder):
-    """Write 600 noise images of Fashion-MNIST's shape and number of classes."""
-    rng, labels = np.random.default_rng(0), np.arange(600) % 10
-    images = rng.integers(0, 256, (600, 1, 28, 28)).astype(np.uint8)
-    np.savez(folder / "digits.npz", x_train=images, y_train=labels)
-    return folder / "digits.npz"
 
 
 def made_table(dataset, folder):

@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from fednas_flwr import api, cli
 from fednas_flwr.base.processes import LATER
 from fednas_flwr.base.randomness import make_generator
-from fednas_flwr.cli import run as sweeps
 from fednas_flwr.client import handlers
 from fednas_flwr.data.records import Inputs
 from fednas_flwr.models.export import export_safetensors
@@ -514,7 +513,7 @@ def test_groups_and_baselines_are_no_jobs(compose_config, tmp_path, capsys):
     api.run(compose_config("stages=[search]", "rounds=1", f"run_dir={run}"))
     for inside in (".", "groups/phone", "baselines/random_1"):
         shutil.copytree(run, folder / "0_seed-1" / inside, dirs_exist_ok=True)
-    assert sweeps._tell_end(folder) == 0
+    assert cli.run._tell_end(folder) == 0
     assert f"1 of 1 job completed; sweep folder: {folder}" in capsys.readouterr().out
 
 

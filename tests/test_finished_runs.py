@@ -9,7 +9,6 @@ import pytest
 from fednas_flwr.runs.run_folder import open_run_folder
 
 from . import finished_runs
-from .finished_runs import FinishedRuns
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def make():
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     monkeypatch.setattr(finished_runs, "in_coverage_pass", lambda: False)
-    return FinishedRuns(tmp_path / "kept", tmp_path / "copies")
+    return finished_runs.FinishedRuns(tmp_path / "kept", tmp_path / "copies")
 
 
 def number(run):
@@ -65,7 +64,7 @@ def test_another_code_makes_another_run_and_few_are_kept(
     runs.get(compose_config(), make)
     for state in "abc":
         monkeypatch.setattr(finished_runs, "state", lambda state=state: state)
-        other = FinishedRuns(tmp_path / "kept", tmp_path / f"copies-{state}")
+        other = finished_runs.FinishedRuns(tmp_path / "kept", tmp_path / f"copies-{state}")
         assert number(other.get(compose_config(), make)) == "abc".index(state) + 2
     assert len(list((tmp_path / "kept").iterdir())) == finished_runs.KEPT_STATES
 

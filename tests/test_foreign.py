@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from fednas_flwr import load
 from fednas_flwr.base import foreign
-from fednas_flwr.base.foreign import csv_cell, dump_yaml, load_yaml, markdown, terminal
 from fednas_flwr.data.prepared import load_partition
 from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.data.records import Column, Inputs
@@ -87,8 +86,8 @@ def test_the_package_has_no_other_reader_of_yaml():
 
 
 def test_a_few_aliases_are_read():
-    assert load_yaml("a: &a {x: 1}\nb: *a", "text") == {"a": {"x": 1}, "b": {"x": 1}}
-    assert load_yaml("a: [&b 1, *b, *b]", "text") == {"a": [1, 1, 1]}
+    assert foreign.load_yaml("a: &a {x: 1}\nb: *a", "text") == {"a": {"x": 1}, "b": {"x": 1}}
+    assert foreign.load_yaml("a: [&b 1, *b, *b]", "text") == {"a": [1, 1, 1]}
 
 
 texts = st.text(max_size=8) | st.sampled_from(["1e5", "-1E-5", "null", "yes", "${x}", "1_0", "="])
@@ -100,7 +99,7 @@ values = st.recursive(
 
 @given(values)
 def test_what_is_written_is_read(value):
-    assert load_yaml(dump_yaml(value), "text") == value
+    assert foreign.load_yaml(foreign.dump_yaml(value), "text") == value
 
 
 @pytest.mark.parametrize("deep", ["[" * 50_000, "[" * 200 + "]" * 200])
@@ -140,7 +139,7 @@ def test_no_interpolation_of_somebodys_configuration_is_resolved(tmp_path, monke
 
 def test_what_the_user_types_is_resolved(tmp_path, monkeypatch):
     monkeypatch.setenv("CACHE", "mine")
-    path = written(tmp_path, "config.yaml", dump_yaml(compose_tree([])))
+    path = written(tmp_path, "config.yaml", foreign.dump_yaml(compose_tree([])))
     for first in ([], [f"config={path}"]):
         tree = compose_tree([*first, "dataset.cache=${oc.env:CACHE}", "clients=${seed}"])
         assert tree["dataset"]["cache"] == "mine"
@@ -156,45 +155,45 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.text(
 
 @given(TEXT, TEXT)
 def test_a_cell_of_markdown_is_one_cell_of_text(first, second):
-    table = f"| x{markdown(first)} | x{markdown(second)} |\n| --- | --- |\n"
+    table = f"| x{foreign.markdown(first)} | x{foreign.markdown(second)} |\n| --- | --- |\n"
     dialect = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
     tokens = dialect.parse(table)
     cells = [token.children or [] for token in tokens if token.type == "inline"]
     assert len(cells) == 2
     assert {child.type for cell in cells for child in cell} <= {"text", "text_special"}
     shown = ["".join(child.content for child in cell) for cell in cells]
-    assert shown == [f"x{terminal(text)}".rstrip() for text in (first, second)]
+    assert shown == [f"x{foreign.terminal(text)}".rstrip() for text in (first, second)]
 
 
 @given(TEXT)
 def test_markdown_and_terminal_can_be_applied_twice(text):
-    assert markdown(markdown(text)) == markdown(text)
-    assert terminal(terminal(text)) == terminal(text)
-    assert terminal(text).isprintable()
+    assert foreign.markdown(foreign.markdown(text)) == foreign.markdown(text)
+    assert foreign.terminal(foreign.terminal(text)) == foreign.terminal(text)
+    assert foreign.terminal(text).isprintable()
 
 
 @pytest.mark.parametrize("text", ["www.a.b", "WWW.a", "http://a", "mailto:a", "xmpp:a", "a@b.c"])
 def test_no_dialect_makes_a_link_of_a_bare_address(text):
     for before in ("", "see ", "("):
-        escaped = markdown(before + text).lower()
+        escaped = foreign.markdown(before + text).lower()
         assert not re.search(r"www\.|://|mailto:|xmpp:|@", escaped)
 
 
 @pytest.mark.parametrize("name", ["fed_darts", "cuda:0", "2024-05-31T10:00:00+00:00", "1e-05, x"])
 def test_ordinary_words_stay_as_they_are(name):
-    assert markdown(name) == terminal(name) == csv_cell(name) == name
+    assert foreign.markdown(name) == foreign.terminal(name) == foreign.csv_cell(name) == name
 
 
 @pytest.mark.parametrize("start", list("=+-@\t\r\n") + ["＝", "＋", "－", "＠"])
 def test_no_cell_is_a_formula(start):
     text = f'{start}HYPERLINK("https://evil.example")'
-    assert csv_cell(text) == f"'{text}"
-    assert csv_cell(f"a;{text}") == f"a;'{text}"
+    assert foreign.csv_cell(text) == f"'{text}"
+    assert foreign.csv_cell(f"a;{text}") == f"a;'{text}"
 
 
 @pytest.mark.parametrize("number", [-1, -0.5, "-1", "+1.5", "-1e-05", "-1;+2", None, "a-b", ""])
 def test_numbers_and_other_words_are_no_formula(number):
-    assert csv_cell(number) is number or csv_cell(number) == number
+    assert foreign.csv_cell(number) is number or foreign.csv_cell(number) == number
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -220,7 +219,7 @@ def test_predictions_hold_no_formula(tmp_path, prints, several):
     label = head.index("labels" if several else "label")
     for column in (label, head.index("truth")):
         assert [row[column] for row in found] == [f"'{names[0]}", "-1", f"'{names[2]}"]
-    assert [cell for row in (head, *found) for cell in row if cell != csv_cell(cell)] == []
+    assert [cell for row in (head, *found) for cell in row if cell != foreign.csv_cell(cell)] == []
     # The names themselves are as they were: read again, the table's labels are those of the model.
     model = load(tmp_path)
     assert model.predict(tmp_path / "data.csv").table()[head[label]].tolist() == list(names)

@@ -11,7 +11,6 @@ from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 
 RUNS = 8  # scripts/fuzz_settings.sh makes more
-ALL = ["algorithm=feathers", "privacy=dp"]
 NORMS = ["search_space.norm=group", "retrain.norm=group"]
 
 
@@ -30,7 +29,7 @@ def test_generated_runs_are_refused_in_a_sentence_or_complete(tmp_path, capsys):
 
 def test_every_setting_of_a_configuration_is_drawn():
     """But for the few that a small run on this machine needs."""
-    config = parse_config(compose_tree([*ALL, *NORMS]))
+    config = parse_config(compose_tree(["algorithm=feathers", "privacy=dp", *NORMS]))
     keys = dict(fuzz_settings.leaves(config))
     groups = ("algorithm", "dataset", "partition", "search_space", "privacy", "runtime", "retrain")
     assert {key.partition(".")[0] for key in keys} >= {*groups, "seed", "stages", "sampling"}

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fednas_flwr.base.layers import conv2d, depthwise, group_norm, linear
 from fednas_flwr.base.randomness import make_generator
@@ -101,7 +100,7 @@ def test_kernels_of_two_sizes_and_many_edges_are_one_call(stride):
 
     def separately(x, *weights):
         outs = [
-            F.conv2d(x, kernel, stride=stride, padding=kernel.shape[-1] // 2, groups=4)
+            nn.functional.conv2d(x, kernel, stride=stride, padding=kernel.shape[-1] // 2, groups=4)
             for weight in weights
             for kernel in weight.split(4)
         ]
@@ -126,11 +125,11 @@ def test_group_norm_of_which_one_parameter_is_trained(trained):
     x, parameters = draw(3, 4, 5, 2), {"weight": draw(4, seed=1), "bias": draw(4, seed=2)}
     leaf = parameters[trained].expand(3, 4).requires_grad_()
     out = group_norm(x, 2, **(parameters | {trained: leaf}), eps=1e-5)
-    torch.testing.assert_close(out, F.group_norm(x, 2, **parameters, eps=1e-5))
+    torch.testing.assert_close(out, nn.functional.group_norm(x, 2, **parameters, eps=1e-5))
     (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
     for i in range(3):
         own = parameters[trained].clone().requires_grad_()
-        one = F.group_norm(x[i : i + 1], 2, **(parameters | {trained: own}), eps=1e-5)
+        one = nn.functional.group_norm(x[i : i + 1], 2, **(parameters | {trained: own}), eps=1e-5)
         expected = torch.autograd.grad(one.square().sum(), own)[0]
         torch.testing.assert_close(gradient[i], expected)
 

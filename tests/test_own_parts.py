@@ -10,14 +10,12 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from fednas_flwr import compose, load, register_op, run
 from fednas_flwr.api import register_data_set, register_loss, register_metric, register_network
 from fednas_flwr.base import processes
 from fednas_flwr.cli import VARIABLE, _run, main
-from fednas_flwr.deploy import local_actors
 from fednas_flwr.models.networks import make_network, make_space
 from fednas_flwr.privacy.mechanism.record_gradients import record_gradients
 from fednas_flwr.privacy.self_test import unwatched
@@ -49,7 +47,7 @@ def wide(channels, stride):
 
 
 def focal(logits, labels):
-    nats = functional.cross_entropy(logits, labels, reduction="none")
+    nats = nn.functional.cross_entropy(logits, labels, reduction="none")
     return (1 - (-nats).exp()) ** 2 * nats
 
 
@@ -186,7 +184,7 @@ def test_a_loss_sees_one_record_at_a_time():
     expected = focal(logits, labels)
     torch.testing.assert_close(objective.losses(logits, labels), expected * factors[labels])
     torch.testing.assert_close(objective.plain_losses(logits, labels), expected)
-    plain = functional.cross_entropy(logits, labels, reduction="none")
+    plain = nn.functional.cross_entropy(logits, labels, reduction="none")
     torch.testing.assert_close(objective.tested_losses(logits, labels), plain)
     wrong = Objective(own_loss=lambda one, label: one)
     refuses(r"returns \[1, 3\] for the logits of one record", wrong.losses, logits, labels)
@@ -243,7 +241,7 @@ register_loss("focal", focal)
 @pytest.mark.run
 def test_processes_of_this_machine_know_them(tmp_path, monkeypatch):
     monkeypatch.delenv(processes.ALONE, raising=False)
-    monkeypatch.setattr(local_actors, "PATIENCE_S", 0.0)
+    monkeypatch.setattr("fednas_flwr.deploy.local_actors.PATIENCE_S", 0.0)
     answered = noting(monkeypatch, processes, "_call", lambda *_: 1)  # it raises if one has died
     there = run(composed(tmp_path / "there", *USED, "rounds=12"))
     assert len(answered) > 4

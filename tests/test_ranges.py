@@ -347,7 +347,6 @@ WRONG = [  # a setting, its wrong values, and what is expected
     ("rates", ([1],), "expected a mapping"),
     ("description", (None, []), "expected a mapping"),
 ]
-WRONG_STEPS = (1.0, math.nan, True, "1", None, [1], 2**63, -(2**63))
 WITHIN = [
     *(({"limit": n}, "limit=an integer of more than 30 digits has the") for n in (HUGE, -HUGE)),
     ({"optimizer": None}, "optimizer=null must be a group of settings"),
@@ -375,7 +374,7 @@ OF_ANOTHER_TYPE = WITHIN + [
 ]
 OF_ANOTHER_TYPE += [
     ({"optimizer": {"lr": 1, "steps": bad}}, f"optimizer.steps={show(bad)} has the wrong type")
-    for bad in WRONG_STEPS
+    for bad in (1.0, math.nan, True, "1", None, [1], 2**63, -(2**63))
 ]
 
 

@@ -100,13 +100,12 @@ def test_every_command_that_is_named_exists(capsys):
 
 FOLDERS = ("fednas_flwr", "conf", "docker", "scripts", "tests")
 WRITTEN = {"MODEL_CARD.md", "compare.md"}  # by runs
-TEMPLATE = ".j2"
 
 
 def test_every_document_that_is_named_is_there():
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     files += [path for path in ROOT.iterdir() if path.is_file()]
-    names = {path.name.removesuffix(TEMPLATE) for path in files} | WRITTEN
+    names = {path.name.removesuffix(".j2") for path in files} | WRITTEN
     texts = [path for path in files if path.suffix in (".py", ".yaml", ".toml", ".sh", ".md")]
     missing = {
         (path.relative_to(ROOT).as_posix(), name)
@@ -120,9 +119,6 @@ def test_every_document_that_is_named_is_there():
 # --- names stand in one place
 
 
-PACKAGE = ROOT / "fednas_flwr"
-
-
 def test_every_accountant_computes():
     assert tuple(accounting.ACCOUNTANTS) == ACCOUNTANTS
 
@@ -130,5 +126,5 @@ def test_every_accountant_computes():
 def test_no_other_module_lists_the_names_again():
     quoted = [[f'"{name}"' for name in names] for names in (SPLITS, NORMS, ACCOUNTANTS)]
     lists = [re.compile(r",\s*".join(names)) for names in quoted]
-    modules = [path for path in PACKAGE.rglob("*.py") if path.name != "names.py"]
+    modules = [path for path in (ROOT / "fednas_flwr").rglob("*.py") if path.name != "names.py"]
     assert [path for path in modules for names in lists if names.search(path.read_text())] == []

@@ -17,14 +17,12 @@ from ..rows import seldom
 from .plain import average, copied, make_sgd, step
 
 pytestmark = pytest.mark.usefixtures("one_cell")
-DPNAS = [
-    *("algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"),
-    *("search_space.widths=[4]", "search_space.head=8", "algorithm.batch_size=16"),
-    *("partition=quantity", "partition.fractions=[0.75,0.25]", "algorithm.warm_up_rounds=1"),
-    *("algorithm.trained_candidates=3", "algorithm.local_steps=2", "algorithm.weights.lr=0.5"),
-    *("algorithm.rewarded_candidates=4", "algorithm.final_candidates=5", "dataset.flip=false"),
-    *("algorithm.dp_aware=null", "dataset.crop_padding=0"),
-]
+DPNAS = ["algorithm=dpnas", "search_space=dp_cells", "retrain=dp_cells", "clients=2", "rounds=3"]
+DPNAS += ["search_space.widths=[4]", "search_space.head=8", "algorithm.batch_size=16"]
+DPNAS += ["partition=quantity", "partition.fractions=[0.75,0.25]", "algorithm.warm_up_rounds=1"]
+DPNAS += ["algorithm.trained_candidates=3", "algorithm.local_steps=2", "algorithm.weights.lr=0.5"]
+DPNAS += ["algorithm.rewarded_candidates=4", "algorithm.final_candidates=5", "dataset.flip=false"]
+DPNAS += ["algorithm.dp_aware=null", "dataset.crop_padding=0"]
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,10 @@ from fednas_flwr.search import proxyless
 
 from .plain import average, copied, first_supernet, make_sgd, step
 
-SMALL = [
-    *("algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=2"),
-    *("search_space.width=0.25", "search_space.norm=group", "search_space.candidates=fdnas"),
-    *("partition=quantity", "partition.fractions=[0.75,0.25]", "algorithm.batch_size=16"),
-    *("algorithm.local_epochs=2", "algorithm.warm_up_rounds=1", "algorithm.alphas.lr=0.1"),
-]
-ROUNDS = 3
+SMALL = ["algorithm=fdnas", "search_space=mbconv_small", "retrain=mbconv", "clients=2"]
+SMALL += ["search_space.width=0.25", "search_space.norm=group", "search_space.candidates=fdnas"]
+SMALL += ["partition=quantity", "partition.fractions=[0.75,0.25]", "algorithm.batch_size=16"]
+SMALL += ["algorithm.local_epochs=2", "algorithm.warm_up_rounds=1", "algorithm.alphas.lr=0.1"]
 
 
 def local_epochs(supernet, client, generator, algorithm, *, warm_up):
@@ -68,7 +65,7 @@ def test_a_round_is_local_epochs_and_a_weighted_average(warm_up, search):
 
 
 def test_alphas_move_after_the_warm_up_only(search):
-    dense = search(*SMALL, rounds=ROUNDS)
+    dense = search(*SMALL, rounds=3)
     assert not dense.failed
     first, second, third = (event["metrics"] for event in dense.named("round"))
     assert "validation_loss" not in first

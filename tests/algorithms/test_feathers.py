@@ -20,11 +20,9 @@ from fednas_flwr.settings.optimizers import Adam, Range
 from ..asked import filled
 from ..refusals import refuses
 
-SETTINGS = [
-    *("algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"),
-    *("algorithm.bandit.beta=1.5", "clients=2", "partition=quantity"),
-    "partition.fractions=[0.7,0.3]",
-]
+SETTINGS = ["algorithm=feathers", "algorithm.num_configurations=6", "algorithm.nas_rounds=2"]
+SETTINGS += ["algorithm.bandit.beta=1.5", "clients=2", "partition=quantity"]
+SETTINGS += ["partition.fractions=[0.7,0.3]"]
 ROUNDS = 3
 
 

@@ -108,10 +108,9 @@ def test_rounds_equal_local_loops_and_a_weighted_average(algorithm, compose_conf
     assert [e["metrics"]["train_loss"] for e in rounds] == pytest.approx(losses, rel=1e-4)
 
 
-FDNAS = [
-    *("algorithm=fdnas", "search_space=mbconv_small", "search_space.width=0.25", "retrain=mbconv"),
-    *("algorithm.batch_size=16", "algorithm.local_epochs=1", "algorithm.warm_up_rounds=0"),
-]
+FDNAS = ["algorithm=fdnas", "search_space=mbconv_small", "search_space.width=0.25"]
+FDNAS += ["retrain=mbconv", "algorithm.batch_size=16", "algorithm.local_epochs=1"]
+FDNAS += ["algorithm.warm_up_rounds=0"]
 
 
 @pytest.mark.parametrize("algorithm", [["algorithm=fed_darts", *SETTINGS], FDNAS])

@@ -16,7 +16,6 @@ from fednas_flwr.protocol.messages import Header, Request
 from fednas_flwr.search.bandit import Theta, Trial, draw_configurations
 from fednas_flwr.spaces.genotype import save_genotype
 
-ROUNDS = 2
 DATA = ["clients=3", "partition=quantity", "partition.fractions=[0.6,0.25,0.15]"]
 SETTINGS = ["algorithm=fedex", "algorithm.num_configurations=5", "retrain.batch_size=16", *DATA]
 GIVEN = [*SETTINGS, "algorithm.network=plain_cnn"]
@@ -28,7 +27,7 @@ def rounds_of(federation):
 
 def test_every_client_trains_with_its_draw_and_its_loss_moves_theta(search):
     """Both rounds again, from the actions, numpy's average and the pure theta."""
-    federation = search(*GIVEN, rounds=ROUNDS)
+    federation = search(*GIVEN, rounds=2)
     config, strategy = federation.config, federation.strategy
     generator = make_generator(config.seed, "configurations")
     configurations = draw_configurations(5, config.algorithm.ranges, generator)

@@ -32,16 +32,12 @@ GRADIENTS = (
     *("algorithm=random_search", "retrain.exchange=gradients", "retrain.batch_size=16"),
     "retrain.weights={lr: 0.02, min_lr: 0.002, momentum: 0.9, weight_decay: 3e-4, clip_norm: 1}",
 )
-DARTS = (
-    *("search_space=darts_small", "retrain=darts", "retrain.exchange=gradients"),
-    *("retrain.channels=2", "retrain.num_cells=3", "retrain.batch_size=16"),
-)
+DARTS = ("search_space=darts_small", "retrain=darts", "retrain.exchange=gradients")
+DARTS += ("retrain.channels=2", "retrain.num_cells=3", "retrain.batch_size=16")
 UNEQUAL = ("clients=3", "partition=quantity", "partition.fractions=[0.88,0.07,0.05]")
-DP = (
-    *("privacy=dp", "clients=1", "stages=[retrain,export]", "privacy.test_seed=3"),
-    *("algorithm=fedavg", "algorithm.network=plain_cnn", "privacy.retrain.local_steps=3"),
-    *("retrain.batch_size=16", "retrain.rounds=2", "privacy.epsilon=50"),
-)
+DP = ("privacy=dp", "clients=1", "stages=[retrain,export]", "privacy.test_seed=3")
+DP += ("algorithm=fedavg", "algorithm.network=plain_cnn", "privacy.retrain.local_steps=3")
+DP += ("retrain.batch_size=16", "retrain.rounds=2", "privacy.epsilon=50")
 
 
 def start(federation, description, *, rounds=ROUNDS, precision="float32"):

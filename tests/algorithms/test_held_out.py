@@ -13,25 +13,18 @@ from fednas_flwr.models.prediction import read_model
 from ..rows import seldom
 from ..watched import noting
 
-LINEAR = (
-    *("dataset=digits", "algorithm=fedavg", "algorithm.network=linear", "clients=2"),
-    *("stages=[retrain,evaluate,export]", "retrain.rounds=3", "retrain.batch_size=64"),
-)
-
-
-@pytest.fixture
-def read(monkeypatch):
-    """Of all batches: how many records the data set has, and which of them are in the batch."""
-
-    def rows(_, split, indices, device):
-        return len(split.features), {*split.rows[indices].tolist()}
-
-    return noting(monkeypatch, Split, "batch", rows)
+LINEAR = ("dataset=digits", "algorithm=fedavg", "algorithm.network=linear", "clients=2")
+LINEAR += ("stages=[retrain,evaluate,export]", "retrain.rounds=3", "retrain.batch_size=64")
 
 
 @pytest.mark.parametrize("exchange", ["models", seldom("gradients")])
 @pytest.mark.parametrize("every", [seldom(0), 1, seldom(2)])
-def test_validation_records_are_measured_on_or_trained_on(every, exchange, quick_run, read):
+def test_validation_records_are_measured_on_or_trained_on(every, exchange, quick_run, monkeypatch):
+    def rows(_, split, indices, device):
+        """How many records the data set has, and which of them are in the batch."""
+        return len(split.features), {*split.rows[indices].tolist()}
+
+    read = noting(monkeypatch, Split, "batch", rows)
     own = (f"retrain.evaluate_every={every}", f"retrain.exchange={exchange}")
     run = quick_run(*LINEAR, *own, "dataset.linear_baseline=false")
     rounds = [e for e in run.events if e["event"] == "round" and e["stage"] == "retrain"]

@@ -30,16 +30,13 @@ from ..asked import spied
 from ..rows import seldom
 from .plain import make_sgd, step
 
-ROUNDS = 4
-SEARCH = [
-    *("algorithm=successive_halving", "algorithm.pool.draws=9", "algorithm.pool.keep=4"),
-    *("algorithm.pool.by=[synflow,parameters]", "algorithm.weights.clip_norm=0.5", "clients=2"),
-    *("algorithm.batch_size=16", "dataset.crop_padding=2", "dataset.flip=true"),
-]
+SEARCH = ["algorithm=successive_halving", "algorithm.pool.draws=9", "algorithm.pool.keep=4"]
+SEARCH += ["algorithm.pool.by=[synflow,parameters]", "algorithm.weights.clip_norm=0.5", "clients=2"]
+SEARCH += ["algorithm.batch_size=16", "dataset.crop_padding=2", "dataset.flip=true"]
 UNEQUAL = ["partition=quantity", "partition.fractions=[0.7,0.3]"]
 
 
-def searched_by(federation, rounds=ROUNDS):
+def searched_by(federation, rounds=4):
     """Run a search; keep what was asked and answered, and the pool's states after each round."""
     strategy, asked, federation.after = federation.strategy, spied(federation), []
     run_round = strategy.run_round

@@ -16,7 +16,6 @@ from fednas_flwr import compose, load, run
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.pretrained import LENGTH
 from fednas_flwr.cli import main
-from fednas_flwr.client import answer as entrance
 from fednas_flwr.client import noised_measures
 from fednas_flwr.client.answer import answer
 from fednas_flwr.data import statistics as stats
@@ -28,7 +27,6 @@ from fednas_flwr.pipeline.feasible import check_run
 from fednas_flwr.privacy.plan import metrics_release, scores_release, statistics_release
 from fednas_flwr.protocol import requests as rq
 from fednas_flwr.protocol.messages import Header, Request
-from fednas_flwr.protocol.requests import CountScores, Describe, TellStatistics
 from fednas_flwr.protocol.states import pack
 from fednas_flwr.runs.events import read_events
 from fednas_flwr.runs.numbers import read_run
@@ -40,11 +38,9 @@ from ..refusals import refuses
 from ..watched import noting
 from .conftest import check_refusals, check_release
 
-SEARCH = (
-    *("algorithm=dp_fnas", "rounds=1", "retrain.rounds=1", "search_space=mlp_small"),
-    *("search_space.channels=8", "retrain.channels=8"),
-    *("search_space.norm=group", "retrain.norm=group"),
-)
+SEARCH = ("algorithm=dp_fnas", "rounds=1", "retrain.rounds=1", "search_space=mlp_small")
+SEARCH += ("search_space.channels=8", "retrain.channels=8")
+SEARCH += ("search_space.norm=group", "retrain.norm=group")
 RANGES = "dataset.ranges={age: [0, 120], dose: [-1, 1]}"
 NOISE = "privacy.statistics_noise_multiplier=2"
 UNEQUAL = ("partition=quantity", "partition.fractions=[.6,.2,.2]")
@@ -86,7 +82,7 @@ def committed(made):
     """A simulated private client that has committed to the release, and its request."""
     planned = replace(statistics_release(shared=False), noise_multiplier=2.0)
     made.client.guard.commit("run", [planned])
-    asked = TellStatistics(data_set="records")
+    asked = rq.TellStatistics(data_set="records")
     return made.client, made.request("query.statistics", asked, "statistics")
 
 
@@ -236,7 +232,7 @@ def test_what_was_not_committed_to_or_is_not_covered_is_refused_unread(site, mon
 def asked(statistics):
     """A request that a client describes itself, with what the server would standardise by."""
     header = Header("run", "search", 1, 1, 0, "nonce")
-    return Request("query.describe", header, Describe(), statistics=statistics)
+    return Request("query.describe", header, rq.Describe(), statistics=statistics)
 
 
 def test_a_private_client_takes_statistics_within_its_ranges_alone(site):
@@ -374,7 +370,7 @@ def test_the_first_client_says_nothing_of_others_data(overrides, tmp_path, lies,
         return replace(reply, properties=kept | told)
 
     lies("query.describe", lie)
-    monkeypatch.setattr(entrance, "check_fields", lambda *_: None)
+    monkeypatch.setattr("fednas_flwr.client.answer.check_fields", lambda *_: None)
     folder = tmp_path / "run"
     run(compose(*overrides, NOISE, f"run_dir={folder}"))
     events = read_events(folder / "events.jsonl")
@@ -435,7 +431,7 @@ def counting(scored, of_table):
     """A simulated private client that has committed to the release, and its request."""
     made = of_table(*scored)
     made.client.guard.commit("run", [PLAN])
-    asked = CountScores(network=made.description, data_set="records")
+    asked = rq.CountScores(network=made.description, data_set="records")
     return made.client, made.network, made.request("evaluate.scores", asked)
 
 

@@ -237,11 +237,8 @@ def test_a_schedule_with_a_kind_twice_is_refused_and_nothing_is_kept(make_site):
     refuses("rule committed values: release=.*, not one in the run", site.ask, first.action)
 
 
-LONG = "x" * 10**6
-
-
 HUGE = [
-    ([{"stage": LONG}], "stage=x+ is unknown: choose one of evaluate, retrain, search"),
+    ([{"stage": "x" * 10**6}], "stage=x+ is unknown: choose one of evaluate, retrain, search"),
     ([{"splits": ["train"] * 10**5}], "expected 1 to 3 entries"),
     ([{}] * 33, "releases=.* expected 0 to 32 entries"),
 ]

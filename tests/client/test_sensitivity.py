@@ -58,8 +58,6 @@ SPACES = {n: f"{n}_small" for n in ("darts", "dp_cells", "mbconv", "mlp", "nasbe
 SPACES["dp_cells_darts"] = "dp_cells_darts"
 SIZES = {"darts": ("search_space.channels=2", "search_space.num_cells=3")}
 SIZES["mlp"] = ("search_space.channels=8",)
-OF_TABLES = ("mlp",)
-WITH_AUXILIARY_HEADS = ("darts",)
 
 
 class Asked(NamedTuple):
@@ -118,15 +116,11 @@ def of_supernet(action, kit):
     return [asked]
 
 
-NETWORK_ACTIONS = (
-    *("train.network_gradient", "train.weights", "train.probe"),
-    *("evaluate.model", "evaluate.candidates"),
-)
-SUPERNET_ACTIONS = (
-    *("train.weight_gradient", "train.alpha_gradient", "train.gradients", "train.search"),
-    *("train.probe", "train.candidate", "evaluate.candidates", "evaluate.model"),
-    "train.network_gradient",
-)
+NETWORK_ACTIONS = ("train.network_gradient", "train.weights", "train.probe")
+NETWORK_ACTIONS += ("evaluate.model", "evaluate.candidates")
+SUPERNET_ACTIONS = ("train.weight_gradient", "train.alpha_gradient", "train.gradients")
+SUPERNET_ACTIONS += ("train.search", "train.probe", "train.candidate", "evaluate.candidates")
+SUPERNET_ACTIONS += ("evaluate.model", "train.network_gradient")
 
 
 def test_every_action_that_releases_something_is_here():
@@ -158,7 +152,7 @@ def kits(compose_config, data_overrides):
 
     def make(name):
         if name not in made:
-            kind = "table" if name in OF_TABLES else "digits"
+            kind = "table" if name == "mlp" else "digits"
             config = compose_config(
                 *("algorithm=dp_fnas", "privacy=dp", "clients=1", *data_overrides[kind]),
                 *(f"search_space={SPACES[name]}", "search_space.norm=group"),
@@ -184,7 +178,7 @@ def descriptions(kit, *, pools):
     settings = {"shapes": kit.shapes, "sizes": networks.supernet_sizes(kit.config.search_space)}
     settings["norm"] = "group"
     genotypes = [kit.space.random_genotype(make_generator(1, "kit", n)) for n in range(3)]
-    has_heads = kit.name in WITH_AUXILIARY_HEADS
+    has_heads = kit.name == "darts"
     for auxiliary in (False, True) if has_heads and not pools else (has_heads,):
         if pools:
             yield networks.describe_pool(genotypes, auxiliary=auxiliary, **settings)

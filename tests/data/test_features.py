@@ -16,15 +16,8 @@ from fednas_flwr import load
 from fednas_flwr.api import run
 from fednas_flwr.base import pretrained
 from fednas_flwr.base.errors import ConfigError, NoEffectError
-from fednas_flwr.base.pretrained import LENGTH, Frozen, forget_frozen
-from fednas_flwr.data.features import (
-    KINDS,
-    SCATTERING,
-    kept_as,
-    load_backbone,
-    transform_of,
-    transformed,
-)
+from fednas_flwr.data import features
+from fednas_flwr.data.features import KINDS, SCATTERING, load_backbone, transform_of, transformed
 from fednas_flwr.data.prepared import make_data, make_server_data
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import Records, normalised
@@ -42,10 +35,8 @@ from ..data_sets import prepared, right_of, save_pixels
 from ..refusals import refuses
 
 TINY = "test_efficientnet"
-HEADS = (
-    *("search_space=mlp_small", "search_space.channels=8", "search_space.num_cells=2"),
-    *("retrain.channels=8", "retrain.num_cells=2"),
-)
+HEADS = ("search_space=mlp_small", "search_space.channels=8", "search_space.num_cells=2")
+HEADS += ("retrain.channels=8", "retrain.num_cells=2")
 
 
 def named(weights, **more):
@@ -79,7 +70,8 @@ def test_maps_are_of_the_last_stage_kept_in_half_and_mirrored_back(weights):
     settings = Settings(**named(weights, image_size=64, output="map"))
     for is_mirrored in (False, True):
         backbone = load_backbone(settings, is_mirrored=is_mirrored)
-        kept = transformed(some_records(images), backbone, kept_as(described(is_mirrored)))
+        told = ("backbone", TINY, "64", *(["mirrored"] if is_mirrored else []), "map", "0" * 64)
+        kept = transformed(some_records(images), backbone, features.kept_as(told))
         x = torch.from_numpy(images).float() / 255
         expected = map_of(backbone, x)
         if is_mirrored:
@@ -91,10 +83,6 @@ def test_maps_are_of_the_last_stage_kept_in_half_and_mirrored_back(weights):
         alone = torch.cat([backbone(image[None]) for image in x])
         assert torch.equal(kept.features.float(), alone)  # what is exported sees what was kept
         assert torch.equal(normalised(kept.features, (0.0,), (1.0,)), alone)
-
-
-def described(is_mirrored):
-    return ("backbone", TINY, "64", *(["mirrored"] if is_mirrored else []), "map", "0" * 64)
 
 
 def map_of(backbone, x):
@@ -118,7 +106,7 @@ def test_a_backbone_stays_as_it_is_and_reads_each_record_alone(weights):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(before[n], tensor) for n, tensor in backbone.state_dict().items())
     torch.testing.assert_close(together, features_of(backbone, images))
-    length = LENGTH * (8 / 9) ** 0.5  # the last stage has one place, and no deviation
+    length = pretrained.LENGTH * (8 / 9) ** 0.5  # the last stage has one place, and no deviation
     torch.testing.assert_close(together.norm(dim=1), torch.full((4,), length))
     mirrored = load_backbone(Settings(**named(weights)), is_mirrored=True)
     features = mirrored(images)
@@ -138,7 +126,7 @@ def features_of(backbone, images):
     parts.append(network.global_pool(network.bn2(network.conv_head(x))))
     centred = [part - part.mean(1, keepdim=True) for part in parts]
     normed = [part / part.norm(dim=1, keepdim=True).clamp(1e-4) for part in centred]
-    return torch.cat(normed, 1) * LENGTH / 3
+    return torch.cat(normed, 1) * pretrained.LENGTH / 3
 
 
 @pytest.mark.parametrize(
@@ -153,7 +141,7 @@ def features_of(backbone, images):
     ],
 )
 def test_networks_of_every_build_have_stages_and_moments_of_their_channels(name, stages, width):
-    backbone = Frozen(name, None)
+    backbone = pretrained.Frozen(name, None)
     assert len(backbone.stages()) == stages
     assert backbone.output_shape == (width,)
 
@@ -168,7 +156,7 @@ def test_threads_share_a_backbone(weights):
 
 
 def test_what_a_check_without_memory_built_computes_later_and_older_tensors_are_refused(weights):
-    forget_frozen()
+    pretrained.forget_frozen()
     with torch.device("meta"):
         backbone = load_backbone(Settings(**named(weights)))
     assert backbone(torch.rand(1, 3, 9, 9)).isfinite().all()
@@ -211,7 +199,7 @@ def test_encoded_images_are_read_at_the_backbones_size(tmp_path, weights):
     assert dataset.declared["image_size"]
     declared = transform_of(dataset)
     assert made.transform == declared
-    forget_frozen()
+    pretrained.forget_frozen()
     mirrored = prepared("image_folder", **place, backbone=named(weights), flip=True)
     assert pretrained._loaded.cache_info().currsize == 1  # two networks need twice the memory
     assert mirrored.transform == (*declared[:3], "mirrored", declared[3])
@@ -272,7 +260,7 @@ def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weight
 
 def test_networks_whose_last_stage_has_no_places_have_no_map():
     with pytest.raises(ConfigError, match="vit_b_16 does not have a last stage with rows"):
-        Frozen("torchvision/vit_b_16", None, is_map=True)
+        pretrained.Frozen("torchvision/vit_b_16", None, is_map=True)
 
 
 def test_tables_have_no_backbone(tmp_path, weights):
@@ -302,11 +290,11 @@ def test_an_exported_model_takes_raw_images_and_holds_its_backbone(
     own = (*HEADS, "search_space.skip=linear", "dataset.flip=true", *overrides(gone))
     result = run(compose_config(*own, f"run_dir={tmp_path / 'run'}"))
     gone.unlink()
-    forget_frozen()
+    pretrained.forget_frozen()
     central = result.scores["central"]
     model = load(result.folder)
     assert right_of(model, made_data).mean() == pytest.approx(central["accuracy"])
-    assert isinstance(model.transform, Frozen)
+    assert isinstance(model.transform, pretrained.Frozen)
     assert model.transform.is_mirrored
     for event in map(json.loads, (result.folder / "events.jsonl").read_text().splitlines()):
         if event["event"] == "round":

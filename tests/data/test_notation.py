@@ -9,16 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.data import notation
 from fednas_flwr.data.cells import Cells
-from fednas_flwr.data.notation import (
-    PLAIN,
-    Notation,
-    code_key,
-    days_of,
-    distinct,
-    find_notation,
-    find_order,
-)
+from fednas_flwr.data.notation import PLAIN, Notation, days_of, distinct, find_notation, find_order
 from fednas_flwr.settings.data_settings import ANY_FORM
 from fednas_flwr.settings.names import DECIMALS, THOUSANDS
 
@@ -101,7 +94,7 @@ def test_codes_that_mean_the_same_are_one():
     assert distinct(["01", "1", "2"]) == ("01", "1", "2")
     assert distinct(["01", "02"]) == ("01", "02")
     assert distinct(["yes", "Yes"]) == ("Yes", "yes")
-    key = code_key(("01", "02"))
+    key = notation.code_key(("01", "02"))
     assert key("1.0") == key("01") != key("02")
-    key = code_key(("0", "0.0"))  # declared as two
+    key = notation.code_key(("0", "0.0"))  # declared as two
     assert key("0") != key("0.0")

@@ -6,7 +6,6 @@ import pytest
 from fednas_flwr.data import site_tables
 from fednas_flwr.data.readers import data_settings
 from fednas_flwr.data.records import CATEGORY, Column
-from fednas_flwr.data.site_tables import proposals, read_site_tables, side_by_side
 from fednas_flwr.data.table_files import SITES_FILE
 
 from ..refusals import refuses
@@ -15,12 +14,12 @@ A = "age,sex,chol,y\n50,TRUE,200,0\n60,FALSE,250.5,1\n40,TRUE,190,1\n"
 
 
 def tables_of(root):
-    return read_site_tables(data_settings("csv", {"cache": "none"}), root)
+    return site_tables.read_site_tables(data_settings("csv", {"cache": "none"}), root)
 
 
 def join(root, **settings):
     csv = data_settings("csv", {"cache": "none", **settings})
-    return site_tables.join_tables(read_site_tables(csv, root), csv, root)
+    return site_tables.join_tables(site_tables.read_site_tables(csv, root), csv, root)
 
 
 def write(root, **sites):
@@ -101,15 +100,15 @@ def test_what_would_join_sites_is_proposed(tmp_path):
     zero = "".join(f"{50 + i},{i % 2},{0 if i % 3 else 165},{i % 2}\n" for i in range(9))
     header, theirs = "age,sex,chol,y\n", "age,sex,cholesterol,y\n"
     write(tmp_path, a=header + ours, b=header + ours, c=theirs + rows, d=header + zero)
-    assert proposals(tables_of(tmp_path)) == {
+    assert site_tables.proposals(tables_of(tmp_path)) == {
         "c": {"rename": {"cholesterol": "chol"}, "map": {"sex": {"F": "?", "M": "?"}}},
         "d": {"missing_in": {"chol": ["0"]}},
     }
     lines = site_tables.as_yaml({"c": {"rename": {"cholesterol": "chol"}}})
     (tmp_path / SITES_FILE).write_text("\n".join(lines))
     tables = tables_of(tmp_path)
-    assert proposals(tables)["c"]["scale"] == {"chol": 38.67}
-    rows_shown = side_by_side(tables)
+    assert site_tables.proposals(tables)["c"]["scale"] == {"chol": 38.67}
+    rows_shown = site_tables.side_by_side(tables)
     assert rows_shown[0] == ("", "a", "b", "c", "d")
     assert dict((row[0], row[1:]) for row in rows_shown)["records"] == ("9",) * 4
     assert ("sex", "0 to 1, median 0", "0 to 1, median 0", "F, M", "0 to 1, median 0") in rows_shown
@@ -194,13 +193,13 @@ def test_what_would_join_two_sites_is_proposed(tmp_path, first, second, expected
     for site, cell in (("a", first), ("b", second)):
         rows = (f"{cell(i)},{i % 2}\n" for i in range(12))
         write(tmp_path, **{site: "x,y\n" + "".join(rows)})
-    found = proposals(tables_of(tmp_path))
+    found = site_tables.proposals(tables_of(tmp_path))
     assert found == ({"b": expected} if expected else {})
     (tmp_path / SITES_FILE).write_text("\n".join(site_tables.as_yaml(found)))
     if "?" in str(found):  # which somebody is to think about
         refuses("b.scale.x=. has the wrong type: expected a number", join, tmp_path)
     else:
-        assert proposals(tables_of(tmp_path)) == {}
+        assert site_tables.proposals(tables_of(tmp_path)) == {}
 
 
 SEEMINGLY_OTHER = [

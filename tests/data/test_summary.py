@@ -5,8 +5,6 @@ from fednas_flwr.cli import main
 
 from ..data_sets import save_pixels
 
-HEADER = "age;ward;seen;outcome\n"
-
 
 @pytest.fixture
 def patients(tmp_path):
@@ -17,7 +15,7 @@ def patients(tmp_path):
         ward = "" if 20 <= i < 30 else "ns"[i % 2]
         rows.append(f"{age};{ward};{1 + i % 28}.01.2024;{'died' if i % 10 == 0 else 'left'}")
     path = tmp_path / "patients.csv"
-    path.write_text(HEADER + "\n".join([*rows, rows[-1]]) + "\n")
+    path.write_text("\n".join(["age;ward;seen;outcome", *rows, rows[-1]]) + "\n")
     return path
 
 

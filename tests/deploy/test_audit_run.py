@@ -16,8 +16,6 @@ import pytest
 from fednas_flwr.cli import INCONCLUSIVE, RUN_FAILED, main
 from fednas_flwr.client import answer as entrance
 from fednas_flwr.deploy import audit_run as audit
-from fednas_flwr.deploy.audit_run import audit_run
-from fednas_flwr.privacy import audit as privacy_audit
 from fednas_flwr.settings import dump_config
 
 from ..refusals import refuses
@@ -31,7 +29,6 @@ PERSONS = ("algorithm=dp_fnas", "dataset.id_column=id", "privacy.statistics_nois
 PERSONS += ("dataset.ranges={a: [-4, 4], b: [-4, 4], c: [-4, 4]}",)
 PERSONS += ("privacy.metrics_noise_multiplier=10",)
 LOCAL = ("algorithm=fed_darts", *STATED)
-TRIALS = ("algorithm=feathers", *STATED)
 POOL = ("algorithm=successive_halving", *STATED)
 SUMS = ("secure_sum={least_sites: 3, colluding: 1}", "clients=3")
 CLIENTS = (
@@ -164,7 +161,7 @@ def test_sites_with_other_commitments_in_one_sum_are_found(table, monkeypatch):
 @pytest.mark.run
 def test_what_no_reply_tells_is_said_and_inconclusive(table):
     with audited_only(REWARDS):
-        code, said = command(*SURE, *table, *TRIALS)
+        code, said = command(*SURE, *table, "algorithm=feathers", *STATED)
     assert code == INCONCLUSIVE, said
     assert "search/train.probe/weights/train\n  not audited: no reply tells it" in said
     assert f"{REWARDS}: noise " in said
@@ -174,7 +171,7 @@ def test_what_no_reply_tells_is_said_and_inconclusive(table):
 
 @pytest.mark.run
 def test_more_noise_than_canaries_can_show_is_inconclusive(table, monkeypatch):
-    monkeypatch.setattr(privacy_audit, "MOST_CANARIES", 256)
+    monkeypatch.setattr("fednas_flwr.privacy.audit.MOST_CANARIES", 256)
     alphas = "privacy.alphas.noise_multiplier=5000"
     with audited_only(ALPHAS):
         code, said = command(*SURE, *table, "algorithm=dp_fnas", *STATED, alphas)
@@ -190,13 +187,13 @@ NOT_AUDITED = [
 
 @pytest.mark.parametrize(("overrides", "reason"), NOT_AUDITED)
 def test_what_cannot_be_audited_is_said(compose_config, overrides, reason):
-    refuses(reason, audit_run, compose_config("privacy=dp", *overrides))
+    refuses(reason, audit.audit_run, compose_config("privacy=dp", *overrides))
 
 
 @pytest.mark.parametrize("confidence", [0.0, 1.0, math.nan])
 def test_a_confidence_out_of_range_is_refused(compose_config, confidence):
     config = compose_config("privacy=dp")
-    refuses("expected a number between 0 and 1", audit_run, config, confidence=confidence)
+    refuses("expected a number between 0 and 1", audit.audit_run, config, confidence=confidence)
 
 
 @pytest.mark.run

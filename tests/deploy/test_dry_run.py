@@ -6,7 +6,6 @@ import pytest
 
 from fednas_flwr.base.processes import ALONE
 from fednas_flwr.deploy import dry_run
-from fednas_flwr.deploy.dry_run import MeasuringGrid, estimate
 from fednas_flwr.protocol.requests import Amount, Evaluate, Train
 from fednas_flwr.report.templates import sentence
 from fednas_flwr.settings import parser
@@ -39,7 +38,7 @@ RUNS = [
 
 @pytest.mark.parametrize("overrides", RUNS)
 def test_traffic_and_epsilon_are_those_of_the_run(overrides, compose_config, run_inline):
-    told = estimate(compose_config(*SMALL, *overrides))
+    told = dry_run.estimate(compose_config(*SMALL, *overrides))
     done = run_inline(*SMALL, *overrides)
     for stage in told.stages:
         rounds = [e for e in done.events if e["event"] == "round" and e["stage"] == stage.name]
@@ -62,18 +61,18 @@ def test_seconds_are_those_of_all_clients_steps(overrides, cores, compose_config
     monkeypatch.delenv(ALONE, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
     asked = []
-    answer = MeasuringGrid._timed
+    answer = dry_run.MeasuringGrid._timed
 
     def timed(self, message, request, steps):
         reply, _ = answer(self, message, request, 1)
         asked.append(steps)
         return reply, 2 + 0.5 * steps
 
-    monkeypatch.setattr(MeasuringGrid, "_timed", timed)
+    monkeypatch.setattr(dry_run.MeasuringGrid, "_timed", timed)
     amount = ("algorithm.local_epochs=7", "algorithm.batch_size=2")
     config = compose_config("stages=[search]", *overrides, *amount)
     grids = noting(monkeypatch, dry_run, "MeasuringGrid", lambda grid, *_: grid)
-    (stage,) = estimate(config).stages
+    (stage,) = dry_run.estimate(config).stages
     parts = [properties["splits"]["train"] for properties in grids[0].properties.values()]
     expected = sum(2 + 0.5 * 7 * -(-part // 2) for part in parts) / cores
     assert stage.round_s == pytest.approx(expected, abs=30)  # the server's own seconds
@@ -93,7 +92,7 @@ OTHER_WAYS = [
 
 @pytest.mark.parametrize("overrides", OTHER_WAYS)
 def test_other_ways_are_measured(overrides, compose_config):
-    told = estimate(compose_config(*SMALL, *overrides))
+    told = dry_run.estimate(compose_config(*SMALL, *overrides))
     assert told.stages[-1].name == "retrain"
     assert all(stage.round_s >= 0 for stage in told.stages)
     lines = "\n".join(told.lines())
@@ -107,7 +106,7 @@ def test_simulated_sites_that_are_kept_pay_nothing(tmp_path, compose_config, run
     terms = (*SMALL, *DP, *noise, f"privacy.sites={sites}", "stages=[search]")
     run_inline(*terms)
     before = folder_of(sites)
-    assert estimate(compose_config(*terms)).privacy
+    assert dry_run.estimate(compose_config(*terms)).privacy
     assert folder_of(sites) == before
 
 
@@ -129,7 +128,7 @@ def test_command_runs_nothing(tmp_path, monkeypatch, prints):
 def test_sites_that_are_elsewhere_cannot_be_measured():
     real = ["runtime=deployment", "runtime.superlink=site", "partition=sites"]
     config = parse_config(compose_tree([*real, "dataset=npz", "dataset.server_test=false"]))
-    refuses("only the sites know their records", estimate, config)
+    refuses("only the sites know their records", dry_run.estimate, config)
 
 
 def test_number_of_steps_of_every_action():

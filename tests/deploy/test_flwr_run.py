@@ -14,7 +14,6 @@ from flwr.cli.install import install_from_fab
 
 from fednas_flwr.cli import main
 from fednas_flwr.deploy import bundle
-from fednas_flwr.deploy.bundle import check_bundle
 from fednas_flwr.deploy.server_app import configure
 from fednas_flwr.deploy.sites.links import is_open
 from fednas_flwr.runs.events import read_events
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # within 
 
 
 def test_sites_accept_what_flower_builds_of_the_root():
-    check_bundle(build_fab_from_disk(ROOT))
+    bundle.check_bundle(build_fab_from_disk(ROOT))
 
 
 def test_the_environment_of_a_run_is_empty(tmp_path, monkeypatch):

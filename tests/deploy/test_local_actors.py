@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from fednas_flwr.algorithms.zero_cost import strategy
 from fednas_flwr.api import run
 from fednas_flwr.base import processes
-from fednas_flwr.base.processes import Forks, LostError
 from fednas_flwr.deploy import local_actors
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.deploy.local_actors import LocalGrid, local_grid
@@ -84,7 +83,7 @@ def two_cores(monkeypatch):
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_run_without_processes_goes_on(warm, compose_config, tmp_path, two_cores, monkeypatch):
     monkeypatch.setattr(local_actors, "is_warm", lambda: warm)
-    monkeypatch.setattr(Forks, "start", raising(LostError))
+    monkeypatch.setattr(processes.Forks, "start", raising(processes.LostError))
     short = (*SHORT, "runtime.device=cpu", "stages=[search]", f"run_dir={tmp_path / 'run'}")
     assert read_run(run(compose_config(*short)).folder).failures() == []
 
@@ -132,7 +131,7 @@ def test_a_worker_that_dies_costs_its_reply_and_is_replaced(compose_config, tmp_
 def test_a_process_that_forks_others_is_replaced_when_it_has_died():
     sent = packed(len)
     assert sent is not None
-    with Forks(sent) as forks:
+    with processes.Forks(sent) as forks:
         first = forks.start()
         assert first("abc") == 3
         (interpreter, _) = processes._started[-1]
@@ -142,7 +141,7 @@ def test_a_process_that_forks_others_is_replaced_when_it_has_died():
         other = forks.start()
         assert other("ab") == 2
     for call in (other, forks.start):
-        refuses("", call, error=LostError)
+        refuses("", call, error=processes.LostError)
 
 
 @pytest.mark.run
@@ -151,7 +150,7 @@ def test_what_is_needed_later_is_imported_once_the_first_are_forked(two_cores, m
     monkeypatch.delenv(processes.ALONE, raising=False)
     processes.warm_up(["this"])
     (interpreter, _) = processes._started[-1]
-    with Forks(packed(_has_imported)) as forks:
+    with processes.Forks(packed(_has_imported)) as forks:
         assert forks.start()("this") is False
         ends_at = time.monotonic() + 60
         while not forks.start()("this"):
@@ -166,7 +165,7 @@ def _has_imported(name):
 
 @pytest.mark.run
 def test_what_a_function_raises_is_raised_here_and_its_process_lives():
-    with Forks(packed(len)) as forks:
+    with processes.Forks(packed(len)) as forks:
         measure = forks.start()
         with pytest.raises(TypeError, match="has no len") as raised:
             measure(1)
@@ -176,9 +175,9 @@ def test_what_a_function_raises_is_raised_here_and_its_process_lives():
 
 def test_an_interpreter_that_always_dies_is_started_a_few_times(monkeypatch):
     monkeypatch.setattr(processes, "ENTRY", "no_such_module")
-    with Forks(packed(len)) as forks:
+    with processes.Forks(packed(len)) as forks:
         for _ in range(processes.STARTS + 2):
-            refuses("", forks.start, error=LostError)
+            refuses("", forks.start, error=processes.LostError)
             processes._started[-1][0].wait()
     assert len(processes._started) == processes.STARTS
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fednas_flwr.algorithms.fedavg import strategy
 from fednas_flwr.api import compose
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun
@@ -70,7 +69,7 @@ def test_rounds_of_small_clients_have_several_passes(folder, quick_run):
 
 
 def test_unlike_clients_train_all_networks_by_gradients(quick_run, monkeypatch, tmp_path):
-    monkeypatch.setattr(strategy, "LOCAL_STEPS", 4)
+    monkeypatch.setattr("fednas_flwr.algorithms.fedavg.strategy.LOCAL_STEPS", 4)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", x_train=pixels, y_train=np.arange(40) % 2)
     data = ("dataset=npz", f"dataset.root={tmp_path / 'a.npz'}", "clients=2", "trackers=[]")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from fednas_flwr.deploy.dry_run import SteppedGrid, begun, private_terms
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.pipeline import later_settings
-from fednas_flwr.pipeline.later_settings import with_learning_rate, with_precision
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.messages import decode_request
 from fednas_flwr.protocol.requests import Train
@@ -22,6 +21,7 @@ from fednas_flwr.server.reply_checks import distance
 
 from ..finished_runs import Told
 from ..refusals import refuses
+from ..watched import noting
 
 LINEAR = ["algorithm=fedavg", "algorithm.network=plain_cnn", "stages=[retrain,export]", "clients=2"]
 LINEAR += ["retrain.rounds=1", "runtime.device=cpu"]
@@ -70,7 +70,7 @@ def test_a_resumed_run_keeps_the_format_that_it_began_with(trained, monkeypatch)
     assert read_run(run.folder).last("precision")["precision"] == "bfloat16"
     monkeypatch.setattr(later_settings, "computes_in_bfloat16", lambda device: False)
     gone = SimpleNamespace(folder=run.folder)
-    assert with_precision(gone, run.config, {}).training.precision == "bfloat16"
+    assert later_settings.with_precision(gone, run.config, {}).training.precision == "bfloat16"
 
 
 def test_auto_is_float32_of_grouped_convolutions_and_on_a_gpu(trained, monkeypatch):
@@ -80,7 +80,7 @@ def test_auto_is_float32_of_grouped_convolutions_and_on_a_gpu(trained, monkeypat
 
     def chosen(name):
         description = {"name": name, "input_shape": (1, 8, 8), "num_classes": 10, "norm": "batch"}
-        return with_precision(begun, auto, description).training.precision
+        return later_settings.with_precision(begun, auto, description).training.precision
 
     assert chosen("plain_cnn") == "bfloat16"
     assert chosen("mobilenet_v2") == "float32"
@@ -102,33 +102,24 @@ PRIVATE_LINEAR += ("clients=2", "retrain.rounds=3", "privacy.retrain.local_steps
 PRIVATE_LINEAR += ("privacy.epsilon=20",)
 
 
-class Listening(InProcessGrid):
-    """Keeps the learning rates that clients train with, and the norms of moments they are sent."""
-
-    def __init__(self, app, clients):
-        super().__init__(app, clients)
-        self.trained: list[tuple[float, float]] = []
-
-    def answer(self, message):
-        action = message.metadata.message_type
-        if action == "train.weights":
-            request = decode_request(action, message.content)
-            assert isinstance(request.settings, Train)
-            moments = distance(request.states[MOMENTS], {})
-            self.trained.append((request.settings.local.weights.lr, moments))
-        return super().answer(message)
-
-
 @pytest.fixture(scope="module")
 def private(quick_run):
-    """A private training of a linear model: its configuration, events and requests."""
-    grids = []
+    """A private training of a linear model: its configuration, events and requests.
 
-    def grid(app, clients):
-        grids.append(Listening(app, clients))
-        return grids[0]
+    Of these the learning rates that clients train with, and the norms of moments they are sent.
+    """
 
-    return Told(**vars(quick_run(*PRIVATE_LINEAR, grid=grid)), trained=grids[0].trained)
+    def told(_, grid, message):
+        if message.metadata.message_type != "train.weights":
+            return None
+        request = decode_request("train.weights", message.content)
+        assert isinstance(request.settings, Train)
+        return request.settings.local.weights.lr, distance(request.states[MOMENTS], {})
+
+    with pytest.MonkeyPatch.context() as patch:
+        asked = noting(patch, InProcessGrid, "answer", told)
+        run = quick_run(*PRIVATE_LINEAR)
+    return Told(**vars(run), trained=[one for one in asked if one is not None])
 
 
 def test_clients_train_at_the_rate_that_noise_and_records_give(private):
@@ -149,7 +140,7 @@ def test_a_sum_of_more_clients_than_it_needs_has_more_noise(compose_config):
     """By hand: each of 5 clients adds the noise that 2 need together."""
     sums = ("secure_sum={least_sites: 3, colluding: 1}", "clients=5")
     with begun(compose_config(*PRIVATE_LINEAR, *sums), SteppedGrid) as (run, _):
-        with_learning_rate(run)
+        later_settings.with_learning_rate(run)
         told = read_run(run.folder).last("learning_rate")
         (release,) = run.schedule
         known = [client["splits"] for client in run.cohort.properties.values()]
@@ -179,7 +170,7 @@ def test_a_resumed_run_keeps_its_learning_rate(private):
     told = private.the("learning_rate")
     cohort = SimpleNamespace(properties={})
     gone = SimpleNamespace(config=private.config, folder=private.folder, schedule=[], cohort=cohort)
-    again = with_learning_rate(gone).retrain.weights
+    again = later_settings.with_learning_rate(gone).retrain.weights
     assert (again.lr, again.min_lr) == (told["lr"], 0.1 * told["lr"])
 
 

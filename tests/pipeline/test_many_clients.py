@@ -18,6 +18,7 @@ from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.settings.names import QUANTILES
 
 from ..finished_runs import Told
+from ..watched import noting
 
 CLIENTS = 300
 MANY = (
@@ -28,41 +29,18 @@ MANY = (
 )
 
 
-class Noting(InProcessGrid):
-    """Keeps the actions that clients are asked for, and which clients."""
-
-    def __init__(self, app, clients):
-        super().__init__(app, clients)
-        self.asked: list[tuple[str, int]] = []
-
-    def answer(self, message):
-        client = message.metadata.dst_node_id - 2
-        self.asked.append((message.metadata.message_type, client))
-        return super().answer(message)
-
-
 @pytest.fixture(scope="module")
-def run(quick_run):
-    """``run(...)``: a whole run, every message that its clients got, and how many were alive."""
+def many(quick_run):
+    """A whole run, the action and client of every message, and how many clients were alive."""
 
-    def ran(*overrides, **how):
-        grids = []
+    def told(_, grid, message):
+        return message.metadata.message_type, message.metadata.dst_node_id - 2
 
-        def grid(app, clients):
-            grids.append(Noting(app, clients))
-            return grids[0]
-
-        client_app._client.cache_clear()
-        done = quick_run(*overrides, grid=grid, **how)
-        alive = client_app._client.cache_info().currsize
-        return Told(**vars(done), asked=grids[0].asked, alive=alive)
-
-    return ran
-
-
-@pytest.fixture(scope="module")
-def many(run):
-    return run(MANY)
+    client_app._client.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        asked = noting(patch, InProcessGrid, "answer", told)
+        done = quick_run(MANY)
+    return Told(**vars(done), asked=asked, alive=client_app._client.cache_info().currsize)
 
 
 @pytest.mark.run

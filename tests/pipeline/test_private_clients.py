@@ -106,8 +106,8 @@ PERSONS = 60
 
 
 @pytest.fixture
-def table(tmp_path):
-    """60 patients with one to four rows each."""
+def overrides(tmp_path):
+    """Settings of a private search on a table of 60 patients with one to four rows each."""
     rng = np.random.default_rng(0)
     rows = [
         f"p{patient},{rng.normal():.4f},{rng.normal() + patient % 2:.4f},{patient % 2}"
@@ -116,16 +116,11 @@ def table(tmp_path):
     ]
     path = tmp_path / "patients.csv"
     path.write_text("\n".join(["patient,a,b,ill", *rows]) + "\n")
-    return path
-
-
-@pytest.fixture
-def overrides(table, tmp_path):
     own = ["algorithm=dp_fnas", "privacy=dp", *OF_TABLE, "search_space.norm=group"]
     own += ["retrain.norm=group", "rounds=1", "retrain.rounds=1", "clients=2", "runtime.device=cpu"]
     own += ["algorithm.batch_size=6", "retrain.batch_size=6", "privacy.epsilon=100", "trackers=[]"]
     own += ["privacy.metrics_noise_multiplier=5", "privacy.micro_batch_size=4"]
-    own += ["dataset=csv", f"dataset.root={table}", f"dataset.cache={tmp_path / 'cache'}"]
+    own += ["dataset=csv", f"dataset.root={path}", f"dataset.cache={tmp_path / 'cache'}"]
     own += ["dataset.id_column=patient", "dataset.statistics={a: [0, 1], b: [0, 1]}"]
     return [*own, "dataset.server_test=false"]
 

@@ -24,7 +24,6 @@ from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.prepared import make_data
 from fednas_flwr.deploy import client_app
 from fednas_flwr.models.networks import supernet_space
-from fednas_flwr.pipeline import beginning
 from fednas_flwr.pipeline.beginning import commit, make_cohort
 from fednas_flwr.privacy.actions import PRIVATE_ACTIONS
 from fednas_flwr.privacy.books.anchor import MOST_BYTES, counter_of
@@ -810,7 +809,7 @@ def test_a_run_waits_for_a_person_who_sees_all_that_it_may_release(
 
 
 def test_a_run_goes_on_once_approved_and_without_a_site_where_nobody_does(site, monkeypatch):
-    monkeypatch.setattr(beginning, "APPROVAL_POLL_S", 0.01)
+    monkeypatch.setattr("fednas_flwr.pipeline.beginning.APPROVAL_POLL_S", 0.01)
     own = site("clients=3", "runtime.approval_s=3", approve="manual")
     nodes = {node["partition-id"]: node for node in own.nodes}
     write_policy(Path(nodes[2]["policy"]).parent.parent, 0)  # this site needs no person

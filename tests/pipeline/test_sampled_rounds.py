@@ -28,24 +28,15 @@ DP += ["search_space.norm=group", "retrain.norm=group", "retrain.channels=2"]
 DP += ["privacy.retrain.local_steps=3", "privacy.epsilon=30", "search_space.channels=2", *SIX]
 
 
-def drawn(run):
-    """The clients of each round by stage and round, as the seed has them."""
-    told = run.named("partition")[0]
-    sampling = make_sampling(run.config, told["splits"])
-    return {
+def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(finished_run):
+    whole = finished_run(*FNAS, "partition=quantity", "partition.min_size=5")
+    sampling = make_sampling(whole.config, whole.named("partition")[0]["splits"])
+    drawn = {
         (e["stage"], e["round"]): list(sampling.participants(e["stage"], e["round"]).clients)
-        for e in run.named("round")
+        for e in whole.named("round")
     }
-
-
-@pytest.fixture(scope="module")
-def whole(finished_run):
-    return finished_run(*FNAS, "partition=quantity", "partition.min_size=5")
-
-
-def test_every_exchange_of_a_round_asks_the_clients_that_the_seed_has_drawn(whole):
     asked = {(e["stage"], e["round"]): e["asked"] for e in whole.named("round")}
-    assert asked == drawn(whole)
+    assert asked == drawn
     assert len(asked) == 7
     assert len({tuple(clients) for clients in asked.values()}) > 3
     for event in whole.named("round"):

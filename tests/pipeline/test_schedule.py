@@ -209,7 +209,6 @@ FEATHERS = ["algorithm=feathers", "privacy=dp", "search_space.norm=group", "retr
 FEATHERS += ["clients=2", "rounds=5", "algorithm.nas_rounds=2", "algorithm.num_configurations=8"]
 FEATHERS += ["algorithm.bandit.beta=1.5", "retrain.rounds=4", "retrain.batch_size=16"]
 FEATHERS += ["privacy.local_steps=3", "privacy.retrain.local_steps=4", "privacy.rate=null"]
-TRIALS = 3  # round(1.5 ln 8)
 
 
 TRIALS_LEFT = [
@@ -224,7 +223,7 @@ def test_every_step_of_trials_of_feathers_is_committed_to(compose_config, done, 
     noises = [f"privacy.{k}.noise_multiplier=2" for k in ("weights", "alphas", "rewards")]
     config = compose_config(*FEATHERS, *noises, GIVEN)
     found = steps_of_releases(config, done)
-    search, retrain = (TRIALS * number for number in phases)
+    search, retrain = (3 * number for number in phases)  # round(1.5 ln 8) trials
     expected = {
         ("search", "train.search", "weights", "train"): 3 * rounds[0],
         ("search", "train.search", "alphas", "validation"): 3 * rounds[0],

@@ -8,7 +8,6 @@ from fednas_flwr.runs.numbers import is_complete, read_run
 from fednas_flwr.settings import parser
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
-from fednas_flwr.settings.parser import seconds
 
 from ..refusals import refuses
 
@@ -72,7 +71,7 @@ NO_TIMES = ["30", "0s", "min", "1h30", "-1h", "1 h", "2hours", "infs", "1e3s"]
 def test_what_is_no_time_is_one_sentence(text):
     words = r"^runtime.time_limit=.* is out of range: expected a time with its unit: 45s, 30min"
     refuses(words, parse_config, compose_tree([f"runtime.time_limit='{text}'"]))
-    assert {text: seconds(text) for text in TIMES} == TIMES
+    assert {text: parser.seconds(text) for text in TIMES} == TIMES
 
 
 def test_a_limit_where_no_rounds_are_is_refused():

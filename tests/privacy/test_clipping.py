@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F
 
 from fednas_flwr.base.layers import stacked
 from fednas_flwr.base.randomness import make_generator, seeded
@@ -29,7 +28,7 @@ from ..small_spaces import CLASSES, SPACES
 
 
 def cross_entropy(logits, y):
-    return F.cross_entropy(logits, y, reduction="none")
+    return nn.functional.cross_entropy(logits, y, reduction="none")
 
 
 def small(name, shape, *, skip="linear", **sizes):
@@ -312,7 +311,7 @@ def test_the_supernet_is_left_as_it_was():
 def unreached(use):
     def forward(self, x):
         if use == "weight without a call":
-            return self.head(F.linear(x, self.layer.weight))
+            return self.head(nn.functional.linear(x, self.layer.weight))
         dead = self.layer(x)
         return self.head(x if use == "never" else self.layer(0 * dead.detach() + x))
 
@@ -433,7 +432,7 @@ def test_networks_without_per_sample_gradients_are_refused(network, message):
 OUT_OF_RANGE = [
     *({"max_norm": norm} for norm in (0.0, -1.0, math.inf, math.nan)),
     *({"class_factors": torch.tensor([1.0, factor, 1, 1, 1])} for factor in (0.0, 1.5, math.nan)),
-    *({"micro_batch_size": 0}, {"loss": F.cross_entropy}),
+    *({"micro_batch_size": 0}, {"loss": nn.functional.cross_entropy}),
     {"parameters": {"weight": nn.Parameter(torch.zeros(1))}},
 ]
 

@@ -9,18 +9,8 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fednas_flwr.protocol.states import (
-    CHUNK,
-    Layout,
-    Part,
-    TrimmedMean,
-    WeightedAverage,
-    load_states,
-    median_rewards,
-    network_states,
-    pack,
-    unpack,
-)
+from fednas_flwr.protocol import states
+from fednas_flwr.protocol.states import Layout, load_states, network_states, pack, unpack
 from fednas_flwr.spaces.nasbench201 import NASBench201Space
 
 from ..refusals import refuses
@@ -97,9 +87,9 @@ def test_states_of_a_supernet_are_all_its_tensors_once(supernets):
 
 
 def average(replies):
-    mean = WeightedAverage()
-    for states, weight in replies:
-        mean.add(states, weight=weight)
+    mean = states.WeightedAverage()
+    for sent, weight in replies:
+        mean.add(sent, weight=weight)
     return mean.result()
 
 
@@ -131,7 +121,7 @@ def test_a_large_integer_counter_is_exact():
 
 
 def test_the_streaming_average_holds_one_sum_and_no_reply():
-    average, replies, sums = WeightedAverage(), [], set()
+    average, replies, sums = states.WeightedAverage(), [], set()
     for client in range(5):
         vector = torch.full((1000,), float(client))
         replies.append(weakref.ref(vector))
@@ -160,7 +150,7 @@ def test_a_part_holds_some_tensors_and_fills_in_to_the_whole():
     new = sent | {"b": torch.tensor([1.0, 1.0, 2.0, 1.0])}
     whole = {"weights": pack(new), "buffers": pack(sent)}
     layouts = {name: Layout.of(sent) for name in whole}
-    part = Part(layouts, {"weights": ["b"]})
+    part = states.Part(layouts, {"weights": ["b"]})
     held = part.of(whole)
     assert {dtype: v.tolist() for dtype, v in held["weights"].items()} == {"float32": [1, 1, 2, 1]}
     assert held["buffers"] is whole["buffers"]
@@ -168,7 +158,7 @@ def test_a_part_holds_some_tensors_and_fills_in_to_the_whole():
     filled = part.filled(held, before)
     assert all(torch.equal(filled["weights"][d], vector) for d, vector in pack(new).items())
     assert all(torch.equal(before["weights"][d], vector) for d, vector in pack(sent).items())
-    assert Part(layouts, {"weights": []}).of(whole)["weights"] == {}
+    assert states.Part(layouts, {"weights": []}).of(whole)["weights"] == {}
 
 
 # --- Trimmed means and medians against numpy and scipy, their memory, and what an attack does
@@ -178,7 +168,7 @@ VALUES = st.floats(-1e6, 1e6, width=32)
 
 
 def result_of(values_NP, trim):
-    average = TrimmedMean(trim)
+    average = states.TrimmedMean(trim)
     for number, row in enumerate(values_NP):
         vector = torch.from_numpy(row.copy())
         average.add({"weights": {str(row.dtype): vector}}, weight=1.0 + number)
@@ -223,12 +213,12 @@ def test_two_hostile_of_seven_stay_between_honest_values(honest_NP, hostile_NP, 
 def test_rewards_lie_between_those_of_honest_clients(honest_NP, hostile_NP, order):
     """Of each candidate, against the client's own mean; where all agree, they decide."""
     rewards_NC = torch.from_numpy(np.concatenate([honest_NP, hostile_NP])[order])
-    found_C = median_rewards(rewards_NC).numpy()
+    found_C = states.median_rewards(rewards_NC).numpy()
     levels = honest_NP.mean(axis=1, keepdims=True)
     gains = found_C - np.median(rewards_NC.numpy().mean(axis=1))
     assert ((honest_NP - levels).min(axis=0) - 1e-12 <= gains).all()
     assert (gains <= (honest_NP - levels).max(axis=0) + 1e-12).all()
-    alike = median_rewards(torch.from_numpy(np.tile(honest_NP[0], (3, 1))))
+    alike = states.median_rewards(torch.from_numpy(np.tile(honest_NP[0], (3, 1))))
     np.testing.assert_allclose(alike, honest_NP[0], atol=1e-12)
 
 
@@ -253,11 +243,11 @@ class Largest(TorchDispatchMode):
 
 
 def test_long_vectors_are_sorted_in_pieces():
-    length, clients = 4 * CHUNK + 3, 3
-    average = TrimmedMean(1)
+    length, clients = 4 * states.CHUNK + 3, 3
+    average = states.TrimmedMean(1)
     for number in range(clients):
         average.add({"weights": {"float32": torch.full((length,), float(number))}}, weight=1.0)
     with Largest() as largest:
         (packed,) = average.result().values()
     assert (packed["float32"] == 1).all()
-    assert largest.elements <= max(length, clients * CHUNK)
+    assert largest.elements <= max(length, clients * states.CHUNK)

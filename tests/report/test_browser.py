@@ -32,7 +32,6 @@ def browser():
         found.close()
 
 
-BIG = {"width": 1280, "height": 900}
 WITHIN = """words => [...document.querySelectorAll("main *")].filter(e =>
   [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.includes(words)) &&
   e.getBoundingClientRect().bottom <= innerHeight && e.getBoundingClientRect().top >= 0).length"""
@@ -49,7 +48,7 @@ def test_the_first_screen_answers_five_questions(browser, make_run, told):
             event["inputs"] = {"shape": [1], "schema": [], "mean": [], "std": []}
 
     folder = with_events(make_run("run", private=True), completed)
-    page = browser.new_page(viewport=BIG)
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.goto(write_report(folder).as_uri())
     page.wait_for_function("document.querySelectorAll('.plot svg').length > 0")
     for words in (
@@ -104,23 +103,18 @@ CUT = """() => [...document.querySelectorAll(".plot svg text")].filter(t => {
   return a.left < b.left - 1 || a.right > b.right + 1; }).map(t => t.textContent)"""
 
 
-@pytest.fixture
-def watched(make_run):
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_run_that_goes_on_shows_first_where_it_is(browser, make_run, width, scheme):
     """The page that ``fednas watch`` writes of a run that is in its second round."""
     folder = make_run("live")
     events = (folder / "events.jsonl").read_text().splitlines(keepends=True)
     rounds = [place for place, line in enumerate(events) if '"event": "round"' in line]
     (folder / "events.jsonl").write_text("".join(events[: rounds[1] + 1]))
-    return write_report(folder, renews=True).as_uri()
-
-
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_run_that_goes_on_shows_first_where_it_is(browser, watched, width, scheme):
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(watched)
+    page.goto(write_report(folder, renews=True).as_uri())
     page.wait_for_function("document.querySelectorAll('.plot svg').length > 0")
     for words in ("Search, round 2 of 3, about 1.5 s left in this stage", "train loss 1.000"):
         assert page.evaluate(WITHIN, words) > 0

@@ -131,14 +131,10 @@ def phase(stage, number, **changes):
     return told | {"seconds": 3.0, "bytes_sent": 300, "bytes_received": 0} | changes
 
 
-def round_event(stage, number, rounds):
-    told = {"bytes_sent": 1300, "bytes_received": 500, "exchanges": 2, "seconds": 4.0}
-    told |= {"metrics": {"lr": 0.0123, "train_loss": 1.0}}
-    return told | {"stage": stage, "round": number, "rounds": rounds}
-
-
 @pytest.fixture
 def folder(tmp_path):
+    told = {"bytes_sent": 1300, "bytes_received": 500, "exchanges": 2, "seconds": 4.0}
+    told |= {"metrics": {"lr": 0.0123, "train_loss": 1.0}}
     with EventLog(tmp_path / "events.jsonl") as log:
         log.emit("run_started", resumed=False)
         log.emit("explored", **phase("search", 1, best=1))  # this process was killed
@@ -147,7 +143,7 @@ def folder(tmp_path):
             for number in rounds:
                 if number != 2:
                     log.emit("explored", **phase(stage, number))
-                log.emit("round", **round_event(stage, number, len(rounds)))
+                log.emit("round", stage=stage, round=number, rounds=len(rounds), **told)
     return tmp_path
 
 

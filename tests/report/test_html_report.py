@@ -15,7 +15,6 @@ from fednas_flwr.runs.numbers import read_run
 from ..refusals import lacking, raising, refuses
 from ..rows import seldom
 from . import conftest as made
-from .conftest import emit, emit_rounds, make_hostile, with_config, with_events
 
 VOID = {"meta", "link", "input", "br", "img", "hr", "path", "rect", "circle"}
 OUTSIDE = re.compile(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", re.IGNORECASE)
@@ -95,7 +94,7 @@ def test_the_page_needs_no_network(make_run):
 def test_what_others_wrote_is_escaped(make_run, evil):
     """The page has the same elements, ids and scripts whatever clients and others have written."""
     plain, page = (
-        Page(write_report(make_hostile(make_run(name), words)))
+        Page(write_report(made.make_hostile(make_run(name), words)))
         for name, words in (("plain", "plain words"), ("evil", evil))
     )
     assert page.text.count("\n".join(evil.splitlines())) >= plain.text.count("plain words") // 3
@@ -114,10 +113,10 @@ def test_a_run_that_failed_in_search_has_only_what_it_reached(make_run):
 
 
 def test_a_run_without_search_alphas_partition_and_config(tmp_path):
-    emit(tmp_path, "stage_started", stage="retrain", rounds=1)
-    emit(tmp_path, "round", **made.ROUND, stage="retrain", round=1, rounds=1)
-    emit(tmp_path, "derived", genotype=None, num_parameters=5, multiply_adds=None)
-    emit(tmp_path, "evaluated", central=None, clients=[], linear=None)
+    made.emit(tmp_path, "stage_started", stage="retrain", rounds=1)
+    made.emit(tmp_path, "round", **made.ROUND, stage="retrain", round=1, rounds=1)
+    made.emit(tmp_path, "derived", genotype=None, num_parameters=5, multiply_adds=None)
+    made.emit(tmp_path, "evaluated", central=None, clients=[], linear=None)
     page = Page(write_report(tmp_path))
     assert "retrain" in page.ids
     assert (page.plots, page.tags.count("svg")) == ([], 0)
@@ -138,7 +137,7 @@ def test_a_run_that_goes_on_says_where_it_is(make_run):
     folder = make_run("run", until="start")
     assert "live" not in Page(write_report(folder)).ids
     with EventLog(folder / "events.jsonl") as log:
-        emit_rounds(log, "search", range(1, 3), 5)
+        made.emit_rounds(log, "search", range(1, 3), 5)
     page, text = page_of(folder)
     assert page.ids.index("live") < page.ids.index("answer")
     assert "Search, round 2 of 5, about 4.5 s left in this stage; train accuracy 40.0 %" in text
@@ -148,7 +147,7 @@ def test_a_failed_write_leaves_the_old_report(make_run, monkeypatch):
     folder = make_run("run")
     path = write_report(folder)
     before = path.read_bytes()
-    emit(folder, "warning", message="late")
+    made.emit(folder, "warning", message="late")
     monkeypatch.setattr("os.fsync", raising(OSError("no space left")))
     refuses("no space", write_report, folder, error=OSError)
     assert path.read_bytes() == before
@@ -187,8 +186,8 @@ def test_a_resumed_private_run_says_that_its_table_holds_the_rest(make_run):
     assert "since the run was resumed" not in Page(write_report(folder)).text
     accepted = read_run(folder).privacy
     rest = [accepted["schedule"][0] | {"steps": 77}]
-    emit(folder, "run_started", resumed=True)
-    emit(folder, "privacy", schedule=rest, clients=accepted["clients"])
+    made.emit(folder, "run_started", resumed=True)
+    made.emit(folder, "privacy", schedule=rest, clients=accepted["clients"])
     _, text = page_of(folder)
     assert "What is released, at most, since the run was resumed" in text
     assert "counts as booked before" in text
@@ -202,7 +201,7 @@ def test_a_run_that_stopped_early_tells_how_far_it_came(make_run):
         if event["event"] == "round" and event["round"] == 3:
             event["event"] = "lost"
 
-    shown = dict(score_tables.setting_rows(read_run(with_events(folder, without_round_3))))
+    shown = dict(score_tables.setting_rows(read_run(made.with_events(folder, without_round_3))))
     told = [shown[name] for name in ("rounds", "retrain.rounds", "clients")]
     assert told == ["2 of 3", "0 of 2", "3, 1 left before the end"]
     parts = ("Not all of it was released", "Search, 2 of 3 rounds")
@@ -221,7 +220,7 @@ def test_a_run_without_a_round_does_not_praise_its_clients(make_run):
 @pytest.mark.parametrize("stage", ["search", "start"])
 def test_a_search_that_did_not_run_was_not_private(make_run, stage):
     aware = {"dp_aware": {"max_grad_norm": 0.1, "noise_multiplier": 0.2}}
-    folder = with_config(make_run("run", until=stage), algorithm=aware)
+    folder = made.with_config(make_run("run", until=stage), algorithm=aware)
     page = write_report(folder).read_text(encoding="utf-8")
     assert ("<dt>the search was</dt>" in page) == (stage == "search")
 
@@ -229,7 +228,7 @@ def test_a_search_that_did_not_run_was_not_private(make_run, stage):
 def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(make_run):
     folder = make_run("run", until="start")
     two = {"counts": [[10, 20], [5, 5]], "clients": [0, 2], "splits": made.PARTITION["splits"][:2]}
-    emit(folder, "partition", **made.PARTITION | two)
+    made.emit(folder, "partition", **made.PARTITION | two)
     assert dict(score_tables.setting_rows(read_run(folder)))["clients"] == "2 of 3"
     path = write_report(folder)
     rows = r'<tr><td>(\d)</td><td class="num">20</td>'
@@ -238,7 +237,7 @@ def test_a_client_that_never_appeared_has_no_row_and_moves_nobody(make_run):
 
 
 def test_lines_to_copy_are_safe_in_a_folder_of_any_name(make_run):
-    folder = make_hostile(make_run('a"b $(touch x)'), "words")
+    folder = made.make_hostile(make_run('a"b $(touch x)'), "words")
     text = Page(write_report(folder)).text
     assert shlex.split(re.search("fednas predict .*", text)[0])[2] == folder.name
     assert f"load({json.dumps(folder.name)})" in text

@@ -8,13 +8,8 @@ import torch
 from fednas_flwr.models.metrics import detailed
 from fednas_flwr.report.html_report import render_report
 from fednas_flwr.report.templates import sentence
-from fednas_flwr.runs.events import (
-    EventLog,
-    latest_rounds,
-    names_by_client,
-    read_events,
-    with_names,
-)
+from fednas_flwr.runs import events
+from fednas_flwr.runs.events import EventLog, latest_rounds, read_events, with_names
 from fednas_flwr.runs.numbers import METRICS, read_run
 from fednas_flwr.search.objective import Objective
 
@@ -217,7 +212,7 @@ def test_later_rounds_replace_earlier_ones():
 
 def test_clients_are_printed_by_their_names_and_stay_numbers():
     partition = {"event": "partition", "clients": [0, 2], "names": ["cleveland", "va"]}
-    names = names_by_client(partition)
+    names = events.names_by_client(partition)
     failed = with_names({"event": "client_failed", "client": 2, "round": 2}, names)
     assert f"client {failed['client']} in round {failed['round']}" == "client va in round 2"
     assert failed == {"event": "client_failed", "client": 2, "round": 2}
@@ -225,4 +220,4 @@ def test_clients_are_printed_by_their_names_and_stay_numbers():
     shown = with_names({"clients": [{"client": 0, "n": 1}, {"client": 1}, 2]}, names)["clients"]
     assert [str(one["client"]) for one in shown[:2]] + [str(shown[2])] == ["cleveland", "1", "va"]
     assert with_names({"clients": {"0": 1}}, names) == {"clients": {"0": 1}}
-    assert names_by_client({"event": "partition", "clients": [0]}) == {}
+    assert events.names_by_client({"event": "partition", "clients": [0]}) == {}

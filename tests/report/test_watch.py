@@ -6,7 +6,6 @@ import pytest
 
 from fednas_flwr.cli import main
 from fednas_flwr.report import html_report
-from fednas_flwr.report.html_report import write_report
 from fednas_flwr.runs.events import EventLog
 
 from ..refusals import raising
@@ -43,14 +42,14 @@ def test_the_page_follows_the_run_and_reloads_itself_no_more_after_it(
     assert first.count(RELOADS) == first.count("</body>") == second.count(RELOADS) == 1
     assert "a later warning" not in first
     assert "a later warning &lt;/body&gt;" in second
-    assert page.read_text() == write_report(unfinished).read_text()
+    assert page.read_text() == html_report.write_report(unfinished).read_text()
     assert RELOADS not in page.read_text()
 
 
 def test_a_torn_line_of_a_run_that_is_writing_is_no_error(unfinished):
     with (unfinished / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": "warning", "message": "half"})[:20])
-    assert RELOADS in write_report(unfinished, renews=True).read_text()
+    assert RELOADS in html_report.write_report(unfinished, renews=True).read_text()
 
 
 def test_an_end_by_hand_leaves_a_page_that_rests(unfinished, monkeypatch):

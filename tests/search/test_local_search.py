@@ -16,7 +16,6 @@ from fednas_flwr.settings.optimizers import SGD, Adam
 
 WEIGHTS = SGD(0.3, 0.0, momentum=0.9, weight_decay=0.01, clip_norm=1.0)
 ALPHAS = Adam(0.05, weight_decay=1e-3)
-EXACT = {"rtol": 1e-9, "atol": 1e-11}
 FACTORS = torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
 OBJECTIVE = Objective(FACTORS)
 
@@ -89,7 +88,7 @@ def test_a_pass_equals_an_explicit_loop(rule, beta_decay, net, batch):
     losses = explicit(twin, train, validation, rule, beta_decay)
     for name, mine in net.named_parameters():
         other, old = twin.get_parameter(name), start.get_parameter(name)
-        torch.testing.assert_close(mine, other, **EXACT)
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-11)
         assert (mine - old).abs().max() > 1e-3, name
     seen = gradients.train_tally, gradients.validation_tally
     assert seen[0].loss == pytest.approx(sum(losses) / 4)

@@ -43,12 +43,6 @@ class Parts(nn.Module):
         return dict(self.mixing.items())
 
 
-@pytest.fixture
-def parts():
-    torch.manual_seed(0)
-    return Parts()
-
-
 def drawn_gradients(network, steps):
     """Random gradients of each step by state; some are left out, some are None, some come late."""
     generator = torch.Generator().manual_seed(0)
@@ -87,8 +81,10 @@ def assert_moments(moments, kept):
 
 @pytest.mark.parametrize("beta", [0.5, 0.0], ids=["DARTS", "ProxylessNAS"])
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (0.0, True)])
-def test_requests_with_moments_handed_over_are_one_training(parts, momentum, nesterov, beta):
+def test_requests_with_moments_handed_over_are_one_training(momentum, nesterov, beta):
     """Bit by bit, with new optimisers in every request and gradients that are missing."""
+    torch.manual_seed(0)
+    parts = Parts()
     twin = copy.deepcopy(parts)
     gradients, again = (drawn_gradients(parts, 4 * STEPS) for _ in range(2))
     settings = SGD(0.1, 0.0, momentum=momentum, weight_decay=0.01, clip_norm=0.5)

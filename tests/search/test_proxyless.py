@@ -168,17 +168,6 @@ OPS = ("zero", "mbconv2_3x3", "mbconv3_5x5")
 TINY = MBConvSpace(
     input_shape=(2, 4, 4), num_classes=3, skeleton=SKELETON, candidates=OPS, norm="group"
 )
-TINY_PATHS = list(itertools.product(*TINY.offered))
-
-
-@pytest.fixture
-def tiny_supernet():
-    with seeded(3, "tiny"):
-        tiny_supernet = TINY.supernet().double()
-        alphas = tiny_supernet.alphas()["blocks"]
-        alphas.data = torch.where(alphas == NEVER, NEVER, torch.randn_like(alphas))
-        torch.nn.init.normal_(tiny_supernet.body.after[1][2].weight)  # so that losses differ
-    return tiny_supernet
 
 
 def frequencies(paths, num_ops):
@@ -269,14 +258,19 @@ def test_rescaling_keeps_every_unsampled_probability(old, steps, pair):
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_gate_gradients_of_every_path_equal_finite_differences(tiny_supernet, number):
+def test_gate_gradients_of_every_path_equal_finite_differences(number):
     """All active paths and all pairs: dL/dg at one-hot gates, without and with the graph."""
+    with seeded(3, "tiny"):
+        supernet = TINY.supernet().double()
+        alphas = supernet.alphas()["blocks"]
+        alphas.data = torch.where(alphas == NEVER, NEVER, torch.randn_like(alphas))
+        torch.nn.init.normal_(supernet.body.after[1][2].weight)  # so that losses differ
     batch = tensors_of((2, 4, 4), 3, 6, make_generator(0, "batch"))
 
     def loss(gates_EO):  # a function of all gates, every op computed with its graph
-        return F.cross_entropy(tiny_supernet(batch[0], {"blocks": gates_EO}), batch[1]).item()
+        return F.cross_entropy(supernet(batch[0], {"blocks": gates_EO}), batch[1]).item()
 
-    for active in TINY_PATHS:
+    for active in itertools.product(*TINY.offered):
         others = [[o for o in row if o != a] for row, a in zip(TINY.offered, active, strict=True)]
         if number == 3:
             missing = [[o for o in range(3) if o not in row] for row in TINY.offered]
@@ -285,7 +279,7 @@ def test_gate_gradients_of_every_path_equal_finite_differences(tiny_supernet, nu
             choices = [[*zip(active, other, strict=True)] for other in itertools.product(*others)]
         one_hot = F.one_hot(torch.tensor(active), 3).double()
         for paths in map(torch.tensor, choices):
-            gradients, _ = gate_gradient(tiny_supernet, batch, paths)
+            gradients, _ = gate_gradient(supernet, batch, paths)
             for block, position in itertools.product(range(2), range(paths.shape[1])):
                 moved = torch.zeros_like(one_hot)
                 moved[block, paths[block, position]] = 1e-5

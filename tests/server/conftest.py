@@ -18,8 +18,6 @@ from fednas_flwr.server.exchange import Exchange
 from ..asked import smallest
 from ..finished_runs import Told
 
-DECLARED = 100
-
 
 class Clock:
     """The time of a cohort, which passes where it waits and nowhere else."""
@@ -94,7 +92,7 @@ def make_app(damage, claims, properties):
         index = context.node_config["partition-id"]
         header = decode_request("query.describe", message.content).header
         said = {"client": claims.get(index, index)} | properties.get(index, {})
-        return Message(encode_reply(header, Reply(DECLARED, properties=said)), reply_to=message)
+        return Message(encode_reply(header, Reply(100, properties=said)), reply_to=message)
 
     @app.train("search")
     def search(message, context):

@@ -17,7 +17,6 @@ import pytest
 from flwr.superlink.main import create_app
 
 from fednas_flwr.deploy.sites import links
-from fednas_flwr.deploy.sites.links import Trouble
 from fednas_flwr.deploy.sites.provision import issue_certificate, make_authority, make_node_key
 from fednas_flwr.deploy.sites.superlink import REFUSAL, Guard, is_loopback, paths_for_all
 
@@ -138,10 +137,10 @@ def test_doctor_names_the_causes(net):
         ("127.0.0.1", net.expired, ours, "has expired: its operator makes a new one"),
         ("127.0.0.1", 1, ours, "cannot be reached"),
     ):
-        refuses(words, links.shake_hands, host, port, authority, error=Trouble)
+        refuses(words, links.shake_hands, host, port, authority, error=links.Trouble)
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as plain:
         threading.Thread(target=plain.handle_request).start()
-        with pytest.raises(Trouble, match="does not speak TLS"):
+        with pytest.raises(links.Trouble, match="does not speak TLS"):
             links.shake_hands("127.0.0.1", plain.server_port, ours)
 
 

@@ -20,16 +20,9 @@ from hypothesis import strategies as st
 
 from fednas_flwr.cli import main
 from fednas_flwr.deploy.bundle import bundle_files, check_bundle
+from fednas_flwr.deploy.sites import provision as provisioning
 from fednas_flwr.deploy.sites.doctor import examine, read_settings
-from fednas_flwr.deploy.sites.provision import (
-    Deployment,
-    Server,
-    issue_certificate,
-    load_sites,
-    make_node_key,
-    make_sum_key,
-    provision,
-)
+from fednas_flwr.deploy.sites.provision import Deployment, Server, issue_certificate, provision
 
 from ..archives import zipped
 from ..refusals import refuses
@@ -146,7 +139,7 @@ WRONG_LISTS = [
 def test_wrong_list_of_sites_is_one_sentence(tmp_path, old, new, words):
     path = tmp_path / "sites.yaml"
     path.write_text(SITES.replace(old, new))
-    refuses(words, load_sites, path)
+    refuses(words, provisioning.load_sites, path)
 
 
 # --- the code that a site runs
@@ -365,8 +358,8 @@ def test_doctor_compares_clocks_with_flowers_limits(folder, server_is_ahead_s, s
 
 
 KEYS = [
-    ([], make_node_key, "own.key.pub to the server's operator", "the server"),
-    (["--sum"], make_sum_key, "own.pub to whoever provisions", "other sites"),
+    ([], provisioning.make_node_key, "own.key.pub to the server's operator", "the server"),
+    (["--sum"], provisioning.make_sum_key, "own.pub to whoever provisions", "other sites"),
 ]
 
 

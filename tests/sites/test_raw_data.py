@@ -70,8 +70,7 @@ def override(value):
     return json.dumps(value)
 
 
-MADE = (image_folder, csv, private_csv)
-KINDS = {made.__name__: made for made in MADE}
+KINDS = {made.__name__: made for made in (image_folder, csv, private_csv)}
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -14,15 +14,8 @@ from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.settings import Hardware
 from fednas_flwr.settings.parser import parse
-from fednas_flwr.spaces.costs import (
-    Costs,
-    HardwareLoss,
-    count_multiply_adds,
-    count_parameters,
-    layers_of,
-    measure_space,
-    space_costs,
-)
+from fednas_flwr.spaces import costs as costing
+from fednas_flwr.spaces.costs import Costs, HardwareLoss, count_multiply_adds, count_parameters
 from fednas_flwr.spaces.latency_tables import Conditions
 from fednas_flwr.spaces.mbconv import CANDIDATES, SKELETONS, MBConvSpace
 from fednas_flwr.spaces.mlp import MLPSpace
@@ -31,7 +24,6 @@ from fednas_flwr.spaces.space import CELL
 
 from ..refusals import refuses
 
-ROWS = [[3.0, 5.0, None], [2.0, 1.5, 0.25]]
 NETWORKS = list(itertools.product([0, 1], [0, 1, 2]))
 LOW, HIGH = 1.75 + 3.25, 1.75 + 7.0
 
@@ -41,7 +33,7 @@ TERMS = Hardware(None, "ms", target=6.0, loss="additive", scale=0.5, exponent=0.
 
 @pytest.fixture
 def costs():
-    return Costs("ms", 1.75, ROWS)
+    return Costs("ms", 1.75, [[3.0, 5.0, None], [2.0, 1.5, 0.25]])
 
 
 def loss(costs, **changes):
@@ -165,7 +157,7 @@ def genotypes(count):
 
 
 def test_multiply_adds_are_those_of_torchs_counter():
-    costs = space_costs(SPACE, None)
+    costs = costing.space_costs(SPACE, None)
     for genotype in genotypes(5):
         network = SPACE.network(genotype)
         counted = count_multiply_adds(network, SPACE.input_shape)
@@ -181,19 +173,19 @@ def test_multiply_adds_are_those_of_torchs_counter():
 def test_a_measured_table_predicts_networks():
     """How well is measured by `fednas latency measure` and the report of a run."""
     under = Conditions(torch.device("cpu"), threads=1, batch_size=4, passes=5)
-    table, predictions = measure_space(SPACE, under, genotypes(2))
+    table, predictions = costing.measure_space(SPACE, under, genotypes(2))
     plan = SPACE.plan
     layers = {*plan.before, *plan.after, *(layer for row in plan.blocks for layer in row)} - {None}
     assert set(table.timings) == layers
-    costs = space_costs(SPACE, table)
+    costs = costing.space_costs(SPACE, table)
     predicted = [costs.of_path(SPACE.path(genotype)) for genotype in genotypes(2)]
     assert [predicted_ms for predicted_ms, _ in predictions] == predicted
     assert costs.unit == "ms"
     assert 0 < costs.lowest < costs.highest
     with pytest.raises(ConfigError, match="measured with norm=batch, but search_space.norm=group"):
-        space_costs(replace(SPACE, norm="group"), table)
+        costing.space_costs(replace(SPACE, norm="group"), table)
     with pytest.raises(ConfigError, match="lacks the layer op mbconv3_3x3, input_shape"):
-        space_costs(replace(SPACE, width=2.0), table)
+        costing.space_costs(replace(SPACE, width=2.0), table)
 
 
 def size(shape):
@@ -210,7 +202,7 @@ IN_ORDER = [
 def test_layers_are_in_the_order_of_computation_with_shapes(space, kinds):
     genotype = space.random_genotype(make_generator(0, "test"))
     network = space.network(genotype)
-    layers = layers_of(network, space.input_shape, genotype)
+    layers = costing.layers_of(network, space.input_shape, genotype)
     assert [layer["kind"] for layer in layers if layer["kind"]] == kinds
     assert layers[-1]["name"] == "classifier"
     assert layers[-1]["shape"] == [space.num_classes]

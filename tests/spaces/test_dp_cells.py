@@ -19,14 +19,6 @@ GREY = {"input_shape": (1, 28, 28), "num_classes": 10}
 CIFAR = {"input_shape": (3, 32, 32), "num_classes": 10, "activation": "selu"}
 
 
-def published(name):
-    return load_genotype(conf_folder() / "genotypes" / f"dpnas_{name}.json")
-
-
-def all_of(op):
-    return SMALL.genotype([OPS.index(op)] * len(EDGES))
-
-
 PUBLISHED = [
     ("cifar10", CIFAR | {"widths": (48, 96, 192)}, 529_434),  # Table 1: .53 M
     ("mnist", GREY, 213_418),  # .21 M
@@ -37,7 +29,8 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("name", "sizes", "parameters"), PUBLISHED)
 def test_published_cells_have_the_published_size(name, sizes, parameters):
-    network = DPCellSpace(**sizes).network(published(name))
+    published = load_genotype(conf_folder() / "genotypes" / f"dpnas_{name}.json")
+    network = DPCellSpace(**sizes).network(published)
     assert count_parameters(network) == parameters
     assert network(torch.zeros(2, *sizes["input_shape"])).shape == (2, 10)
 
@@ -59,9 +52,10 @@ def test_the_cell_is_the_sum_and_concatenation_of_the_text():
 
 def test_norms_have_4_groups_in_search_and_8_in_training():
     space = dataclasses.replace(SMALL, widths=(16, 16, 16))
+    convolutions = SMALL.genotype([OPS.index("conv_3x3_tanh")] * len(EDGES))
     norms = [
         {m.num_groups for m in network.modules() if isinstance(m, torch.nn.GroupNorm)}
-        for network in (space.supernet(), space.network(all_of("conv_3x3_tanh")))
+        for network in (space.supernet(), space.network(convolutions))
     ]
     assert norms == [{4}, {8}]
 

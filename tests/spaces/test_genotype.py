@@ -6,14 +6,8 @@ from hypothesis import strategies as st
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.models.networks import make_space
-from fednas_flwr.spaces.genotype import (
-    Edge,
-    Genotype,
-    from_json,
-    load_genotype,
-    skip_share,
-    to_json,
-)
+from fednas_flwr.spaces import genotype as genotypes
+from fednas_flwr.spaces.genotype import Edge, Genotype, from_json, skip_share, to_json
 
 from ..json_trees import json_trees
 from ..refusals import refuses
@@ -85,7 +79,7 @@ def test_unreadable_files_are_named(tmp_path):
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        refuses(words, load_genotype, tmp_path / name)
+        refuses(words, genotypes.load_genotype, tmp_path / name)
 
 
 def test_skip_share_counts_edges_of_all_cells():

@@ -23,16 +23,13 @@ SMALL = space_of("small", 8, candidates="proxyless", classes=5)
 WITH_ZERO = [column for column, name in enumerate(SMALL.ops) if name == "zero"]
 
 
-def all_of(space, op):
-    return space.genotype([space.ops.index(op)] * len(space.plan.blocks))
-
-
 @pytest.mark.parametrize("width", [0.5, 1.0, 1.4])
 def test_mobilenet_v2_is_torchvisions_to_rounding(width):
     """Another code of the same network: same tensors in the same order, same outputs."""
     space = dataclasses.replace(space_of("mobilenet_v2", 64, classes=7), width=width)
+    genotype = space.genotype([space.ops.index("mbconv6_3x3")] * len(space.plan.blocks))
     with seeded(0, "network"):
-        network = space.network(all_of(space, "mbconv6_3x3")).double()
+        network = space.network(genotype).double()
     other = mobilenet_v2(num_classes=7, width_mult=width, dropout=0.0).double()
     other.load_state_dict(dict(zip(other.state_dict(), network.state_dict().values(), strict=True)))
     x = torch.randn(2, 3, 64, 64, generator=make_generator(0, "x"), dtype=torch.float64)
