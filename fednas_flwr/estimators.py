@@ -250,8 +250,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """Features as scikit-learn has them; columns of a DataFrame may be of any kind."""
         X = _frame(X)
         if isinstance(X, pd.DataFrame):
-            if not reset and hasattr(self, "feature_names_in_"):
-                X = X.drop(columns=X.columns.difference(self.feature_names_in_, sort=False))
+            known = getattr(self, "feature_names_in_", X.columns)
+            if not reset and {*known} <= {*X.columns}:
+                X = X.drop(columns=X.columns.difference(known, sort=False))
             validate_data(self, X, reset=reset, skip_check_array=True)
             return X
         form = {"ensure_all_finite": "allow-nan", "allow_nd": True, "ensure_min_samples": 1 + reset}
@@ -303,8 +304,10 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             raise ValueError(
                 f"y has one class, {self.classes_[0]}: a classifier needs two or more."
             )
-        if padded := [name for name in map(str, self.classes_) if name != name.strip()]:
-            raise ValueError(f"the class {padded[0]!r} begins or ends with blanks: strip them.")
+        if padded := [n for n in map(str, self.classes_) if n.splitlines() != [n.strip()]]:
+            raise ValueError(
+                f"the class {padded[0]!r} has outer blanks or a line break: change it."
+            )
         return y.astype(str)
 
 

@@ -111,6 +111,8 @@ def test_predictions_are_the_targets_own_values(fitted):
     of_arrow = pyarrow.Table.from_pandas(bare.astype({"ward": str}))  # as polars'
     assert (fitted.predict_proba(of_arrow) == shares).all()
     refuses("yet now missing:\n- age", fitted.predict, bare.drop(columns="age"), error=ValueError)
+    other = bare.rename(columns=str.upper)
+    refuses("unseen at fit time:\n- AGE", fitted.predict, other, error=ValueError)
 
 
 def test_what_a_run_shows_is_there(fitted, tmp_path):
@@ -204,6 +206,9 @@ def test_records_without_a_class_or_a_group_are_refused():
     X, y, fit = np.eye(60), np.array(["a", "b"] * 30, dtype=object), FedClassifier().fit
     refuses("no class in record 1", fit, X, np.where(y == "b", None, y), error=ValueError)
     refuses(r"site is empty in \d+ rows", fit, X, y, groups=[None, "a", "b"] * 20)
+    for name in ("a\nb", "b "):
+        odd = np.where(y == "b", name, y)
+        refuses("has outer blanks or a line break", fit, X, odd, error=ValueError)
 
 
 WRONG = [

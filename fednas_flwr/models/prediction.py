@@ -267,7 +267,7 @@ def read_metadata(path: Path) -> tuple[dict[str, Any], Inputs]:
         ConfigError: As :func:`read_model`.
     """
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: the run has not reached its export.")
+        raise ConfigError(f"{path} does not exist: no run, or it has not reached its export.")
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
     if METADATA_KEY not in metadata:
