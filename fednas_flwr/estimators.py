@@ -305,9 +305,7 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
                 f"y has one class, {self.classes_[0]}: a classifier needs two or more."
             )
         if padded := [n for n in map(str, self.classes_) if n.splitlines() != [n.strip()]]:
-            raise ValueError(
-                f"the class {padded[0]!r} has outer blanks or a line break: change it."
-            )
+            raise ValueError(f"the class {padded[0]!r} has outer blanks or line breaks: change it.")
         return y.astype(str)
 
 

@@ -208,7 +208,7 @@ def test_records_without_a_class_or_a_group_are_refused():
     refuses(r"site is empty in \d+ rows", fit, X, y, groups=[None, "a", "b"] * 20)
     for name in ("a\nb", "b "):
         odd = np.where(y == "b", name, y)
-        refuses("has outer blanks or a line break", fit, X, odd, error=ValueError)
+        refuses("has outer blanks or line breaks: change", fit, X, odd, error=ValueError)
 
 
 WRONG = [
