@@ -420,8 +420,9 @@ class EvaluationSettings(ps.Checked):
             validation records, or with privacy on ``privacy.scores_error``'s counts. All scores of
             labels are at it.
         deliver: The network that a run delivers: the ``found`` one; or the ``best``, by validation
-            records on which nothing was trained, of it and of those of ``baselines``, which are
-            then trained before it. ``best`` is not with privacy nor on real sites.
+            records on which nothing was trained, of it, of those of ``baselines`` and, of small
+            images, a linear model on scattering features, which are then trained before it.
+            ``best`` is not with privacy nor on real sites.
         personalised: If true, clients test the trained network again after local epochs of their
             own, and where their validation records, on which nothing was trained, prefer a copy of
             it that they have fine-tuned, they keep that (``pipeline.personal_copies``; needs
