@@ -273,6 +273,7 @@ def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
     items = [{"image": x[i], "label": y[i]} for i in range(60)]
     register_data_set("parts", lambda path: {"train": items, "test": items[:9]})
     register_data_set("table", lambda path: pd.DataFrame({"x": [1, 2]}))
+    train.labels = y[:60]  # as MedMNIST's have
     for name in ("loaders", "one", "parts"):
         own = ("algorithm=fedavg", "algorithm.network=small", "clients=2", "retrain.rounds=1")
         places = (f"dataset.cache={tmp_path}", f"run_dir={tmp_path / name}")

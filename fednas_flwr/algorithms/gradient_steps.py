@@ -60,8 +60,7 @@ class GradientStrategy(RoundStrategy[S]):
         for _, reply in replies:
             for state in states:
                 (gradient,) = reply.states[state].values()
-                known = state in totals
-                totals[state] = totals[state].add_(gradient) if known else gradient.clone()
+                totals[state] = totals[state] + gradient if state in totals else gradient
             if "buffers" in reply.states:
                 buffers.add({"buffers": reply.states["buffers"]}, weight=reply.num_examples)
             stripped.append(replace(reply, states={}))

@@ -87,7 +87,7 @@ def records_from_npz(
     Raises:
         ConfigError: The arrays are not of this form.
     """
-    remarks: list[str] = []
+    remarks, arrays = list[str](), {name: np.asarray(array) for name, array in arrays.items()}
     if settings.corrupt != "skip":
         before, arrays = [*arrays], usual_names(arrays)
         renamed = {old: new for old, new in zip(before, arrays, strict=True) if old != new}

@@ -156,12 +156,9 @@ def own_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[DataSet, di
     """Entry and defaults of a data set of arrays as an npz file has them."""
 
     def read(settings: ds.Arrays, path: Path) -> RecordsPair:
-        import numpy as np
-
         from fednas_flwr.data.npz import records_from_npz
 
-        known = {key: np.asarray(array) for key, array in arrays.items()}
-        return records_from_npz(settings, known, origin=f"dataset={name}")
+        return records_from_npz(settings, arrays, origin=f"dataset={name}")
 
     defaults = {"defaults": ["_encoded"], "statistics": {}, "ranges": {}}
     return DataSet(ds.Arrays, read, by_content=True), defaults
@@ -219,11 +216,13 @@ def own_reader(reader: Callable[..., Any], names: Iterable[str]) -> tuple[DataSe
         check_choice("setting", setting, hints)
 
     def read(settings: ds.Dataset, path: Path) -> RecordsPair:
+        from fednas_flwr.data.records import Records
+
         found = reader(path, **{setting: getattr(settings, setting) for setting in taken})
         if isinstance(found, Mapping) and "train" in found:
             found = found["train"], found.get("test")
         parts = found if isinstance(found, tuple) else (found, None)
-        return parts if hasattr(parts[0], "labels") else _from_torch(parts)
+        return parts if isinstance(parts[0], Records) else _from_torch(parts)
 
     shared = get_type_hints(OwnSettings)
     more = [setting for setting in taken if setting not in shared]

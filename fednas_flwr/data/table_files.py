@@ -279,9 +279,15 @@ def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
 
 
 def _read_json(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
-    """Return the cells of a list of records, of columns, or of a record in each line."""
+    """Return the cells of a list of records, of columns, or of a record in each line.
+
+    Raises:
+        ValueError: It is not of this form; or at a private site, where a record could add a column.
+    """
     import pandas as pd
 
+    if form.strict:
+        raise ValueError(f"private sites, and dataset.corrupt=skip, read none: {_OTHERS}")
     try:
         found = load_json(content)
     except ValueError:
@@ -316,8 +322,8 @@ def _read_excel(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
     options = {"read_only": False}  # which would not tell what is hidden or merged
     with pd.ExcelFile(io.BytesIO(content), engine="openpyxl", engine_kwargs=options) as book:
         sheets = book.book.worksheets
-        shown = [sheet for sheet in sheets if sheet.sheet_state == "visible"]
-        sheet = next((sheet for sheet in shown if sheet.max_column > 2), [*shown, *sheets][0])
+        shown = [sheet for sheet in sheets if sheet.sheet_state == "visible"] or sheets
+        sheet = next((one for one in shown if form.strict or one.max_column > 2), shown[0])
         table = pd.read_excel(book, sheet.title, dtype=object, header=None)
     table = table.dropna(how="all").dropna(how="all", axis=1)
     if table.empty:

@@ -146,8 +146,8 @@ def _on_features(config: Config, shape: Sequence[int]) -> Iterator[tuple[str, Co
     dataset = replace(dataset, scattering=Scattering(scales=2, angles=8))
     weights = replace(config.retrain.weights, lr=0.02, weight_decay=0.01)
     retrain, linear = replace(config.retrain, weights=weights), _shipped("fedavg", network=LINEAR)
-    config = replace(config, retrain=retrain, dataset=dataset)
-    yield FEATURES, replace(config, algorithm=linear, stages=STAGES)
+    config = replace(config, algorithm=linear, stages=STAGES)
+    yield FEATURES, replace(config, retrain=retrain, dataset=dataset)
 
 
 def _fine_tuned(config: Config) -> Iterator[tuple[str, Config]]:
