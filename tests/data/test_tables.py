@@ -229,7 +229,8 @@ def test_a_private_site_reads_no_json(tmp_path):
     """A record with one more key would be one more column of all."""
     strict = {"corrupt": "skip", "encoding": "utf-8", "decimal": "point", "thousands": "none"}
     for path in (write_forms(tmp_path)[form] for form in ("json", "json lines")):
-        refuses("private sites, and dataset.corrupt=skip, read none: give CSV", read, "csv", path, **strict)
+        words = "private sites, and dataset.corrupt=skip, read none: give CSV"
+        refuses(words, read, "csv", path, **strict)
 
 
 def test_a_form_that_is_given_is_not_looked_for(tmp_path, table_of):
