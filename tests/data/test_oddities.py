@@ -25,7 +25,8 @@ def table(columns, labels=LABELS):
             schema.append(Column(name))
             features.append(cells)
     rows = np.stack(features, axis=1).astype(np.float32)
-    return records_of(rows, labels, schema=tuple(schema), label="y")
+    texts = {name: cells.astype(str) for name, cells in columns.items()}
+    return records_of(rows, labels, schema=tuple(schema), label="y", columns=texts)
 
 
 def images(pixels, labels=LABELS, classes=2):
