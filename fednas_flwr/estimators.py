@@ -41,7 +41,7 @@ from fednas_flwr.settings import expanded
 from fednas_flwr.settings.names import MISSING_WORDS
 
 # A value as an override has it: texts are quoted, as JSON is; numbers may be of numpy
-_QUOTED = partial(json.dumps, ensure_ascii=False, default=operator.index)
+_quoted = partial(json.dumps, ensure_ascii=False, default=operator.index)
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
 FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
 PLAIN, PRIVATE = "experiment=search/recommended", "experiment=search/recommended_private"
@@ -220,7 +220,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         if settings == [PRIVATE] and X.ndim == 2:
             settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
         for name, value in chosen.items():
-            settings += [] if value is None else [f"{name}={_QUOTED(value)}"]
+            settings += [] if value is None else [f"{name}={_quoted(value)}"]
         more = [self.settings] if isinstance(self.settings, str) else self.settings
         config = compose(*settings, *more)
         folder = _folder_of_a_fit(expanded("dataset.cache", config.dataset.cache))

@@ -1,9 +1,8 @@
 """Tables as text: CSV in any common form, and what other programs write.
 
 Only missing cells are interpreted. What is not said of a file is found in it, and noted: separator,
-encoding, lines before the header.
-What has two readings is asked for. How numbers and dates are written is for
-:mod:`fednas_flwr.data.notation`.
+encoding, lines before the header. What has two readings is asked for. How numbers and dates are
+written is for :mod:`fednas_flwr.data.notation`.
 """
 
 import bz2

@@ -328,17 +328,17 @@ def check_parts(
 ) -> None:
     """Refuse clients without the records that they are asked to train on, or with too few."""
     holds_out = "retrain" in config.stages and config.retrain.evaluate_every > 0
-    uses = {"validation": f"retrain.evaluate_every={config.retrain.evaluate_every} measures"}
-    uses = uses if holds_out else {}
+    every = f"retrain.evaluate_every={config.retrain.evaluate_every}"
+    uses = {"validation": f"on which {every} measures: set it to 0, or"} if holds_out else {}
     if chooses(config):
-        name = config.algorithm.name
-        uses = {"train": f"{name} searches", "validation": f"{name} chooses"}
+        by = f"by which {config.algorithm.name}"
+        uses = {"train": f"{by} searches:", "validation": f"{by} chooses:"}
     for index, client in enumerate(clients):
         sizes = {"train": len(client.train), "validation": len(client.validation)}
         for name, use in uses.items():
             if not sizes[name]:
                 raise ConfigError(
-                    f"client {index} has no {name} record, by which {use}: raise dataset.fractions."
+                    f"client {index} has no {name} record, {use} raise dataset.fractions."
                     f"{name}={config.dataset.fractions[name]:g}, or give it more records (fewer "
                     "clients, a larger partition.min_size)."
                 )

@@ -225,12 +225,22 @@ def test_a_table_is_read_as_it_is(tmp_path, form):
     assert table.notes == ((told[form],) if form in told else ())
 
 
-def test_a_private_site_reads_no_json(tmp_path):
-    """A record with one more key would be one more column of all."""
+def test_a_folder_may_hold_a_table_of_stata(tmp_path):
+    (tmp_path / "of").mkdir()
+    write_forms(tmp_path)["stata"].rename(tmp_path / "of" / "train.dta")
+    assert read("csv", tmp_path / "of", id_column="name")[0].class_names == ("ja", "nein")
+
+
+def test_a_private_site_reads_no_json_and_the_first_sheet(tmp_path):
+    """A record with one more key, or cell, would be one more column of all."""
     strict = {"corrupt": "skip", "encoding": "utf-8", "decimal": "point", "thousands": "none"}
     for path in (write_forms(tmp_path)[form] for form in ("json", "json lines")):
         words = "private sites, and dataset.corrupt=skip, read none: give CSV"
         refuses(words, read, "csv", path, **strict)
+    with pd.ExcelWriter(tmp_path / "e.xlsx") as book:  # whose sheet no width decides
+        pd.DataFrame({"a": [1, 2], "y": [0, 1]}).to_excel(book, sheet_name="first", index=False)
+        pd.DataFrame({"b": [1], "c": [2], "y": [0]}).to_excel(book, sheet_name="next", index=False)
+    assert read("csv", tmp_path / "e.xlsx", **strict)[0].feature_names == ("a",)
 
 
 def test_a_form_that_is_given_is_not_looked_for(tmp_path, table_of):

@@ -10,7 +10,7 @@ from PIL import Image
 
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.records import Column, Records
-from fednas_flwr.models.explanation import PERMUTATIONS, importance, mistakes
+from fednas_flwr.models.explanation import FEWEST, PERMUTATIONS, importance, mistakes
 from fednas_flwr.search.objective import Objective
 
 NUMBER = 600
@@ -46,10 +46,13 @@ def explained(metric="accuracy", sites=None, network=None):
     return importance((network or Known()).eval(), split, SCHEMA, **how)
 
 
-def test_the_unshuffled_table_is_computed_once():
+@pytest.mark.parametrize(("most", "times"), [(4000, PERMUTATIONS), (28, 7), (3, FEWEST)])
+def test_the_unshuffled_table_is_computed_once(most, times, monkeypatch):
+    """And others so often that a wide table takes no hour."""
+    monkeypatch.setattr("fednas_flwr.models.explanation.MOST_PASSES", most)
     network = Known()
     effects = sum(len(effect["x"]) for effect in explained(network=network)["effects"])
-    assert network.asked == 1 + PERMUTATIONS * len(SCHEMA) + effects
+    assert network.asked == 1 + times * len(SCHEMA) + effects
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "auroc", "average_precision", "f1", "log_loss"])

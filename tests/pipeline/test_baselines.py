@@ -32,6 +32,7 @@ from ..composing import ranges_of
 from ..refusals import refuses
 from ..report.conftest import emit
 from ..rows import seldom
+from ..watched import noting
 
 SETTINGS = ("dataset", "partition", "retrain", "privacy", "clients", "runtime", "training")
 
@@ -188,6 +189,8 @@ def test_small_images_have_a_linear_model_on_features(compose_config, tmp_path, 
         made = dict(baselines._on_features(config, shape))
         suited = {"features": Scattering(2, 8)} if overrides == "dataset=digits" else {}
         assert {name: one.dataset.scattering for name, one in made.items()} == suited
+        rates = [one.retrain.weights for one in made.values()]
+        assert all((sgd.lr, sgd.weight_decay) == (0.02, 0.01) for sgd in rates)
         (tmp_path / "events.jsonl").unlink()
 
 
@@ -349,6 +352,12 @@ def test_a_run_delivers_the_candidate_that_is_chosen(best, recommended, tmp_path
     assert (features in sentence("verdict", record)) == (best == "features")
     (choice,) = [one for one in candidates(result.folder) if one.name == best]
     assert chosen(result.folder) == choice
+    if best == "features":
+        card = (result.folder / "MODEL_CARD.md").read_text()
+        assert "A linear classifier on scattering features of the images, which several" in card
+        shapes = noting(monkeypatch, baselines, "_planned_retraining", lambda *of: of[2])
+        baselines.delivered(open_run_folder(str(result.folder)), choice)
+        assert shapes == [[1, 8, 8]]  # of a record as the run began with it
     copies, known = (of.last("evaluated")["copies"] for of in (record, choice.run))
     assert [one["gain"] for one in copies] == [one["gain"] for one in known]
     keeping = {one["client"] for one in copies if one["gain"] > 0}

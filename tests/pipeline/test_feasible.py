@@ -158,7 +158,7 @@ $NOISED $WEIGHTS=.2 $RETRAIN=1 | search takes 2 rounds, more than | client 0: 0
 $PRIVATE $METRICS=3 $FRACTIONS{train:.5,validation:.499,test:.001}
     | $METRICS=3 | test has no declared record
 $HELD_OUT retrain.evaluate_every=1 $FRACTIONS{train:.9,validation:0,test:.1}
-    | client 0 has no validation record, by which retrain.evaluate_every=1 measures
+    | client 0 has no validation record, on which retrain.evaluate_every=1 measures: set it to 0, or
 """
 
 
