@@ -123,6 +123,11 @@ class InProcessGrid(Grid):
                 return [reply]
         return []
 
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Answer these messages no more: replies would be too late."""
+        for message_id in message_ids:
+            self._messages.pop(message_id, None)
+
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
@@ -297,7 +302,7 @@ class WorkerGrid(InProcessGrid):
         super().__init__(client_app, num_clients)
         self._number, self._start, self._put = number, start, put
         self._queue: dict[str, tuple[Message, Any]] = {}  # without arrays, and these
-        self._replies: dict[str, Message] = {}
+        self._awaited, self._replies = set[str](), dict[str, Message]()
         self._before: dict[int, int] = {}  # thread that has last taken a message of a client's node
         self._pace: dict[str, float] = {}  # that a message of an action has last taken
         self._changed = threading.Condition()
@@ -326,6 +331,7 @@ class WorkerGrid(InProcessGrid):
                 if same not in put:
                     put[same] = self._put(arrays)
                 self._queue[self.number(small)] = small, put[same]
+            self._awaited |= self._queue.keys()
             self._changed.notify_all()
         return [message.metadata.message_id for message in messages]
 
@@ -335,6 +341,14 @@ class WorkerGrid(InProcessGrid):
         with self._changed:
             self._changed.wait_for(lambda: not self._replies.keys().isdisjoint(wanted), POLL_S)
             return [self._replies.pop(one) for one in wanted if one in self._replies]
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Let no worker begin these messages, and keep no reply to them."""
+        with self._changed:
+            for one in message_ids:
+                self._awaited.discard(one)
+                self._queue.pop(one, None)
+                self._replies.pop(one, None)
 
     def _work(self) -> None:
         """Let a worker answer messages, and another one when it has died."""
@@ -390,9 +404,10 @@ class WorkerGrid(InProcessGrid):
         seconds = (time.monotonic() - started) / len(taken)
         with self._changed:
             for (message, _), reply in zip(taken, replies, strict=True):
-                self._replies[message.metadata.message_id] = reply
-                self.seconds[message.metadata.message_id] = seconds
                 self._pace[message.metadata.message_type] = max(seconds, 1e-9)
+                if (name := message.metadata.message_id) in self._awaited:
+                    self._awaited.remove(name)
+                    self._replies[name], self.seconds[name] = reply, seconds
             self._changed.notify_all()
         return lives
 

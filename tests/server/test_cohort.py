@@ -6,11 +6,13 @@ import pytest
 
 from fednas_flwr.data.records import Column
 from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import Describe
 from fednas_flwr.server.cohort import LONGEST_POLL_S, QuorumError
 from fednas_flwr.server.exchange import Exchange, Participants
 
 from ..refusals import raising, refuses
+from ..watched import noting
 from .conftest import SEARCH, client_reply
 
 FIRST_NODE = 2  # of client 0
@@ -124,7 +126,8 @@ def test_replies_are_looked_for_the_more_seldom_the_longer_none_has_come(federat
     assert sum(waits[:20]) <= 1.0 + 1e-9
 
 
-def test_a_client_that_never_answers_is_dropped_at_the_deadline(federation):
+def test_a_client_that_never_answers_is_dropped_at_the_deadline(federation, monkeypatch):
+    forgotten = noting(monkeypatch, InProcessGrid, "forget", lambda _, grid, ids: len(ids))
     silent = federation(3, grid=Withholding, deadline_s=0.3)
     silent.grid.withheld = frozenset({1})
     assert silent.answering(4) == [0, 2]
@@ -132,6 +135,7 @@ def test_a_client_that_never_answers_is_dropped_at_the_deadline(federation):
     place = {"stage": "search", "round": 4, "action": "train.search"}
     failure = {"event": "client_failed", **place, "client": 1, "reason": "no reply within 0.3 s"}
     assert silent.events == [failure]
+    assert forgotten == [1]
 
 
 def test_a_late_reply_is_not_taken_for_the_next_exchange(federation):
@@ -163,6 +167,16 @@ def test_exactly_the_quorum_is_enough(federation):
         else:
             refuses("RuntimeError: disk full", list, shaky.ask(), error=QuorumError)
         assert [event["client"] for event in shaky.events] == failing
+
+
+def test_a_sum_of_nobody_has_no_quorum(federation):
+    empty = federation(2, secure_sum=True)
+    for client in range(2):
+        empty.cohort.dismiss(client, "gone", expelled=True)
+    terms = {"batch_size": 8, "steps": 1, "max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    shared = PlannedRelease("search", "train.search", "weights", ("train",), **terms, shared=True)
+    exchange = Exchange("train.search", stage="search", settings=SEARCH, releases=[shared])
+    refuses("^client 0: gone", list, empty.cohort.ask(exchange), error=QuorumError)
 
 
 def test_the_error_names_every_missing_client_with_its_reason(federation):
