@@ -42,7 +42,10 @@ _MOST_CLASSES, _FEWEST_GRADES = 20, 6  # that are numbers
 _ID_NAME = re.compile(
     r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record|obs|seqn|rownames?)$", re.I
 )
-_PERSON = re.compile(r"(patient|subject|participant|person)([ _-]?(id|nr|no))?|p?id", re.I)
+_PERSON = re.compile(
+    r"(?i:patient|subject|participant|person|u?subjid|[pu]id|mrn)|.*[a-z](Id|ID|Nr|No|Number)"
+    r"|(.*[^A-Za-z])?(?i:id|mrn|nbr|nr|no|number|key|uuid)"
+)
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev"}
 _SPLIT_NAME = re.compile(
     r"is.?(train|test|val)(ing|id|idation)?|(train|test|val)\w*.(set|split)|split|(cv|k)?.?fold|hold.?out",
@@ -76,6 +79,8 @@ def oddities(
         return [*_of_labels(records), *found]
     values, counts = np.unique(records.labels.numpy(), return_counts=True)
     said = _set_apart(values, counts) or _blurred(values[0], values[-1])
+    if len(records) >= _FEWEST and _is_id(records.label, records.labels.numpy(), len(values)):
+        said = f"{records.label} is another whole number in every record: is it the right one?"
     return [*([f"the number to predict: {said}"] if said else []), *found]
 
 
@@ -283,7 +288,8 @@ def _of_columns(records: Records) -> Iterator[str]:
             cure = "name it in dataset.ignore, and put the rows of a test set into test.csv"
             yield f"{column.name} may say which records are to test on, and is a feature: {cure}"
             continue
-        if _PERSON.fullmatch(column.name) and len(np.unique(cells)) > len(cells) / 10:
+        named = _PERSON.fullmatch(column.name) and not (cells % 1 > 0).any()
+        if named and len(np.unique(cells)) > len(cells) / 10:
             yield f"{column.name} has few rows of each value, as a person has: {_IGNORE}"
             continue
         if said := _unusual(column.kind, cells):

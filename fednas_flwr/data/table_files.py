@@ -619,8 +619,10 @@ def rows_text(cells: Cells, rows: np.ndarray, *, most: int = 10) -> str:
     return ", ".join(named) + (f" and {len(rows) - most} more" if len(rows) > most else "")
 
 
-def check_columns(texts: Collection[str], names: Sequence[str], *, where: str) -> None:
-    """Raise ConfigError for a column that a table lacks."""
+def check_columns(
+    texts: Collection[str], names: Sequence[str], *, where: str, cure: str = ""
+) -> None:
+    """Raise ConfigError, with a cure that a sentence ends with, for a column that a table lacks."""
     for name in names:
         if name not in texts:
-            raise ConfigError(f"{where} has no column {name}: it has {', '.join(texts)}.")
+            raise ConfigError(f"{where} has no column {name}: it has {', '.join(texts)}{cure}.")

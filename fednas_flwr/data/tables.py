@@ -80,6 +80,9 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
     texts, settings, *_ = read_cells(settings, test_path)
     features = [column.name for column in train.schema]
     table_files.check_columns(texts, features, where=str(test_path))
+    if train.label:
+        cure = "; without labels it is no test set: move it, and give it to fednas predict later"
+        table_files.check_columns(texts, [train.label], where=str(test_path), cure=cure)
     in_order = {name: texts[name] for name in (*features, *texts)}
     return train, records_of(settings, in_order, test_path)
 

@@ -246,6 +246,11 @@ TABLES = {
         column([f"p{i // 4}" for i in range(N)], "patient_id"),
         "patient_id has few rows of each value, as a person has: if it says whose",
     ),
+    **{
+        f"rows of one {name}": (column([i // 3 for i in range(N)], name), f"{name} has few rows of")
+        for name in ("Customer_Nbr", "USUBJID", "hadm_id", "userId", "patient number")
+    },
+    "ids to predict": (labels(range(900, 900 + N)), "predict: y is another whole number in every"),
     "metres and centimetres": (
         column([1.6 + i / 400 if i % 4 else 160 + i / 4 for i in range(N)]),
         "numbers up to 1.7975 and from 160 on: two units.: x",

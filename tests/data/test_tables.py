@@ -167,6 +167,7 @@ UNFIT_FOLDERS = [
     ({"test.csv": "a,y\n1,0\n"}, "holds test.csv"),
     ({"train.csv": "a,y\n1,0\n", "train.csv.gz": ""}, "holds train.csv, train.csv.gz"),
     ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "b,y\n1,0\n"}, "test.csv has no column a"),
+    ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "a\n1\n"}, "column y: it has a; without labels"),
     ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "a,y\n1,2\n"}, "test.csv.* has the label 2"),
     ({"train.csv": "a,y\nr,0\ns,1\n", "test.csv": "a,y\nt,0\n"}, "test.csv holds t, which"),
     ({"train.csv": "a,y\n1,0\n2,1\n", "test.csv": "a,y\nx,0\n"}, "test.csv is numeric but"),
