@@ -27,6 +27,7 @@ from fednas_flwr.api import Result, compose, run, with_clients
 from fednas_flwr.base.errors import ConfigError, check_choice, listed
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.client.rehearsal import SELF_TESTS
+from fednas_flwr.data.notation import merging_key
 from fednas_flwr.data.table_files import texts_of
 from fednas_flwr.models.networks import load, load_description
 from fednas_flwr.models.prediction import MODEL_FILE, Model
@@ -308,8 +309,11 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             raise ValueError(
                 f"y has one class, {self.classes_[0]}: a classifier needs two or more."
             )
-        if padded := [n for n in map(str, self.classes_) if n.splitlines() != [n.strip()]]:
+        names = [*map(str, self.classes_)]
+        if padded := [name for name in names if name.splitlines() != [name.strip()]]:
             raise ValueError(f"the class {padded[0]!r} has outer blanks or line breaks: change it.")
+        if len({*map(merging_key(names), names)}) < len(names):
+            raise ValueError(f"of the classes {listed(names, 5)} some are one: spell each one way.")
         return y.astype(str)
 
 

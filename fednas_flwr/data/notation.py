@@ -254,7 +254,7 @@ def distinct(texts: Iterable[str]) -> tuple[str, ...]:
     with another.
     """
     found = sorted(set(texts) - {""}, key=lambda text: (len(text), text))
-    key = _code(found)
+    key = merging_key(found)
     codes: dict[object, str] = {}
     for text in found:
         first = codes.setdefault(key(text), text)
@@ -265,7 +265,7 @@ def distinct(texts: Iterable[str]) -> tuple[str, ...]:
 
 def code_key(codes: Sequence[str]) -> Callable[[str], object]:
     """The function by which a text is compared with some codes, none of which are merged."""
-    key = _code(codes)
+    key = merging_key(codes)
     return key if len({key(code) for code in codes}) == len(codes) else str
 
 
@@ -276,7 +276,8 @@ def places_among(cells: Cells, codes: Sequence[str]) -> np.ndarray:
     return cells.each(lambda text: places.get(key(text), -1), np.int64)
 
 
-def _code(codes: Sequence[str]) -> Callable[[str], object]:
+def merging_key(codes: Sequence[str]) -> Callable[[str], object]:
+    """The function that is alike of codes that are one: equal numbers, or true and TRUE."""
     if codes and are_numbers(codes).all():
         return number_of
     return str.lower if {code.lower() for code in codes} <= {"true", "false"} else str

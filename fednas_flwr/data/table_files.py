@@ -368,6 +368,8 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
         filled = np.flatnonzero([bool(line.strip()) for line in content.splitlines()])
         if len(filled) == len(columns[0]):
             columns = [Cells(cells.texts, rows=filled) for cells in columns]
+    if b'"' in content and not form.strict:
+        notes += _swallowed(columns, separator)
     found = {
         f"separator {SEPARATORS.get(separator, separator)}": separator != ",",
         f"encoding {encoding}": encoding not in (form.encoding or "utf-8", "utf-8-sig"),
@@ -451,6 +453,18 @@ def _uneven_columns(text: str, separator: str, form: TableForm) -> tuple[list[Ce
         )
     columns = zip(*rows, strict=False)  # without the cell after the last separator
     return [Cells(c) for c in columns], ["the separator at the end of every row is left out"]
+
+
+def _swallowed(columns: Sequence[Cells], separator: str) -> list[str]:
+    """A note on a cell in quotes whose lines have the width of records, if there is one."""
+    for text in (text for cells in columns for text in cells.different if "\n" in text):
+        lines = text.splitlines()[1:-1]
+        if lines and all(line.count(separator) == len(columns) - 1 for line in lines):
+            return [
+                f"a cell in quotes holds {len(lines)} lines that look like records, from "
+                f"{lines[0][:40]} on: double a quote that is part of a text"
+            ]
+    return []
 
 
 def _without_preamble(text: str, form: TableForm) -> tuple[str, str, list[str]]:

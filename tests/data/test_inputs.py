@@ -267,6 +267,13 @@ TABLES = {
         ),
         r"^numbers: age . categories: lab \(2 values\)",
     ),
+    "quotes that are inches": (
+        content(
+            lambda of: of.replace(b"inch", b'"15'),
+            of=pd.DataFrame({"x": mostly("a", "inch", 40), "age": AGE, "y": Y}),
+        ),
+        "a cell in quotes holds 39 lines that look like records, from a,.* on: double a quote",
+    ),
     "two separators": (
         content(lambda of: of.replace(b",", b"||")),
         "separator bar, columns without names and cells are left out.*numbers: age, lab",
