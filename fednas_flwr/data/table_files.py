@@ -43,6 +43,7 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
     codecs.BOM_UTF16_BE: "utf-16",
 }
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # as Excel reads and writes it
+_LIBSVM = re.compile(rb"[-+]?[\d.]+( +\d+:\S+)+ *[\r\n]")  # places and numbers
 _LINES = 20  # in which the separator is found
 # What no Western text is full of: long runs beyond ASCII, and letters before signs, as in UTF-8
 _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
@@ -352,6 +353,8 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
     content = content.removeprefix(codecs.BOM_UTF8)
     if b"\0" in content and not form.strict:
         raise ValueError(f"it holds NUL characters, as no text does: {_OTHERS}")
+    if _LIBSVM.match(content) and not form.strict:
+        raise ValueError("it is in LIBSVM's form: scikit-learn's load_svmlight_file makes arrays")
     if b"\r" in content:
         content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     head = content[:_HEAD].decode(errors="ignore")

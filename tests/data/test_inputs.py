@@ -274,6 +274,10 @@ TABLES = {
         ),
         "a cell in quotes holds 39 lines that look like records, from a,.* on: double a quote",
     ),
+    "LIBSVM": (
+        lines(lambda of: [f"{y} 1:{x} 2:{x}" for x, y in zip(AGE, Y, strict=True)]),
+        "refused: .*LIBSVM's form: scikit-learn's load_svmlight_file makes arrays",
+    ),
     "two separators": (
         content(lambda of: of.replace(b",", b"||")),
         "separator bar, columns without names and cells are left out.*numbers: age, lab",
