@@ -259,7 +259,8 @@ def with_names_first(texts: table_files.Texts, path: Path) -> tuple[table_files.
     One that counts its rows, and names no images, is left out.
     """
     others, notes = tables.without_row_numbers(texts)
-    first = next((name for name in others if _names_images({name: texts[name]}, path)), None)
+    places = (name for i, name in enumerate(others) if _names_images(others, path, i))
+    first = next(places, None)
     if first is None:
         return (texts, []) if notes and _names_images(texts, path) else (others, notes)
     if first != next(iter(others)):
@@ -267,9 +268,12 @@ def with_names_first(texts: table_files.Texts, path: Path) -> tuple[table_files.
     return {first: texts[first], **others}, notes
 
 
-def _names_images(texts: table_files.Texts, path: Path) -> bool:
+def _names_images(texts: table_files.Texts, path: Path, place: int = 0) -> bool:
+    """Whether the column at a place names images; one that is not the first names each once."""
+    column = [*texts][place]
     with suppress(ConfigError):
-        return len(files_of(texts, path)) > 0
+        files = files_of({column: texts[column]}, path)
+        return len(files) > 0 and (place == 0 or len({*files.values()}) == len(files))
     return False
 
 

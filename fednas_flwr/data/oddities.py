@@ -145,13 +145,15 @@ def _of_labels(records: Records) -> Iterator[str]:
         yield f"every record has the label {records.class_names[0]}: there is nothing to tell apart"
     cure = "by dataset.map" if records.schema else "in the data"
     yield from _spelled_alike("the label", records.class_names, cure)
-    codes = [] if len(counts) > 4 else ["9"]  # of few classes, which may mean missing
+    beside = [number_of(name) for name in records.class_names if name != "9"]
+    many = len(counts) > 4 or any(number > 4 for number in beside)
+    codes = [] if many else ["9"]  # which may mean missing
     codes += ["-1"] if {*records.class_names} == {"-1", "0", "1"} else []
     codes += _marks(records.class_names)
     for name in [name for name in records.class_names if name in codes][:1]:
         yield f"the label holds {name}: if it means that the label is missing, remove these records"
-    many = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
-    if records.label and not records.multi_label and (many or _are_counts(records, counts)):
+    are_many = len(counts) > _MOST_CLASSES and bool(are_numbers(records.class_names).all())
+    if records.label and not records.multi_label and (are_many or _are_counts(records, counts)):
         yield (
             f"the label has {len(counts)} classes that are numbers: if it is a number to predict, "
             "set dataset.task=regression"

@@ -308,7 +308,8 @@ def _unzipped(content: bytes) -> bytes:
         if "[Content_Types].xml" in names:
             return content
         if len(names) != 1:
-            raise ValueError(f"it is a zip archive of {len(names)} files: give one of them")
+            cure = "give one of them, or a folder where they are unpacked"
+            raise ValueError(f"it is a zip archive of {len(names)} files: {cure}")
         return archive.read(names[0])
 
 
