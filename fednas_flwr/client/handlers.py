@@ -10,7 +10,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from itertools import count
 from typing import Any
@@ -350,18 +350,19 @@ def probe(client: Client, request: Request, asked: rq.Probe) -> Reply:
         local_training.refresh_statistics(client, request, network, batch_size)
         return local_training.validation_losses(client, network)
 
-    def noised_decreases(rows: Tensor) -> Tensor:
+    def noised_decreases() -> Tensor:
         nonlocal before
         after = noised_losses()
         if not len(before):
             client.sent_network(request)
             before = noised_losses()
-        return local_training.clipped_decreases(before - after, bound)[rows, None]
+        return local_training.clipped_decreases(before - after, bound)[:, None]
 
     def reward() -> Tensor:
         if client.guard is None:
             return local_training.clipped_decreases(before - exact_losses(), bound).mean()[None]
-        return measures.mean("rewards", split, noised_decreases, norm=bound)
+        decreases = cache(noised_decreases)  # of the trial: units are asked for part by part
+        return measures.mean("rewards", split, lambda rows: decreases()[rows], norm=bound)
 
     if client.guard is None:
         before = exact_losses()
