@@ -21,7 +21,7 @@ from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.records import CATEGORY, Column, Records, feature_names
 from fednas_flwr.models.metrics import resampled, weighted_scores
 from fednas_flwr.search.objective import Objective
-from fednas_flwr.settings.names import LOG_LOSS
+from fednas_flwr.settings.names import LOSSES
 
 FEWEST, PERMUTATIONS = 5, 40  # of each column, each on a resample of the records
 MOST_PASSES = 4000  # of the network, beyond which columns have the fewest
@@ -83,7 +83,7 @@ def importance(
             changed_NF = x_NF.clone()
             changed_NF[sites_N.argsort(stable=True)[:, None], at] = x_NF[shuffled_N[:, None], at]
             drops.append(score - measure(network(changed_NF), weights_1N))
-        drop_R = torch.cat(drops) * (-1 if metric == LOG_LOSS else 1)
+        drop_R = torch.cat(drops) * (-1 if metric in LOSSES else 1)
         ends = drop_R.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
         row: dict[str, Any] = {
             "name": name,

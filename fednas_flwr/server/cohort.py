@@ -309,12 +309,13 @@ class Cohort:
             wanted, asked = len(participants.clients), participants.clients
             backups = list(participants.backups)
         failures: dict[int, str] = {}
+        most: dict[int, float] = {}  # examples of those that may be averaged
         pending = None
         if self.secure_sum and not ACTIONS[exchange.action].is_public:
             present = [client for client in self.clients if self._refused[client] < STRIKES]
             pending = PendingSum.of(exchange, present, self.properties)
         while asked is None or asked:
-            for client, answer in self._exchange(exchange, asked, pending):
+            for client, answer in self._exchange(exchange, asked, pending, most):
                 if isinstance(answer, Reply):
                     accepted += 1
                     if client in self._missed:
@@ -324,6 +325,7 @@ class Cohort:
                         yield client, answer
                 else:
                     failures[client] = answer
+                    most.pop(client, None)
                     self._report_failure(client, exchange, answer)
             short = max(0, wanted - accepted)
             asked, backups = backups[:short], backups[short:]
@@ -388,6 +390,7 @@ class Cohort:
         exchange: Exchange,
         among: Collection[int] | None = None,
         pending: PendingSum | None = None,
+        most: dict[int, float] | None = None,
     ) -> Iterator[tuple[int, Reply | str]]:
         """Ask; yield each client with its accepted reply or the reason that it has none.
 
@@ -395,6 +398,8 @@ class Cohort:
             exchange: The exchange.
             among: Clients to ask; None asks all.
             pending: The secure sum to which replies are added.
+            most: Most examples of each client that has answered the same before; the clients that
+                are asked now are added.
         """
         assert self._grid is not None  # since connect
         asked = self._requests(exchange, among, None if pending is None else pending.summands)
@@ -402,7 +407,9 @@ class Cohort:
         ids = {client: request.message.metadata.message_id for client, request in asked.items()}
         awaited = {i: client for client, i in ids.items() if i in sent}
         unsent = {c: "the request could not be sent" for c, i in ids.items() if i not in sent}
-        scales = self._share_scales({client: request.most for client, request in asked.items()})
+        most = {} if most is None else most
+        most |= {client: request.most for client, request in asked.items()}
+        scales = self._share_scales(most)
         for client, answer in self._in_order(self._grid, awaited, unsent, asked):
             if isinstance(answer, Reply):
                 if client in scales:

@@ -49,6 +49,7 @@ ACCURACY, AUROC, LOG_LOSS = "accuracy", "auroc", "log_loss"
 CLASS_METRICS = (ACCURACY, AUROC, "average_precision", "f1", LOG_LOSS)
 DECIDED = (ACCURACY, "f1")  # of the most probable class; by others labels get a threshold
 R2, RMSE, MAE = NUMBER_METRICS = ("r2", "rmse", "mae")  # of targets that are numbers
+LOSSES = (LOG_LOSS, RMSE, MAE)  # of which less is better
 METRICS = CLASS_METRICS + NUMBER_METRICS
 CLOSENESS = "closeness"  # of predicted numbers, from 0 to 1, in the place of accuracy
 CLASSIFICATION, REGRESSION = TASKS = ("classification", "regression")

@@ -11,7 +11,8 @@ from PIL import Image
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.data.records import Column, Records
 from fednas_flwr.models.explanation import FEWEST, PERMUTATIONS, importance, mistakes
-from fednas_flwr.search.objective import Objective
+from fednas_flwr.search.objective import Objective, Regression
+from fednas_flwr.settings.names import NUMBER_METRICS
 
 NUMBER = 600
 KIND = Column("kind", "category", ("a", "b", "c"))
@@ -64,6 +65,19 @@ def test_only_what_the_network_reads_is_important(metric):
     assert 0 < low < by_name["used"]["drop"] < high
     assert by_name["twin"] == {"name": "twin", "drop": 0.0, "interval": [0.0, 0.0]}
     assert by_name["idle"]["interval"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("metric", NUMBER_METRICS)
+def test_of_numbers_too_what_the_network_reads_matters_most(metric):
+    x = torch.randn(NUMBER, 2, generator=torch.Generator().manual_seed(0))
+    split = Split(x, 10 * x[:, 0], torch.arange(NUMBER), (0.0, 0.0), (1.0, 1.0))
+    network = torch.nn.Linear(2, 1, bias=False)
+    network.weight.data = torch.tensor([[10.0, 0.0]])
+    how = {"objective": Regression(target=(0.0, 1.0)), "sites": np.empty(0), "seed": 0}
+    found = importance(network.eval(), split, (Column("a"), Column("b")), metric=metric, **how)
+    first, last = found["columns"]
+    assert (first["name"], last["drop"]) == ("a", 0.0)
+    assert first["drop"] > 1
 
 
 def test_columns_that_go_together_are_named():

@@ -169,6 +169,14 @@ def test_exactly_the_quorum_is_enough(federation):
         assert [event["client"] for event in shaky.events] == failing
 
 
+def test_a_client_that_stands_in_is_held_to_the_largest_share(federation):
+    shaky = federation(4, damage={2: fail_by_error}, largest_share=0.5)
+    shaky.cohort._max_examples[3] = 5000  # of 100 of the others
+    replies = dict(shaky.ask(participants=Participants((0, 1, 2), (3,))))
+    weights = {client: reply.num_examples for client, reply in replies.items()}
+    assert weights == {0: 10.0, 1: 17.0, 3: pytest.approx(31 * 200 / 5000)}
+
+
 def test_a_sum_of_nobody_has_no_quorum(federation):
     empty = federation(2, secure_sum=True)
     for client in range(2):
