@@ -76,11 +76,14 @@ def _deliver_best(config: Config, listeners: list[Listener], resumed: bool, tell
         folders = baselines.prepare_candidates(config, last=False)
         _train_beside(config, folders, share("candidates"), tell)
         folders = baselines.prepare_candidates(config, last=True)
-        if (left := share("finalists")) > 0:
+        if folders and (left := share("finalists")) > 0:
             _train_beside(config, folders, left, tell)
     best = leaderboard.chosen(folder)
     if best is None:
-        raise ConfigError(f"no candidate of {folder} could be trained: see the reports below it.")
+        raise ConfigError(
+            f"no candidate of {folder} was trained and measured on validation records: see the "
+            "reports below it."
+        )
     tell({"event": "told", "text": f"delivered: {best.name}"})
     final = with_runtime(baselines.delivered(config, best), time_limit=_text(share("delivered")))
     launch(final, listeners=listeners, resumed=True)

@@ -33,6 +33,7 @@ CALIBRATION_BINS = 10
 MOST_CURVES, CURVE_POINTS = 10, 50  # classes, and points of each
 RESAMPLED = 50  # resamples of validation records, by which candidates are compared
 RANKS, LARGEST_RANK = 400, 10.0  # bins of log odds, and where they end
+FEWEST_RANKS, ALL_RANKS = 4, 4000  # of a class, and of all: more would not fit into a reply
 RESAMPLES = 1000  # of the bootstrap
 RESAMPLES_TOLD = 200  # by which two networks are compared
 MOST_PAIRS = 2000  # records whose predicted and true number a report shows
@@ -281,19 +282,25 @@ def sums(
         values_N = of_record(logits_NC, labels_N).double()
         return torch.stack([weights_RN.sum(1), weights_RN @ values_N], 1)
     predictions_N, ranks_NC = objective.predictions(logits_NC), objective.ranks(logits_NC)
-    places_NC = ((ranks_NC + LARGEST_RANK) * (RANKS / 2 / LARGEST_RANK)).long().clamp(0, RANKS - 1)
-    of_classes = []
-    for c in objective.scored_classes(logits_NC.shape[1]):
+    of_classes, scored = [], objective.scored_classes(logits_NC.shape[1])
+    bins = _num_ranks(len(scored))
+    places_NC = ((ranks_NC + LARGEST_RANK) * (bins / 2 / LARGEST_RANK)).long().clamp(0, bins - 1)
+    for c in scored:
         member_N = objective.members(labels_N, c)
         if metric == "f1":
             called_N = objective.members(predictions_N, c)
             chosen = (member_N & called_N, member_N, called_N)
             of_classes.append(torch.stack([weights_RN[:, of].sum(1) for of in chosen], 1))
         else:
-            cells_N = places_NC[:, c] + RANKS * member_N
-            counts_RB = torch.zeros(1 + RESAMPLED, 2 * RANKS, dtype=torch.float64)
+            cells_N = places_NC[:, c] + bins * member_N
+            counts_RB = torch.zeros(1 + RESAMPLED, 2 * bins, dtype=torch.float64)
             of_classes.append(counts_RB.index_add_(1, cells_N, weights_RN))
     return torch.stack(of_classes, 1)
+
+
+def _num_ranks(classes: int) -> int:
+    """The number of ranks that are told apart of each class."""
+    return max(FEWEST_RANKS, min(RANKS, ALL_RANKS // classes))
 
 
 def resampled(resamples: int, number: int, generator: torch.Generator) -> Tensor:
@@ -306,7 +313,7 @@ def resampled(resamples: int, number: int, generator: torch.Generator) -> Tensor
 def summed(values: Sequence[float], metric: str, classes: int) -> Tensor | None:
     """What a client has told of :func:`sums`, in its form; None of another number of values."""
     sizes = {ACCURACY: [2], LOG_LOSS: [2], "f1": [classes, 3], **dict.fromkeys(NUMBER_METRICS, [6])}
-    shape = [1 + RESAMPLED, *sizes.get(metric, [classes, 2 * RANKS])]
+    shape = [1 + RESAMPLED, *sizes.get(metric, [classes, 2 * _num_ranks(classes)])]
     if len(values) != math.prod(shape):
         return None
     return torch.tensor(values, dtype=torch.float64).reshape(shape)
@@ -315,7 +322,7 @@ def summed(values: Sequence[float], metric: str, classes: int) -> Tensor | None:
 def score_of_sums(total: Tensor, metric: str) -> Tensor:
     """The metric [1 + RESAMPLED] of clients' added :func:`sums`; NaN where it is not defined.
 
-    Ranks are told to a twentieth in log odds, from -10 to 10.
+    Ranks are told in log odds from -10 to 10, of up to ten classes to a twentieth.
     """
     if metric in (ACCURACY, LOG_LOSS):
         return total[:, 1] / total[:, 0]
@@ -323,8 +330,9 @@ def score_of_sums(total: Tensor, metric: str) -> Tensor:
         return Regression.scores_of(total)[metric]
     if metric == "f1":
         return (2 * total[..., 0] / (total[..., 1] + total[..., 2])).nanmean(1)
-    ranks_B = torch.arange(RANKS, dtype=torch.float64).repeat(2)
-    positive_B = torch.arange(2 * RANKS) >= RANKS
+    bins = total.shape[-1] // 2
+    ranks_B = torch.arange(bins, dtype=torch.float64).repeat(2)
+    positive_B = torch.arange(2 * bins) >= bins
     areas = [ranked_areas(positive_B, ranks_B, counts_RB) for counts_RB in total.unbind(1)]
     return torch.stack([area[metric != AUROC] for area in areas]).nanmean(0)
 

@@ -14,6 +14,8 @@ from torch import nn
 from fednas_flwr.base.shares import wilson
 from fednas_flwr.data.loaders import Split
 from fednas_flwr.models import metrics
+from fednas_flwr.protocol.messages import LONGEST_HEADER
+from fednas_flwr.protocol.requests import MOST_SUMS
 from fednas_flwr.runs.numbers import paired_interval
 from fednas_flwr.search.objective import CLASSIFICATION, Objective, Regression
 from fednas_flwr.settings.names import CLASS_METRICS, NUMBER_METRICS
@@ -274,6 +276,20 @@ def score_of_parts(parts, metric, objective):
     score = metrics.score_of_sums(torch.stack(again).sum(0), metric)
     assert len(score) == 1 + metrics.RESAMPLED
     return score, *(torch.cat(side) for side in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize(("classes", "far"), [(10, 1e-3), (26, 2e-3), (100, 0.01)])
+def test_sums_of_many_classes_fit_into_a_reply(classes, far):
+    drawn = torch.Generator().manual_seed(1)
+    labels = torch.arange(20 * classes) % classes
+    logits = torch.randn(len(labels), classes, generator=drawn)
+    logits[torch.arange(len(labels)), labels] += 1
+    objective = Objective()
+    told = metrics.sums(logits, labels, metric="auroc", objective=objective, seed=3).flatten()
+    assert len(told) <= MOST_SUMS
+    assert len(json.dumps(told.tolist())) < LONGEST_HEADER
+    score = metrics.score_of_sums(metrics.summed(told.tolist(), "auroc", classes), "auroc")
+    assert float(score[0]) == pytest.approx(objective.scores(logits, labels)["auroc"], abs=far)
 
 
 @settings(max_examples=30)
