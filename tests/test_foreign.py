@@ -90,6 +90,13 @@ def test_a_few_aliases_are_read():
     assert foreign.load_yaml("a: [&b 1, *b, *b]", "text") == {"a": [1, 1, 1]}
 
 
+def test_words_and_codes_are_texts():
+    codes = ["yes", "No", "on", "OFF", "010", "12:30", "1_0"]
+    assert foreign.load_yaml(f"a: [{', '.join(codes)}]", "text") == {"a": codes}
+    values = foreign.load_yaml("a: [true, FALSE, 0, 10, -3, 1e5, .5]", "text")
+    assert str(values["a"]) == "[True, False, 0, 10, -3, 100000.0, 0.5]"
+
+
 texts = st.text(max_size=8) | st.sampled_from(["1e5", "-1E-5", "null", "yes", "${x}", "1_0", "="])
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | texts,

@@ -168,7 +168,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-5 as a number and refuses a key given twice, or keys by ``<<``."""
+    """SafeLoader that reads 1e-5 as a number and refuses a key given twice, or keys by ``<<``.
+
+    As in YAML 1.2 yes, no, on and off are texts; so are 010 and 12:30, which may be codes.
+    """
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Refuse to merge mappings, of which aliases could make any number."""
@@ -184,9 +187,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
+_DIGITS = list("-+0123456789")
 for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
-        list("-+0123456789"),
-    )
+    _kind.add_implicit_resolver(_FLOAT, re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), _DIGITS)
+_Loader.yaml_implicit_resolvers = {
+    sign: [(tag, form) for tag, form in known if tag not in (_BOOL, _INT)]
+    for sign, known in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile("^([Tt]rue|TRUE|[Ff]alse|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(_INT, re.compile("^[-+]?(0|[1-9][0-9]*)$"), _DIGITS)

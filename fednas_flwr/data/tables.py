@@ -266,8 +266,9 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
     }
     no_features = [*named_columns(settings), *settings.ignore]
     table_files.check_columns(texts, [*no_features, *kinds, *settings.categories], where=str(path))
-    names = [n for n in texts if n not in no_features and (n in kinds or not kinds)]
+    takes_all = not kinds
     kinds |= dict.fromkeys(settings.categories, CATEGORY)
+    names = [n for n in texts if n not in no_features and (n in kinds or takes_all)]
     declared = [
         Column(n, kinds[n], tuple(settings.categories.get(n, ()))) for n in names if n in kinds
     ]

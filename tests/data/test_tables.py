@@ -48,6 +48,13 @@ def test_columns_are_chosen(table_csv):
     assert (table.labels.tolist(), table.class_names) == ([0, 1, 0], ("yes", "no", "unknown"))
 
 
+@pytest.mark.parametrize("kind", ["numeric", "categorical"])
+def test_a_column_whose_categories_are_given_is_a_feature(kind, table_csv):
+    listed = {"numeric": ("age",), "categorical": ("smokes",)}[kind]
+    table, _ = read("csv", table_csv, **{kind: listed}, categories={"site": ("A", "B", "C")})
+    assert {column.name for column in table.schema} == {*listed, "site"}
+
+
 def test_ignored_columns_and_numeric_categories(table_csv):
     ages = {"age": ("40", "50", "60", "70")}
     table, _ = read("csv", table_csv, ignore=("patient", "smokes", "site"), categories=ages)
