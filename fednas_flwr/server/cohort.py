@@ -264,12 +264,17 @@ class Cohort:
         return f"client {client} ({name})" if name else f"client {client}"
 
     def part(self, clients: Sequence[int], *, run: str, emit: Emit) -> Cohort:
-        """Make a cohort of some of the connected clients, with their own quorum and counts."""
+        """Make a cohort of some clients, with their own quorum and counts.
+
+        Those that are not connected, as after a resume, have left it.
+        """
         part = replace(self, run=run, num_clients=len(clients), emit=emit, wait=time.sleep)
         part.statistics, part.names = self.statistics, self.names
         part._grid, part._refused = self._grid, self._refused
-        part._nodes = {client: self._nodes[client] for client in clients}
         part._left = {client: why for client, why in self._left.items() if client in clients}
+        part._left |= dict.fromkeys(set(clients) - set(self._nodes), "it is not connected")
+        clients = [client for client in clients if client in self._nodes]
+        part._nodes = {client: self._nodes[client] for client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
         part.properties = {client: self.properties[client] for client in clients}
         part.declared = {client: self.declared.get(client, {}) for client in clients}

@@ -177,6 +177,15 @@ def test_a_client_that_stands_in_is_held_to_the_largest_share(federation):
     assert weights == {0: 10.0, 1: 17.0, 3: pytest.approx(31 * 200 / 5000)}
 
 
+def test_a_client_that_is_not_connected_is_missed_in_its_part(federation):
+    whole = federation(4, nodes=3, connect_s=0.1)
+    part = whole.cohort.part([1, 3], run="part", emit=lambda event, **fields: None)
+    assert (part.clients, part.left, part.quorum) == ([1], {3: "it is not connected"}, 1)
+    alone = whole.cohort.part([3], run="part", emit=lambda event, **fields: None)
+    exchange = Exchange("train.search", stage="search", settings=SEARCH)
+    refuses("^client 3: it is not connected", list, alone.ask(exchange), error=QuorumError)
+
+
 def test_a_sum_of_nobody_has_no_quorum(federation):
     empty = federation(2, secure_sum=True)
     for client in range(2):
