@@ -183,8 +183,9 @@ class Records:
             a class.
         form: How a table's cells are written, as was set and found.
         id_column: Column that says whose each record is, and gave the ids, which then are the same
-            in every export of the data. A person stays in one part and with one client, and is the
-            unit of privacy. Empty where ids were hashed from what the records hold.
+            in every export of the data. A person stays in one part and, where clients are drawn,
+            with one of them, and is the unit of privacy. Empty where ids were hashed from what the
+            records hold.
         image_shape: ``(C, H, W)`` of the images that a transform made features of; else empty.
         notes: Sentences on what the reader has found and done, for people.
     """

@@ -270,6 +270,7 @@ class Cohort:
         """
         part = replace(self, run=run, num_clients=len(clients), emit=emit, wait=time.sleep)
         part.statistics, part.names = self.statistics, self.names
+        part.predicts_numbers = self.predicts_numbers
         part._grid, part._refused = self._grid, self._refused
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._left |= dict.fromkeys(set(clients) - set(self._nodes), "it is not connected")

@@ -7,6 +7,7 @@ the average over all clients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
@@ -115,13 +116,18 @@ def share_scales(examples: Mapping[int, float], largest: float) -> dict[int, flo
 
     Args:
         examples: Largest weight of each client; of one or two none is scaled.
-        largest: Share of a client; the sum that counts is that of the others as they declare it.
+        largest: Share of a client, of all that are left after scaling; of fewer clients than have
+            room for it, an equal share.
     """
-    total = sum(examples.values())
     if len(examples) < FEWEST_VOTES or largest == 1:
         return {}
-    scales = {c: largest / (1 - largest) * (total - n) / n for c, n in examples.items()}
-    return {client: scale for client, scale in scales.items() if scale < 1}
+    largest, rest, limit = max(largest, 1 / len(examples)), sum(examples.values()), math.inf
+    for held, most in enumerate(sorted(examples.values(), reverse=True)):
+        limit = largest * rest / (1 - held * largest)  # the weight of those that are held to it
+        if most <= limit * (1 + 1e-9):
+            break
+        rest -= most
+    return {client: limit / n for client, n in examples.items() if n > limit * (1 + 1e-9)}
 
 
 @dataclass(frozen=True)

@@ -330,6 +330,16 @@ def test_no_client_of_three_or_more_has_more_than_the_largest_share():
     assert share_scales({0: 1, 1: 1, 2: 1000}, 1.0) == {}
 
 
+@given(st.lists(st.floats(0.1, 1e9), min_size=3, max_size=8), st.floats(0.01, 0.99))
+def test_no_share_is_above_the_largest_and_none_below_it_is_scaled(weights, largest):
+    scales = share_scales(dict(enumerate(weights)), largest)
+    held = [weight * scales.get(client, 1) for client, weight in enumerate(weights)]
+    most = max(largest, 1 / len(weights))
+    assert max(held) <= most * sum(held) * (1 + 1e-6)
+    for client in scales:
+        assert held[client] >= most * sum(held) * (1 - 1e-6)
+
+
 @pytest.mark.parametrize(("largest", "weight"), [(1.0, 17.0), (0.5, 17.0 * 200 / 900)])
 def test_a_heavy_client_is_held_to_the_largest_share_and_named_once(largest, weight, federation):
     heavy = federation(largest_share=largest)
