@@ -6,6 +6,7 @@ softmax as operators.
 """
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fednas_flwr.base.files import replacing
-from fednas_flwr.data.records import CATEGORY, Column, Inputs, feature_names
+from fednas_flwr.data.cells import number_of
+from fednas_flwr.data.notation import code_key
+from fednas_flwr.data.records import CATEGORY, NUMBER, Column, Inputs, feature_names
+from fednas_flwr.data.table_files import BLANK
 from fednas_flwr.models.prediction import METADATA_KEY, MODEL_FILE, TRANSFORM, Model
+from fednas_flwr.settings.data_settings import TableForm
 
 ONNX_FILE = "model.onnx"
 INPUTS_KEY = "fednas_inputs"
@@ -49,12 +54,13 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
 
     Images are one input ``images``, uint8 ``[N, C, H, W]``. A table has one input ``[N, 1]`` per
     column, of its name: numbers as float32, NaN where missing, dates as float32 days since 1970,
-    categories as text, empty where missing. Outputs are, in this order, ``label``, a text ``[N]``,
-    at the model's threshold if it has one, and ``probabilities``, float32 ``[N, classes]``. Where a
-    record can have several labels, ``labels``, int64 ``[N, L]`` of 0 and 1 in the order of the
-    metadata's ``class_names``, is in the place of ``label``. A model of numbers has one output,
-    ``prediction``, float32 ``[N]``, in the target's unit. Where a column has one of these names,
-    the output's ends in ``_``.
+    categories as text, empty where missing. Codes for missing numbers, other spellings
+    (``dataset.map``) and units (``dataset.scale``) are read as in training. Outputs are, in this
+    order, ``label``, a text ``[N]``, at the model's threshold if it has one, and ``probabilities``,
+    float32 ``[N, classes]``. Where a record can have several labels, ``labels``, int64 ``[N, L]``
+    of 0 and 1 in the order of the metadata's ``class_names``, is in the place of ``label``. A model
+    of numbers has one output, ``prediction``, float32 ``[N]``, in the target's unit. Where a column
+    has one of these names, the output's ends in ``_``.
 
     torch's older exporter is used on purpose: it takes a second where the newer takes half a
     minute on a small network, and these networks have no control flow.
@@ -112,13 +118,14 @@ def onnx_inputs(x: Tensor, inputs: Inputs) -> dict[str, np.ndarray]:
     if not inputs.is_table:
         return {"images": x.numpy()}
     values = dict(zip(feature_names(inputs.schema), x.numpy().T, strict=True))
-    return {column.name: _onnx_column(values, column)[:, None] for column in inputs.schema}
+    return {c.name: _onnx_column(values, c, inputs.form)[:, None] for c in inputs.schema}
 
 
-def _onnx_column(features: dict[str, np.ndarray], column: Column) -> np.ndarray:
+def _onnx_column(features: dict[str, np.ndarray], column: Column, form: TableForm) -> np.ndarray:
     if column.kind != CATEGORY:
-        return np.asarray(features[column.name], dtype=np.float32)
-    texts = np.array([""] * len(next(iter(features.values()))), dtype=object)
+        return np.asarray(features[column.name] / form.scale.get(column.name, 1.0), np.float32)
+    # A blank is no category; an empty text may be spelled otherwise
+    texts = np.array([" "] * len(next(iter(features.values()))), dtype=object)
     for value in column.categories:
         texts[features[f"{column.name}={value}"] == 1] = value
     return texts
@@ -145,7 +152,8 @@ def _examples(inputs: Inputs) -> Tensor:
     for column in (c for c in inputs.schema if c.kind != CATEGORY):
         mean, std = next(positions)
         values[column.name] = mean + std * torch.randn(4, generator=generator)
-        values[column.name][3] = torch.nan
+        if BLANK not in inputs.form.map.get(column.name, {}):
+            values[column.name][3] = torch.nan
     for column in (c for c in inputs.schema if c.indicator):
         values[f"{column.name} is missing"] = values[column.name].isnan().float()
     for column in (c for c in inputs.schema if c.kind == CATEGORY):
@@ -161,19 +169,24 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
         return
     graph, node = model.graph, helper.make_node
     numbers, indicators, categories = [], [], []
-    nodes, columns = [], []
+    nodes, columns = list[onnx.NodeProto](), []
     for i, column in enumerate(inputs.schema):
-        name, is_text, values = _place(i), column.kind == CATEGORY, list(column.categories)
+        name, is_text, places = _place(i), column.kind == CATEGORY, _spelled(column, inputs.form)
         kind = TensorProto.STRING if is_text else TensorProto.FLOAT
         columns.append(helper.make_tensor_value_info(name, kind, ["batch", 1]))
+        if column.kind == NUMBER:
+            name = _add_number(graph, nodes, name, column.name, inputs.form)
         if not is_text:
             numbers.append(name)
-        elif values:  # an unknown or missing text has zeros everywhere
-            texts: dict[str, Any] = {"cats_strings": values, "zeros": 1, "domain": "ai.onnx.ml"}
+        elif places:  # an unknown or missing text has zeros everywhere
+            texts: dict[str, Any] = {"cats_strings": [*places], "zeros": 1, "domain": "ai.onnx.ml"}
             nodes.append(node("OneHotEncoder", [name], [f"encoded_{i}"], **texts))
-            shape = np.array([-1, len(values)], dtype=np.int64)
+            shape = np.array([-1, len(places)], dtype=np.int64)
+            one_hot = np.eye(len(column.categories), dtype=np.float32)[[*places.values()]]
             graph.initializer.append(numpy_helper.from_array(shape, f"shape_{i}"))
-            nodes.append(node("Reshape", [f"encoded_{i}", f"shape_{i}"], [f"one_hot_{i}"]))
+            graph.initializer.append(numpy_helper.from_array(one_hot, f"spelled_{i}"))
+            nodes.append(node("Reshape", [f"encoded_{i}", f"shape_{i}"], [f"spellings_{i}"]))
+            nodes.append(node("MatMul", [f"spellings_{i}", f"spelled_{i}"], [f"one_hot_{i}"]))
             categories.append(f"one_hot_{i}")
         if column.indicator:
             nodes.append(node("IsNaN", [name], [f"is_nan_{i}"]))
@@ -184,6 +197,48 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
     del graph.node[:], graph.input[:]
     graph.input.extend(columns)
     graph.node.extend([*nodes, *old])
+
+
+def _spelled(column: Column, form: TableForm) -> dict[str, int]:
+    """The texts that a column's cells may have in ONNX, with the places of their categories."""
+    key = code_key(column.categories)
+    places = {key(value): i for i, value in enumerate(column.categories)}
+    numbers = [number_of(value) for value in column.categories] if key is number_of else []
+    usual = [str(form_of(x)) for x in numbers for form_of in (float, int) if form_of(x) == x]
+    usual += [cased(v) for v in column.categories for cased in (str.lower, str.title, str.upper)]
+    spelled = {
+        value: places[key(value)] for value in (*column.categories, *usual) if key(value) in places
+    }
+    for text, value in form.map.get(column.name, {}).items():
+        if key(value) in places:
+            spelled["" if text == BLANK else text] = places[key(value)]
+    return spelled
+
+
+def _add_number(
+    graph: onnx.GraphProto, nodes: list[onnx.NodeProto], place: str, column: str, form: TableForm
+) -> str:
+    """Add what reads a column of numbers as in training; the name of its result."""
+    missing = form.missing_in.get(column, form.missing_values)
+    others = [*((code, "") for code in missing), *form.map.get(column, {}).items()]
+    name = place
+    for i, (text, other) in enumerate(others):
+        is_blank, code, made = text == BLANK, number_of(text), f"{place} {i}"
+        if not is_blank and math.isnan(code):
+            continue
+        for key, value in (("code", code), ("other", number_of(other))):
+            constant = numpy_helper.from_array(np.array(value, np.float32), f"{made} {key}")
+            graph.initializer.append(constant)
+        asked = ("IsNaN", [name]) if is_blank else ("Equal", [place, f"{made} code"])
+        nodes.append(helper.make_node(*asked, [f"{made} is"]))
+        nodes.append(helper.make_node("Where", [f"{made} is", f"{made} other", name], [made]))
+        name = made
+    if column in form.scale:
+        factor = np.array(form.scale[column], np.float32)
+        graph.initializer.append(numpy_helper.from_array(factor, f"{place} factor"))
+        nodes.append(helper.make_node("Mul", [name, f"{place} factor"], [f"{place} scaled"]))
+        name = f"{place} scaled"
+    return name
 
 
 def _place(index: int) -> str:
