@@ -6,14 +6,12 @@ model, and predicts without that folder.
 """
 
 import io
-import json
-import operator
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,10 +36,9 @@ from fednas_flwr.report.templates import paragraphs
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
 from fednas_flwr.settings import expanded
+from fednas_flwr.settings.hydra_config import quoted
 from fednas_flwr.settings.names import MISSING_WORDS
 
-# A value as an override has it: texts are quoted, as JSON is; numbers may be of numpy
-_quoted = partial(json.dumps, ensure_ascii=False, default=operator.index)
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
 FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
 PLAIN, PRIVATE = "experiment=search/recommended", "experiment=search/recommended_private"
@@ -79,7 +76,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         time_limit: str | None = None,
         preset: str = "default",
         settings: Sequence[str] = (),
-        random_state: int | None = None,
+        random_state: int | np.random.RandomState | None = None,
         verbose: bool = False,
     ) -> None:
         """Store the settings.
@@ -96,7 +93,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
                 search, or of a private table ``fedavg/private_table`` or, of numbers,
                 ``private_numbers``; ``best`` compares more networks, trained as long.
             settings: Further settings, as ``fednas run`` takes them; they overrule all others.
-            random_state: Seed of the run; None is 1.
+            random_state: Seed of the run, or what draws one; None is 1.
             verbose: True shows what ``fednas run`` shows.
         """
         self.clients = clients
@@ -187,8 +184,11 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _run(self, X: Any, y: Any, groups: Any, *, label: str | None, site: str | None) -> Result:
         """The run of the settings, on records in a file for the time that it takes."""
         check_choice("preset", self.preset, PRESETS)
+        seed = 1 if self.random_state is None else self.random_state
+        if isinstance(seed, np.random.RandomState):
+            seed = seed.randint(2**31)
         chosen: dict[str, Any] = {
-            "seed": 1 if self.random_state is None else self.random_state,
+            "seed": seed,
             "privacy": None if self.epsilon is None else "dp",
             "privacy.epsilon": self.epsilon,
             "evaluation.metric": self.metric,
@@ -220,7 +220,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         if settings == [PRIVATE] and X.ndim == 2:
             settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
         for name, value in chosen.items():
-            settings += [] if value is None else [f"{name}={_quoted(value)}"]
+            settings += [] if value is None else [f"{name}={quoted(value)}"]
         more = [self.settings] if isinstance(self.settings, str) else self.settings
         config = compose(*settings, *more)
         folder = _folder_of_a_fit(expanded("dataset.cache", config.dataset.cache))
@@ -362,7 +362,9 @@ def _folder_of_a_fit(cache: Path) -> Path:
 
 
 def _frame(data: Any) -> Any:
-    """A DataFrame of another library as one of pandas; all else as it is."""
+    """A DataFrame of another library, or with columns of several levels, as a plain one."""
+    if isinstance(data, pd.DataFrame) and data.columns.nlevels > 1:
+        return data.set_axis(data.columns.to_flat_index().map(str), axis=1)
     if isinstance(data, pd.DataFrame | pd.Series) or not hasattr(data, "__arrow_c_stream__"):
         return data
     import pyarrow

@@ -198,10 +198,12 @@ def federate():
         made = {}
         if algorithm_of(config).search is None:
             described = describe_network(config, data[0], None)
-            made["strategy"], made["network"] = make_retraining(config, described, cohort, folder)
+            made["strategy"], made["network"] = make_retraining(
+                config, described, cohort, checkpoints=folder
+            )
             made["description"] = described
         else:
-            made["strategy"] = make_search(config, data[0], cohort, folder)
+            made["strategy"] = make_search(config, data[0], cohort, checkpoints=folder)
         numbers = range(config.clients)
         made["clients"] = [make_client(config, i, data=data, networks={}) for i in numbers]
         made["grid"] = in_process(config)

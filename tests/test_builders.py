@@ -186,7 +186,7 @@ def test_initial_networks_depend_on_the_seed_alone(compose_config):
         prepared, _ = make_data(config)
         cohort = make_cohort(config, run="r", emit=lambda event, **fields: None)
         torch.manual_seed(torch.seed() % 1000)
-        strategy = make_search(config, prepared, cohort, None)
+        strategy = make_search(config, prepared, cohort)
         return [vector for packed in strategy.states.values() for vector in packed.values()]
 
     first, again, other = states(1), states(1), states(2)
@@ -308,7 +308,7 @@ def test_retraining_is_the_loop_with_all_that_may_be_switched_on(compose_config,
     with seeded(5, "alphas"):
         alphas = {kind: torch.randn_like(a) for kind, a in space.supernet().alphas().items()}
     description = describe_network(config, fed.data[0], space.derive(alphas))
-    strategy, network = make_retraining(config, description, fed.cohort, None)
+    strategy, network = make_retraining(config, description, fed.cohort)
     twin = make_network(description).train()
     strategy.load_into(twin)
     start = flat(twin.parameters())

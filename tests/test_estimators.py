@@ -211,6 +211,42 @@ def test_records_without_a_class_or_a_group_are_refused():
         refuses("has outer blanks or line breaks: change", fit, X, odd, error=ValueError)
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """The configurations, and the columns of the records, of runs that are not made."""
+    kept = []
+
+    def read(config, quiet):
+        kept.append((config, [*pd.read_parquet(config.dataset.root)]))
+        raise InterruptedError
+
+    monkeypatch.setattr(estimators, "run", read)
+    return kept
+
+
+@pytest.mark.parametrize(("label", "site"), [("a\\b", "${x}"), ("a'b", 'a"b'), ("a=b", "a,b\\")])
+def test_names_of_any_signs_are_taken(label, site, tmp_path, asked):
+    table = patients().rename(columns={"died": label, "hospital": site})
+    model = FedClassifier(clients=site, preset="fast", settings=[f"dataset.cache={tmp_path}"])
+    refuses("", model.fit, table, label=label, error=InterruptedError)
+    ((config, columns),) = asked
+    assert (config.dataset.label, config.partition.column) == (label, site)
+    assert {label, site} < {*columns}
+
+
+def test_columns_of_levels_and_what_draws_seeds_are_taken(tmp_path, asked):
+    levels = patients()[["age"]].set_axis(pd.MultiIndex.from_tuples([("a", "b")]), axis=1)
+    for draws in map(np.random.RandomState, (0, 0, 1)):
+        own = {"preset": "fast", "settings": [f"dataset.cache={tmp_path}"], "random_state": draws}
+        model = FedClassifier(**own)
+        refuses("", model.fit, levels, patients()["died"], error=InterruptedError)
+    (one, again, other), columns = zip(
+        *((config.seed, names) for config, names in asked), strict=True
+    )
+    assert one == again != other
+    assert columns[0] == ["('a', 'b')", "label"]
+
+
 WRONG = [
     ({"clients": "ward 3"}, "died", "X has no column ward 3: it has age, "),
     ({}, "dead", "X has no column dead: it has age, "),

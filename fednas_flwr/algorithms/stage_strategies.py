@@ -15,12 +15,10 @@ from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.models import networks
 from fednas_flwr.privacy.plan import PlannedRelease, of_clients
 from fednas_flwr.protocol.requests import LARGER
-from fednas_flwr.runs.checkpoints import CheckpointFolder
 from fednas_flwr.server.cohort import Cohort
 from fednas_flwr.server.exchange import Sampling
 from fednas_flwr.settings import Config
 from fednas_flwr.settings.incompatible import by_client, retrains_by_gradients
-from fednas_flwr.settings.optimizers import Configuration
 from fednas_flwr.settings.registry import SUPERNET, algorithm_of, imported
 
 
@@ -40,11 +38,7 @@ def strategy_of(config: Config, stage: str) -> type[RoundStrategy[Any]]:
 
 
 def make_search(
-    config: Config,
-    prepared: Prepared,
-    cohort: Cohort,
-    checkpoints: CheckpointFolder | None,
-    schedule: Sequence[PlannedRelease] = (),
+    config: Config, prepared: Prepared, cohort: Cohort, **more: Any
 ) -> RoundStrategy[Any]:
     """The strategy of the search stage, its supernet initialised from the run's seed.
 
@@ -52,8 +46,7 @@ def make_search(
         config: The run's configuration; of CFDNAS the strategy is that of all clients.
         prepared: Data of the run, with shape and number of classes.
         cohort: Reaches the clients.
-        checkpoints: Folder of the state after every round.
-        schedule: Everything that a private run releases.
+        more: Further arguments of the strategy: ``checkpoints`` and ``schedule``.
 
     Raises:
         ValueError: The algorithm does not search.
@@ -63,24 +56,11 @@ def make_search(
     network = nn.Module()
     if algorithm_of(config).trains == SUPERNET:
         network = networks.seeded_supernet(config, space)
-    return strategy(
-        network,
-        cohort,
-        config,
-        space=space,
-        prepared=prepared,
-        checkpoints=checkpoints,
-        schedule=schedule,
-    )
+    return strategy(network, cohort, config, space=space, prepared=prepared, **more)
 
 
 def make_retraining(
-    config: Config,
-    description: networks.Description,
-    cohort: Cohort,
-    checkpoints: CheckpointFolder | None,
-    schedule: Sequence[PlannedRelease] = (),
-    configuration: Configuration | None = None,
+    config: Config, description: networks.Description, cohort: Cohort, **more: Any
 ) -> tuple[RoundStrategy[Any], nn.Module]:
     """The strategy of the retrain stage and its network, initialised from the run's seed.
 
@@ -88,22 +68,11 @@ def make_retraining(
         config: The run's configuration.
         description: Description of the network.
         cohort: Reaches the clients.
-        checkpoints: Folder of the state after every round.
-        schedule: Everything that a private run releases.
-        configuration: Takes the place of the retrain settings' learning rate, momentum, decay and
-            drop-path probability.
+        more: Further arguments of the strategy: ``checkpoints``, ``schedule`` and
+            ``configuration``.
     """
-    network = networks.seeded_network(config, description)
-    strategy = strategy_of(config, "retrain")(
-        network,
-        cohort,
-        config,
-        description=description,
-        configuration=configuration,
-        checkpoints=checkpoints,
-        schedule=schedule,
-    )
-    return strategy, network
+    network, strategy = networks.seeded_network(config, description), strategy_of(config, "retrain")
+    return strategy(network, cohort, config, description=description, **more), network
 
 
 def releases_by_round(config: Config, stage: str, num_rounds: int) -> list[list[PlannedRelease]]:

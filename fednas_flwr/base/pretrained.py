@@ -191,12 +191,6 @@ class Frozen(Pretrained):
         """Stay in evaluation mode."""
         return super().train(False)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Take tensors that have a length; models before had other features."""
-        if f"{prefix}length" not in state_dict:
-            raise ConfigError("the model's backbone is of another version: train the model anew.")
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
     def forward(self, x: Tensor) -> Tensor:
         """Return features, float32 as its tensors, of images ``[B, C, H, W]`` scaled to 0..1."""
         features = self._map_of if self.is_map else self._of

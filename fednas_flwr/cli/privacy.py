@@ -1,4 +1,4 @@
-"""Commands about privacy: audit, calibrate, ledger."""
+"""Commands about privacy: audit, calibrate, approve, ledger."""
 
 from __future__ import annotations
 

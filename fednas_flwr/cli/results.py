@@ -1,4 +1,4 @@
-"""Commands on the files of runs: predict, export, report, compare, lookup."""
+"""Commands on the files of runs: predict, export, report, watch, compare, lookup."""
 
 from __future__ import annotations
 

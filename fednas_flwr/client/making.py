@@ -54,7 +54,7 @@ def make_client(
     Args:
         config: The run's configuration.
         index: From 0 to ``config.clients - 1``.
-        data: Result of :func:`make_data`, shared by the clients of a process.
+        data: Result of ``data.prepared.make_data``, shared by the clients of a process.
         networks: Built networks, shared likewise: clients of a process take turns.
         site: Settings of the node's own configuration, see ``client_app.SITE_KEYS``.
         guard: What :func:`make_site_guard` has made of a ``site`` that names a policy; those of
@@ -129,7 +129,7 @@ def simulated_properties(
 
     Args:
         config: The run's configuration.
-        data: Result of :func:`make_data`.
+        data: Result of ``data.prepared.make_data``.
     """
     if not config.samples or config.runtime.name == "deployment" or config.dp:
         return None

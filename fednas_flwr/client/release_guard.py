@@ -280,7 +280,7 @@ class ReleaseGuard:
         Args:
             header: Of the request; names run and stage.
             action: The action asked for.
-            kind: ``weights``, ``alphas``, ``rewards`` or ``metrics``.
+            kind: One of ``privacy.plan.KINDS``.
             splits: Splits that the release reads.
             steps: Number of releases that the request asks for.
             num_values: Number of values of each release.

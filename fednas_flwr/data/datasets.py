@@ -36,7 +36,7 @@ from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torch
 from fednas_flwr.settings.parser import parse
 
 # Changes whenever the same source would give other prepared records.
-_CACHE_VERSION = 15
+_CACHE_VERSION = 16
 # Public and fixed: these choices must be the same in every run and at everybody's.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
@@ -45,8 +45,8 @@ _ATTEMPTS = 3  # of reading what was stored
 _ARRAYS = dict.fromkeys(("features", "labels", "ids", "columns"), Any)  # fields of records
 # Settings that change no prepared record; of the root its files count.
 _SHAPE_NOTHING = {
-    *("cache", "root", "download", "fractions", "split_key", "linear_baseline", "table"),
-    *("target_range", "mean", "std", "crop_padding", "flip", "cutout", "statistics", "ranges"),
+    *("cache", "root", "download", "fractions", "split_key", "linear_baseline"),
+    *("mean", "std", "crop_padding", "flip", "cutout", "statistics", "ranges"),
     *("scattering", "backbone"),  # whose description counts
 }
 

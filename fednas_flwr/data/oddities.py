@@ -55,13 +55,21 @@ _COARSE = 1e-5  # range over distance from 0 of numbers, of which float32 keeps 
 _FLOAT32 = 2**24  # whole numbers above are not told apart
 
 
-def oddities(records: Records, test: Records | None = None) -> list[str]:
-    """Sentences on what looks wrong, also with a test set beside the records to train on.
+def oddities(
+    records: Records, test: Records | None = None, *, clients: Sequence[str] = ()
+) -> list[str]:
+    """Sentences on what looks wrong.
+
+    Args:
+        records: To train on.
+        test: A test set beside them.
+        clients: Values of a column that divides the records over clients.
 
     Raises:
         ConfigError: All images are one picture.
     """
     found = list(_of_images(records) if records.features.dim() == 4 else _of_columns(records))
+    found += _spelled_alike("the column of clients", clients, "in the data")
     if test is not None:
         found += [f"test set: {words}" for words in _of_test(records, test)]
     if not records.is_regression:

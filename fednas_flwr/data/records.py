@@ -83,7 +83,7 @@ class Inputs(Checked):
         target: Where a number is predicted, its mean and deviation, by which it is standardised,
             and the ends of its range if that is declared; else empty.
         label_separator: Of the labels in the label column, see
-            :func:`~fednas_flwr.data.records.label_sets`.
+            :func:`~fednas_flwr.data.records.label_names`.
         form: How a table's cells are written: what was set, and what training found.
         id_column: Column of a table, or of a labels file, that says whose each record is.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
@@ -179,7 +179,7 @@ class Records:
         columns: ``[N]`` strings per column by which a table or sites can be partitioned.
         schema: Columns of a table, in the order of its features; empty for images.
         label: Name of a table's label column; empty if it has none, or one per label.
-        label_separator: Of the labels in that column, see :func:`label_sets`; empty where it holds
+        label_separator: Of the labels in that column, see :func:`label_names`; empty where it holds
             a class.
         form: How a table's cells are written, as was set and found.
         id_column: Column that says whose each record is, and gave the ids, which then are the same

@@ -92,7 +92,7 @@ def summary(
     ]
     missing = missing_counts(records)
     lines += reading_notes(prepared, missing)
-    lines += [f"note: {line}" for line in oddities(records, test)]
+    lines += [f"note: {line}" for line in oddities(records, test, clients=names)]
     if not records.label and not (records.schema and records.multi_label):
         lines.append(
             f"{'labels' if records.multi_label else 'classes'}: {listed(_classes(records), _MOST)}"

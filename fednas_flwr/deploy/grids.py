@@ -101,10 +101,9 @@ class InProcessGrid(Grid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Queue the messages and return their ids."""
-        numbered = {self.number(message): message for message in messages}
-        self._messages |= numbered
-        return list(numbered)
+        """Queue the messages in place of those of the exchange before, and return their ids."""
+        self._messages = {self.number(message): message for message in messages}
+        return list(self._messages)
 
     def number(self, message: Message) -> str:
         """Give a message its id, and return that."""
@@ -317,9 +316,11 @@ class WorkerGrid(InProcessGrid):
             self._changed.notify_all()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Queue the messages, and return their ids."""
+        """Queue the messages, and return their ids; those of the exchange before were too late."""
         messages, put = list(messages), dict[tuple[tuple[str, int], ...], Any]()
         with self._changed:
+            for late in (self._queue, self._replies, self.seconds):
+                late.clear()
             for message in messages:
                 small, arrays = without_arrays(message)
                 same = tuple((name, id(record)) for name, record in arrays.items())

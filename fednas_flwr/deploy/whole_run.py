@@ -140,13 +140,15 @@ def train_all(
     Args:
         config: Of the run that they stand beside.
         folders: Of runs.
-        limit: The seconds that they may take. Each has an equal share of them; after them none is
-            begun, but for the first.
+        limit: The seconds that they may take. Each has an equal share of them, more where several
+            share the time; after them none is begun, but for the first.
     """
-    each, ends_at = _text(limit / len(folders)), time.monotonic() + limit
-    calls = [(folder, each, ends_at if place else math.inf) for place, folder in enumerate(folders)]
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
-    if alone or at_once(len(folders)) < 2 or (sent := registry.packed(train)) is None:
+    sent = None if alone or at_once(len(folders)) < 2 else registry.packed(train)
+    together = 1 if sent is None else at_once(len(folders))
+    each, ends_at = _text(together * limit / len(folders)), time.monotonic() + limit
+    calls = [(folder, each, ends_at if place else math.inf) for place, folder in enumerate(folders)]
+    if sent is None:
         yield from ((call[0], train(*call)) for call in calls)
         return
     try:

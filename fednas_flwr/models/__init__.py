@@ -1,1 +1,1 @@
-"""Operations on networks: deriving, measuring, exporting. Plain torch, no transport."""
+"""Operations on networks: describing, measuring, exporting. Plain torch, no transport."""

@@ -84,15 +84,15 @@ def begin(
     if prepared.uses_own_statistics and not config.dp:
         statistics = statistics or pooled_statistics.found_statistics(prepared, cohort, log)
     splits: list[Mapping[str, int]] = [known["splits"] for known in cohort.properties.values()]
-    declared = _declared_at_first(cohort, earlier)
-    records = median(retrained_on(config.retrain, known) for known in declared if known)
+    cohort.declared = _declared_at_first(cohort, earlier)
+    records = median(retrained_on(config.retrain, known) for known in cohort.declared.values())
     cohort.predicts_numbers = prepared.train.is_regression
     cohort.names = _names(config, cohort, prepared)
     _tell_partition(config, cohort, prepared, log)
     unlike = read_run(folder).of_kind("partition")[0].get("association", 0.0)
     config = replace(config, retrain=planned(config, records, prepared.input_shape, unlike))
     if config.samples:
-        splits = declared
+        splits = [cohort.declared.get(client, {}) for client in range(cohort.num_clients)]
         cohort.sampling = make_sampling(config, splits)
     checkpoints = make_checkpoints(folder, log)
     run = Run(
@@ -121,17 +121,15 @@ def _connect(config: Config, grid: Grid, cohort: Cohort, folder: Path) -> Prepar
     return prepared
 
 
-def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> list[Mapping[str, int]]:
+def _declared_at_first(cohort: Cohort, earlier: Sequence[Event]) -> dict[int, Mapping[str, int]]:
     """The records that each client declared when the run began, by split.
 
-    A resumed run draws its clients by the same numbers, whoever is connected now; of one that was
-    not connected then nothing is known.
+    Of one that was not connected then nothing is known.
     """
-    numbers = {client: known["splits"] for client, known in cohort.properties.items()}
     begun = [event for event in earlier if event["event"] == "partition" and event.get("splits")]
-    if begun:
-        numbers = dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
-    return [numbers.get(client, {}) for client in range(cohort.num_clients)]
+    if not begun:
+        return cohort.declared
+    return dict(zip(begun[0]["clients"], begun[0]["splits"], strict=True))
 
 
 def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: EventLog) -> None:
@@ -158,7 +156,8 @@ def _tell_partition(config: Config, cohort: Cohort, prepared: Prepared, log: Eve
         server_test=len(prepared.server_test) if prepared.server_test is not None else 0,
     )
     if len(prepared.train) and not config.dp:
-        odd = oddities(prepared.train, prepared.server_test)
+        clients = client_names(prepared.train, config.partition)
+        odd = oddities(prepared.train, prepared.server_test, clients=clients)
         if lines := [*reading_notes(prepared), *odd]:
             of_table = prepared.train.notes if prepared.train.schema else ()
             log.emit("data", found=lines, odd=[*of_table, *odd])

@@ -3,8 +3,7 @@
 It follows from what the strategies state of each round, the declared numbers of records and the
 rounds still to do. Noise that is not given is calibrated to what a run may cost: to an epsilon of
 its own, or the search's to its shares of the target epsilon, then retraining's to what all others
-leave of it. Noise that is given stands; where baselines have a share of the epsilon,
-:func:`check_own_share` refuses what costs more than the rest.
+leave of it. Noise that is given stands.
 """
 
 import math
@@ -61,8 +60,7 @@ def make_schedules(
             the noise of all.
 
     Raises:
-        ConfigError: What comes before costs more than the target epsilon, or noise that is given
-            more than the baselines leave of it.
+        ConfigError: What comes before costs all of the target epsilon, or no noise keeps to it.
     """
     privacy = config.dp
     assert privacy

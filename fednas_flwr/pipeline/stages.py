@@ -157,7 +157,8 @@ def start_search(
         OutOfTimeError: The run's time has ended before.
     """
     run.config = config = later.with_latency(run)
-    strategy = make_search(config, run.prepared, run.cohort, run.checkpoints, run.schedule)
+    kept = {"checkpoints": run.checkpoints, "schedule": run.schedule}
+    strategy = make_search(config, run.prepared, run.cohort, **kept)
     if run.inherited is not None:
         strategy.inherit(run.inherited)
     prepare(strategy)
@@ -191,14 +192,10 @@ def retrain(
     run: Run, description: dict[str, Any], configuration: Configuration | None
 ) -> tuple[nn.Module, dict[str, Packed]]:
     """Return the trained network and its packed states."""
-    strategy, network = make_retraining(
-        later.with_precision(run, later.with_learning_rate(run), description),
-        description,
-        run.cohort,
-        run.checkpoints,
-        run.schedule,
-        configuration,
-    )
+    config = later.with_precision(run, later.with_learning_rate(run), description)
+    kept = {"checkpoints": run.checkpoints, "schedule": run.schedule}
+    kept["configuration"] = configuration
+    strategy, network = make_retraining(config, description, run.cohort, **kept)
     run.start(strategy, run.config.retrain.planned)
     strategy.load_into(network)
     return network, strategy.model

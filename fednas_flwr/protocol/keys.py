@@ -139,7 +139,7 @@ class Context:
         roster: Its fingerprint.
         run: Name of the run.
         attempt: Random text of the server, new for every exchange that it begins.
-        stage: ``search``, ``retrain`` or ``evaluate``.
+        stage: One of ``privacy.plan.STAGES``.
         round: Of the stage.
         phase: Of the round.
         participants: Indices of the sites that are asked, ascending.

@@ -50,7 +50,7 @@ class Header(Checked):
     Attributes:
         run: Name of the run, the same for all its messages; like the other texts, of at most 300
             bytes.
-        stage: ``search`` or ``retrain``; rounds are counted within a stage.
+        stage: ``search``, ``retrain``, ``evaluate``, ...; rounds are counted within a stage.
         round: From 1; 0 before the first round.
         phase: Number of the exchange within its round, from 1.
         client: Index of the client that is asked.

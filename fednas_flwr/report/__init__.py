@@ -1,5 +1,4 @@
 """Output of a run for people: events, progress, report, comparison, tables, model card.
 
-Everything here is made from the files of a run folder and imports nothing of the package but its
-errors.
+Everything here is made from the files of a run folder, by ``runs`` and ``base`` alone.
 """

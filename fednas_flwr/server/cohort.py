@@ -79,6 +79,8 @@ class Cohort:
         bytes_received: Bytes of all arrays in replies so far.
         seconds: The time that each client took for its replies; of real sites with the way there.
         properties: Properties of each connected client, by client.
+        declared: Numbers of records by split that each client had when the run began, by client: of
+            a resumed run they are the same, whoever is connected now.
         names: Those that people know clients by, as far as they have some.
         statistics: Statistics by which all clients standardise a table; None: declared ones.
         predicts_numbers: True if closeness is in the place of accuracy.
@@ -101,6 +103,7 @@ class Cohort:
     bytes_received: int = field(default=0, init=False)
     seconds: Counter[int] = field(default_factory=Counter, init=False)
     properties: dict[int, ExactClientProperties] = field(default_factory=dict, init=False)
+    declared: dict[int, Mapping[str, int]] = field(default_factory=dict, init=False)
     names: Mapping[int, str] = field(default_factory=dict, init=False)
     statistics: Statistics | None = field(default=None, init=False)
     predicts_numbers: bool = field(default=False, init=False)
@@ -189,6 +192,7 @@ class Cohort:
         self._refused.clear()  # they stood at provisional indices
         self._nodes = {index: owners[index][0] for index in fit}
         self.properties = {index: reply.properties for index, reply in fit.items()}
+        self.declared = {i: known.get("splits", {}) for i, known in self.properties.items()}
         self._max_examples = {index: reply.num_examples for index, reply in fit.items()}
 
     def _wait_for_nodes(self, grid: Grid) -> list[int]:
@@ -268,6 +272,7 @@ class Cohort:
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
         part.properties = {client: self.properties[client] for client in clients}
+        part.declared = {client: self.declared.get(client, {}) for client in clients}
         return part
 
     def dismiss(
@@ -407,7 +412,7 @@ class Cohort:
                     try:
                         pending.add(client, answer)
                     except ReplyError as error:
-                        answer = self._strike(client, terminal(str(error)[:LONGEST_REASON]))
+                        answer = terminal(str(error)[:LONGEST_REASON])
             yield client, answer
 
     def pause(self, waited_s: float) -> float:

@@ -93,7 +93,7 @@ class PendingSum:
             properties: Properties of each client.
         """
         ranges = {
-            kind: max(release.sum_range(properties[client]["splits"]) for client in clients)
+            kind: max((release.sum_range(properties[i]["splits"]) for i in clients), default=0)
             for kind, release in exchange.planned.items()
             if release.shared
         }
@@ -106,11 +106,15 @@ class PendingSum:
         """Add a masked reply.
 
         Raises:
-            ReplyError: The client was asked, or says that it was asked, something else.
+            ReplyError: The client has answered something else than those before it; which of them
+                is wrong is not known.
         """
         self.context = self.context or reply.properties["context"]
         if reply.properties["context"] != self.context:
-            raise ReplyError("it has answered another request than the clients before it")
+            raise ReplyError(
+                "it has answered another request than the clients before it, or has another policy "
+                f"or other data settings: compare them with those of client {min(self.boxes)}."
+            )
         self.boxes[client] = reply.properties["boxes"]
         vectors = reply.states[sum_encoding.MASKED]
         self.total.add(client, [vectors[d].numpy() for d in self.summands.lengths])

@@ -2,6 +2,8 @@
 
 import argparse
 import itertools
+import json
+import operator
 import os
 import re
 import sys
@@ -9,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,6 +34,13 @@ EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray
 NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # what overrides say to Hydra
 PRIMARY = "config"  # the file that composition begins with
 SEARCH_PATH = "hydra.searchpath="
+
+
+def quoted(value: str | float) -> str:
+    """A value as an override has it: any text, number or truth value, also of numpy."""
+    if isinstance(value, str):
+        return str(QuotedString(value, Quote.double).with_quotes()).replace("${", r"\${")
+    return json.dumps(value, default=operator.index)
 
 
 def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
@@ -63,7 +71,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
         key, value = _parse(text).key_or_group, _parse(text).value()
         *parents, last = key.split(".")
         if value == {}:
-            reduce(getitem, parents, tree)[last] = {}
+            reduce(operator.getitem, parents, tree)[last] = {}
         if key == "hydra.run.dir":
             if tree["run_dir"] not in (None, str(value)):
                 raise ConfigError(

@@ -70,7 +70,7 @@ def test_trials_side_by_side_give_what_they_give_in_sequence(compose_config, fed
     if stage == "retrain":
         genotype = strategy.space.random_genotype(make_generator(2, "genotype"))
         described = describe_network(config, federation.data[0], genotype)
-        strategy, _ = make_retraining(config, described, federation.cohort, None)
+        strategy, _ = make_retraining(config, described, federation.cohort)
     assert strategy.stage == stage
     chosen = strategy.configurations[:3]
     local = strategy._local(chosen[0])

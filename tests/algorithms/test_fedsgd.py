@@ -43,7 +43,7 @@ DP += ("retrain.batch_size=16", "retrain.rounds=2", "privacy.epsilon=50")
 def start(federation, description, *, rounds=ROUNDS, precision="float32"):
     training = replace(federation.config.training, precision=precision)
     config = replace(federation.config, training=training)
-    strategy, network = make_retraining(config, description, federation.cohort, None)
+    strategy, network = make_retraining(config, description, federation.cohort)
     strategy.start(federation.grid, num_rounds=rounds)
     strategy.load_into(network)
     return strategy, network
@@ -76,6 +76,15 @@ def test_steps_equal_sgd_on_pooled_batches_in_proportion_to_records(compose_conf
     rounds = federation.named("round")
     assert [event["exchanges"] for event in rounds] == [steps] * ROUNDS
     assert rounds[-1]["metrics"]["train_loss"] < rounds[0]["metrics"]["train_loss"]
+
+
+def test_steps_of_a_round_are_those_of_the_clients_that_began(compose_config, federate):
+    """Of a resumed run fewer may be connected; it neither repeats batches nor leaves some out."""
+    federation = federate(compose_config(*GRADIENTS, *UNEQUAL))
+    federation.cohort.connect(federation.grid)
+    federation.cohort.declared = dict.fromkeys(range(3), {"train": 70, "validation": 10})
+    start(federation, PLAIN_CNN, rounds=1)
+    assert federation.named("round")[0]["exchanges"] == 80 // 16
 
 
 def test_batch_norm_and_auxiliary_heads_are_trained_as_one_would(compose_config, federate):

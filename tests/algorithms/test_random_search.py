@@ -126,7 +126,7 @@ def test_hyper_parameters_are_drawn_tried_and_retrained_with(search):
     best = drawn[accuracies(federation).index(max(accuracies(federation)))]
     found = federation.strategy.configuration()
     assert found == best
-    retrained = config, trained[0].network, federation.cohort, None
+    retrained = config, trained[0].network, federation.cohort
     strategy, _ = make_retraining(*retrained, configuration=found)
     rates = {"lr": best.lr, "min_lr": min(best.lr, config.retrain.weights.min_lr)}
     constants = {"momentum": best.momentum, "weight_decay": best.weight_decay}

@@ -27,8 +27,8 @@ def test_a_poisoned_round_stays_between_the_honest_models_but_by_the_mean(aggreg
 def test_both_stages_average_as_the_configuration_says(compose_config, federate):
     own = ("clients=5", "runtime.quorum=1", "aggregate=trimmed_mean", "aggregate.trim=2")
     fed = federate(compose_config(*own))
-    retraining, _ = make_retraining(fed.config, PLAIN_CNN, fed.cohort, None)
-    for strategy in (make_search(fed.config, fed.data[0], fed.cohort, None), retraining):
+    retraining, _ = make_retraining(fed.config, PLAIN_CNN, fed.cohort)
+    for strategy in (make_search(fed.config, fed.data[0], fed.cohort), retraining):
         average = strategy.new_average()
         assert isinstance(average, TrimmedMean)
         assert average.trim == 2

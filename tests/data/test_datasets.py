@@ -114,6 +114,13 @@ def test_given_statistics_of_a_table(cache, table_csv):
     refuses(words, prepared, **settings, statistics=statistics | {"age": (50.0, 0)})
 
 
+def test_a_range_to_predict_within_is_of_its_own_cached_copy(cache, table_csv):
+    settings = {"cache": cache, "name": "csv", "root": table_csv, "label": "age"}
+    settings |= {"ignore": ("patient", "site"), "server_test": False}
+    assert not prepared(**settings).train.is_regression
+    assert prepared(**settings, target_range=(0.0, 120.0)).train.is_regression
+
+
 def test_sites_become_a_partition(cache, tmp_path):
     root = tmp_path / "sites"
     root.mkdir()

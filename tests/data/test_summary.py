@@ -58,6 +58,10 @@ def test_small_and_lopsided_clients_are_named(patients, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "died is small: " in printed or "died has no record for " in printed
     assert "label ward: e 10, n 56, s 54" in printed
+    patients.write_text(patients.read_text().replace("left", "Died", 40))
+    assert main(["data", str(patients), *own[:2], "clients=3", *settings]) == 0
+    said = "note: the column of clients holds Died and died: join them in the data if they are one"
+    assert said in capsys.readouterr().out
     number = ["dataset.label=age", "dataset.task=regression"]
     assert main(["data", str(patients), *number, *settings[1:]]) == 0
     assert (

@@ -92,6 +92,25 @@ def test_messages_leave_the_queue_nearly_in_order(make):
     assert order[0] == AHEAD
 
 
+def test_what_an_exchange_has_given_up_is_not_answered_in_the_next(make):
+    acted, begun, go_on = list[int](), threading.Event(), threading.Event()
+
+    def act(client):
+        acted.append(client)
+        begun.set()
+        go_on.wait(timeout=60)
+
+    grid = make(1, act)
+    late = asked(grid, [0, 1, 2])
+    begun.wait(timeout=60)
+    ids = asked(grid, [3])
+    go_on.set()
+    assert told(grid, ids) == ["0"]
+    assert acted == [0, 3]
+    asked(grid, [])
+    assert list(grid.pull_messages(late)) == []
+
+
 def test_a_worker_that_dies_costs_the_reply_that_it_worked_on(make, monkeypatch):
     monkeypatch.setattr(grids, "SHORT_S", 0.0)
 

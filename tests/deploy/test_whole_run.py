@@ -46,6 +46,14 @@ def test_however_many_are_trained_at_once_are_the_same(cores, folders, compose_c
         assert (one / "model.onnx").read_bytes() == (other / "model.onnx").read_bytes()
 
 
+def test_those_that_are_trained_at_once_share_the_time(compose_config, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    calls: list[tuple] = []
+    monkeypatch.setattr(whole_run, "beside", lambda sent, asked: calls.extend(asked) or [])
+    list(whole_run.train_all(compose_config(*LINEAR), [Path(name) for name in "abcd"], limit=60))
+    assert [limit for _, limit, _ in calls] == ["30.0s"] * 4
+
+
 def test_one_that_fails_says_why_and_the_others_go_on(folders, compose_config, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     whole, broken = folders("whole", "broken")

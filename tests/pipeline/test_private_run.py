@@ -267,7 +267,7 @@ def test_one_round_is_the_loop_of_single_records(compose_config, federate, monke
     schedule = make_schedule(config, records, done={})
     commit = Commit(data_set="records", releases=tuple(schedule))
     list(fed.cohort.ask(Exchange("query.commit", stage="commit", settings=commit)))
-    strategy = make_search(config, fed.data[0], fed.cohort, None, schedule)
+    strategy = make_search(config, fed.data[0], fed.cohort, schedule=schedule)
     plain = supernet_space(config, fed.data[0]).supernet()
     strategy.load_into(plain)
     plain.double().train()

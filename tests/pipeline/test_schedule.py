@@ -134,7 +134,7 @@ def test_each_stage_is_told_the_terms_of_its_own_releases(compose_config, federa
     assert data_set_of(config) == "records"
     assert data_set_of(compose_config("algorithm=fnas")) is None
     federation = federate(config)
-    strategy = make_search(config, federation.data[0], federation.cohort, None, schedule)
+    strategy = make_search(config, federation.data[0], federation.cohort, schedule=schedule)
     for item in schedule:
         if item.stage == "search":
             assert strategy.noise_multiplier(item.kind) == item.noise_multiplier

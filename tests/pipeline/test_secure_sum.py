@@ -15,6 +15,7 @@ from fednas_flwr.client.making import make_sum_site
 from fednas_flwr.deploy.grids import InProcessGrid
 from fednas_flwr.protocol.messages import decode_reply, decode_request
 from fednas_flwr.runs.numbers import read_run
+from fednas_flwr.server.cohort import STRIKES
 
 from ..booked import booked, decoded_totals
 from ..refusals import refuses
@@ -277,6 +278,15 @@ def test_damaged_replies_fail_the_sum_or_are_left_out(change, said, run):
     # the second round gets the first one's reply once more
     assert (said or "reply to another request") in reason
     assert len(ran.named("round")) == (0 if fails else rounds)
+
+
+@pytest.mark.run
+def test_nobody_is_expelled_for_another_policy_than_the_first_has(run):
+    grid, rounds = damaged(telling(context="ab" * 32), "train.search"), STRIKES + 1
+    own = ("algorithm=fed_darts", "stages=[search]", f"rounds={rounds}")
+    ran = run(*SHORT, *SUMS, *own, grid=grid)
+    assert ["compare them with those of client 0" in e["reason"] for e in ran.failed] == [True] * 4
+    assert not any("expelled" in event for event in ran.failed)
 
 
 @pytest.mark.run

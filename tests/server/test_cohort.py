@@ -6,6 +6,7 @@ import pytest
 
 from fednas_flwr.data.records import Column
 from fednas_flwr.deploy.grids import InProcessGrid
+from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.protocol.requests import Describe
 from fednas_flwr.server.cohort import LONGEST_POLL_S, QuorumError
 from fednas_flwr.server.exchange import Exchange, Participants
@@ -163,6 +164,16 @@ def test_exactly_the_quorum_is_enough(federation):
         else:
             refuses("RuntimeError: disk full", list, shaky.ask(), error=QuorumError)
         assert [event["client"] for event in shaky.events] == failing
+
+
+def test_a_sum_of_nobody_has_no_quorum(federation):
+    empty = federation(2, secure_sum=True)
+    for client in range(2):
+        empty.cohort.dismiss(client, "gone", expelled=True)
+    terms = {"batch_size": 8, "steps": 1, "max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    shared = PlannedRelease("search", "train.search", "weights", ("train",), **terms, shared=True)
+    exchange = Exchange("train.search", stage="search", settings=SEARCH, releases=[shared])
+    refuses("^client 0: gone", list, empty.cohort.ask(exchange), error=QuorumError)
 
 
 def test_the_error_names_every_missing_client_with_its_reason(federation):

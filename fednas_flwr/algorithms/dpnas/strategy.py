@@ -28,7 +28,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
     each measured on all validation records instead of a batch of 64; the authors' code ranks on
     test records, which are never used here.
 
-    ``dp_aware`` is DP-SGD's clipping and noise as a regulariser, with no claim. With ``private``
+    ``dp_aware`` is DP-SGD's clipping and noise as a regulariser, with no claim. With ``privacy=dp``
     the noise of the releases takes its place. The samples of a round come from (seed, round).
     """
 

@@ -239,8 +239,8 @@ class FedSGD(gradient_steps.GradientStrategy[AlgorithmSettings]):
     def run_round(self, server_round: int, num_rounds: int) -> base.Metrics:
         """Take the steps of a round, one exchange each."""
         sgd, retrain = self.weights.at_round(server_round, num_rounds), self.config.retrain
-        clients = self.cohort.properties.values()
-        usual = median(retrained_on(retrain, of["splits"]) for of in clients)
+        declared = self.cohort.declared.values()
+        usual = median(retrained_on(retrain, splits) for splits in declared if splits)
         steps = base.local_steps(self.config, self.stage) or retrain.local_steps(usual)
         self.optimizers["weights"].param_groups[0]["lr"] = sgd.lr
         replies: list[Reply] = []

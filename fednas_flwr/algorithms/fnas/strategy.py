@@ -30,7 +30,7 @@ class FNAS(gradient_steps.GradientStrategy[fnas.FNASSettings]):
     deviation from Algorithm 1, as is a warm-up, in which A waits. Local steps are plain gradient
     descent at the learning rates of ``weights`` and ``alphas``; a client's answer adds up their
     gradients. The server adds the gradient of ``beta_decay``, which reads no record, to the
-    clients'. With ``private`` this is DP-FNAS, of first order only; then the supernet is not
+    clients'. With ``privacy=dp`` this is DP-FNAS, of first order only; then the supernet is not
     evaluated unless metrics are to be released.
     """
 

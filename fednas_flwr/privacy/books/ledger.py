@@ -6,7 +6,7 @@ deciding what may be asked (``policy``) or what a release costs (``renyi_filter`
 
 Every row carries an HMAC over itself and the row before. Running totals per budget and split, under
 an HMAC that ties them to the last row, make a reservation cost the same after a million rows. The
-mark (``mark``), beside the key and outside the ledger's folder, knows the last row. Reserving
+mark (``anchor``), beside the key and outside the ledger's folder, knows the last row. Reserving
 
 1. takes the mark's lock and checks that the ledger ends at the mark,
 2. checks the budget against the running totals, inserts row and totals,
@@ -83,7 +83,7 @@ class Entry(Checked):
         account: Whose budget pays: the ``account`` of the data set's policy.
         data_set: Id of the data set.
         run: Name of the run.
-        stage: ``search`` or ``retrain``.
+        stage: One of ``privacy.plan.STAGES``.
         round: Round within the stage.
         action: What the client was asked.
         splits: Splits that pay: those that are read.
