@@ -195,6 +195,17 @@ def with_forwards(forwards: Mapping[Any, Callable[..., Tensor]]) -> Iterator[Non
             del layer.forward
 
 
+@contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Put a network in evaluation mode inside the block, and in its own mode again after it."""
+    was_training = network.training
+    network.eval()
+    try:
+        yield
+    finally:
+        network.train(was_training)
+
+
 def own_linear_layers(module: nn.Module) -> AbstractContextManager[None]:
     """Let linear layers compute by :func:`linear`, which rounds all rows alike."""
     layers = [layer for layer in module.modules() if type(layer) is nn.Linear]

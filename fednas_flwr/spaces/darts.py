@@ -110,9 +110,8 @@ class DARTSSpace(TwoInputSpace):
     def stem(self, *, affine: bool) -> tuple[nn.Module, int]:
         """Build conv3x3 to 3C and norm, at stride 1: the paper's form for small images."""
         width = STEM_MULTIPLIER * self.channels
-        convolution = nn.Conv2d(self.input_shape[0], width, 3, padding=1, bias=False)
-        norm = operations.make_norm(width, norm=self.norm, affine=affine)
-        return nn.Sequential(convolution, norm), width
+        inputs = self.input_shape[0]
+        return operations.conv_norm(inputs, width, size=3, norm=self.norm, affine=affine), width
 
     def preprocess(self, inputs: int, width: int, *, affine: bool, halves: bool) -> nn.Module:
         """Build a factorized reduction, or ReLU, 1x1 convolution and norm."""
