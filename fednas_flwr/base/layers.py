@@ -165,12 +165,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def group_norm(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float,
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float
 ) -> Tensor:
     """Return ``F.group_norm``; x is [B, C, ...], weight and bias are [C] or [B, C]."""
     if all(parameter is None or parameter.dim() == 1 for parameter in (weight, bias)):

@@ -203,8 +203,7 @@ def _divided(records: Records, settings: ds.Partition, clients: int) -> list[np.
         return _by_column(records, clients=clients, name=name, column=column)
     rng = np.random.default_rng(derive_seed(settings.seed, "partition", name))
     if isinstance(settings, ds.LabelGroups):
-        groups = settings.groups or FDNAS_GROUPS
-        return _label_groups(records, clients, groups, settings.clients_per_group, rng=rng)
+        return _label_groups(records, settings, clients, rng)
     if isinstance(settings, ds.QuantityPartition):
         size, shares = len(records), np.asarray(settings.fractions)
         if not settings.fractions:
@@ -275,21 +274,17 @@ def _dirichlet(
 
 
 def _label_groups(
-    records: Records,
-    clients: int,
-    groups: Sequence[Sequence[int]],
-    clients_per_group: Sequence[int],
-    *,
-    rng: np.random.Generator,
+    records: Records, settings: ds.LabelGroups, clients: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
     """Return each group's records, divided evenly over the clients of the group."""
+    groups = settings.groups or FDNAS_GROUPS
     classes = sorted(label for group in groups for label in group)
     if classes != list(range(len(records.class_names))):
         raise ConfigError(
             f"partition.groups={[list(group) for group in groups]} must hold each of the "
             f"{len(records.class_names)} classes 0, 1, ... exactly once."
         )
-    counts = list(clients_per_group) or [
+    counts = list(settings.clients_per_group) or [
         (i + 1) * clients // len(groups) - i * clients // len(groups) for i in range(len(groups))
     ]
     if len(counts) != len(groups) or sum(counts) != clients or min(counts) < 1:

@@ -85,13 +85,8 @@ def make_space(name: str, **settings: Any) -> SearchSpace:
 def supernet_space(config: Config, prepared: Prepared) -> SearchSpace:
     """Return the search space at the supernet's size for the prepared data."""
     settings = config.search_space
-    return make_space(
-        settings.name,
-        norm=settings.norm,
-        **supernet_sizes(settings),
-        input_shape=prepared.input_shape,
-        num_classes=prepared.num_classes,
-    )
+    shapes = {"input_shape": prepared.input_shape, "num_classes": prepared.num_classes}
+    return make_space(settings.name, norm=settings.norm, **supernet_sizes(settings), **shapes)
 
 
 def seeded_supernet(config: Config, space: SearchSpace) -> Supernet:
@@ -146,18 +141,14 @@ def describe_network(
         algorithm = config.algorithm
         if algorithm.weights is not None:
             moments = {"mean": list(prepared.mean), "std": list(prepared.std), "norm": BATCH}
-            sizes = {"architecture": algorithm.network, "image_size": algorithm.image_size}
-            return {"name": FINE_TUNED, **sizes, **shapes, **moments}
+            about = {"architecture": algorithm.network, "image_size": algorithm.image_size}
+            return {"name": FINE_TUNED, **about, **shapes, **moments}
         check_choice("algorithm.network", algorithm.network, FIXED_NETWORKS)
         norm = {"norm": config.retrain.norm} if algorithm.has_norm else {}
         return {"name": algorithm.network, **shapes, **norm}
-    return describe_derived(
-        genotype,
-        shapes,
-        sizes=_retrain_sizes(config, genotype),
-        norm=config.retrain.norm,
-        auxiliary=config.retrain.auxiliary_weight > 0,
-    )
+    sizes, retrain = _retrain_sizes(config, genotype), config.retrain
+    auxiliary = retrain.auxiliary_weight > 0
+    return describe_derived(genotype, shapes, sizes=sizes, norm=retrain.norm, auxiliary=auxiliary)
 
 
 def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
@@ -197,14 +188,9 @@ def describe_derived(
     auxiliary: bool,
 ) -> dict[str, Any]:
     """Describe a genotype's network, for :func:`make_network`."""
-    return {
-        "name": "derived",
-        "genotype": json.loads(to_json(genotype)),
-        **shapes,
-        **sizes,
-        "norm": norm,
-        "auxiliary": auxiliary,
-    }
+    genotype_json = json.loads(to_json(genotype))
+    network = {"name": "derived", "genotype": genotype_json, **shapes, **sizes}
+    return network | {"norm": norm, "auxiliary": auxiliary}
 
 
 def candidate_settings(config: Config, prepared: Prepared) -> dict[str, Any]:

@@ -9,6 +9,7 @@ leave of it. Noise that is given stands.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import le
 from statistics import median_low
 from typing import Any
 
@@ -372,14 +373,12 @@ def _demanding(
         of_kind = {release.key: (release.steps, release.rate(known)) for release in whole}
         vector = tuple(value for key in keys for value in of_kind.get(key, (0, 0.0)))
         demands.setdefault(vector, (whole, known))
-    return [
-        demand
-        for vector, demand in demands.items()
-        if not any(
-            other != vector and all(a <= b for a, b in zip(vector, other, strict=True))
-            for other in demands
-        )
-    ]
+
+    def is_most(vector: tuple[float, ...]) -> bool:
+        others = (other for other in demands if other != vector)
+        return not any(all(map(le, vector, other)) for other in others)
+
+    return [demand for vector, demand in demands.items() if is_most(vector)]
 
 
 def _with_noise(planned: Sequence[PlannedRelease], sigmas: Mapping[str, float | None]) -> Schedule:

@@ -29,27 +29,18 @@ from fednas_flwr.settings.parser import Between
 from fednas_flwr.spaces import cell_graph, operations
 from fednas_flwr.spaces.two_input_cells import CellPlan, SearchCell, TwoInputSpace
 
-OPS = (
-    "none",
-    "max_pool_3x3",
-    "avg_pool_3x3",
-    "skip_connect",
-    "sep_conv_3x3",
-    "sep_conv_5x5",
-    "dil_conv_3x3",
-    "dil_conv_5x5",
-)
+POOLS = ("max_pool_3x3", "avg_pool_3x3")
+SEPARABLE = ("sep_conv_3x3", "sep_conv_5x5")
+DILATED = ("dil_conv_3x3", "dil_conv_5x5")
+OPS = ("none", *POOLS, "skip_connect", *SEPARABLE, *DILATED)
 NODES = range(2, 6)
 EDGES = cell_graph.candidate_edges(NODES)
 STEM_MULTIPLIER = 3
-POOLS = ("max_pool_3x3", "avg_pool_3x3")
-SEPARABLE = ("sep_conv_3x3", "sep_conv_5x5")
 CELLS = Between(
     3,
     reason="for darts, as with fewer there is no normal cell; set search_space.num_cells and "
     "retrain.num_cells",
 )
-DILATED = ("dil_conv_3x3", "dil_conv_5x5")
 
 
 class DARTSCell(SearchCell):
