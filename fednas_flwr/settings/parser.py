@@ -151,9 +151,6 @@ class Distinct:
             )
 
 
-Constraint = Between | Length | OneOf | Where | Distinct
-
-
 if TYPE_CHECKING:
     Word = str
     Day = float
@@ -203,12 +200,6 @@ class Checked:
         return ()
 
 
-def constraints(kind: type) -> dict[str, tuple[Constraint, ...]]:
-    """Return a dataclass's constraints by field, with those of what a list or mapping holds."""
-    hints = field_types(kind, extras=True)
-    return {name: tuple(_constraints(hint)) for name, hint in hints.items()}
-
-
 def within(condition: object, key: str, value: object, expected: str) -> tuple[bool, str]:
     """A conflict unless a condition holds: the sentence names key, value and what was expected."""
     return not condition, f"{key}={show(value)} is out of range: expected {expected}"
@@ -240,13 +231,6 @@ Time = Annotated[
         lambda text: 0 < seconds(text) < math.inf, "a time with its unit: 45s, 30min, 2h, 1h30min"
     ),
 ]
-
-
-def _constraints(hint: Any) -> Iterator[Constraint]:
-    if isinstance(hint, Constraint):
-        yield hint
-    for part in get_args(hint):
-        yield from _constraints(part)
 
 
 def _check(key: str, hint: Any, value: Any, alternative: str = "") -> None:
