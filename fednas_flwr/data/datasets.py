@@ -117,6 +117,9 @@ class Prepared:
         return replace(self, mean=statistics.mean, std=statistics.std, target=target)
 
 
+Data = tuple[Prepared, rd.Parts]
+
+
 def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
     """The prepared data set; its tensors lie in the cache and are memory-mapped.
 

@@ -68,10 +68,7 @@ def summarised(splits: Sequence[Mapping[str, int]]) -> dict[str, Any]:
 
 
 def summary(
-    prepared: Prepared,
-    parts: Sequence[np.ndarray],
-    names: Sequence[str],
-    division: Mapping[str, Any],
+    prepared: Prepared, parts: rd.Parts, names: Sequence[str], division: Mapping[str, Any]
 ) -> list[str]:
     """Return all that is worth knowing of a data set, and of its division over clients.
 
@@ -154,10 +151,7 @@ def _spread(numbers: np.ndarray) -> str:
 
 
 def _division(
-    records: rd.Records,
-    parts: Sequence[np.ndarray],
-    names: Sequence[str],
-    division: Mapping[str, Any],
+    records: rd.Records, parts: rd.Parts, names: Sequence[str], division: Mapping[str, Any]
 ) -> list[str]:
     """Return the records of each client by split and class, and what is odd about them."""
     lines, odd, fractions = [], [], division["fractions"]

@@ -82,7 +82,7 @@ def begin(
             cohort.dismiss(event["client"], event["reason"], expelled=True)
     statistics = pooled_statistics.known_statistics(earlier)
     if prepared.uses_own_statistics and not config.dp:
-        statistics = statistics or pooled_statistics.found_statistics(prepared, cohort, log)
+        statistics = statistics or pooled_statistics.found_statistics(prepared, cohort)
     splits: list[Mapping[str, int]] = [known["splits"] for known in cohort.properties.values()]
     cohort.declared = _declared_at_first(cohort, earlier)
     records = median(retrained_on(config.retrain, known) for known in cohort.declared.values())
@@ -205,7 +205,7 @@ def _agree(
     run.schedule = schedule.largest_schedule(schedules)
     if statistics is None and any(planned.kind == STATISTICS for planned in run.schedule):
         return pooled_statistics.noised_statistics(
-            run.prepared, cohort, run.schedule, run.log, data_set=data_set_of(config)
+            run.prepared, cohort, run.schedule, data_set=data_set_of(config)
         )
     return statistics
 
