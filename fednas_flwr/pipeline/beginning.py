@@ -26,7 +26,7 @@ from fednas_flwr.data.prepared import client_names, make_data, make_server_data,
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.data.summary import reading_notes, summarised
 from fednas_flwr.pipeline import pooled_statistics, schedule
-from fednas_flwr.pipeline.schedule import Schedule
+from fednas_flwr.pipeline.schedule import Schedule, Turns
 from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.messages import Reply
@@ -387,10 +387,7 @@ def _epsilon(
 
 
 def _growth(
-    clients: Sequence[Event],
-    schedules: Sequence[Schedule],
-    turns: Sequence[Mapping[str, Sequence[int]]],
-    delta: float,
+    clients: Sequence[Event], schedules: Sequence[Schedule], turns: Sequence[Turns], delta: float
 ) -> list[tuple[int, float | None]]:
     """Rounds, counted from the run's first, and epsilon by then, of the client that spends most."""
     if not clients:

@@ -180,10 +180,7 @@ def given_noise(privacy: DifferentialPrivacy, name: str) -> str | None:
 
 
 def _calibrated(
-    privacy: DifferentialPrivacy,
-    name: str,
-    planned: Sequence[PlannedRelease],
-    declared: Mapping[str, int],
+    privacy: DifferentialPrivacy, name: str, planned: Schedule, declared: Mapping[str, int]
 ) -> float:
     """The least noise multiplier with which all of a client's splits keep a target.
 
@@ -257,9 +254,7 @@ def _least_noise(
     )
 
 
-def _share(
-    privacy: DifferentialPrivacy, name: str, split: str, planned: Sequence[PlannedRelease]
-) -> float:
+def _share(privacy: DifferentialPrivacy, name: str, split: str, planned: Schedule) -> float:
     """The share of epsilon up to which a kind of release may fill a split."""
     reading = [release for release in planned if split in release.splits]
     if name == "rewards":
@@ -381,5 +376,5 @@ def _demanding(
     return [demand for vector, demand in demands.items() if is_most(vector)]
 
 
-def _with_noise(planned: Sequence[PlannedRelease], sigmas: Mapping[str, float | None]) -> Schedule:
+def _with_noise(planned: Schedule, sigmas: Mapping[str, float | None]) -> Schedule:
     return [replace(release, noise_multiplier=sigmas[release.noise_name]) for release in planned]
