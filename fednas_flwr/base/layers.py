@@ -165,12 +165,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def group_norm(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float,
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float
 ) -> Tensor:
     """Return ``F.group_norm``; x is [B, C, ...], weight and bias are [C] or [B, C]."""
     if all(parameter is None or parameter.dim() == 1 for parameter in (weight, bias)):
@@ -193,6 +188,17 @@ def with_forwards(forwards: Mapping[Any, Callable[..., Tensor]]) -> Iterator[Non
     finally:
         for layer in forwards:
             del layer.forward
+
+
+@contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Put a network in evaluation mode inside the block, and in its own mode again after it."""
+    was_training = network.training
+    network.eval()
+    try:
+        yield
+    finally:
+        network.train(was_training)
 
 
 def own_linear_layers(module: nn.Module) -> AbstractContextManager[None]:

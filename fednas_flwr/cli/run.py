@@ -289,7 +289,7 @@ def data(data: Path, *, overrides: Sequence[str]) -> None:
     prepared, parts = make_data(config)
     names = client_names(prepared.train, config.partition)
     names = names or [f"client {client}" for client in range(len(parts))]
-    for line in summary(prepared, parts, names, **config.dataset.division):
+    for line in summary(prepared, parts, names, config.dataset.division):
         print(line)
     categories = [column.name for column in prepared.train.schema if column.categories]
     if categories and config.partition.name == "iid":

@@ -529,13 +529,8 @@ def _step_batches(
     They are augmented by the generator.
     """
     split = client.split(name)
+    drawn: Any = {"seed": client.seed, "purpose": ("batches", name, client.index)}
     for step in count(first):
-        indices = step_batch(
-            len(split),
-            batch_size=asked.batch_size,
-            step=step,
-            seed=client.seed,
-            purpose=("batches", name, client.index),
-        )
+        indices = step_batch(len(split), batch_size=asked.batch_size, step=step, **drawn)
         x, y = split.batch(indices, client.device)
         yield client.augmented(x, generator) if getattr(asked, "augmented", True) else x, y

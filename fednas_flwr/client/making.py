@@ -14,7 +14,7 @@ from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.base.foreign import dump_yaml
 from fednas_flwr.client.client import Client, KeptModels
 from fednas_flwr.client.release_guard import ReleaseGuard
-from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.datasets import Data, Prepared
 from fednas_flwr.data.loaders import make_client_data
 from fednas_flwr.data.npz import reads_encoded
 from fednas_flwr.data.records import Records, assignment_digest
@@ -43,7 +43,7 @@ def make_client(
     config: Config,
     index: int,
     *,
-    data: tuple[Prepared, list[np.ndarray]],
+    data: Data,
     networks: dict[str, torch.nn.Module],
     site: Mapping[str, str] = {},
     guard: ReleaseGuard | None = None,
@@ -119,9 +119,7 @@ def make_client(
     )
 
 
-def simulated_properties(
-    config: Config, data: tuple[Prepared, list[np.ndarray]]
-) -> dict[int, dict[str, Any]] | None:
+def simulated_properties(config: Config, data: Data) -> dict[int, dict[str, Any]] | None:
     """Return the properties of all simulated clients by index, None if clients must be asked.
 
     A server that simulates clients without privacy divides the records itself, and so knows the

@@ -8,15 +8,14 @@ Tensor suffixes: B rows of a micro-batch, V values.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fednas_flwr.base.layers import own_linear_layers
+from fednas_flwr.base.layers import evaluating, own_linear_layers
 from fednas_flwr.client import rehearsal, release_guard
 from fednas_flwr.client.client import Client
 from fednas_flwr.data.loaders import Split
@@ -198,13 +197,13 @@ class NoisedMeasures:
 
         client, measured = self._client, measured or [networks]
         tries = partial(computation, tried or measured)
-        with torch.no_grad(), _measuring(networks):
+        with torch.no_grad(), evaluating(networks), own_linear_layers(networks):
             size = rehearsal.rehearse(client, tries, networks, kind, self._request.network)
 
         @torch.no_grad()
         def values(rows: Tensor) -> Tensor:
             parts = []  # micro-batches of exactly one size
-            with _measuring(networks):
+            with evaluating(networks), own_linear_layers(networks):
                 for part in torch.split(rows, size) if len(rows) else (rows,):
                     x, y = (filled(tensor, size) for tensor in split.batch(part, client.device))
                     parts.append(computation(measured, x, y)[: len(part)])
@@ -234,15 +233,3 @@ def _contributions(
         return micro_batches.person_means(values(rows), persons)
 
     return release_guard.Contributions(split.num_units, total)
-
-
-@contextmanager
-def _measuring(network: nn.Module) -> Iterator[None]:
-    """Put a network in evaluation mode inside the block, and let it round all rows alike."""
-    was_training = network.training
-    network.eval()
-    try:
-        with own_linear_layers(network):
-            yield
-    finally:
-        network.train(was_training)

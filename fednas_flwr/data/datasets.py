@@ -117,6 +117,9 @@ class Prepared:
         return replace(self, mean=statistics.mean, std=statistics.std, target=target)
 
 
+Data = tuple[Prepared, rd.Parts]
+
+
 def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
     """The prepared data set; its tensors lie in the cache and are memory-mapped.
 
@@ -162,16 +165,10 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
             f"dataset.cache={cache} cannot hold the prepared data ({error.strerror or error}): "
             "choose another folder, or make room."
         ) from error
-    mean, std = _normalisation(parts["train"], dataset)
-    return Prepared(
-        parts["train"],
-        parts.get("server_test"),
-        mean,
-        std,
-        intensity=intensity_of(dataset),
-        transform=transform,
-        target=_target(parts["train"], dataset, mean),
-    )
+    train = parts["train"]
+    mean, std = _normalisation(train, dataset)
+    intensity, target = intensity_of(dataset), _target(train, dataset, mean)
+    return Prepared(train, parts.get("server_test"), mean, std, intensity, transform, target)
 
 
 def _target(records: rd.Records, dataset: Dataset, mean: tuple[float, ...]) -> tuple[float, ...]:

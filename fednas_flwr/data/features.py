@@ -124,9 +124,5 @@ def transformed(
     took = time.monotonic() - started
     each = f"{1000 * took / max(1, number):.1f} s per 1,000 images"
     note = f"{kind} features: {shape}, {size_mb:.0f} MB, {took:.1f} s, {each}"
-    return replace(
-        records,
-        features=features,
-        image_shape=tuple(records.features.shape[1:]),
-        notes=(*records.notes, note),
-    )
+    image_shape, notes = tuple(records.features.shape[1:]), (*records.notes, note)
+    return replace(records, features=features, image_shape=image_shape, notes=notes)

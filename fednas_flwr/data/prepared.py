@@ -9,7 +9,7 @@ run should not pay.
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from fednas_flwr.base.errors import ConfigError, show
 from fednas_flwr.base.files import write_atomically
 from fednas_flwr.base.foreign import load_json
 from fednas_flwr.base.randomness import derive_seed
-from fednas_flwr.data.datasets import Prepared, intensity_of, prepare
+from fednas_flwr.data.datasets import Data, Prepared, intensity_of, prepare
 from fednas_flwr.data.features import BACKBONE, kept_as, transform_of
 from fednas_flwr.data.readers import check_sites
-from fednas_flwr.data.records import Records, check_alike, select_records
+from fednas_flwr.data.records import Parts, Records, check_alike, select_records
 from fednas_flwr.settings import Config, expanded
 from fednas_flwr.settings import data_settings as ds
 
@@ -47,7 +47,7 @@ def prepare_run(config: Config) -> Prepared:
     return prepare(dataset, sites=split.name == "sites")
 
 
-def make_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
+def make_data(config: Config) -> Data:
     """The prepared records and the rows of every client."""
     prepared, split = prepare_run(config), config.partition
     if not isinstance(split, ds.SavedPartition):
@@ -88,7 +88,7 @@ def sites_of(records: Records, settings: ds.Partition) -> np.ndarray:
     return records.columns.get(column, np.empty(0))
 
 
-def make_site_data(config: Config) -> tuple[Prepared, list[np.ndarray]]:
+def make_site_data(config: Config) -> Data:
     """Return the records in ``dataset.root`` on a real site: all are the client's, whichever it is.
 
     An official test part stays unused: the keyed hash of each record fixes what it is for.
@@ -152,7 +152,7 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     )
 
 
-def partition(records: Records, settings: ds.Partition, *, clients: int) -> list[np.ndarray]:
+def partition(records: Records, settings: ds.Partition, *, clients: int) -> Parts:
     """Return ascending int64 record indices per client: disjoint, and none left over.
 
     Where records say whose they are, a random division is one of persons, each with all records
@@ -195,7 +195,7 @@ def partition(records: Records, settings: ds.Partition, *, clients: int) -> list
     return parts
 
 
-def _divided(records: Records, settings: ds.Partition, clients: int) -> list[np.ndarray]:
+def _divided(records: Records, settings: ds.Partition, clients: int) -> Parts:
     """Return the parts of one way of dividing, in any order of their records."""
     name = settings.name
     if not isinstance(settings, ds.RandomPartition):
@@ -203,8 +203,7 @@ def _divided(records: Records, settings: ds.Partition, clients: int) -> list[np.
         return _by_column(records, clients=clients, name=name, column=column)
     rng = np.random.default_rng(derive_seed(settings.seed, "partition", name))
     if isinstance(settings, ds.LabelGroups):
-        groups = settings.groups or FDNAS_GROUPS
-        return _label_groups(records, clients, groups, settings.clients_per_group, rng=rng)
+        return _label_groups(records, settings, clients, rng)
     if isinstance(settings, ds.QuantityPartition):
         size, shares = len(records), np.asarray(settings.fractions)
         if not settings.fractions:
@@ -219,12 +218,12 @@ def _divided(records: Records, settings: ds.Partition, clients: int) -> list[np.
     return np.array_split(rng.permutation(len(records)), clients)
 
 
-def save_partition(path: Path, parts: Sequence[np.ndarray]) -> None:
+def save_partition(path: Path, parts: Parts) -> None:
     """Write the partition as JSON, ``{"clients": [[index, ...], ...]}``, in one step."""
     write_atomically(path, json.dumps({"clients": [part.tolist() for part in parts]}))
 
 
-def load_partition(path: Path) -> list[np.ndarray]:
+def load_partition(path: Path) -> Parts:
     """Return the partition in the file, as :func:`partition` did.
 
     Raises:
@@ -249,7 +248,7 @@ def load_partition(path: Path) -> list[np.ndarray]:
 
 def _dirichlet(
     records: Records, settings: ds.DirichletPartition, clients: int, rng: np.random.Generator
-) -> list[np.ndarray]:
+) -> Parts:
     """Return parts by flwr-datasets, over shuffled records: it cuts each class in file order."""
     from datasets import Dataset
     from flwr_datasets.partitioner import DirichletPartitioner
@@ -275,21 +274,17 @@ def _dirichlet(
 
 
 def _label_groups(
-    records: Records,
-    clients: int,
-    groups: Sequence[Sequence[int]],
-    clients_per_group: Sequence[int],
-    *,
-    rng: np.random.Generator,
-) -> list[np.ndarray]:
+    records: Records, settings: ds.LabelGroups, clients: int, rng: np.random.Generator
+) -> Parts:
     """Return each group's records, divided evenly over the clients of the group."""
+    groups = settings.groups or FDNAS_GROUPS
     classes = sorted(label for group in groups for label in group)
     if classes != list(range(len(records.class_names))):
         raise ConfigError(
             f"partition.groups={[list(group) for group in groups]} must hold each of the "
             f"{len(records.class_names)} classes 0, 1, ... exactly once."
         )
-    counts = list(clients_per_group) or [
+    counts = list(settings.clients_per_group) or [
         (i + 1) * clients // len(groups) - i * clients // len(groups) for i in range(len(groups))
     ]
     if len(counts) != len(groups) or sum(counts) != clients or min(counts) < 1:
@@ -298,7 +293,7 @@ def _label_groups(
             f"least one client and {clients} in all."
         )
     labels = records.labels.numpy()
-    parts: list[np.ndarray] = []
+    parts: Parts = []
     for group, count in zip(groups, counts, strict=True):
         members = np.flatnonzero(np.isin(labels, list(group)))
         parts += np.array_split(rng.permutation(members), count)
@@ -323,9 +318,7 @@ def _cuts(size: int, shares: np.ndarray) -> np.ndarray:
     return cuts
 
 
-def _by_column(
-    records: Records, *, clients: int, name: str, column: str | None
-) -> list[np.ndarray]:
+def _by_column(records: Records, *, clients: int, name: str, column: str | None) -> Parts:
     """Return one part per value of the column, in the order of the sorted values."""
     if column is None or column not in records.columns:
         raise ConfigError(

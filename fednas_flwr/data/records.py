@@ -241,6 +241,7 @@ class Records:
 
 
 RecordsPair = tuple[Records, Records | None]  # train part, and the official test part if any
+Parts = list[np.ndarray]  # the rows of every client
 
 
 def record_ids(contents: Iterable[bytes]) -> np.ndarray:

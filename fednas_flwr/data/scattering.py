@@ -164,12 +164,10 @@ def _filtered(spectrum: Tensor, filters_LMN: Tensor, step: int) -> Tensor:
     height, width = (side // step for side in filters_LMN.shape[1:])
     total = spectrum.new_zeros(())
     for row, column in itertools.product(range(step), repeat=2):
-        part = (
-            ...,
-            slice(row * height, (row + 1) * height),
-            slice(column * width, (column + 1) * width),
-        )
-        total = torch.addcmul(total, spectrum[part].unsqueeze(-3), filters_LMN[part] / step**2)
+        rows = slice(row * height, (row + 1) * height)
+        columns = slice(column * width, (column + 1) * width)
+        part, filters = (of[..., rows, columns] for of in (spectrum, filters_LMN))
+        total = torch.addcmul(total, part.unsqueeze(-3), filters / step**2)
     return total
 
 

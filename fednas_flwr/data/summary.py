@@ -68,12 +68,7 @@ def summarised(splits: Sequence[Mapping[str, int]]) -> dict[str, Any]:
 
 
 def summary(
-    prepared: Prepared,
-    parts: Sequence[np.ndarray],
-    names: Sequence[str],
-    *,
-    key: bytes,
-    fractions: Mapping[str, float],
+    prepared: Prepared, parts: rd.Parts, names: Sequence[str], division: Mapping[str, Any]
 ) -> list[str]:
     """Return all that is worth knowing of a data set, and of its division over clients.
 
@@ -81,8 +76,7 @@ def summary(
         prepared: The data set.
         parts: The rows of every client.
         names: The clients' names.
-        key: The split key.
-        fractions: Shares of train, validation and test.
+        division: The split ``key``, and the ``fractions`` of train, validation and test.
     """
     records, test = prepared.train, prepared.server_test
     lines = [
@@ -105,7 +99,7 @@ def summary(
         lines.append(f"column {column.name}: {_contents(values, column)}{end}")
         if len(values):
             ends[column.name] = _ends(values, column)
-    lines += _division(records, parts, names, key=key, fractions=fractions)
+    lines += _division(records, parts, names, division)
     return lines + [f"suggestion: {line}" for line in _suggestions(prepared, ends)]
 
 
@@ -157,17 +151,12 @@ def _spread(numbers: np.ndarray) -> str:
 
 
 def _division(
-    records: rd.Records,
-    parts: Sequence[np.ndarray],
-    names: Sequence[str],
-    *,
-    key: bytes,
-    fractions: Mapping[str, float],
+    records: rd.Records, parts: rd.Parts, names: Sequence[str], division: Mapping[str, Any]
 ) -> list[str]:
     """Return the records of each client by split and class, and what is odd about them."""
-    lines, odd = [], []
+    lines, odd, fractions = [], [], division["fractions"]
     for client, rows in zip(names, parts, strict=True):
-        split = rd.assign_splits(records.ids[rows], key=key, fractions=fractions)
+        split = rd.assign_splits(records.ids[rows], **division)
         sizes = np.bincount(split, minlength=len(SPLITS))
         counts = rd.count_labels(records.labels[rows], len(records.class_names))
         by_split = ", ".join(f"{n:,} {name}" for n, name in zip(sizes, SPLITS, strict=True))

@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
@@ -25,7 +24,7 @@ from fednas_flwr.client import audit_trail, release_guard
 from fednas_flwr.client.answer import admit, answer
 from fednas_flwr.client.client import Client
 from fednas_flwr.client.making import make_client, make_site_guard
-from fednas_flwr.data.datasets import Prepared
+from fednas_flwr.data.datasets import Data
 from fednas_flwr.data.prepared import make_data, make_site_data
 from fednas_flwr.data.readers import site_dataset
 from fednas_flwr.deploy.bundle import CONFIG_KEY
@@ -155,7 +154,7 @@ def site_config(config: Config, site: Mapping[str, str]) -> Config:
 
 
 @lru_cache(maxsize=1)
-def _data(config_json: str) -> tuple[tuple[Prepared, list[np.ndarray]], dict[str, nn.Module]]:
+def _data(config_json: str) -> tuple[Data, dict[str, nn.Module]]:
     """Return the data that clients of one process share: records, partition, built networks."""
     config = configuration.load_config(config_json)
     at_site = has_real_sites(config)

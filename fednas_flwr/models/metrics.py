@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fednas_flwr.base.errors import ConfigError
+from fednas_flwr.base.layers import evaluating
 from fednas_flwr.base.randomness import make_generator
 from fednas_flwr.base.shares import wilson
 from fednas_flwr.data.loaders import Split
@@ -163,12 +164,10 @@ def _outputs(
     network: nn.Module, split: Split, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits and labels by batch, in evaluation mode; the network's mode is restored."""
-    was_training = network.training
-    network.eval()
-    for indices in torch.split(torch.arange(len(split)), BATCH_SIZE) if len(split) else ():
-        x, y = split.batch(indices, device)
-        yield network(x), y
-    network.train(was_training)
+    with evaluating(network):
+        for indices in torch.split(torch.arange(len(split)), BATCH_SIZE) if len(split) else ():
+            x, y = split.batch(indices, device)
+            yield network(x), y
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from fednas_flwr.settings.optimizers import NORMED_NETWORKS, RESNET8_WIDTHS, RES
 from fednas_flwr.settings.registry import OWN, TABLES
 from fednas_flwr.spaces import space_entry
 from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_json
-from fednas_flwr.spaces.operations import every_second, make_norm, tried
+from fednas_flwr.spaces.operations import conv_norm, every_second, make_norm, tried, zeroed
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
 FINE_TUNED = "fine_tuned"  # name of a network that begins with public weights
@@ -85,13 +85,8 @@ def make_space(name: str, **settings: Any) -> SearchSpace:
 def supernet_space(config: Config, prepared: Prepared) -> SearchSpace:
     """Return the search space at the supernet's size for the prepared data."""
     settings = config.search_space
-    return make_space(
-        settings.name,
-        norm=settings.norm,
-        **supernet_sizes(settings),
-        input_shape=prepared.input_shape,
-        num_classes=prepared.num_classes,
-    )
+    shapes = {"input_shape": prepared.input_shape, "num_classes": prepared.num_classes}
+    return make_space(settings.name, norm=settings.norm, **supernet_sizes(settings), **shapes)
 
 
 def seeded_supernet(config: Config, space: SearchSpace) -> Supernet:
@@ -146,18 +141,14 @@ def describe_network(
         algorithm = config.algorithm
         if algorithm.weights is not None:
             moments = {"mean": list(prepared.mean), "std": list(prepared.std), "norm": BATCH}
-            sizes = {"architecture": algorithm.network, "image_size": algorithm.image_size}
-            return {"name": FINE_TUNED, **sizes, **shapes, **moments}
+            about = {"architecture": algorithm.network, "image_size": algorithm.image_size}
+            return {"name": FINE_TUNED, **about, **shapes, **moments}
         check_choice("algorithm.network", algorithm.network, FIXED_NETWORKS)
         norm = {"norm": config.retrain.norm} if algorithm.has_norm else {}
         return {"name": algorithm.network, **shapes, **norm}
-    return describe_derived(
-        genotype,
-        shapes,
-        sizes=_retrain_sizes(config, genotype),
-        norm=config.retrain.norm,
-        auxiliary=config.retrain.auxiliary_weight > 0,
-    )
+    sizes, retrain = _retrain_sizes(config, genotype), config.retrain
+    auxiliary = retrain.auxiliary_weight > 0
+    return describe_derived(genotype, shapes, sizes=sizes, norm=retrain.norm, auxiliary=auxiliary)
 
 
 def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
@@ -197,14 +188,9 @@ def describe_derived(
     auxiliary: bool,
 ) -> dict[str, Any]:
     """Describe a genotype's network, for :func:`make_network`."""
-    return {
-        "name": "derived",
-        "genotype": json.loads(to_json(genotype)),
-        **shapes,
-        **sizes,
-        "norm": norm,
-        "auxiliary": auxiliary,
-    }
+    genotype_json = json.loads(to_json(genotype))
+    network = {"name": "derived", "genotype": genotype_json, **shapes, **sizes}
+    return network | {"norm": norm, "auxiliary": auxiliary}
 
 
 def candidate_settings(config: Config, prepared: Prepared) -> dict[str, Any]:
@@ -370,12 +356,13 @@ class ResidualBlock(nn.Module):
         """Build the block; a shortcut of another shape is a 1x1 convolution with a norm."""
         super().__init__()
         self.relu = nn.ReLU()
-        self.first = _conv_norm(inputs, outputs, kernel_size=3, stride=stride, norm=norm)
-        self.second = _conv_norm(outputs, outputs, kernel_size=3, stride=1, norm=norm)
+        make = partial(conv_norm, norm=norm, affine=True)
+        self.first = make(inputs, outputs, size=3, stride=stride)
+        self.second = make(outputs, outputs, size=3)
         self.halves = stride == 2
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
-            self.shortcut = _conv_norm(inputs, outputs, kernel_size=1, stride=1, norm=norm)
+            self.shortcut = make(inputs, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[B, outputs, H / stride, W / stride]``, sides rounded up."""
@@ -397,7 +384,7 @@ def resnet8(input_shape: tuple[int, ...], num_classes: int, *, width: int, norm:
     """
     channels, _, _ = _image_shape(f"resnet8_{width}", input_shape)
     return nn.Sequential(
-        _conv_norm(channels, width, kernel_size=3, stride=1, norm=norm),
+        conv_norm(channels, width, size=3, norm=norm, affine=True),
         nn.ReLU(),
         ResidualBlock(width, width, stride=1, norm=norm),
         ResidualBlock(width, 2 * width, stride=2, norm=norm),
@@ -406,15 +393,6 @@ def resnet8(input_shape: tuple[int, ...], num_classes: int, *, width: int, norm:
         nn.Flatten(),
         nn.Linear(4 * width, num_classes),
     )
-
-
-def _conv_norm(
-    inputs: int, outputs: int, *, kernel_size: int, stride: int, norm: Norm
-) -> nn.Sequential:
-    conv = nn.Conv2d(
-        inputs, outputs, kernel_size, stride=stride, padding=kernel_size // 2, bias=False
-    )
-    return nn.Sequential(conv, make_norm(outputs, norm=norm, affine=True))
 
 
 def plain_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -438,10 +416,7 @@ def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
     What is drawn at random stays where few records have a say.
     """
-    layer = nn.Linear(math.prod(input_shape), num_classes)
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
-    return nn.Sequential(nn.Flatten(), layer)
+    return nn.Sequential(nn.Flatten(), zeroed(nn.Linear(math.prod(input_shape), num_classes)))
 
 
 class OneLayer(nn.Module):

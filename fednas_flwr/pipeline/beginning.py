@@ -26,7 +26,7 @@ from fednas_flwr.data.prepared import client_names, make_data, make_server_data,
 from fednas_flwr.data.statistics import Statistics
 from fednas_flwr.data.summary import reading_notes, summarised
 from fednas_flwr.pipeline import pooled_statistics, schedule
-from fednas_flwr.pipeline.schedule import Schedule
+from fednas_flwr.pipeline.schedule import Schedule, Turns
 from fednas_flwr.privacy.mechanism.accounting import ACCOUNTANTS, epsilon_per_split
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.messages import Reply
@@ -82,7 +82,7 @@ def begin(
             cohort.dismiss(event["client"], event["reason"], expelled=True)
     statistics = pooled_statistics.known_statistics(earlier)
     if prepared.uses_own_statistics and not config.dp:
-        statistics = statistics or pooled_statistics.found_statistics(prepared, cohort, log)
+        statistics = statistics or pooled_statistics.found_statistics(prepared, cohort)
     splits: list[Mapping[str, int]] = [known["splits"] for known in cohort.properties.values()]
     cohort.declared = _declared_at_first(cohort, earlier)
     records = median(retrained_on(config.retrain, known) for known in cohort.declared.values())
@@ -205,7 +205,7 @@ def _agree(
     run.schedule = schedule.largest_schedule(schedules)
     if statistics is None and any(planned.kind == STATISTICS for planned in run.schedule):
         return pooled_statistics.noised_statistics(
-            run.prepared, cohort, run.schedule, run.log, data_set=data_set_of(config)
+            run.prepared, cohort, run.schedule, data_set=data_set_of(config)
         )
     return statistics
 
@@ -387,10 +387,7 @@ def _epsilon(
 
 
 def _growth(
-    clients: Sequence[Event],
-    schedules: Sequence[Schedule],
-    turns: Sequence[Mapping[str, Sequence[int]]],
-    delta: float,
+    clients: Sequence[Event], schedules: Sequence[Schedule], turns: Sequence[Turns], delta: float
 ) -> list[tuple[int, float | None]]:
     """Rounds, counted from the run's first, and epsilon by then, of the client that spends most."""
     if not clients:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,6 +25,7 @@ from fednas_flwr.client.making import check_public, make_objective, num_units
 from fednas_flwr.data import loaders
 from fednas_flwr.data.datasets import Prepared
 from fednas_flwr.data.prepared import make_data
+from fednas_flwr.data.records import Parts
 from fednas_flwr.models import networks as nets
 from fednas_flwr.pipeline import schedule
 from fednas_flwr.privacy.books.ledger import Ledger
@@ -168,7 +168,7 @@ class Made:
     """
 
     prepared: Prepared
-    parts: list[np.ndarray]
+    parts: Parts
     networks: Mapping[str, nn.Module]
 
 

@@ -17,7 +17,7 @@ from fednas_flwr.data.records import feature_names
 from fednas_flwr.privacy.plan import STATISTICS, PlannedRelease
 from fednas_flwr.protocol.requests import TellStatistics
 from fednas_flwr.protocol.states import Layout, unpack
-from fednas_flwr.runs.events import Event, EventLog
+from fednas_flwr.runs.events import Event
 from fednas_flwr.server.cohort import CONNECT, Cohort, QuorumError
 from fednas_flwr.server.exchange import Exchange
 
@@ -33,12 +33,12 @@ def known_statistics(earlier: Sequence[Event]) -> stats.Statistics | None:
     return stats.Statistics(*values) if known else None
 
 
-def _emitted(statistics: stats.Statistics, log: EventLog, **more: float) -> stats.Statistics:
-    log.emit("statistics", **{name: list(of) for name, of in vars(statistics).items()}, **more)
+def _emitted(statistics: stats.Statistics, cohort: Cohort, **more: float) -> stats.Statistics:
+    cohort.emit("statistics", **{name: list(of) for name, of in vars(statistics).items()}, **more)
     return statistics
 
 
-def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats.Statistics:
+def found_statistics(prepared: Prepared, cohort: Cohort) -> stats.Statistics:
     """Pooled moments of the clients' train parts.
 
     A client whose moments cannot be right is asked no more. Of three or more, one whose moments are
@@ -74,8 +74,8 @@ def found_statistics(prepared: Prepared, cohort: Cohort, log: EventLog) -> stats
             "median client's reach. If it is right, declare dataset.statistics={column: [mean, "
             "std], ...}"
         )
-        log.emit("warning", message=message)
-    return _emitted(stats.pooled(list(bounded.values()), data), log)
+        cohort.emit("warning", message=message)
+    return _emitted(stats.pooled(list(bounded.values()), data), cohort)
 
 
 def noised_sum(cohort: Cohort, exchange: Exchange) -> tuple[Tensor, float, float]:
@@ -106,20 +106,15 @@ def noised_sum(cohort: Cohort, exchange: Exchange) -> tuple[Tensor, float, float
 
 
 def noised_statistics(
-    prepared: Prepared,
-    cohort: Cohort,
-    schedule: Sequence[PlannedRelease],
-    log: EventLog,
-    *,
-    data_set: str | None,
+    prepared: Prepared, cohort: Cohort, schedule: Sequence[PlannedRelease], *, data_set: str | None
 ) -> stats.Statistics:
     """Return the statistics that the clients' noised releases tell, one of each client.
 
     Args:
         prepared: Standardised by the ranges that are declared, or of pooled features.
-        cohort: To clients that have committed to the schedule.
+        cohort: To clients that have committed to the schedule. It emits the event ``statistics``,
+            and the sentence of the report.
         schedule: The run's.
-        log: Receives the event ``statistics``, and the sentence of the report.
         data_set: The id that the sites' policies give the data.
 
     Raises:
@@ -140,7 +135,7 @@ def noised_statistics(
     noise /= records
     ranges = stats.Statistics(prepared.mean, prepared.std)
     found = stats.from_release(total / records, ranges, num_columns=num_columns, noise=noise)
-    _emitted(found, log, noise=noise)
+    _emitted(found, cohort, noise=noise)
     if num_columns:
         spread = noise * stats.largest_norm(num_columns)
         told = (
@@ -152,5 +147,5 @@ def noised_statistics(
             f"the mean of the {size} features is a noised one, of one release of each client "
             f"(noise of {noise * math.sqrt(size):.2g} of the features' length)"
         )
-    log.emit("data", found=[told])
+    cohort.emit("data", found=[told])
     return found

@@ -9,6 +9,7 @@ leave of it. Noise that is given stands.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import le
 from statistics import median_low
 from typing import Any
 
@@ -179,10 +180,7 @@ def given_noise(privacy: DifferentialPrivacy, name: str) -> str | None:
 
 
 def _calibrated(
-    privacy: DifferentialPrivacy,
-    name: str,
-    planned: Sequence[PlannedRelease],
-    declared: Mapping[str, int],
+    privacy: DifferentialPrivacy, name: str, planned: Schedule, declared: Mapping[str, int]
 ) -> float:
     """The least noise multiplier with which all of a client's splits keep a target.
 
@@ -256,9 +254,7 @@ def _least_noise(
     )
 
 
-def _share(
-    privacy: DifferentialPrivacy, name: str, split: str, planned: Sequence[PlannedRelease]
-) -> float:
+def _share(privacy: DifferentialPrivacy, name: str, split: str, planned: Schedule) -> float:
     """The share of epsilon up to which a kind of release may fill a split."""
     reading = [release for release in planned if split in release.splits]
     if name == "rewards":
@@ -372,15 +368,13 @@ def _demanding(
         of_kind = {release.key: (release.steps, release.rate(known)) for release in whole}
         vector = tuple(value for key in keys for value in of_kind.get(key, (0, 0.0)))
         demands.setdefault(vector, (whole, known))
-    return [
-        demand
-        for vector, demand in demands.items()
-        if not any(
-            other != vector and all(a <= b for a, b in zip(vector, other, strict=True))
-            for other in demands
-        )
-    ]
+
+    def is_most(vector: tuple[float, ...]) -> bool:
+        others = (other for other in demands if other != vector)
+        return not any(all(map(le, vector, other)) for other in others)
+
+    return [demand for vector, demand in demands.items() if is_most(vector)]
 
 
-def _with_noise(planned: Sequence[PlannedRelease], sigmas: Mapping[str, float | None]) -> Schedule:
+def _with_noise(planned: Schedule, sigmas: Mapping[str, float | None]) -> Schedule:
     return [replace(release, noise_multiplier=sigmas[release.noise_name]) for release in planned]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flwr
 import torch
@@ -63,6 +63,20 @@ from fednas_flwr.spaces.operations import SkipNetwork
 RARE = 0.3  # share of records below which accuracy says little of the rarer of two classes
 
 
+class Trained(NamedTuple):
+    """A retrained network.
+
+    Attributes:
+        description: From which it is built.
+        network: Its module.
+        states: Its packed states, as clients are sent them.
+    """
+
+    description: dict[str, Any]
+    network: nn.Module
+    states: dict[str, Packed]
+
+
 def run_stages(config: Config, grid: Grid, log: EventLog, *, resumed: bool) -> None:
     """Run all stages that ``config.stages`` names and write their results into the run folder.
 
@@ -104,16 +118,15 @@ def _run_from_search(run: Run) -> None:
     description = describe(run, genotype, configuration)
     if "retrain" not in config.stages:
         return
-    network, states = retrain(run, description, configuration)
+    trained = Trained(description, *retrain(run, description, configuration))
     if "export" in config.stages:
         with run.stage("export"):
-            _export(run, description, network)
-    evaluates = "evaluate" in config.stages
-    threshold = _evaluate(run, description, network, states) if evaluates else None
+            _export(run, trained)
+    threshold = _evaluate(run, trained) if "evaluate" in config.stages else None
     if "export" in config.stages:
         if threshold is not None:
-            _export(run, description, network, threshold)
-        _hand_over(run, _keep_copies(run, description, network, states, threshold))
+            _export(run, trained, threshold)
+        _hand_over(run, _keep_copies(run, trained, threshold))
 
 
 def _run_and_report_spending(run: Run) -> None:
@@ -201,67 +214,53 @@ def retrain(
     return network, strategy.model
 
 
-def _export(
-    run: Run, description: dict[str, Any], network: nn.Module, threshold: float | None = None
-) -> None:
+def _export(run: Run, trained: Trained, threshold: float | None = None) -> None:
     """Write the model's files, with the threshold of its labels once that is known."""
-    model = _model(run, description, network, threshold)
+    model = _model(run, trained, threshold)
     export_safetensors(model, run.folder)
     path, difference = export_onnx(model, run.folder)
-    files, description = ["model.safetensors", path.name], asdict(model.inputs)
-    run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=description)
+    files, inputs = ["model.safetensors", path.name], asdict(model.inputs)
+    run.log.emit("exported", files=files, onnx_max_difference=difference, inputs=inputs)
 
 
-def _model(
-    run: Run, description: dict[str, Any], network: nn.Module, threshold: float | None
-) -> Model:
+def _model(run: Run, trained: Trained, threshold: float | None) -> Model:
     """Return the network with all that it needs to know of raw records."""
-    made = description | ({"weights": None} if "weights" in description else {})
+    made = trained.description | ({"weights": None} if "weights" in trained.description else {})
     positive = make_objective(run.config, run.prepared, torch.device("cpu")).positive
     inputs = replace(run.prepared.inputs, positive=positive, threshold=threshold)
-    return Model(network, inputs, made, run.config.dataset.transform)
+    return Model(trained.network, inputs, made, run.config.dataset.transform)
 
 
-def _keep_copies(
-    run: Run,
-    description: dict[str, Any],
-    network: nn.Module,
-    states: dict[str, Packed],
-    threshold: float | None,
-) -> dict[int, Path]:
+def _keep_copies(run: Run, trained: Trained, threshold: float | None) -> dict[int, Path]:
     """Write the models of the sites that keep a copy of their own; return their folders."""
     sites = personal_copies.keeping(run)
     if not sites or is_beside(run.folder):
         return {}
+
+    def save(folder: Path) -> None:
+        export_safetensors(_model(run, trained, threshold), folder)
+
     with run.stage("personalise"):
+        local = _copys_training(run, trained.description)
         folders = personal_copies.keep(
-            run,
-            network,
-            states,
-            _copys_training(run, description),
-            among=sites,
-            save=lambda folder: export_safetensors(
-                _model(run, description, network, threshold), folder
-            ),
+            run, trained.network, trained.states, local, among=sites, save=save
         )
         if folders:
             run.log.emit("personalised", clients=[*folders])
     return folders
 
 
-def _evaluate(
-    run: Run, description: dict[str, Any], network: nn.Module, states: dict[str, Packed]
-) -> float | None:
+def _evaluate(run: Run, trained: Trained) -> float | None:
     """Measure the network on the server's test set and on every client's own test records.
 
     Returns the threshold at which it was, None of the most probable class.
     """
-    config, prepared = run.config, run.prepared
+    config, prepared, (description, network, states) = run.config, run.prepared, trained
     device = networks.make_device(config.runtime.device)
     with run.stage("evaluate"):
         shows_clients = not (config.secure_sum or config.dp)
         central, validation = None, None
-        released = _released_scores(run, description, states)
+        released = _released_scores(run, trained)
         objective = make_objective(config, prepared, torch.device("cpu"))
         metric = _metric(run, released)
         holds_out = config.retrain.evaluate_every > 0
@@ -270,7 +269,7 @@ def _evaluate(
         threshold = released.threshold if released and thresholded else None
         choice = chosen(run.folder)
         if shows_clients and (thresholded or holds_out):
-            replies = _validated(run, description, states, summed=metric if holds_out else None)
+            replies = _validated(run, trained, summed=metric if holds_out else None)
             counted = [reply for reply in replies if "histogram" in reply.properties]
             if choice:  # on records that it had not been trained on
                 threshold = choice.run.last("evaluated").get("threshold")
@@ -362,11 +361,9 @@ def _metric(run: Run, released: NoisedScores | None) -> str:
     return AUROC if settings.positive is not None or rare else ACCURACY
 
 
-def _validated(
-    run: Run, description: dict[str, Any], states: dict[str, Packed], *, summed: str | None
-) -> list[Reply]:
+def _validated(run: Run, trained: Trained, *, summed: str | None) -> list[Reply]:
     """The replies of clients that measure the network on validation records; empty if too few."""
-    cohort = run.cohort
+    cohort, (description, _, states) = run.cohort, trained
     having = [c for c in _testers(run) if cohort.properties[c]["splits"]["validation"]]
     request = rq.Evaluate(network=description, split="validation", with_scores=True, summed=summed)
     exchange = Exchange(
@@ -377,9 +374,7 @@ def _validated(
     return []
 
 
-def _released_scores(
-    run: Run, description: dict[str, Any], states: dict[str, Packed]
-) -> NoisedScores | None:
+def _released_scores(run: Run, trained: Trained) -> NoisedScores | None:
     """What private clients' noised counts tell of scores; None if nothing was planned, or too few.
 
     Counts are summed over the clients that answer.
@@ -390,8 +385,8 @@ def _released_scores(
     exchange = Exchange(
         planned.action,
         stage=planned.stage,
-        settings=rq.CountScores(network=description, data_set=data_set_of(run.config)),
-        states=states,
+        settings=rq.CountScores(network=trained.description, data_set=data_set_of(run.config)),
+        states=trained.states,
         layouts={"scores": Layout.of({"scores": torch.zeros(2 * BINS)})},
         releases=run.schedule,
         among=_testers(run),

@@ -26,25 +26,15 @@ from fednas_flwr.report.plots import COSTS, bars, fronts
 from fednas_flwr.report.score_tables import TEST_SEED, rows_of
 from fednas_flwr.report.templates import DASH, FORMS, mean_and_deviation, paragraphs, sentence
 from fednas_flwr.report.terminal import print_line, print_table
+from fednas_flwr.runs import numbers as rn
 from fednas_flwr.runs.events import Event
-from fednas_flwr.runs.numbers import (
-    BESIDE,
-    CONFIG_FILE,
-    EVENTS_FILE,
-    METRICS,
-    SIMPLER,
-    Metric,
-    Run,
-    flat_settings,
-    paired_interval,
-    read_run,
-)
+from fednas_flwr.runs.numbers import Metric, Run
 
 TITLE_WIDTH, GROUP_WIDTH = 30, 18
 MOST_SETTINGS = 6  # that have columns
 GROUPS = ("algorithm", "dataset", "partition", "search_space", "retrain", "privacy", "runtime")
 NOT_SETTINGS = ("seed", "run_dir", "resume")
-BY_NAME = {metric.name: metric for metric in METRICS}
+BY_NAME = {metric.name: metric for metric in rn.METRICS}
 # Settings by which runs are of other records; features, ranges and splits of the same may differ.
 SAME_DATA = "fractions|ranges|scattering|statistics|target_range"
 OTHER_DATA = re.compile(rf"(dataset(?!\.({SAME_DATA}))|partition|clients)\b")
@@ -168,7 +158,7 @@ class Comparison:
     best: tuple[str, ...]
     groups: tuple[Group, ...]
     not_counted: tuple[dict[str, str], ...]
-    metric: str = METRICS[0].name
+    metric: str = rn.METRICS[0].name
     warnings: tuple[str, ...] = ()
     against: str | None = None
 
@@ -199,11 +189,11 @@ class Comparison:
         """
         score, several = self.metric.partition("_")[2], len(self.groups) > 1
         columns: list[tuple[str, Callable[[Group], str]]] = [("", lambda group: group.name)]
-        for metric in sorted(METRICS, key=lambda metric: metric.name != self.metric):
+        for metric in sorted(rn.METRICS, key=lambda metric: metric.name != self.metric):
             model, _, kind = metric.name.partition("_")
             cells = {_cell(metric, group).partition(" ±")[0] for group in self.groups}
             constant = metric.name != self.metric and len(cells) <= several
-            other = model in SIMPLER.values() and kind != score
+            other = model in rn.SIMPLER.values() and kind != score
             if cells != {DASH} and not constant and not other:
                 columns.append((metric.label + FORMS[metric.unit].title, partial(_cell, metric)))
         if self.against is not None:
@@ -249,7 +239,8 @@ def _difference(runs: Sequence[Run], others: Sequence[Run], main: Metric) -> Est
     first, other = (
         run.scores("central") if alike else {} for run in (pairs or [(runs[0],) * 2])[0]
     )
-    return Estimate.by(values, paired_interval(first, other, main.name.removeprefix("central_")))
+    records = rn.paired_interval(first, other, main.name.removeprefix("central_"))
+    return Estimate.by(values, records)
 
 
 def _test_set(run: Run) -> tuple[Any, ...]:
@@ -307,7 +298,7 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
     elif len(plain) == 1 < len(names) and not any(map(OTHER_DATA.match, shown)):
         (against,) = plain
     runs = [run for group in groups for run in group]
-    score = f"central_{runs[0].score.name}" if runs else METRICS[0].name
+    score = f"central_{runs[0].score.name}" if runs else rn.METRICS[0].name
     reached = not runs or any(run.numbers().get(score) is not None for run in runs)
     metric = score if reached else "client_accuracy"
     other = groups[names.index(against)] if against is not None else []
@@ -419,14 +410,14 @@ def run_folders(folders: Iterable[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: give run folders or a sweep's folder.")
-        names = (EVENTS_FILE, CONFIG_FILE)
+        names = (rn.EVENTS_FILE, rn.CONFIG_FILE)
         inside = sorted({path.parent for name in names for path in folder.rglob(name)})
         if not inside:
             raise ConfigError(f"{folder} holds no run: no events.jsonl is in it or below it.")
         if folder in inside:
             inside = [folder]
         runs = set(inside)  # what was trained beside a run is compared where it is named
-        inside = [f for f in inside if f.parent.name not in BESIDE or f.parents[1] not in runs]
+        inside = [f for f in inside if f.parent.name not in rn.BESIDE or f.parents[1] not in runs]
         found |= {path.resolve(): path for path in inside if path.resolve() not in found}
     return list(found.values())
 
@@ -436,9 +427,9 @@ _UNFINISHED = "it still goes on, or was killed: resume=<folder> then finishes it
 
 def _finished(folder: Path) -> tuple[Run | None, str]:
     """Return a finished run, or None and the reason."""
-    if not (folder / EVENTS_FILE).is_file():
+    if not (folder / rn.EVENTS_FILE).is_file():
         return None, "not finished: it has written no events.jsonl"
-    run = read_run(folder)
+    run = rn.read_run(folder)
     if run.status != "completed":
         return None, f"not finished: {run.reason or _UNFINISHED}"
     if not run.config:
@@ -448,7 +439,7 @@ def _finished(folder: Path) -> tuple[Run | None, str]:
 
 def _settings(run: Run) -> dict[str, str]:
     """The settings by dotted names, as text; the name of a group stands under the group."""
-    named = flat_settings(run.config).items()
+    named = rn.flat_settings(run.config).items()
     texts = {key.removesuffix(".name"): templates.setting_text(value) for key, value in named}
     return {name: text for name, text in texts.items() if name not in NOT_SETTINGS}
 
@@ -474,7 +465,7 @@ def _group(runs: list[Run], shown: list[str], name: str) -> Group:
         seeds=tuple(run.config.get("seed") for run in runs),
         folders=tuple(str(run.folder) for run in runs),
         test_seed=any(run.privacy and sentence("test_seed", run.privacy) for run in runs),
-        metrics={m.name: Statistics.of(tuple(n[m.name] for n in numbers)) for m in METRICS},
+        metrics={m.name: Statistics.of(tuple(n[m.name] for n in numbers)) for m in rn.METRICS},
     )
 
 
@@ -568,7 +559,7 @@ def write_curves(
     picture = Picture(figsize=(6, 4), layout="constrained")
     axes, (label, until), known = picture.subplots(), OVER[over], set[str]()
     for group in compare_runs(folders).groups:
-        runs = [read_run(Path(folder)).rounds(stage) for folder in group.folders]
+        runs = [rn.read_run(Path(folder)).rounds(stage) for folder in group.folders]
         known.update(name for rounds in runs for event in rounds for name in event["metrics"])
         runs = [[e for e in rounds if e["metrics"].get(metric) is not None] for rounds in runs]
         points = [

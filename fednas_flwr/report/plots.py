@@ -228,12 +228,7 @@ def importance(run: Run) -> Figure | None:
 
 
 def fronts(
-    rows: Sequence[Mapping[str, Any]],
-    costs: Sequence[str],
-    score: str,
-    unit: Unit,
-    *,
-    sign: int = 1,
+    rows: Sequence[Mapping[str, Any]], costs: Sequence[str], score: str, unit: Unit, *, sign: int
 ) -> dict[str, Figure]:
     """Return a score over each cost in which rows differ, and the front, a line through the best.
 

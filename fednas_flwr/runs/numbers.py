@@ -13,22 +13,13 @@ from typing import Any, Literal
 
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.base.foreign import read_yaml
-from fednas_flwr.runs.events import (
-    Event,
-    latest_rounds,
-    names_by_client,
-    read_events,
-    records_of,
-    with_names,
-)
+from fednas_flwr.runs import events as ev
+from fednas_flwr.runs.events import Event
 from fednas_flwr.settings import names
 
 CONFIG_FILE = "config.yaml"
-BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE = (  # runs below a run
-    "baselines",
-    "finalists",
-    "variants",
-)
+BESIDE = ("baselines", "finalists", "variants")  # folders of runs below a run
+BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE
 EVENTS_FILE = "events.jsonl"
 CLIENTS_LINEAR = "the clients' linear model"
 GUESSES = MAJORITY, CHANCE, MEAN = "the most frequent class", "chance", "always the mean"
@@ -155,7 +146,7 @@ class Run:
 
     def rounds(self, stage: str) -> list[Event]:
         """Return a stage's rounds, each once."""
-        return latest_rounds(self.events, stage)
+        return ev.latest_rounds(self.events, stage)
 
     @property
     def status(self) -> str:
@@ -269,7 +260,7 @@ class Run:
     def _clients_text(self, planned: int) -> int | str:
         """Return the numbers of clients that took part, and of those that left."""
         seen = {client for event in self._all_rounds() for client in event.get("clients") or {}}
-        number = len(seen) or records_of(self.last("partition"))[0]
+        number = len(seen) or ev.records_of(self.last("partition"))[0]
         left = len(self.departures())
         text = f"{number} of {planned}" if number != planned else str(planned)
         return f"{text}, {left} left before the end" if left else text
@@ -347,11 +338,11 @@ class Run:
 
     def alphas(self) -> list[Event]:
         """Return the ``alphas`` events by ascending round, one per round."""
-        return latest_rounds(self.events, None, "alphas")
+        return ev.latest_rounds(self.events, None, "alphas")
 
     def explored(self, stage: str) -> list[Event]:
         """Return a stage's ``explored`` events by ascending round, one per round."""
-        return latest_rounds(self.events, stage, "explored")
+        return ev.latest_rounds(self.events, stage, "explored")
 
     def traffic_stages(self) -> list[str]:
         """The stages in whose rounds the server sent or received bytes."""
@@ -656,10 +647,10 @@ def read_run(run_folder: Path) -> Run:
     if file.exists():
         loaded = read_yaml(file, str(file))
         config = loaded if isinstance(loaded, dict) else {}
-    events = read_events(path)
+    events = ev.read_events(path)
     run = Run(folder=run_folder, config=config, events=events)
-    if names := names_by_client(run.last("partition")):
-        return replace(run, events=[with_names(event, names) for event in events])
+    if names := ev.names_by_client(run.last("partition")):
+        return replace(run, events=[ev.with_names(event, names) for event in events])
     return run
 
 

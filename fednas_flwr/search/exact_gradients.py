@@ -336,13 +336,12 @@ class ClippedGradients(ExactGradients):
             class_factors=objective.class_factors,
         )
         std = clipping.noise_multiplier * clipping.max_grad_norm
-        return {
-            name: (
-                total + std * torch.randn(total.shape, generator=self.generator).to(total.device)
-            )
-            / len(y)
-            for name, total in sums.items()
-        }
+
+        def noised(total: Tensor) -> Tensor:
+            noise = torch.randn(total.shape, generator=self.generator).to(total.device)
+            return (total + std * noise) / len(y)
+
+        return {name: noised(total) for name, total in sums.items()}
 
 
 @dataclass

@@ -222,13 +222,9 @@ def make_sgd(
         settings: The constants.
         nesterov: True if momentum, where there is any, is Nesterov's.
     """
-    return PlainSGD(
-        parameters,
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        nesterov=nesterov and settings.momentum > 0,
-    )
+    lr, momentum, decay = settings.lr, settings.momentum, settings.weight_decay
+    nesterov = nesterov and momentum > 0
+    return PlainSGD(parameters, lr, momentum, weight_decay=decay, nesterov=nesterov)
 
 
 def make_adam(

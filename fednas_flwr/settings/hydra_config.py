@@ -305,13 +305,7 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
         raise ConfigError("--multirun only runs: leave it out to be informed.")
     if not informs and (asked.resolve or asked.package):
         raise ConfigError("--resolve and --package say how --cfg job prints: add that.")
-    return Arguments(
-        asked.overrides,
-        flags,
-        multirun=asked.multirun,
-        informs=informs,
-        completes=asked.shell_completion,
-    )
+    return Arguments(asked.overrides, flags, asked.multirun, informs, asked.shell_completion)
 
 
 OmegaConf.register_new_resolver(

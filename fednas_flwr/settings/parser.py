@@ -151,9 +151,6 @@ class Distinct:
             )
 
 
-Constraint = Between | Length | OneOf | Where | Distinct
-
-
 if TYPE_CHECKING:
     Word = str
     Day = float
@@ -203,12 +200,6 @@ class Checked:
         return ()
 
 
-def constraints(kind: type) -> dict[str, tuple[Constraint, ...]]:
-    """Return a dataclass's constraints by field, with those of what a list or mapping holds."""
-    hints = field_types(kind, extras=True)
-    return {name: tuple(_constraints(hint)) for name, hint in hints.items()}
-
-
 def within(condition: object, key: str, value: object, expected: str) -> tuple[bool, str]:
     """A conflict unless a condition holds: the sentence names key, value and what was expected."""
     return not condition, f"{key}={show(value)} is out of range: expected {expected}"
@@ -242,13 +233,6 @@ Time = Annotated[
 ]
 
 
-def _constraints(hint: Any) -> Iterator[Constraint]:
-    if isinstance(hint, Constraint):
-        yield hint
-    for part in get_args(hint):
-        yield from _constraints(part)
-
-
 def _check(key: str, hint: Any, value: Any, alternative: str = "") -> None:
     """Raise ConfigError for a value outside the constraints of its type."""
     origin, arguments = get_origin(hint), get_args(hint)
@@ -268,12 +252,7 @@ def _check(key: str, hint: Any, value: Any, alternative: str = "") -> None:
 
 
 def parse(
-    kind: Any,
-    values: Any,
-    *,
-    key: str,
-    hints: Mapping[str, Any] | None = None,
-    defaults: bool = False,
+    kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] = {}, defaults: bool = False
 ) -> Any:
     """Return the dataclass ``kind`` of a mapping, or a TypedDict with what it holds.
 
@@ -294,18 +273,16 @@ def parse(
     if not isinstance(values, Mapping):
         raise ConfigError(f"{key or 'it'}={show(values)} must be a group of settings.")
     prefix = f"{key}." if key else ""
-    types = {**field_types(kind), **(hints or {})}
+    types = {**field_types(kind), **hints}
     for name in values:
         if name not in types:
             known = [f"{prefix}{known}" for known in types]
             raise unknown_choice("setting", f"{prefix}{show(name)}", known)
-    parsed = {}
     optional = _defaults(kind) if defaults or is_typeddict(kind) else ()
     missing = [name for name in types if name not in values and name not in optional]
     if missing:
         raise MissingSettingError(*(f"{prefix}{name}" for name in missing))
-    for name in values:
-        parsed[name] = _convert(f"{prefix}{name}", types[name], values[name], defaults)
+    parsed = {n: _convert(f"{prefix}{n}", types[n], v, defaults) for n, v in values.items()}
     if is_typeddict(kind):
         for name, hint in field_types(kind, extras=True).items():
             if name in parsed:
@@ -412,14 +389,8 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
 
 
 def _type_name(hint: Any) -> str:
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        Word: "text",
-        Day: "a number",
-    }
+    names: dict[Any, str] = {int: "a whole number", bool: "true or false"}
+    names |= dict.fromkeys((float, Day), "a number") | dict.fromkeys((str, Word), "text")
     if get_origin(hint) in (Union, UnionType):
         return _type_name(get_args(hint)[0])
     if get_origin(hint) in (list, tuple):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fednas_flwr.base.layers import hooked
 from fednas_flwr.base.pretrained import Frozen, has_channels_last, load_frozen
 from fednas_flwr.spaces.genotype import Genotype
-from fednas_flwr.spaces.operations import Choice, OpWeights, SkipNetwork, drop_path
+from fednas_flwr.spaces.operations import Choice, OpWeights, SkipNetwork, drop_path, zeroed
 from fednas_flwr.spaces.space import CELL, SearchSpace
 
 OPS = ("none", "low_rank_4", "low_rank_16", "bottleneck_4", "bottleneck_16")
@@ -65,11 +65,6 @@ class AdapterSpace(SearchSpace):
         """The stages, a chain."""
         return tuple((stage, stage + 1) for stage in range(len(self.frozen().stages())))
 
-    @property
-    def outputs(self) -> range:  # type: ignore[override]
-        """The end of the chain."""
-        return range(len(self.edges), len(self.edges) + 1)
-
     def body(self) -> AdaptedNetwork:
         """Build the body of a supernet."""
         return AdaptedNetwork(self, [self.ops] * len(self.edges))
@@ -92,9 +87,7 @@ class AdaptedNetwork(SkipNetwork):
         self.adapters = nn.ModuleList(
             Choice(row, partial(Adapter, width)) for row, width in zip(rows, widths, strict=True)
         )
-        self.classifier = nn.Linear(frozen.output_shape[0], space.num_classes)
-        nn.init.zeros_(self.classifier.weight)
-        nn.init.zeros_(self.classifier.bias)
+        self.classifier = zeroed(nn.Linear(frozen.output_shape[0], space.num_classes))
 
     def forward(self, x: Tensor, op_weights: OpWeights = None) -> Tensor:
         """Return logits [B, classes] of normalised images [B, C, H, W].

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fednas_flwr.base.errors import ConfigError, check_choice
-from fednas_flwr.base.layers import hooked
+from fednas_flwr.base.layers import evaluating, hooked
 from fednas_flwr.settings import Hardware, expanded
 from fednas_flwr.spaces import latency_tables as lt
 from fednas_flwr.spaces.genotype import Genotype
@@ -154,12 +154,10 @@ def count_multiply_adds(network: nn.Module, input_shape: tuple[int, ...]) -> int
     torch counts 2 operations per multiply-add and none for pooling, norms and activations; the
     papers count multiply-adds of convolutions and dense layers, which is half of torch's number.
     """
-    was_training = network.training
-    network.eval()
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
-    with torch.no_grad(), _Operations() as operations:  # type: ignore[no-untyped-call]
+    counting: Any = _Operations()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), evaluating(network), counting as operations:
         network(torch.zeros(1, *input_shape, device=device))
-    network.train(was_training)
     return operations.number // 2
 
 
@@ -212,10 +210,8 @@ def layers_of(
             yield name.replace("_", " "), module
 
     names = {module: name for name, module in parts("", network)}
-    was_training = network.training
-    with hooked(names, note):
-        network.eval()(torch.zeros(1, *input_shape))
-    network.train(was_training)
+    with hooked(names, note), evaluating(network):
+        network(torch.zeros(1, *input_shape))
     return layers
 
 

@@ -29,27 +29,18 @@ from fednas_flwr.settings.parser import Between
 from fednas_flwr.spaces import cell_graph, operations
 from fednas_flwr.spaces.two_input_cells import CellPlan, SearchCell, TwoInputSpace
 
-OPS = (
-    "none",
-    "max_pool_3x3",
-    "avg_pool_3x3",
-    "skip_connect",
-    "sep_conv_3x3",
-    "sep_conv_5x5",
-    "dil_conv_3x3",
-    "dil_conv_5x5",
-)
+POOLS = ("max_pool_3x3", "avg_pool_3x3")
+SEPARABLE = ("sep_conv_3x3", "sep_conv_5x5")
+DILATED = ("dil_conv_3x3", "dil_conv_5x5")
+OPS = ("none", *POOLS, "skip_connect", *SEPARABLE, *DILATED)
 NODES = range(2, 6)
 EDGES = cell_graph.candidate_edges(NODES)
 STEM_MULTIPLIER = 3
-POOLS = ("max_pool_3x3", "avg_pool_3x3")
-SEPARABLE = ("sep_conv_3x3", "sep_conv_5x5")
 CELLS = Between(
     3,
     reason="for darts, as with fewer there is no normal cell; set search_space.num_cells and "
     "retrain.num_cells",
 )
-DILATED = ("dil_conv_3x3", "dil_conv_5x5")
 
 
 class DARTSCell(SearchCell):
@@ -110,9 +101,8 @@ class DARTSSpace(TwoInputSpace):
     def stem(self, *, affine: bool) -> tuple[nn.Module, int]:
         """Build conv3x3 to 3C and norm, at stride 1: the paper's form for small images."""
         width = STEM_MULTIPLIER * self.channels
-        convolution = nn.Conv2d(self.input_shape[0], width, 3, padding=1, bias=False)
-        norm = operations.make_norm(width, norm=self.norm, affine=affine)
-        return nn.Sequential(convolution, norm), width
+        inputs = self.input_shape[0]
+        return operations.conv_norm(inputs, width, size=3, norm=self.norm, affine=affine), width
 
     def preprocess(self, inputs: int, width: int, *, affine: bool, halves: bool) -> nn.Module:
         """Build a factorized reduction, or ReLU, 1x1 convolution and norm."""

@@ -162,11 +162,6 @@ class MBConvSpace(SearchSpace):
         return tuple((block, block + 1) for block in range(len(self.plan.blocks)))
 
     @property
-    def outputs(self) -> range:  # type: ignore[override]
-        """The end of the chain."""
-        return range(len(self.plan.blocks), len(self.plan.blocks) + 1)
-
-    @property
     def offered(self) -> list[list[int]]:
         """For every block the columns of the ops that it offers."""
         return [[i for i, layer in enumerate(row) if layer is not None] for row in self.plan.blocks]
@@ -175,13 +170,8 @@ class MBConvSpace(SearchSpace):
     def plan(self) -> Plan:
         """The supernet as layers."""
         skeleton, width = self.skeleton, self.width
-        stem = _layer(
-            "conv",
-            self.input_shape,
-            scale_channels(skeleton.stem, width),
-            kernel=3,
-            stride=skeleton.stem_stride,
-        )
+        channels = scale_channels(skeleton.stem, width)
+        stem = _layer("conv", self.input_shape, channels, kernel=3, stride=skeleton.stem_stride)
         first = _layer("mbconv1_3x3", stem.output_shape, scale_channels(skeleton.first, width))
         shape, blocks = first.output_shape, []
         widths = [scale_channels(c, width) for c, count in skeleton.stages for _ in range(count)]

@@ -50,7 +50,6 @@ class NASBench201Space(SearchSpace):
     name = "nasbench201"
     ops = OPS
     edges = EDGES
-    outputs = NODES[-1:]
     routes = cell_graph.routes(EDGES, outputs=NODES[-1:])
 
     channels: Count = 16
@@ -71,9 +70,8 @@ def make_operation(op: str, channels: int, *, norm: Norm, affine: bool) -> nn.Mo
         case "skip_connect":
             return nn.Identity()
         case "nor_conv_1x1" | "nor_conv_3x3":
-            return operations.relu_conv_norm(
-                channels, channels, kernel_size=int(op[-1]), norm=norm, affine=affine
-            )
+            sizes: Any = {"size": int(op[-1]), "norm": norm, "affine": affine}
+            return operations.relu_conv_norm(channels, channels, **sizes)
         case "avg_pool_3x3":
             return nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
         case _:
@@ -129,10 +127,8 @@ class _Skeleton(nn.Module):
     ) -> None:
         super().__init__()
         channels, norm = space.channels, space.norm
-        self.stem = nn.Sequential(
-            nn.Conv2d(space.input_shape[0], channels, 3, padding=1, bias=False),
-            operations.make_norm(channels, norm=norm, affine=affine),
-        )
+        inputs = space.input_shape[0]
+        self.stem = operations.conv_norm(inputs, channels, size=3, norm=norm, affine=affine)
         self.reductions = nn.ModuleList([nn.Identity()])
         self.stages = nn.ModuleList()
         for stage in range(NUM_STAGES):
@@ -165,12 +161,8 @@ class ResidualBlock(nn.Module):
         """Build the block for ``channels`` input channels."""
         super().__init__()
         wide = 2 * channels
-        self.convolutions = nn.Sequential(
-            operations.relu_conv_norm(
-                channels, wide, kernel_size=3, stride=2, norm=norm, affine=affine
-            ),
-            operations.relu_conv_norm(wide, wide, kernel_size=3, norm=norm, affine=affine),
-        )
+        make = functools.partial(operations.relu_conv_norm, size=3, norm=norm, affine=affine)
+        self.convolutions = nn.Sequential(make(channels, wide, stride=2), make(wide, wide))
         # ceil_mode: on odd sizes the shortcut must be as large as the convolutions' output.
         self.shortcut = nn.Sequential(
             nn.AvgPool2d(2, stride=2, ceil_mode=True, count_include_pad=False),

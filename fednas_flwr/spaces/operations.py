@@ -62,28 +62,24 @@ def make_norm(
     return nn.BatchNorm2d(channels, affine=affine)
 
 
-def relu_conv_norm(
-    in_channels: int,
-    out_channels: int,
-    *,
-    kernel_size: int = 1,
-    stride: int = 1,
-    norm: Norm,
-    affine: bool,
+def conv_norm(
+    inputs: int, outputs: int, *, size: int = 1, stride: int = 1, norm: Norm, affine: bool
 ) -> nn.Sequential:
+    """Return a convolution without bias that keeps sizes at stride 1, and a norm."""
+    convolution = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    return nn.Sequential(convolution, make_norm(outputs, norm=norm, affine=affine))
+
+
+def relu_conv_norm(inputs: int, outputs: int, **how: Any) -> nn.Sequential:
     """Return ReLU, convolution, norm (``nor_conv`` of NAS-Bench-201, preprocessing of DARTS)."""
-    return nn.Sequential(
-        nn.ReLU(),
-        nn.Conv2d(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride=stride,
-            padding=kernel_size // 2,
-            bias=False,
-        ),
-        make_norm(out_channels, norm=norm, affine=affine),
-    )
+    return nn.Sequential(nn.ReLU(), *conv_norm(inputs, outputs, **how))
+
+
+def zeroed(linear: nn.Linear) -> nn.Linear:
+    """Return the layer, which begins with zeros."""
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
 
 
 class FactorizedReduce(nn.Module):

@@ -22,7 +22,7 @@ from fednas_flwr.settings.names import BATCH, LINEAR, NO_SKIP, NORMS, SKIPS, Nor
 from fednas_flwr.settings.optimizers import Count
 from fednas_flwr.spaces.cell_graph import has_weights, nearest_trained
 from fednas_flwr.spaces.genotype import Edge, Genotype, arrows
-from fednas_flwr.spaces.operations import OpWeights, SkipNetwork
+from fednas_flwr.spaces.operations import OpWeights, SkipNetwork, zeroed
 
 ALPHA_STD = 1e-3
 CELL = "cell"  # the kind of cell, where there is only one
@@ -113,7 +113,6 @@ class SearchSpace(parser.Checked):
         ops: Names of the candidate ops, in the order of an alpha row.
         kinds: Kinds of cell.
         edges: (source, target) of the edges of a cell with alphas.
-        outputs: The nodes that a cell's output is made of.
         routes: Ways through the cell, as positions of edges, along each of which some op must have
             weights for there to be something to train; None where every edge is one.
         has_auxiliary: True if networks can have a second classifier.
@@ -130,7 +129,6 @@ class SearchSpace(parser.Checked):
     ops: ClassVar[tuple[str, ...]]
     kinds: ClassVar[tuple[str, ...]] = (CELL,)
     edges: ClassVar[tuple[tuple[int, int], ...]]
-    outputs: ClassVar[range]
     routes: ClassVar[Sequence[Sequence[int]] | None] = None
     has_auxiliary: ClassVar[bool] = False
 
@@ -158,6 +156,12 @@ class SearchSpace(parser.Checked):
                 f"the data set's examples have the shape {tuple(self.input_shape)}"
                 f"{other.get(len(self.input_shape), '')}."
             )
+
+    @property
+    def outputs(self) -> range:
+        """The nodes that a cell's output is made of: here the last alone."""
+        last = self.edges[-1][1]
+        return range(last, last + 1)
 
     def body(self) -> SkipNetwork:
         """Build the newly initialised body of the supernet."""
@@ -318,7 +322,5 @@ class SearchSpace(parser.Checked):
         if self.skip == LINEAR:
             sizes = (math.prod(self.input_shape), self.num_classes)
             empty = nn.Linear(*sizes, device="meta")  # draws nothing: all else stays the same
-            network.skip = empty.to_empty(device=torch.get_default_device())
-            nn.init.zeros_(network.skip.weight)
-            nn.init.zeros_(network.skip.bias)
+            network.skip = zeroed(empty.to_empty(device=torch.get_default_device()))
         return network

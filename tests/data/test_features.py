@@ -272,7 +272,9 @@ def test_few_images_are_told_that_a_backbone_would_help(tmp_path, weights):
     def lines(**given):
         data = prepared("digits", cache=tmp_path, limit_train=70, **given)
         fractions = {"train": 0.5, "validation": 0.4, "test": 0.1}
-        return "\n".join(summary(data, [np.arange(70)], ["a"], key=b"k", fractions=fractions))
+        return "\n".join(
+            summary(data, [np.arange(70)], ["a"], {"key": b"k", "fractions": fractions})
+        )
 
     assert "suggestion: dataset.backbone.name=" in lines()
     assert "suggestion: dataset.backbone" not in lines(backbone=named(weights))

@@ -53,10 +53,8 @@ class FedEx(base.RoundStrategy[fedex.FedExSettings]):
         self.states, metrics = self.average(observed())
         self.theta = self.theta.updated(trials)
         self.values = {"theta": self.theta.to_json()}
-        return metrics | {
-            "lr": self.configurations[self.theta.best()].lr,
-            "theta_entropy": self.theta.entropy(),
-        }
+        best = self.configurations[self.theta.best()]
+        return metrics | {"lr": best.lr, "theta_entropy": self.theta.entropy()}
 
     def _training(self, configuration: Configuration) -> Train:
         """Request to a client that has drawn a configuration."""

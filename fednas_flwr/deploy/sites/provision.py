@@ -93,14 +93,8 @@ def make_node_key(path: Path) -> Path:
         FileExistsError: There is a key already: the server knows a node by it.
     """
     key = ec.generate_private_key(ec.SECP384R1())
-    write_secret(
-        path,
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.OpenSSH,
-            serialization.NoEncryption(),
-        ),
-    )
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH)
+    write_secret(path, key.private_bytes(*form, serialization.NoEncryption()))
     text = key.public_key().public_bytes(
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )

@@ -102,13 +102,11 @@ def rdp_epsilon(releases: Sequence[Release], delta: float) -> float:
         return 0.0
     merged = renyi.merge_releases(releases)
     divergences = {order: sum(renyi.cost(one, order) for one in merged) for order in RDP_ORDERS}
-    return max(
-        0.0,
-        min(
-            renyi.epsilon_at_order(order=order, divergence=divergence, delta=delta)
-            for order, divergence in divergences.items()
-        ),
+    epsilons = (
+        renyi.epsilon_at_order(order=order, divergence=divergence, delta=delta)
+        for order, divergence in divergences.items()
     )
+    return max(0.0, min(epsilons))
 
 
 def prv_epsilon(releases: Sequence[Release], delta: float) -> float:
