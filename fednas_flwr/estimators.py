@@ -27,7 +27,7 @@ from fednas_flwr.api import Result, compose, run, with_clients
 from fednas_flwr.base.errors import ConfigError, check_choice, listed
 from fednas_flwr.base.files import make_folder, write_atomically
 from fednas_flwr.client.rehearsal import SELF_TESTS
-from fednas_flwr.data.notation import merging_key
+from fednas_flwr.data.notation import are_numbers, merging_key
 from fednas_flwr.data.table_files import texts_of
 from fednas_flwr.models.networks import load, load_description
 from fednas_flwr.models.prediction import MODEL_FILE, Model
@@ -232,6 +232,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         try:
             root = str(write_atomically(folder / "records", content))
             data: Any = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
+            if X.ndim == 2 and self.epsilon is None:  # else what is public has to be declared
+                data = replace(data, categories=_categories(table, data, (label, site)))
             if X.ndim == 2 and not {*map(str, np.unique(y))}.isdisjoint(MISSING_WORDS):  # classes
                 data = replace(data, missing_in={label: [], **data.missing_in})
             config = with_clients(replace(config, dataset=data), ())
@@ -349,10 +351,30 @@ def _free(name: str, columns: Collection[object]) -> str:
     return name if name not in columns else _free(f"{name}_", columns)
 
 
+def _categories(table: pd.DataFrame, data: Any, others: Collection[str | None]) -> dict[str, Any]:
+    """Categories of features: as set, or numbers of pandas' type for them, as cells are read.
+
+    Args:
+        table: Of the records.
+        data: Settings of the data; where they list the features, types do not count.
+        others: Columns that are no features.
+    """
+    if data.numeric or data.dates or data.categorical:
+        return dict(data.categories)
+    kinds = table.drop(columns={*others, data.id_column, *data.ignore} & {*table}).dtypes.items()
+    of = {str(n): kind.categories for n, kind in kinds if isinstance(kind, pd.CategoricalDtype)}
+    texts = {name: texts_of(pd.DataFrame({"x": codes}))["x"].tolist() for name, codes in of.items()}
+    return {n: t for n, t in texts.items() if are_numbers(t).all()} | dict(data.categories)
+
+
 def _parquet(table: pd.DataFrame) -> bytes:
     """The Parquet file of a table; where a column mixes numbers and texts, all such are texts."""
     from pyarrow import ArrowException
 
+    table = table.copy(deep=False)
+    for name, kind in table.dtypes.items():
+        if isinstance(kind, pd.SparseDtype):
+            table[name] = table[name].astype(kind.subtype)
     try:
         return bytes(table.to_parquet(index=False))
     except ArrowException:

@@ -15,7 +15,7 @@ from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_digits
 from sklearn.utils.estimator_checks import check_estimator
 
-from fednas_flwr import FedClassifier, FedRegressor, compose, estimators, run
+from fednas_flwr import FedClassifier, FedRegressor, compose, estimators, load, run
 from fednas_flwr.api import check
 from fednas_flwr.base.errors import ConfigError
 from fednas_flwr.runs.numbers import read_run
@@ -249,6 +249,21 @@ def test_columns_of_levels_and_what_draws_seeds_are_taken(tmp_path, asked):
     assert columns[0] == ["('a', 'b')", "label"]
 
 
+def test_columns_of_types_of_pandas_are_what_they_say(tmp_path):
+    drawn = np.random.default_rng(0)
+    code = drawn.integers(0, 3, 90)
+    stay = pd.to_timedelta(code * 12, unit="h")
+    X = pd.DataFrame({"code": pd.Categorical(code, [0, 1, 2, 5]), "stay": stay})
+    X["x"] = pd.arrays.SparseArray(drawn.normal(size=90))
+    own = ["retrain.rounds=2", "algorithm.draws=2", f"dataset.cache={tmp_path}"]
+    with warnings.catch_warnings(action="ignore"):
+        model = FedClassifier(preset="fast", settings=own).fit(X, np.array([0, 1, 0])[code])
+    columns = {column.name: column for column in load(model.run_folder).inputs.schema}
+    assert columns["code"].categories == ("0", "1", "2", "5")
+    assert [columns[name].kind for name in ("stay", "x")] == ["number", "number"]
+    assert len(model.predict(X)) == 90
+
+
 def test_another_algorithm_takes_the_place_of_a_presets(tmp_path, asked):
     settings = [f"dataset.cache={tmp_path}", "algorithm=fedavg", "algorithm.network=linear"]
     model = FedClassifier(preset="fast", settings=settings)
@@ -328,8 +343,7 @@ def test_a_number_is_predicted_in_its_own_unit(tmp_path):
 def test_scikit_learns_own_checks(estimator, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDNAS_CACHE", str(tmp_path / "cache"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = estimator(preset="fast", settings=TINY)
         results = check_estimator(model, expected_failed_checks=EXPECTED, on_skip=None)
     failed = [one["check_name"] for one in results if one["status"] == "xfail"]

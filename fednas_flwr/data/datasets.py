@@ -197,7 +197,8 @@ def _built(dataset: Dataset, read: rd.RecordsPair) -> dict[str, rd.Records]:
         if is_test.all() or not is_test.any():
             oddities(train)  # which refuses one picture only
             raise ConfigError(
-                f"the {len(train)} records of dataset={dataset.name} are too few to choose a "
+                f"the {len(train)} records of dataset={dataset.name}, of "
+                f"{len(np.unique(train.ids))} different ones or persons, are too few to choose a "
                 "server's test set from: set dataset.server_test=false."
             )
         test = rd.select_records(train, np.flatnonzero(is_test))

@@ -209,6 +209,7 @@ def _part(
     unknown: Any = np.logical_or(labels < 0, labels >= most) if is_whole else None
     if not is_whole or (unknown.any() and not skip):
         span = f" from {labels.min()} to {labels.max()}" if is_whole else ""
+        span = " with NaN" if kind == "f" and np.isnan(labels).any() else span
         raise ConfigError(
             f"y_{part} in {origin} is {labels.dtype} of shape {labels.shape}{span}: expected the "
             "class numbers 0, 1, ... as one integer per record, or [N, L] of 0 and 1 for several "

@@ -79,6 +79,8 @@ def oddities(
         return [*_of_labels(records), *found]
     values, counts = np.unique(records.labels.numpy(), return_counts=True)
     said = _set_apart(values, counts) or _blurred(values[0], values[-1])
+    if len(values) == 1:
+        said = f"it is {values[0]:g} in every record: there is nothing to predict"
     if len(records) >= _FEWEST and _is_id(records.label, records.labels.numpy(), len(values)):
         said = f"{records.label} is another whole number in every record: is it the right one?"
     return [*([f"the number to predict: {said}"] if said else []), *found]

@@ -232,6 +232,8 @@ def _cells_of(values: Any) -> Cells:
     if pd.api.types.is_datetime64_any_dtype(values):  # in numpy's form, which has all years
         moments = values.dt.tz_localize(None).to_numpy().astype("datetime64[s]")
         return Cells(np.where(missing, "", np.datetime_as_string(moments)).tolist())
+    if pd.api.types.is_timedelta64_dtype(values):
+        values = values.dt.total_seconds() / 86_400  # days, as dates are
     cells = values.tolist()
     texts = ["" if gone else _text(value) for value, gone in zip(cells, missing, strict=True)]
     return Cells(texts, np.array([_is_number(value) for value in cells], dtype=bool))
@@ -274,6 +276,11 @@ def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
         if pa.types.is_date(field.type):  # Python has no years beyond 9999
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
     notes = [f"{names} left out, which holds lists or structures"] if nested else []
+    for field in table.schema:
+        coded = pa.types.is_dictionary(field.type) and not pa.types.is_string(field.type.value_type)
+        if coded and not form.strict and field.name not in getattr(form, "categories", ()):
+            cure = "list it in dataset.categorical if they are codes"
+            notes.append(f"{field.name} is stored as a category, but holds numbers: {cure}")
     frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
     return texts_of(frame, where="it"), "", notes
 

@@ -251,6 +251,10 @@ TABLES = {
         f"rows of one {name}": (column([i // 3 for i in range(N)], name), f"{name} has few rows of")
         for name in ("Customer_Nbr", "USUBJID", "hadm_id", "userId", "patient number")
     },
+    "one number to predict": (
+        labels([1.5] * N),
+        "predict: it is 1.5 in every record|every record has the label 1.5",
+    ),
     "ids to predict": (labels(range(900, 900 + N)), "predict: y is another whole number in every"),
     "metres and centimetres": (
         column([1.6 + i / 400 if i % 4 else 160 + i / 4 for i in range(N)]),
