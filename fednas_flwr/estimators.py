@@ -234,8 +234,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             data: Any = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
             if X.ndim == 2 and self.epsilon is None:  # else what is public has to be declared
                 data = replace(data, categories=_categories(table, data, (label, site)))
-            if X.ndim == 2 and not {*map(str, np.unique(y))}.isdisjoint(MISSING_WORDS):  # classes
-                data = replace(data, missing_in={label: [], **data.missing_in})
+            named = ((label, y), (site, groups)) if X.ndim == 2 else ()
+            for column, codes in named:  # a class or a client may be called NA
+                if codes is not None and not {*map(str, codes)}.isdisjoint(MISSING_WORDS):
+                    data = replace(data, missing_in={column: [], **data.missing_in})
             config = with_clients(replace(config, dataset=data), ())
             result = run(config, quiet=not self.verbose)
         except (KeyboardInterrupt, OSError, QuorumError):  # a run that can go on

@@ -209,6 +209,8 @@ def test_records_without_a_class_or_a_group_are_refused():
     for name in ("a\nb", "b "):
         odd = np.where(y == "b", name, y)
         refuses("has outer blanks or line breaks: change", fit, X, odd, error=ValueError)
+    missing = [None, "NA", "b"] * 20
+    refuses(r"site is empty in 1\d rows", fit, X, y, groups=missing)
     for names in (["true", "TRUE", "False"], ["1", "1.0", "2"]):
         refuses("some are one: spell each", fit, X, np.resize(names, 60), error=ValueError)
 

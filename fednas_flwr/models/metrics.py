@@ -328,7 +328,9 @@ def score_of_sums(total: Tensor, metric: str) -> Tensor:
     if metric in NUMBER_METRICS:
         return Regression.scores_of(total)[metric]
     if metric == "f1":
-        return (2 * total[..., 0] / (total[..., 1] + total[..., 2])).nanmean(1)
+        of_classes = 2 * total[..., 0] / (total[..., 1] + total[..., 2])
+        is_one = of_classes.shape[1] == 1  # which is 0 where it neither is nor is predicted
+        return (of_classes.nan_to_num(nan=0.0) if is_one else of_classes).nanmean(1)
     bins = total.shape[-1] // 2
     ranks_B = torch.arange(bins, dtype=torch.float64).repeat(2)
     positive_B = torch.arange(2 * bins) >= bins

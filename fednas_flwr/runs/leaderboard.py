@@ -95,7 +95,8 @@ def _networks(run: rn.Run) -> list[Candidate]:
     others = [Candidate(other.folder.name, other, other) for other in run.baselines()]
 
     def score(one: Candidate) -> float:
-        return run.score.sign * (one.run.test_score() or 0.0)
+        found = one.run.test_score()
+        return -math.inf if found is None else run.score.sign * found
 
     return first + sorted(others, key=lambda one: (-score(one), one.name))
 

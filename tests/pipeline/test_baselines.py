@@ -284,6 +284,19 @@ def test_the_simplest_within_a_standard_error_of_the_best_wins(tmp_path, linear,
     assert [one.name for one in candidates(tmp_path)][-1] == "random_1"
 
 
+def test_a_network_that_failed_is_the_last_of_the_compared(tmp_path):
+    """Also where less is better, or scores are below 0."""
+    for name, error in (("", 1.0), ("worse", 0.9), ("better", 0.5), ("failed", None)):
+        folder = tmp_path / BASELINES_FOLDER / name if name else tmp_path
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {"event": "evaluated", "metric": "rmse", "central": {"rmse": error}, "clients": []}
+        event = {"event": "run_started"} if error is None else found
+        (folder / "events.jsonl").write_text(json.dumps({"elapsed": 1.0} | event) + "\n")
+        (folder / "config.yaml").write_text("{}")
+    names = [row["network"] for row in compared(read_run(tmp_path))]
+    assert names == ["found", "better", "worse", "failed"]
+
+
 def test_fronts_are_trained_to_the_end_and_limits_bound_what_is_delivered(tmp_path):
     sizes = {"large": 900, "small": 90, "linear": 10, "front_1": 20, "front_2": 500, "found": 70}
     scores = dict(zip(sizes, (0.9, 0.8, 0.5, 0.6, 0.7, 0.4), strict=True))
