@@ -256,24 +256,35 @@ def labels_texts(
 def with_names_first(texts: table_files.Texts, path: Path) -> tuple[table_files.Texts, list[str]]:
     """The columns of a labels file, that which names the images first.
 
-    One that counts its rows, and names no images, is left out.
+    It is one of files' names, if there is such a column. One that counts its rows, and names no
+    images, is left out.
     """
     others, notes = tables.without_row_numbers(texts)
-    places = (name for i, name in enumerate(others) if _names_images(others, path, i))
-    first = next(places, None)
+    leading = next(iter(others))
+    files = [name for name, cells in others.items() if _are_files(cells)]
+    names = (
+        name
+        for name in files or others
+        if _names_images({name: texts[name]}, path, once=name != leading)
+    )
+    first = next(names, files[0] if files else None)
     if first is None:
         return (texts, []) if notes and _names_images(texts, path) else (others, notes)
-    if first != next(iter(others)):
+    if first != leading:
         notes.append(f"column {first} names the images")
     return {first: texts[first], **others}, notes
 
 
-def _names_images(texts: table_files.Texts, path: Path, place: int = 0) -> bool:
-    """Whether the column at a place names images; one that is not the first names each once."""
-    column = [*texts][place]
+def _are_files(cells: Cells) -> bool:
+    suffixed = [text.lower().endswith(decoding.SUFFIXES) for text in cells.different]
+    return bool(suffixed) and all(suffixed)
+
+
+def _names_images(texts: table_files.Texts, path: Path, *, once: bool = False) -> bool:
+    """Whether the first column names images; each in one row alone, if that is asked."""
     with suppress(ConfigError):
-        files = files_of({column: texts[column]}, path)
-        return len(files) > 0 and (place == 0 or len({*files.values()}) == len(files))
+        files = files_of(texts, path)
+        return len(files) > 0 and not (once and len({*files.values()}) < len(files))
     return False
 
 

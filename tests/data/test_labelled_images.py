@@ -172,10 +172,15 @@ def test_names_that_two_images_share_must_be_paths(tmp_path):
 def test_labels_that_are_also_names_of_images_do_not_name_them(tmp_path):
     for number in range(6):
         picture(tmp_path / f"{number}.png", 10 * number)
-    rows = [f"{number}.PNG,{number % 2}" for number in range(6)]
-    (tmp_path / "labels.csv").write_text("\n".join(["file,y", *rows]))
     sentence = "names 6 of 6 images that are not in"
-    refuses(sentence, read_labelled, tmp_path, labels_file="labels.csv")
+    for head, row in (
+        ("file,y", "{0}.PNG,{1}"),
+        ("case,file,y", "{2},{0}.jpg,{1}"),
+        ("y,file", "{1},{0}.jpg"),
+    ):
+        rows = [row.format(number, number % 2, 5 - number) for number in range(6)]
+        (tmp_path / "labels.csv").write_text("\n".join([head, *rows]))
+        refuses(sentence, read_labelled, tmp_path, labels_file="labels.csv", label="y")
 
 
 def test_a_changed_table_is_read_again(tmp_path):
