@@ -43,6 +43,7 @@ answer and its signature: the exchange fails. After it: ``colluding + 1`` sites 
 another one has dropped out before, whose masks each survivor must open. Never a wrong total: a mask
 that does not cancel makes values uniform, of which half lie outside of sites x range.
 
-**Not hidden:** who takes part, how long each site computes, and the total. Sums of the same records
-over different rounds can be compared; against that only noise helps.
+**Not hidden:** who takes part, how long each site computes, and the total; without privacy also
+what clients say of themselves before the run, such as their records by split and class. Sums of the
+same records over different rounds can be compared; against that only noise helps.
 """
