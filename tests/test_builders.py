@@ -511,8 +511,7 @@ def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_con
     gated = make_client(private, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
     assert gated.data_form["mean"] == list(prepared.mean) == [0.5, 0.5, 0.5]
     for client, own in ((alone, runs.dataset.fractions), (gated, fractions)):
-        key = b"of the site"
-        parts = assign_splits(prepared.train.ids, key=key, fractions=own)
+        parts = assign_splits(prepared.train.ids, key=b"of the site", fractions=own)
         for number, split in enumerate(vars(client.data).values()):
             assert split.rows.tolist() == np.flatnonzero(parts == number).tolist()
 

@@ -111,8 +111,7 @@ def test_masks_and_noise_are_new_for_every_step_retry_and_reopened_site(make_sit
 
 def test_a_test_seed_repeats_the_draws_is_marked_and_needs_a_policy_that_allows_it(make_site):
     sites = [make_site(test_seed=b"1") for _ in range(2)]
-    noise = [release(site.guard, admit(site), 64, zeros)["a"] for site in sites]
-    assert torch.equal(*noise)
+    assert torch.equal(*[release(site.guard, admit(site), 64, zeros)["a"] for site in sites])
     assert [site.guard.is_secure for site in sites] == [False, False]
     strict = make_site()
     strict.guard._generator = SecureGenerator(b"1")
@@ -288,12 +287,11 @@ def test_noise_is_scaled_by_the_norm_of_the_sum_and_not_by_a_committed_one(make_
 
 def test_only_what_clips_makes_clipped_sums():
     """The three modules that scale contributions down; anything else has to call them."""
-    makers = {
+    assert {
         path.stem
         for path in Path(fednas_flwr.__file__).parent.rglob("*.py")
         if re.search(r"\bClippedSum\(", path.read_text().replace("class ClippedSum(", ""))
-    }
-    assert makers == {"micro_batches", "clipping", "noised_updates"}
+    } == {"micro_batches", "clipping", "noised_updates"}
 
 
 # --- shared noise at a site: what it releases, and what it refuses

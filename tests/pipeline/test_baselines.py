@@ -483,8 +483,7 @@ def test_no_candidate_has_trained_on_what_chooses_it(recommended, monkeypatch):
     monkeypatch.setattr(Client, "epoch", noted)
     monkeypatch.setenv(ALONE, "1")  # so that all train in this process
     config = replace(recommended, stages=["search", "retrain", "evaluate", "export"])
-    folder = Path(str(run(config).folder))
-    last = read_run(folder).rounds("retrain")
+    last = read_run(Path(str(run(config).folder))).rounds("retrain")
     assert {*trained[: -2 * 2 * len(last)]} == {"train"}
     assert {*trained} == {"train", "validation"}
 

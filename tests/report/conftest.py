@@ -73,8 +73,7 @@ def with_events(folder, change):
     events = read_events(folder / "events.jsonl")
     for event in events:
         change(event)
-    lines = [json.dumps(event) + "\n" for event in events]
-    (folder / "events.jsonl").write_text("".join(lines))
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
 
 

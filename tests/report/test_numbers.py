@@ -129,8 +129,7 @@ def test_a_lead_is_of_the_same_test_records(tmp_path):
     right = torch.arange(400) >= 100
     for logits, hits in ((found, right), (rival, right & (torch.arange(400) < 392))):
         logits[torch.arange(400), torch.where(hits, labels, 1 - labels)] = 1.0
-    both = (found, rival)
-    central, linear = (detailed(x, labels, objective=Objective(), seed=3) for x in both)
+    central, linear = (detailed(x, labels, objective=Objective(), seed=3) for x in (found, rival))
     (low, _), (_, high) = (one["intervals"]["accuracy"] for one in (central, linear))
     assert low < high
     told = {"central": central, "linear": linear, "clients": [], "personalised": []}
