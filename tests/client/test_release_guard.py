@@ -360,8 +360,7 @@ def test_a_sum_beyond_the_range_is_projected_before_the_noise(make_gate):
 def test_shared_noise_needs_terms_room_and_single_steps(make_gate):
     guard = make_gate()
     planned = guard.admit(HEADER, ACTION, "weights", splits=("train",))
-    narrow = Grid.of_range(planned.sum_range(guard.allowed.by_split) / 3, sites=5)
-    for grid in (None, narrow):
+    for grid in (None, Grid.of_range(planned.sum_range(guard.allowed.by_split) / 3, sites=5)):
         with pytest.raises(ConfigError, match="rule secure_sum: range of weights"):
             guard.share(planned, HEADER, UNREAD, grid=grid)
     refuses("call share", guard.release, planned, HEADER, UNREAD, error=ValueError)

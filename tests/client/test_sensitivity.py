@@ -294,8 +294,7 @@ def ask(tmp_path, totals):
         ]
         client.guard.commit("run", plan)
         if sums:
-            records = guard.allowed.by_split
-            ranges = {p.kind: 2 * p.sum_range(records) for p in plan if p.shared}
+            ranges = {p.kind: 2 * p.sum_range(guard.allowed.by_split) for p in plan if p.shared}
             request = replace(request, summed=Summed("a", (0, 1, 2), ranges))
         totals.seen.clear()
         answer(client, request)

@@ -26,9 +26,8 @@ IMAGE_SPACES = ("darts", "nasbench201", "mbconv", "dp_cells", "dp_cells_darts")
 CELLS = ("darts", "nasbench201", "mlp")  # spaces of repeated cells
 CELL_SIZES = ("channels", "num_cells")
 IMAGES = [((3, 8, 8), "batch"), ((1, 7, 7), "group"), ((3, 9, 6), "batch"), ((1, 1, 1), "group")]
-TABLES = [((30,), "batch"), ((1,), "group"), ((9,), "group")]
 INPUTS = [(name, *case) for name in IMAGE_SPACES for case in IMAGES]
-INPUTS += [("mlp", *case) for case in TABLES]
+INPUTS += [("mlp", *case) for case in [((30,), "batch"), ((1,), "group"), ((9,), "group")]]
 
 
 @pytest.fixture(params=sorted(SPACES))

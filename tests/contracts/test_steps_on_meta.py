@@ -113,8 +113,7 @@ def check_network(network, x, y):
 
 def test_steps_of_a_candidate_that_shares_weights():
     space = SPACES["dp_cells"]
-    supernet = on_meta(space.supernet)
-    candidate = Candidate(supernet, [len(space.ops) - 1] * space.cell_kinds["cell"])
+    candidate = Candidate(on_meta(space.supernet), [len(space.ops) - 1] * space.cell_kinds["cell"])
     x, y = records(space)
     step_weights(candidate.weights(), BatchGradients().weight_gradient(candidate, (x, y)))
     check_private(candidate, x, y, candidate.weights())

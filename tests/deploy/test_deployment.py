@@ -382,8 +382,8 @@ def kept_run(tmp_path, files, quick_run):
         nodes = [{"data-path": str(file)} for file in files]
         for name, place in places.items():
             nodes["abc".index(name)] |= {"models": str(place), "signer": signer}
-        brief = ("rounds=1", "retrain.rounds=1", *more)
-        return quick_run(*REAL_SITES, *brief, sites=nodes), places
+        run = quick_run(*REAL_SITES, "rounds=1", "retrain.rounds=1", *more, sites=nodes)
+        return run, places
 
     return run
 

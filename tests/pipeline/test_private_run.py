@@ -610,8 +610,7 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(site):
 
 def test_errors_keep_their_text_at_the_site(start, site, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Split, "batch", raising(ValueError("patient 4711 has no label")))
-    simulated = partial(start, *SEARCH, "clients=1", f"privacy.sites={tmp_path}")
-    for begin in (simulated, site().run):
+    for begin in (partial(start, *SEARCH, "clients=1", f"privacy.sites={tmp_path}"), site().run):
         run = begin(fails=True)
         text = (run.folder / "events.jsonl").read_text() + str(run.error)
         assert "an error at the site" in text

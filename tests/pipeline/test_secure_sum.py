@@ -58,8 +58,7 @@ def run(quick_run):
     """``run(*overrides)``: a whole run; what ``lost`` says is lost, replies go to ``records``."""
 
     def ran(*overrides, lost=never, records=None, grid=LossyGrid, fails=False):
-        own = partial(grid, lost=lost, records=records)
-        return quick_run(*overrides, grid=own, fails=fails)
+        return quick_run(*overrides, grid=partial(grid, lost=lost, records=records), fails=fails)
 
     return ran
 

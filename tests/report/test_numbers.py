@@ -79,13 +79,12 @@ def test_a_run_that_was_killed_and_resumed(tmp_path):
 
 
 def test_traffic_is_told_per_client_and_round(tmp_path):
-    path = tmp_path / "events.jsonl"
 
     def shares():
         section = render_report(tmp_path).partition("Bytes in all rounds")[2].partition("</table>")
         return re.findall(r'<td class="num">([^<]*)</td></tr>', section[0])
 
-    with EventLog(path) as log:
+    with EventLog(tmp_path / "events.jsonl") as log:
         log.emit("run_started", resumed=False)
         for number, stage in ((1, "search"), (2, "search"), (1, "retrain")):
             told = ROUND | {"bytes_sent": 100, "bytes_received": 50, "rounds": 2}
