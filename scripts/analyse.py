@@ -100,16 +100,14 @@ def prepare_variants(config: Config) -> list[Path]:
             own.mkdir(parents=True, exist_ok=True)
             save_genotype(own / GENOTYPE_FILE, genotype)
             given = {"genotype": str((own / GENOTYPE_FILE).resolve()), "run_dir": str(own)}
-            stages = ["retrain", "evaluate", "export"]
-            create_run_folder(replace(config, stages=stages, **given))
+            create_run_folder(replace(config, stages=["retrain", "evaluate", "export"], **given))
         folders.append(own)
     return folders
 
 
 def samples(config: Config) -> dict[str, Any] | None:
     """Return how often each op is on each edge of paths drawn as the search would draw next."""
-    warn = print
-    checkpoint = CheckpointFolder(Path(str(config.run_dir)) / "checkpoints", warn).latest("search")
+    checkpoint = CheckpointFolder(Path(str(config.run_dir)) / "checkpoints", print).latest("search")
     if not isinstance(config.algorithm, DPNASSettings) or checkpoint is None:
         return None
     space = make_space(config.search_space.name, input_shape=(1, 1, 1), num_classes=1)

@@ -153,11 +153,10 @@ def invert(
     for _ in range(steps):
         loss = functional.cross_entropy(before(x), labels)
         found = torch.autograd.grad(loss, list(before.parameters()), create_graph=True)
-        variation = x.diff(dim=2).abs().mean() + x.diff(dim=3).abs().mean()
         misfit = (
             1
             - functional.cosine_similarity(parameters_to_vector(found), step, dim=0)
-            + 1e-3 * variation
+            + 1e-3 * (x.diff(dim=2).abs().mean() + x.diff(dim=3).abs().mean())
         )
         optimizer.zero_grad()
         misfit.backward()

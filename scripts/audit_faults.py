@@ -53,8 +53,7 @@ RUNS = {
 
 def overrides_of(name: str, folder: Path) -> list[str]:
     """Return the overrides of a run on a table in a folder, which is made."""
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(360, 3)).round(3)
+    rows = np.random.default_rng(0).normal(size=(360, 3)).round(3)
     lines = [
         f"p{i // 3},{a},{b},{c},{'no' if a < b else 'yes'}" for i, (a, b, c) in enumerate(rows)
     ]
@@ -125,8 +124,7 @@ def main() -> None:
     for fault in options.only:
         names = names_for(fault)
         cases += [(fault, names[seed % len(names)], seed) for seed in range(options.runs)]
-    right: Counter[str] = Counter()
-    number: Counter[str] = Counter()
+    right, number = Counter[str](), Counter[str]()
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for said in pool.map(audited, cases):
             print(json.dumps(said), flush=True)

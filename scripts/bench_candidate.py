@@ -89,8 +89,7 @@ def make_steps(overrides: list[str]) -> partial[object]:
     header, data_set = Header("bench", "search", 1, 1, 0, "nonce"), data_set_of(config)
     if client.guard is not None:
         records = {split: client.guard.num_records([split]) for split in SPLITS}
-        schedule = make_schedules(config, [records], done={})[0]
-        client.guard.commit(header.run, schedule)
+        client.guard.commit(header.run, make_schedules(config, [records], done={})[0])
     settings = TrainCandidates(
         candidates=[space.path(space.random_genotype(generator)) for _ in range(NUM_CANDIDATES)],
         step=0,

@@ -37,6 +37,7 @@ from fednas_flwr import compose, run
 from fednas_flwr.runs.numbers import read_run
 
 IMAGES = 20  # per client
+RUNTIMES = ("inline", "ray")
 LIMIT_MB = 4000
 LARGEST_RATIO = 1.5  # of costs per client
 ROUNDS = 4  # the first is not counted: networks are built in it
@@ -83,9 +84,7 @@ def main() -> int:
     """Measure and print, a line at a time; exit code 1 when a limit is passed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path)
-    parser.add_argument(
-        "--runtimes", nargs="+", choices=("inline", "ray"), default=["inline", "ray"]
-    )
+    parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=RUNTIMES)
     parser.add_argument("--clients", nargs="+", type=int, default=[5, 10, 50, 100])
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--sampled", nargs="+", type=int)

@@ -103,9 +103,8 @@ def flowers_exchanges(folder: Path, number: int) -> list[float]:
         f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{link}"\n'
         "insecure = true\n"
     )
-    binaries = Path(sys.executable).parent
     environment = os.environ | {
-        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",

@@ -73,8 +73,7 @@ def networks() -> Iterator[tuple[str, SearchSpace, torch.nn.Module]]:
         network = space.network(space.genotype([OPS.index("nor_conv_3x3")] * 6))
         yield f"C {channels}, {cells} cells", space, network
     for name, grouped in GROUPED.items():
-        drawn = grouped.random_genotype(make_generator(0, "bench"))
-        yield name, grouped, grouped.network(drawn)
+        yield name, grouped, grouped.network(grouped.random_genotype(make_generator(0, "bench")))
 
 
 def made_up(side: int) -> Split:

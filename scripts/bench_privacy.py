@@ -88,11 +88,10 @@ def measure_bookkeeping(space: Space, step_s: float) -> None:
     generator = SecureGenerator()
     with seeded(0, "bench"):
         size = sum(weight.numel() for weight in space.supernet().weights().values())
-    release = Release(noise_multiplier=1.0, sample_rate=0.02, steps=1)
     entry = Entry(
         *("account", "records", "run", "search", 1, "train.weight_gradient:weights"),
         splits=("train",),
-        release=release,
+        release=Release(noise_multiplier=1.0, sample_rate=0.02, steps=1),
         committed_steps=NUM_STEPS,
     )
 

@@ -41,10 +41,8 @@ def main() -> None:
         write_table(table, 100)
         with contextlib.redirect_stdout(io.StringIO()):  # which imports all that is needed
             show("", "csv", table, lambda: pd.read_csv(table))
-        for rows in (
-            1000,
-            *(megabytes * 1_000_000 // ROW_BYTES for megabytes in options.megabytes),
-        ):
+        sizes = [megabytes * 1_000_000 // ROW_BYTES for megabytes in options.megabytes]
+        for rows in (1000, *sizes):
             write_table(table, rows)
             show(f"{rows} rows", "csv", table, lambda: pd.read_csv(table))
         write_images(folder, options.images, options.side)

@@ -65,10 +65,9 @@ def measure(num_values: int, number: int) -> dict[str, float]:
             with timed(seconds, "the server: float32 sum", 1):
                 plain += single
         context = answer.context
-        signatures, openings = {}, {}
+        openings = {}
         with timed(seconds, "a site: sign and open", NUM_SITES):
-            for site in sites:
-                signatures[site.index] = site.sign(context, participants)
+            signatures = {site.index: site.sign(context, participants) for site in sites}
             for site in sites:
                 own_boxes = {i: boxes[i][site.index] for i in participants if i != site.index}
                 openings[site.index] = site.open(context, participants, signatures, own_boxes)

@@ -228,8 +228,7 @@ def write_data(folder: Path) -> None:
     for place, names in (("table", table.columns[:4]), ("labels", table.columns)):
         (folder / place).mkdir(exist_ok=True)
         for name, part in (("train", table[:150]), ("test", table[150:])):
-            path = folder / place / f"{name}.csv"
-            part[names].to_csv(path, index=False, float_format="%.3f")
+            part[names].to_csv(folder / place / f"{name}.csv", index=False, float_format="%.3f")
 
 
 if __name__ == "__main__":

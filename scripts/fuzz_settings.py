@@ -60,11 +60,8 @@ KEPT = {  # what a run needs to be small, its own and on this machine
     *("run_dir", "dataset.cache", "dataset.root", "dataset.download", "trackers", "runtime.device"),
     *("runtime.name", "runtime.deadline_s", "runtime.connect_s"),
 }
-SIZES = {
-    "dataset.limit_train",
-    "search_space.width",
-    "runtime.threads",
-}  # drawn, they take much time
+# Drawn, they take much time.
+SIZES = {"dataset.limit_train", "search_space.width", "runtime.threads"}
 WIDE = {"batch_size": 8, "min_size": 1, "search_space.channels": 8, "retrain.channels": 8}
 WIDE["search_space.width"] = 0.25
 RATES = ("lr", "min_lr", "alpha_lr")  # above 1 every training diverges
@@ -238,8 +235,7 @@ def values(hint: Any, key: str, value: Any = None, bounds: tuple[Any, ...] = ())
     sizes = next((c.size for c in bounds if isinstance(c, Length)), Between(0, 4))
     least, most = int(sizes.low), int(min(sizes.high, sizes.low + 4))
     if origin in (list, tuple):
-        entry = value[0] if value else None
-        entries = values(arguments[0], key, entry)
+        entries = values(arguments[0], key, value[0] if value else None)
         return st.lists(entries, min_size=least, max_size=most, unique_by=str)
     if origin is dict and key.endswith("fractions"):  # which sum to 1
         cuts = st.lists(st.integers(0, 10), min_size=len(value) - 1, max_size=len(value) - 1)
@@ -406,8 +402,7 @@ def fuzz() -> int:
             shutil.rmtree(folder, ignore_errors=True)
             counts[outcome.kind] += 1
             if outcome.kind in ("failed", "hung"):
-                reason = f"{outcome.reason}\n    {drawn}"
-                print(f"- {outcome.kind} (run {number}): {reason}", flush=True)
+                print(f"- {outcome.kind} (run {number}): {outcome.reason}\n    {drawn}", flush=True)
             summary = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
             if (number + 1) % 50 == 0:
                 print(summary, file=sys.stderr, flush=True)

@@ -223,8 +223,12 @@ class Machines:
 
     def launch(self, *command: str) -> subprocess.Popen[str]:
         """Start a command of the server's operator."""
+        return self.started(str(self.folder / "server" / "operate"), *command)
+
+    def started(self, *command: str) -> subprocess.Popen[str]:
+        """Start a command whose output is read, and which is ended with everything else."""
         process = subprocess.Popen(
-            [str(self.folder / "server" / "operate"), *command],
+            command,
             cwd=self.base,
             env=self._environment,
             stdout=subprocess.PIPE,

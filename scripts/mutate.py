@@ -136,10 +136,9 @@ def tests_by_line(root: Path, place: Path) -> dict[str, dict[int, set[str]]]:
 
 def durations(place: Path) -> dict[str, float]:
     """Return the seconds of every test that passed, by its file's module and its name."""
-    cases = ET.parse(place / "durations.xml").iter("testcase")
     return {
         f"{c.get('classname')}::{c.get('name')}": float(c.get("time", 0))
-        for c in cases
+        for c in ET.parse(place / "durations.xml").iter("testcase")
         if c.find("failure") is None and c.find("error") is None
     }
 
@@ -188,8 +187,7 @@ def outcome(root: Path, names: list[str], limit_s: float) -> str:
             import pytest
 
             options = ["-x", "-q", "-n", "0", *ALL, "--assert=plain", "-p", "no:cacheprovider"]
-            code = pytest.main([*options, *names])
-            os._exit(int(code))
+            os._exit(int(pytest.main([*options, *names])))
         os._exit(1)
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
@@ -267,8 +265,7 @@ def main() -> None:
                 with options.file.open("a") as file:
                     file.write(json.dumps(known[key]) + "\n")
             rows.append(known[key])
-    entries = json.loads(EQUIVALENT.read_text())
-    equivalent = {(e["file"], e["before"], e["after"]) for e in entries}
+    equivalent = {(e["file"], e["before"], e["after"]) for e in json.loads(EQUIVALENT.read_text())}
     for row in rows:
         if row["outcome"] == "survived":
             if (row["file"], row["before"], row["after"]) in equivalent:

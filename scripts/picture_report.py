@@ -21,8 +21,7 @@ def main() -> None:
     """Take the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=Path)
-    options = parser.parse_args()
-    report = options.run / "report.html"
+    report = parser.parse_args().run / "report.html"
     if not report.is_file():
         parser.error(f"{report} does not exist: name the folder of a run that has ended.")
     with sync_playwright() as playwright:

@@ -95,14 +95,8 @@ class Containers(Machines):
                 os.chown(copied, USER, USER)
                 argument = f"state/{copied.name}"
             given.append(argument)
-        process = subprocess.Popen(
-            [*CRUN, "exec", *AS_USER, f"{self.prefix}superlink", "./operate", *given],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._others.append(process)
-        return process
+        inside = ("exec", *AS_USER, f"{self.prefix}superlink", "./operate", *given)
+        return self.started(*CRUN, *inside)
 
     def stop(self) -> list[str]:
         """End everything, and remove the containers; return what was left."""
@@ -216,8 +210,7 @@ def main(overrides: list[str]) -> int:
     finally:
         for container in made.values():
             buildah("rm", container)
-    server = machines.folder / "server"
-    events = read_events(server / RUN.relative_to("/fednas") / EVENTS_FILE)
+    events = read_events(machines.folder / "server" / RUN.relative_to("/fednas") / EVENTS_FILE)
     failed = [event for event in events if event["event"] == "client_failed"]
     check_books(machines)
     print(f"{events[-1].get('status')}, {len(failed)} failures, {len(left)} processes were left")

@@ -43,8 +43,7 @@ This page is written by `python scripts/settings_page.py`.
 
 def page() -> str:
     """Return the whole page."""
-    parts = [HEAD, section("Run", Config, "", prefix="", names=())]
-    parts.append(experiments())
+    parts = [HEAD, section("Run", Config, "", prefix="", names=()), experiments()]
     for group, title, kinds in (
         ("dataset", "Data set", {name: entry.settings for name, entry in DATA_SETS.items()}),
         ("partition", "Division over clients", CHOICES["partition"]),
@@ -75,10 +74,9 @@ def experiments() -> str:
     for path in sorted((CONF / "experiment").glob("*/*.yaml")):
         name = path.relative_to(CONF / "experiment").with_suffix("").as_posix()
         told = " ".join(re.findall(r"(?m)^# (?!@package)(.*)", path.read_text(encoding="utf-8")))
-        sentence = re.split(r"(?<=[^.]\.) (?=[A-Z\"])", told)[0]
+        sentence = re.split(r"(?<=[^.]\.) (?=[A-Z\"])", told)[0].replace("<", "\\<")
         data_set = compose_tree([f"experiment={name}"])["dataset"]["name"]
-        cells = (f"`{name}`", data_set, sentence.replace("<", "\\<"))
-        rows.append("| " + " | ".join(cells) + " |")
+        rows.append(f"| `{name}` | {data_set} | {sentence} |")
     head = "| experiment | data set | what it is |\n|---|---|---|"
     told = (
         "`experiment=<name>` sets what its file sets. All but those on digits need `dataset.root`."

@@ -61,7 +61,6 @@ WITHOUT_SEARCH = (
     *(f"genotype={CELL}", *PRIVATE),
 )
 CIFAR10 = "dp_cifar10"
-CIFAR10_FEATURES = f"{RUNS}cifar10_features"
 PRV_BUDGETS = {1: 1.24, 2: 2.44, 3: 3.66}  # of a filter, by PRV epsilon of the whole run
 MICRO_BATCHES = {1: 256, 8: 128}  # of all 60,000 images, by clients; for speed alone
 BUDGETS = (1, 3, 8)  # as each client's filter counts them
@@ -126,7 +125,7 @@ def jobs(seed: int) -> Iterator[tuple[str, Job]]:
             group = {"network": name, "K": clients, "epsilon": epsilon}
             yield "dp_images", Job(group, (*COMPARED[name], *chosen), seed)
     cifar10 = ("dataset=npz", f"privacy.epsilon={PRV_BUDGETS[3]}", "clients=1")
-    features = f"{CIFAR10_FEATURES}_s{seed}"
+    features = f"{RUNS}cifar10_features_s{seed}"
     of_cifar10 = (*ON_FEATURES, *cifar10, f"dataset.cache={features}")
     group = {"network": "linear", "epsilon": 3}
     yield CIFAR10, Job(group, of_cifar10, seed, more=lambda run: removed(features))

@@ -28,7 +28,7 @@ from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
 from fednas_flwr.privacy.mechanism.accounting import calibrate_noise, prv_epsilon
 from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.runs.numbers import Run
-from fednas_flwr.settings import Config, DifferentialPrivacy
+from fednas_flwr.settings import DifferentialPrivacy
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree, user_settings
 
@@ -62,8 +62,7 @@ SEARCHES = [
 ]
 SECONDS = {"metric": "retrain_seconds", "title": "training (s)", "decimals": 0}
 OF_PAPER = {"metric": "paper", "title": "paper's (%)", "decimals": 1}
-REWARD_TITLE = "sampled cells, last 5 rounds (%)"
-REWARD = {"metric": "sampled_accuracy", "title": REWARD_TITLE, **PERCENT}
+REWARD = {"metric": "sampled_accuracy", "title": "sampled cells, last 5 rounds (%)", **PERCENT}
 
 TABLES = {  # title, and what rows are compared with
     "networks": (
@@ -140,8 +139,7 @@ def searches(seed: int) -> Iterator[Job]:
         overrides = [*SEARCH, *SIZES, *AWARE[aware], f"algorithm.sampler={sampler}"]
         search = Job({}, overrides, seed, f"search_{name}")
         ops = AWARE[DARTS_OPS] if aware == DARTS_OPS else []
-        genotype = f"genotype={RUNS}search_{name}/genotype.json"
-        training = [*TRAINING, *FEW_STEPS, *ops, genotype]
+        training = [*TRAINING, *FEW_STEPS, *ops, f"genotype={RUNS}search_{name}/genotype.json"]
         group = {"search": aware, "sampler": sampler, "rounds": SEARCH_ROUNDS}
         private = [*training, *noise(training)]
         yield Job(group, private, seed, f"found_{name}", search, sampled_accuracy)
@@ -153,19 +151,17 @@ def sampled_accuracy(run: Run, of: Run) -> Metrics:
     return {"sampled_accuracy": fmean(e["metrics"]["validation_accuracy"] for e in last)}
 
 
-def schedule(training: list[str]) -> tuple[int, int, Config]:
-    """Return the steps, the expected batch and the configuration of a training."""
+def schedule(training: list[str]) -> tuple[int, int, DifferentialPrivacy]:
+    """Return the steps, the expected batch and the privacy of a training."""
     config = parse_config(compose_tree(training), user=user_settings(training))
     assert isinstance(config.privacy, DifferentialPrivacy)
     steps = config.retrain.rounds * config.privacy.retrain.local_steps
-    return steps, config.retrain.batch_size, config
+    return steps, config.retrain.batch_size, config.privacy
 
 
 def noise(training: list[str], epsilon: float = 3.0) -> list[str]:
     """Return the noise that keeps a PRV epsilon, and the budget that a client's filter needs."""
-    steps, batch, config = schedule(training)
-    privacy = config.privacy
-    assert isinstance(privacy, DifferentialPrivacy)
+    steps, batch, privacy = schedule(training)
     least = calibrate_noise(
         target_epsilon=epsilon,
         delta=privacy.delta,

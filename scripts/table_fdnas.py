@@ -167,12 +167,10 @@ def group_numbers(run: Run) -> Metrics:
     parts = {e["group"]: e for e in run.of_kind("group_finished") if e["status"] == "completed"}
     runs = {name: read_run(run.folder / event["folder"]) for name, event in parts.items()}
     tested = [part.last("evaluated") for part in runs.values()]
+    kinds = {"client_accuracy": "clients", "personalised_accuracy": "personalised"}
     accuracies = {
         name: [client["accuracy"] for event in tested for client in event.get(kind, [])]
-        for name, kind in (
-            ("client_accuracy", "clients"),
-            ("personalised_accuracy", "personalised"),
-        )
+        for name, kind in kinds.items()
     }
     if not accuracies["client_accuracy"]:
         accuracies["client_accuracy"] = [
@@ -180,10 +178,8 @@ def group_numbers(run: Run) -> Metrics:
             for (name, group), event in zip(parts.items(), tested, strict=True)
             for _ in group["clients"]
         ]
-    for name, number in (
-        ("all_classes", "central_accuracy"),
-        ("without_cells", "accuracy_without_cells"),
-    ):
+    central = {"all_classes": "central_accuracy", "without_cells": "accuracy_without_cells"}
+    for name, number in central.items():
         told = [part.numbers()[number] for part in runs.values()]
         accuracies[name] = [accuracy for accuracy in told if accuracy is not None]
     last = [part.rounds("search")[-1]["metrics"] for part in runs.values()]

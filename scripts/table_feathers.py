@@ -26,14 +26,6 @@ SEEDS = (1, 2, 3)
 DARTS = ["experiment=fed_darts/published"]
 FEDEX = ["experiment=fedex/fashion_mnist"]
 FEATHERS = ["experiment=feathers/fashion_mnist"]
-COLUMNS = [
-    "central_accuracy",
-    {"metric": "training_seconds", "title": "search + retraining (s)", "decimals": 0},
-    {"metric": "exchanges", "title": "exchanges", "decimals": 0},
-    {"metric": "traffic_mb", "title": "MB", "decimals": 0},
-    {"metric": "time_over_darts", "title": "time / DARTS", "decimals": 2},
-    {"metric": "exchanges_over_darts", "title": "exchanges / DARTS", "decimals": 2},
-]
 
 
 def main() -> None:
@@ -42,7 +34,14 @@ def main() -> None:
     results = start(
         "feathers",
         title="FEATHERS on Fashion-MNIST, small form",
-        columns=COLUMNS,
+        columns=[
+            "central_accuracy",
+            {"metric": "training_seconds", "title": "search + retraining (s)", "decimals": 0},
+            {"metric": "exchanges", "title": "exchanges", "decimals": 0},
+            {"metric": "traffic_mb", "title": "MB", "decimals": 0},
+            {"metric": "time_over_darts", "title": "time / DARTS", "decimals": 2},
+            {"metric": "exchanges_over_darts", "title": "exchanges / DARTS", "decimals": 2},
+        ],
         against={"algorithm": "DARTS"},
     )
     settings = itertools.product(SEEDS, CLIENTS, PARTITIONS)
@@ -69,13 +68,10 @@ def jobs(seed: int, clients: int, partition: str) -> Iterator[Job]:
 
 def costs(run: Run, of: Run | None = None) -> dict[str, float | None]:
     """Return the time of search and retraining, and time and exchanges over those of DARTS' run."""
-    (seconds, exchanges), (base, least) = (
-        (
-            sum(numbers[stage] or 0.0 for stage in ("search_seconds", "retrain_seconds")),
-            numbers["exchanges"] or 0.0,
-        )
-        for numbers in (run.numbers(), (of or run).numbers())
-    )
+    both = [run.numbers(), (of or run).numbers()]
+    stages = ("search_seconds", "retrain_seconds")
+    seconds, base = (sum(numbers[stage] or 0.0 for stage in stages) for numbers in both)
+    exchanges, least = (numbers["exchanges"] or 0.0 for numbers in both)
     return {
         "training_seconds": seconds,
         "time_over_darts": seconds / base,

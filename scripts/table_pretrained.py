@@ -129,8 +129,7 @@ def write_fold(data: Path, target: Path, fold: int) -> None:
     """Write all 780 ultrasound images, those of one of five folds for the test."""
     with np.load(data / "breastmnist" / "breastmnist.npz") as file:
         x, y = (np.concatenate([file[f"{n}_train"], file[f"{n}_test"]]) for n in "xy")
-    folds = StratifiedKFold(len(SEEDS), shuffle=True, random_state=0).split(x, y)
-    train, test = [*folds][fold]
+    train, test = [*StratifiedKFold(len(SEEDS), shuffle=True, random_state=0).split(x, y)][fold]
     target.parent.mkdir(parents=True, exist_ok=True)
     np.savez(target, x_train=x[train], y_train=y[train], x_test=x[test], y_test=y[test])
 

@@ -43,10 +43,6 @@ CONTROLLERS = {
     "controller, learning rate .01": FASTER,
     "controller, learning rate .01, scaled": replace(FASTER, scaled=True),
 }
-COLUMNS = [
-    {"metric": f"percentile_{rounds}", "title": f"after {rounds} rounds", "decimals": 1}
-    for rounds in ROUNDS
-]
 
 
 def main() -> None:
@@ -58,7 +54,10 @@ def main() -> None:
         "samplers",
         title="Mean percentile of proposed NAS-Bench-201 cells, with rewards from a table",
         command="python scripts/table_samplers.py --table <file> --column <names>",
-        columns=COLUMNS,
+        columns=[
+            {"metric": f"percentile_{rounds}", "title": f"after {rounds} rounds", "decimals": 1}
+            for rounds in ROUNDS
+        ],
         against={"sampler": "random"},
     )
     rows = [("random", 1.0), *itertools.product(CONTROLLERS, SPREADS)]
@@ -104,8 +103,7 @@ def search(table: CellTable, name: str, spread: float, *, seed: int) -> dict[str
         sampler.learn(paths, [reward(path, generator) for path in paths])
         if number in ROUNDS:
             proposed = sampler.sample(PROPOSED, make_generator(seed, "proposed", number))
-            found = fmean(table.percentiles[cell(path)] for path in proposed)
-            metrics[f"percentile_{number}"] = found
+            metrics[f"percentile_{number}"] = fmean(table.percentiles[cell(p)] for p in proposed)
     return metrics
 
 

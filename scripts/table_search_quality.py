@@ -43,15 +43,9 @@ ROWS = [  # search, partition, settings; without a partition where no record is 
     ("fed_darts", "iid", DARTS),
     ("fed_darts", "dirichlet", DARTS),
 ]
-MORE_ROWS = [  # of fewer seeds
-    ("fed_darts, no beta_decay", "iid", (*DARTS, "algorithm.beta_decay=0"))
-]
+# Of fewer seeds.
+MORE_ROWS = [("fed_darts, no beta_decay", "iid", (*DARTS, "algorithm.beta_decay=0"))]
 SEEDS, FEWER_SEEDS = (1, 2, 3, 4, 5), (1, 2, 3)
-COLUMNS = [
-    {"metric": "percentile", "title": "percentile of the found cell", "decimals": 1},
-    {"metric": "cpu", "title": "CPU (s)", "decimals": 0},
-    {"metric": "megabytes", "title": "traffic (MB)", "decimals": 1},
-]
 
 
 def main() -> None:
@@ -65,7 +59,11 @@ def main() -> None:
         title="Percentile of found NAS-Bench-201 cells, 8,000 CIFAR-10 images (JPEG), 4 clients",
         command="python scripts/table_search_quality.py --root <cifar10.npz> --table <file> "
         "--column <names>",
-        columns=COLUMNS,
+        columns=[
+            {"metric": "percentile", "title": "percentile of the found cell", "decimals": 1},
+            {"metric": "cpu", "title": "CPU (s)", "decimals": 0},
+            {"metric": "megabytes", "title": "traffic (MB)", "decimals": 1},
+        ],
         against={"search": "fed_darts"},
     )
     table = read_table(options.table, options.column)

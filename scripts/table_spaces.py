@@ -43,13 +43,6 @@ SCORED = (
 GIVEN = ("algorithm=fedavg", "retrain=small", "stages=[retrain,evaluate,export]")
 LIKE = 0.05  # multiply-adds, as a share of those of the found network
 DRAWS = 2000
-COLUMNS = [
-    "central_accuracy",
-    "client_accuracy",
-    "num_parameters",
-    "multiply_adds",
-    "search_seconds",
-]
 
 
 def main() -> None:
@@ -60,7 +53,13 @@ def main() -> None:
     results = start(
         "spaces",
         title="Other search spaces on Fashion-MNIST, small form: 2,000 images, 5 clients, 5 seeds",
-        columns=COLUMNS,
+        columns=[
+            "central_accuracy",
+            "client_accuracy",
+            "num_parameters",
+            "multiply_adds",
+            "search_seconds",
+        ],
         against={"network": "random"},
     )
     for seed, space in itertools.product(SEEDS, SPACES):

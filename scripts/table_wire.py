@@ -14,13 +14,6 @@ from fednas_flwr.runs.numbers import Run
 
 WIRES = ("float32", "float16", "int8")
 SEEDS = (1, 2, 3)
-COLUMNS = [
-    "central_accuracy",
-    "num_parameters",
-    {"metric": "search_sent_mb", "title": "sent in the search (MB)", "decimals": 2},
-    {"metric": "search_replies_mb", "title": "replies of the search (MB)", "decimals": 2},
-    {"metric": "traffic_mb", "title": "both directions (MB)", "decimals": 1},
-]
 
 
 def main() -> None:
@@ -29,7 +22,13 @@ def main() -> None:
         "wire",
         title="The quickstart by message format: digits, 3 clients, 3 seeds",
         command="python scripts/table_wire.py",
-        columns=COLUMNS,
+        columns=[
+            "central_accuracy",
+            "num_parameters",
+            {"metric": "search_sent_mb", "title": "sent in the search (MB)", "decimals": 2},
+            {"metric": "search_replies_mb", "title": "replies of the search (MB)", "decimals": 2},
+            {"metric": "traffic_mb", "title": "both directions (MB)", "decimals": 1},
+        ],
         against={"wire": "float32"},
     )
     jobs = [

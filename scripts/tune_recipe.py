@@ -170,8 +170,7 @@ def load(root: Path, draw: int, *, copies: bool) -> Draw:
     x, moved = scattered(images), None
     if copies:
         drawn = {"generator": generator, "crop_padding": MOST_SHIFT, "flip": True, "cutout": 0}
-        each = [scattered(augment(images[:most], **drawn)) for _ in range(COPIES)]
-        moved = torch.stack(each, 1)
+        moved = torch.stack([scattered(augment(images[:most], **drawn)) for _ in range(COPIES)], 1)
     return Draw(x[:most, None], moved, y[:most], x[most:], y[most:])
 
 

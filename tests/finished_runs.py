@@ -60,8 +60,7 @@ class Told(SimpleNamespace):
 
 def in_process(config, number=None, **terms):
     """Return a grid of the client apps of a configuration: as many as it says, or a number."""
-    app = make_client_app(dump_config(config), **terms)
-    return InProcessGrid(app, number or config.clients)
+    return InProcessGrid(make_client_app(dump_config(config), **terms), number or config.clients)
 
 
 def whole_run(config, *, resumed=False, sites=(), grid=InProcessGrid, listeners=()):
@@ -118,8 +117,7 @@ def assert_same_files(one, other, *names):
 def digest_of(path):
     """Return the SHA-256 of the names and contents of a file, or of all files in a folder."""
     total = sha256()
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    for file in files:
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file() and file.suffix != ".pyc":
             content = sha256(file.read_bytes()).hexdigest()
             total.update(f"{file.relative_to(path)} {content}\n".encode())

@@ -156,8 +156,7 @@ def test_a_run_returns_what_the_command_leaves(tiny, tmp_path, capsys):
     assert result.scores == {key: evaluated[key] for key in result.scores}
     assert set(result.scores) == {"central", "linear", "trees", "clients", "personalised"}
     assert result.scores["central"]["num_examples"] == 30
-    command = [*tiny[:-1], f"run_dir={tmp_path / 'command'}"]
-    with processes.started("run", *command) as done:
+    with processes.started("run", *tiny[:-1], f"run_dir={tmp_path / 'command'}") as done:
         _, errors = done.communicate()
     assert done.returncode == 0, errors
     assert equal_networks(result.model, load(tmp_path / "command"))
@@ -248,8 +247,7 @@ def test_an_algorithm_of_ones_own_has_settings_and_defaults(tiny):
     register_algorithm("late_darts", Algorithm(LateSettings, LateDARTS), defaults=LATE)
     config = compose("algorithm=late_darts")
     fed_darts = dataclasses.asdict(compose("algorithm=fed_darts").algorithm)
-    late = {"name": "late_darts", "rest": 2}
-    assert dataclasses.asdict(config.algorithm) == fed_darts | late
+    assert dataclasses.asdict(config.algorithm) == fed_darts | {"name": "late_darts", "rest": 2}
     for override, words in {
         "algorithm=late_dart": r"choose one of .*late_darts.*nearest: late_darts",
         "algorithm.rset=1": r"algorithm.rset is unknown.*algorithm.rest",

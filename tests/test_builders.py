@@ -480,8 +480,7 @@ def test_a_linear_baseline_never_sees_test_records(linear_run, noise):
         model = LogisticRegression(max_iter=1000)
         model.fit(inputs(data["x_train"][rows]), data["y_train"][rows])
         by_class = model.decision_function(inputs(data["x_test"])).T
-        others = [np.logaddexp.reduce(np.delete(by_class, c, 0)) for c in range(3)]
-        odds = by_class - others
+        odds = by_class - [np.logaddexp.reduce(np.delete(by_class, c, 0)) for c in range(3)]
         return np.mean([roc_auc_score(data["y_test"] == c, odds[c]) for c in range(3)])
 
     assert evaluated["linear"]["auroc"] == pytest.approx(area(parts < 2), rel=1e-4)
@@ -511,8 +510,7 @@ def test_a_sites_own_key_and_its_policys_fractions_decide_its_splits(compose_con
     gated = make_client(private, 0, data=data, networks={}, site=site, guard=make_site_guard(site))
     assert gated.data_form["mean"] == list(prepared.mean) == [0.5, 0.5, 0.5]
     for client, own in ((alone, runs.dataset.fractions), (gated, fractions)):
-        key = b"of the site"
-        parts = assign_splits(prepared.train.ids, key=key, fractions=own)
+        parts = assign_splits(prepared.train.ids, key=b"of the site", fractions=own)
         for number, split in enumerate(vars(client.data).values()):
             assert split.rows.tolist() == np.flatnonzero(parts == number).tolist()
 

@@ -45,8 +45,7 @@ def test_processes_import_early_what_baselines_need(baselines, later, tiny_overr
     asked = []
     monkeypatch.setattr("fednas_flwr.cli.run.warm_up", asked.append)
     monkeypatch.setattr(api, "run", lambda *_, **__: None)
-    brief = [f"evaluation.baselines={baselines}"]
-    assert cli.main(["run", *tiny_overrides, *brief]) == 0
+    assert cli.main(["run", *tiny_overrides, f"evaluation.baselines={baselines}"]) == 0
     assert asked == [later]
 
 
@@ -224,8 +223,7 @@ def test_run_folder_name_is_short_and_holds_one_run(finished, tiny_overrides, re
     assert f"resume={finished}" in sentence
     Path("new").mkdir()
     folder = finished.rename(Path("new") / "0_seed-1")
-    sweep = ("-m", "seed=1,2", "run_dir=new")
-    errors = prints("run", *tiny_overrides, *sweep, code=cli.RUN_FAILED)
+    errors = prints("run", *tiny_overrides, "-m", "seed=1,2", "run_dir=new", code=cli.RUN_FAILED)
     assert f"{folder.resolve()} already holds a run" in errors
     assert [path.name for path in folder.parent.glob("*/model.onnx")] == ["model.onnx"]
 
@@ -272,8 +270,7 @@ def test_sweep_goes_on_after_a_failing_job_and_says_so(tiny_overrides, capsys, p
 
     monkeypatch.setitem(handlers.ANSWERS, "train.search", broken_for_seed_2)
     sweep = ["-m", "seed=1,2,3", "stages=[search]", "clients=2", "rounds=1", "run_dir=sweep"]
-    brief = without(tiny_overrides, "retrain.rounds")
-    assert cli.main(["run", *brief, *sweep]) == cli.RUN_FAILED
+    assert cli.main(["run", *without(tiny_overrides, "retrain.rounds"), *sweep]) == cli.RUN_FAILED
     output = capsys.readouterr()
     jobs = folders_in("sweep")
     assert jobs == ["0_seed-1", "1_seed-2", "2_seed-3"]
@@ -324,8 +321,7 @@ def test_a_setting_without_effect_refuses_that_job_of_a_sweep_only(tiny_override
     (parent,) = Path("runs").iterdir()  # one, which is named by the time
     time.strptime(parent.name, "%Y%m%d-%H%M%S_sweep")
     assert folders_in(parent) == ["0_algorithm-fedavg", "1_algorithm-fed_darts"]
-    refused = parent / "0_algorithm-fedavg"
-    assert [path.name for path in refused.iterdir()] == ["error.txt"]
+    assert [path.name for path in (parent / "0_algorithm-fedavg").iterdir()] == ["error.txt"]
     assert "fednas: stages=[search] with algorithm=fedavg, which does not search" in output.err
     assert "1 of 2 jobs completed; sweep folder: " in output.out
     assert output.err.endswith("fednas: 1 job failed: 0_algorithm-fedavg.\n")
@@ -529,8 +525,7 @@ LAUNCHERS = {
 def test_a_launcher_runs_two_jobs_at_once(name, brief, tmp_path):
     pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
     folder = tmp_path / "sweep"
-    output = sweep(folder, *brief, "seed=1,2", *LAUNCHERS[name])
-    assert "2 of 2 jobs completed" in output
+    assert "2 of 2 jobs completed" in sweep(folder, *brief, "seed=1,2", *LAUNCHERS[name])
     runs = [read_run(folder / job).events for job in ("0_seed-1", "1_seed-2")]
     assert [events[-1]["status"] for events in runs] == ["completed"] * 2
     assert max(events[0]["time"] for events in runs) < min(events[-1]["time"] for events in runs)

@@ -500,8 +500,7 @@ def test_a_setting_without_effect_is_refused_by_name(overrides, sentence):
     error = NoEffectError if sentence else ConfigError
     told = refuses("", compose, *overrides.split(), error=error)
     assert sentence in told
-    end = r" has no effect with .*: .*(remove it|leave|set ).*\.$"
-    assert not sentence or re.search(end, told)
+    assert not sentence or re.search(r" has no effect with .*: .*(remove it|leave|set ).*\.$", told)
 
 
 OF_OTHERS = """

@@ -16,8 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "fednas_flwr"
 @pytest.mark.parametrize("content", [b"\x00\xff\r\n", "naïve\r\nlines\n", ""])
 def test_the_content_comes_back_byte_by_byte_and_alone(tmp_path, content):
     path = write_atomically(tmp_path / "state", content)
-    data = content.encode() if isinstance(content, str) else content
-    assert path.read_bytes() == data
+    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -67,8 +66,7 @@ def test_a_process_killed_while_writing_leaves_the_old_content(tmp_path):
         "    temporary.write_text('new')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(path)])
-    assert done.returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", program, str(path)]).returncode == -signal.SIGKILL
     assert path.read_text() == "old"
 
 

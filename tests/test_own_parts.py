@@ -87,8 +87,7 @@ def test_every_space_offers_it(name, norm):
     supernet(x).sum().backward()
     for alphas in supernet.alphas().values():
         assert bool((alphas.grad[:, -len(added)] != 0).all())
-    trained = [n for n, p in supernet.weights().items() if "own" in n or ".wide." in n]
-    assert trained
+    assert [n for n, p in supernet.weights().items() if "own" in n or ".wide." in n]
     alphas = torch.zeros(len(space.edges), len(space.ops))
     alphas[:, -len(added)] = 9
     genotype = space.derive(dict.fromkeys(space.kinds, alphas))
@@ -256,15 +255,12 @@ def test_processes_of_this_machine_know_them(tmp_path, monkeypatch):
 def test_workers_of_ray_know_them(tmp_path):
     (tmp_path / "own.py").write_text(OWN_FILE)
     settings = [*SMALL, *USED, f"dataset.cache={tmp_path}", f"run_dir={tmp_path / 'ray'}"]
-    own = ("run", "--with", tmp_path / "own.py")
-    told("-m", "fednas_flwr", *own, *settings, "runtime=ray")
-    here = run(composed(tmp_path / "here", *USED))
-    assert_same_files(tmp_path / "ray", here.folder)
+    told("-m", "fednas_flwr", "run", "--with", tmp_path / "own.py", *settings, "runtime=ray")
+    assert_same_files(tmp_path / "ray", run(composed(tmp_path / "here", *USED)).folder)
 
 
 def test_data_sets_and_loaders_of_torch_are_read(tmp_path):
-    rng = torch.Generator().manual_seed(0)
-    x = torch.rand(90, 1, 8, 8, generator=rng)
+    x = torch.rand(90, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     y = (x.mean((1, 2, 3)) > 0.5).long()
     train, test = TensorDataset(x[:60], y[:60]), TensorDataset(x[60:], y[60:])
     register_data_set("loaders", lambda path: (DataLoader(train, 16), DataLoader(test, 16)))

@@ -42,8 +42,7 @@ def test_lite0_of_pypi_computes_what_its_own_code_does(tmp_path):
         warnings.simplefilter("ignore")
         names = {"input_names": ["images"], "dynamic_axes": {"images": {0: "batch"}}}
         torch.onnx.export(network, (pixels[:2] / 255,), path, dynamo=False, **names)
-    session = onnxruntime.InferenceSession(path)
-    (exported,) = session.run(None, {"images": (pixels / 255).numpy()})
+    (exported,) = onnxruntime.InferenceSession(path).run(None, {"images": (pixels / 255).numpy()})
     torch.testing.assert_close(torch.from_numpy(exported), expected, rtol=0, atol=1e-4)
 
 

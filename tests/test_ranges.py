@@ -120,8 +120,7 @@ def test_the_same_value_in_a_configuration_is_named_by_its_whole_key(tree):
                 good = group.setdefault(name, value)
                 group[name] = wrong
                 whole = f"{key}.{name}".lstrip(".")
-                told = refuses("", parse_config, tree)
-                assert told.startswith((f"{whole}=", f"{whole}.last="))
+                assert refuses("", parse_config, tree).startswith((f"{whole}=", f"{whole}.last="))
                 group[name] = good
                 named.add(whole)
     assert len(named) > 25
@@ -129,15 +128,13 @@ def test_the_same_value_in_a_configuration_is_named_by_its_whole_key(tree):
 
 def test_every_number_of_a_setting_has_a_range():
     kinds = {type(part) for run in RUNS for _, part in parts(parse_config(compose_tree(run)))}
-    entries = [*algorithms().values(), *SEARCH_SPACES.values()]
-    assert {entry.settings for entry in entries} <= kinds
-    without = {
+    assert {entry.settings for entry in [*algorithms().values(), *SEARCH_SPACES.values()]} <= kinds
+    assert {
         f"{kind.__name__}.{name}"
         for kind in kinds
         for name, hint in get_type_hints(kind).items()
         if re.search(r"\b(int|float)\b", str(hint)) and not constraints(kind)[name]
-    }
-    assert without == FREE
+    } == FREE
 
 
 def test_requests_are_checked_like_settings():
@@ -219,8 +216,7 @@ def test_a_decay_that_turns_weights_round_is_refused_everywhere(lr, most, above)
         assert make(lr=lr, weight_decay=most).weight_decay == most
         refuses(f"^{sentence}", make, lr=lr, weight_decay=above)
     for algorithm in ("feathers", "fedex"):
-        entry = {**arm, "lr": lr, "weight_decay": above}
-        text = str(entry).replace("'", "")
+        text = str({**arm, "lr": lr, "weight_decay": above}).replace("'", "")
         given = [f"algorithm={algorithm}", f"algorithm.configurations=[{text}]"]
         refuses(rf"^algorithm\.configurations\[0\]\.{sentence}", parse_config, compose_tree(given))
 

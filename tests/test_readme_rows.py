@@ -19,8 +19,7 @@ LABELS = np.arange(N) % 2
 
 
 def table(columns):
-    rows = zip(*columns.values(), strict=True)
-    return "\n".join(map(",".join, [list(columns), *rows])) + "\n"
+    return "\n".join(map(",".join, [list(columns), *zip(*columns.values(), strict=True)])) + "\n"
 
 
 def numbers(scale):

@@ -137,8 +137,7 @@ def test_a_run_made_again_replaces_that_of_its_row_and_seed(results, changed):
     before = json.loads(results.read_text())["runs"]
     again = _run("fed_darts", 1, 0.1) | changed
     append_result(results, again)
-    after = json.loads(results.read_text())["runs"]
-    assert after == [json.loads(json.dumps(again)), *before[1:]]
+    assert json.loads(results.read_text())["runs"] == [json.loads(json.dumps(again)), *before[1:]]
 
 
 def test_runs_added_at_the_same_time_are_all_kept(results):

@@ -38,12 +38,11 @@ def test_the_candidate_of_best_validation_accuracy_is_derived(searched):
 
 
 def test_no_candidate_is_chosen_or_trained_on_test_records(searched):
-    splits = {
+    assert {
         (exchange.action, getattr(exchange.settings, "local", exchange.settings).split)
         for exchange, _ in searched.asked
         if exchange.action != "query.describe"
-    }
-    assert splits == {("train.weights", "train"), ("evaluate.model", "validation")}
+    } == {("train.weights", "train"), ("evaluate.model", "validation")}
 
 
 def test_the_accuracy_is_the_pooled_one_of_the_trained_candidate(searched):
@@ -77,8 +76,7 @@ def test_a_liar_has_one_vote(claims, search):
     federation = search("algorithm=random_search", *UNEQUAL, rounds=ROUNDS, change=lying)
     strategy, scores = federation.strategy, []
     measured = [told for exchange, told in federation.asked if exchange.action == "evaluate.model"]
-    replies = [told.values() for told in measured]
-    for (honest, liar), claim in zip(replies, claims, strict=True):
+    for (honest, liar), claim in zip([told.values() for told in measured], claims, strict=True):
         votes = [honest.metrics["accuracy"], min(1.0, max(0.0, claim))]
         scores.append(np.average(votes, weights=[honest.num_examples, liar.num_examples]))
     best = max(range(ROUNDS), key=scores.__getitem__)

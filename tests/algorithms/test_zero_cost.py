@@ -39,8 +39,7 @@ def test_the_best_ranked_of_all_drawn_architectures_is_derived(searched):
     combined = combine([score(genotype) for genotype in drawn.values()])
     best = list(drawn.values())[max(range(len(combined)), key=combined.__getitem__)]
     assert searched.strategy.derive() == best
-    rounds = [event["metrics"] for event in searched.named("round")]
-    assert rounds[-1]["scored"] == len(drawn) > 4
+    assert searched.named("round")[-1]["metrics"]["scored"] == len(drawn) > 4
 
 
 RANKED_BY = [("nasbench201", AZ_NAS), ("darts", SYNFLOW), ("mbconv", SYNFLOW)]
@@ -138,8 +137,7 @@ def test_limits_are_those_of_what_is_retrained(own, limits, cost, compose_config
         return count_multiply_adds(network, prepared.input_shape)
 
     drawn = [space.random_genotype(generator) for _ in range(9)]
-    trained = sorted(count(make_network(describe_network(config, prepared, g))) for g in drawn)
-    most = trained[4]
+    most = sorted(count(make_network(describe_network(config, prepared, g))) for g in drawn)[4]
     assert most > max(count(space.network(genotype)) for genotype in drawn)
     found = []
     for limit, stages in ((most, "search,retrain"), ("null", "search")):

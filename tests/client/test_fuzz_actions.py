@@ -102,8 +102,7 @@ def outcome(site, action, text, states, read):
     before, _ = len(site.rows()), read.clear()
     try:
         content = {messages.HEADER: ConfigRecord({messages.JSON: text}), **encode_states(states)}
-        request = decode_request(action, RecordDict(content))
-        said = "answered", unreleased(site.answer(request))
+        said = "answered", unreleased(site.answer(decode_request(action, RecordDict(content))))
     except (ConfigError, BudgetExceededError) as error:
         said = "refused", f"{type(error).__name__}: {error}"
         said = *said, f"{len(read)} batches were read"

@@ -124,8 +124,7 @@ def test_the_reply_does_not_depend_on_records(site, file):
     """Neither on how many there are nor on what they hold, were it that nothing can be computed."""
     usual = site.keep(file)
     data, test = site.client.data, site.client.data.test
-    of_no_such_class = replace(test, labels=test.labels + 1000)
-    for split in (replace(test, rows=test.rows[:0]), of_no_such_class):
+    for split in (replace(test, rows=test.rows[:0]), replace(test, labels=test.labels + 1000)):
         site.keep.client = replace(site.client, data=replace(data, test=split))
         assert site.keep(file) == usual
     assert "failed" in outcome_at(site)[1]

@@ -381,8 +381,7 @@ def test_the_first_client_says_nothing_of_others_data(overrides, tmp_path, lies,
 def test_what_cannot_be_is_refused_before_the_run(overrides, tmp_path):
     folder = f"run_dir={tmp_path / 'run'}"
     plain = [o for o in overrides if o != RANGES]
-    mixed = ["dataset.ranges={age: [0, 120]}", "dataset.statistics={dose: [0, 1]}"]
-    for declared in (mixed, []):
+    for declared in (["dataset.ranges={age: [0, 120]}", "dataset.statistics={dose: [0, 1]}"], []):
         without = "has no effect with dataset=csv without dataset.ranges of every column"
         refuses(without, compose, *plain, *declared, NOISE)
     with pytest.raises(ConfigError, match="statistics and weights alone cost"):

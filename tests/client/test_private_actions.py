@@ -781,8 +781,7 @@ def test_whether_a_request_fails_does_not_depend_on_records(action, change, diff
         asked, states = copy.deepcopy(change), None
         if "network" in asked:
             asked["network"] = networks.description | asked["network"]
-            network = make_network(asked["network"])
-            states = {"weights": pack(dict(network.named_parameters()))}
+            states = {"weights": pack(dict(make_network(asked["network"]).named_parameters()))}
         try:
             request = site.request(action, **asked)
             request = request if states is None else replace(request, states=states)
@@ -916,8 +915,7 @@ def test_any_settings_lead_to_a_refusal_or_to_as_many_rows_as_releases(data, hos
     before = len(site.rows())
     noised.clear(), read.clear()
     try:
-        request = wards.received(action, sound.header, values, sound.states)
-        reply = site.answer(request)
+        reply = site.answer(wards.received(action, sound.header, values, sound.states))
     except (ConfigError, BudgetExceededError):
         assert (noised, read) == ([], [])
         assert len(site.rows()) == before

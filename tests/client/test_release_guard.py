@@ -111,8 +111,7 @@ def test_masks_and_noise_are_new_for_every_step_retry_and_reopened_site(make_sit
 
 def test_a_test_seed_repeats_the_draws_is_marked_and_needs_a_policy_that_allows_it(make_site):
     sites = [make_site(test_seed=b"1") for _ in range(2)]
-    noise = [release(site.guard, admit(site), 64, zeros)["a"] for site in sites]
-    assert torch.equal(*noise)
+    assert torch.equal(*[release(site.guard, admit(site), 64, zeros)["a"] for site in sites])
     assert [site.guard.is_secure for site in sites] == [False, False]
     strict = make_site()
     strict.guard._generator = SecureGenerator(b"1")
@@ -288,12 +287,11 @@ def test_noise_is_scaled_by_the_norm_of_the_sum_and_not_by_a_committed_one(make_
 
 def test_only_what_clips_makes_clipped_sums():
     """The three modules that scale contributions down; anything else has to call them."""
-    makers = {
+    assert {
         path.stem
         for path in Path(fednas_flwr.__file__).parent.rglob("*.py")
         if re.search(r"\bClippedSum\(", path.read_text().replace("class ClippedSum(", ""))
-    }
-    assert makers == {"micro_batches", "clipping", "noised_updates"}
+    } == {"micro_batches", "clipping", "noised_updates"}
 
 
 # --- shared noise at a site: what it releases, and what it refuses
@@ -362,8 +360,7 @@ def test_a_sum_beyond_the_range_is_projected_before_the_noise(make_gate):
 def test_shared_noise_needs_terms_room_and_single_steps(make_gate):
     guard = make_gate()
     planned = guard.admit(HEADER, ACTION, "weights", splits=("train",))
-    narrow = Grid.of_range(planned.sum_range(guard.allowed.by_split) / 3, sites=5)
-    for grid in (None, narrow):
+    for grid in (None, Grid.of_range(planned.sum_range(guard.allowed.by_split) / 3, sites=5)):
         with pytest.raises(ConfigError, match="rule secure_sum: range of weights"):
             guard.share(planned, HEADER, UNREAD, grid=grid)
     refuses("call share", guard.release, planned, HEADER, UNREAD, error=ValueError)

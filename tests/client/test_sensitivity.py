@@ -294,8 +294,7 @@ def ask(tmp_path, totals):
         ]
         client.guard.commit("run", plan)
         if sums:
-            records = guard.allowed.by_split
-            ranges = {p.kind: 2 * p.sum_range(records) for p in plan if p.shared}
+            ranges = {p.kind: 2 * p.sum_range(guard.allowed.by_split) for p in plan if p.shared}
             request = replace(request, summed=Summed("a", (0, 1, 2), ranges))
         totals.seen.clear()
         answer(client, request)
@@ -354,8 +353,7 @@ def test_networks_of_the_search_spaces_and_pools_of_them(name, pools, action, ki
     if action == "evaluate.candidates" and not pools:
         pytest.skip("of pools alone")
     for described in descriptions(kit, pools=pools):
-        states = sent_with(described, LARGE)
-        asked = Asked(of_network(action, described), states)
+        asked = Asked(of_network(action, described), sent_with(described, LARGE))
         if pools and action in ("train.probe", "evaluate.model"):
             refuses("refused, the settings do not fit", ask, kit, action, asked)
             assert totals.seen == []
@@ -372,8 +370,7 @@ FIXED = [action for action in NETWORK_ACTIONS if action != "evaluate.candidates"
 def test_fixed_networks(name, action, kits, ask, totals):
     kit = kits("nasbench201")
     described = {"name": name, **kit.shapes, "norm": "group"}
-    states = sent_with(described)
-    asked = Asked(of_network(action, described), states)
+    asked = Asked(of_network(action, described), sent_with(described))
     assert check(ask, totals, kit, action, asked) > 1e-6
 
 
@@ -385,8 +382,7 @@ def test_persons_with_several_records(action, kits, ask, totals):
     for settings in of_supernet(action, kit):
         sent = {"weights": states["weights"]} if "candidate" in action else states
         asked = Asked(settings, sent)
-        moved = check(ask, totals, kit, action, asked, persons=True, unit="person")
-        assert moved >= least(action)
+        assert check(ask, totals, kit, action, asked, persons=True, unit="person") >= least(action)
 
 
 @pytest.mark.parametrize("pool", [False, True])

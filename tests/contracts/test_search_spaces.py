@@ -26,9 +26,8 @@ IMAGE_SPACES = ("darts", "nasbench201", "mbconv", "dp_cells", "dp_cells_darts")
 CELLS = ("darts", "nasbench201", "mlp")  # spaces of repeated cells
 CELL_SIZES = ("channels", "num_cells")
 IMAGES = [((3, 8, 8), "batch"), ((1, 7, 7), "group"), ((3, 9, 6), "batch"), ((1, 1, 1), "group")]
-TABLES = [((30,), "batch"), ((1,), "group"), ((9,), "group")]
 INPUTS = [(name, *case) for name in IMAGE_SPACES for case in IMAGES]
-INPUTS += [("mlp", *case) for case in TABLES]
+INPUTS += [("mlp", *case) for case in [((30,), "batch"), ((1,), "group"), ((9,), "group")]]
 
 
 @pytest.fixture(params=sorted(SPACES))
@@ -133,8 +132,7 @@ def test_functional_call_replaces_weights_and_alphas(space):
     assert torch.equal(called, supernet(x, given))
     assert not torch.allclose(called, supernet(x))
     alphas = [state[f"alphas.{kind}"] for kind in space.cell_kinds]
-    gradients = torch.autograd.grad(called.sum(), alphas)
-    assert all((gradient != 0).any() for gradient in gradients)
+    assert all((gradient != 0).any() for gradient in torch.autograd.grad(called.sum(), alphas))
     other.load_state_dict(state)
     assert torch.equal(called, other(x))
 
@@ -239,15 +237,14 @@ def test_check_refuses_what_is_not_of_the_space(space):
         return dataclasses.replace(genotype, cells={**genotype.cells, kind: tuple(new_edges)})
 
     unknown = dataclasses.replace(edges[0], op="conv_9x9")
-    wrong = {
+    for message, bad in {
         "space is 'other'": dataclasses.replace(genotype, space="other"),
         "has the cells": dataclasses.replace(genotype, cells={}),
         "unknown op 'conv_9x9'": altered([unknown, *edges[1:]]),
         "got .*": altered(edges[:-1]),
         "got no edges": altered([]),
         "order": altered(reversed(edges)),
-    }
-    for message, bad in wrong.items():
+    }.items():
         refuses(message, space.check, bad)
         refuses(message, space.network, bad)
 
@@ -309,8 +306,7 @@ def test_a_path_is_the_derived_network_with_its_weights(name, seed, monkeypatch)
 def test_nothing_but_none_gives_logits_that_ignore_the_image(name):
     """It builds and trains, too: the classifier's bias has a gradient."""
     space = SPACES[name]
-    none = [space.ops.index("none")] * space.cell_kinds["cell"]
-    network = space.network(space.genotype(none))
+    network = space.network(space.genotype([space.ops.index("none")] * space.cell_kinds["cell"]))
     logits = network(examples(space.input_shape))
     assert torch.isfinite(logits).all()
     assert torch.equal(logits[0], logits[1])

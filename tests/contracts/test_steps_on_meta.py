@@ -102,8 +102,7 @@ def test_plain_and_private_steps_of_a_given_network(name):
 
 def check_private(network, x, y, weights):
     terms = {"loss": CLASSIFICATION.plain_losses, "max_norm": 1.0}
-    given = clipped_gradient_sum(network, x, y, parameters=weights, **terms)
-    step_weights(weights, given)
+    step_weights(weights, clipped_gradient_sum(network, x, y, parameters=weights, **terms))
 
 
 def check_network(network, x, y):
@@ -114,9 +113,7 @@ def check_network(network, x, y):
 
 def test_steps_of_a_candidate_that_shares_weights():
     space = SPACES["dp_cells"]
-    supernet = on_meta(space.supernet)
-    path = [len(space.ops) - 1] * space.cell_kinds["cell"]
-    candidate = Candidate(supernet, path)
+    candidate = Candidate(on_meta(space.supernet), [len(space.ops) - 1] * space.cell_kinds["cell"])
     x, y = records(space)
     step_weights(candidate.weights(), BatchGradients().weight_gradient(candidate, (x, y)))
     check_private(candidate, x, y, candidate.weights())

@@ -247,8 +247,7 @@ def test_a_named_backbone_brings_its_search_space_and_replaces_scattering(weight
         assert isinstance(config.dataset.transform, Settings)
     maps = compose_tree(["dataset.backbone.name=a", "dataset.backbone.output=map"])
     assert maps["search_space"]["name"] == "nasbench201"
-    other = compose_tree([*overrides(weights), "search_space=mlp"])
-    assert other["search_space"]["num_cells"] == 3
+    assert compose_tree([*overrides(weights), "search_space=mlp"])["search_space"]["num_cells"] == 3
     assert compose_tree(["dataset.backbone=null"])["search_space"]["name"] == "nasbench201"
     for setting in ("dataset.cutout=2", "dataset.scattering={scales: 1, angles: 2}"):
         typed = [*overrides(weights), setting]
@@ -334,8 +333,7 @@ def test_a_private_search_on_features_runs(compose_config, tmp_path, weights):
 
 @pytest.mark.run
 def test_a_dry_run_tells_the_time_of_features(compose_config, tmp_path, weights):
-    config = compose_config(*HEADS, *overrides(weights), f"run_dir={tmp_path}")
-    first = estimate(config).lines()[0]
+    first = estimate(compose_config(*HEADS, *overrides(weights), f"run_dir={tmp_path}")).lines()[0]
     assert first.startswith("backbone features: ")
     assert "s per 1,000 images" in first
 

@@ -91,8 +91,7 @@ def test_iid_and_quantity_cover_all_records(size, clients, seed, data):
     weights = np.array([data.draw(st.integers(1, 5)) for _ in range(clients)])
     shares = weights / weights.sum()
     choice = {"name": "quantity", "clients": clients, "seed": seed, "fractions": tuple(shares)}
-    cuts = np.rint(np.cumsum(shares) * size)
-    if np.diff(cuts, prepend=0).min() == 0:
+    if np.diff(np.rint(np.cumsum(shares) * size), prepend=0).min() == 0:
         refuses("without records", partition, records, **choice)
         return
     parts = partition(records, **choice)

@@ -191,8 +191,7 @@ TWO = {  # a column of the first site, that of the second, and what is proposed 
 @pytest.mark.parametrize(("first", "second", "expected"), TWO.values(), ids=TWO)
 def test_what_would_join_two_sites_is_proposed(tmp_path, first, second, expected):
     for site, cell in (("a", first), ("b", second)):
-        rows = (f"{cell(i)},{i % 2}\n" for i in range(12))
-        write(tmp_path, **{site: "x,y\n" + "".join(rows)})
+        write(tmp_path, **{site: "x,y\n" + "".join(f"{cell(i)},{i % 2}\n" for i in range(12))})
     found = site_tables.proposals(tables_of(tmp_path))
     assert found == ({"b": expected} if expected else {})
     (tmp_path / SITES_FILE).write_text("\n".join(site_tables.as_yaml(found)))

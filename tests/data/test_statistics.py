@@ -30,10 +30,8 @@ def test_pooled_statistics_are_those_of_all_records_together(owners, seed):
     features[rng.random(len(owners)) < 0.3, 1] = np.nan
     records = table(features)
     parts = [np.flatnonzero(np.array(owners) == owner) for owner in range(3)]
-    moments = [column_moments(records, torch.from_numpy(part)) for part in parts]
-    found = pooled(moments, records)
-    numbers = records.features[:, :2].double().numpy()
-    known = [column[~np.isnan(column)] for column in numbers.T]
+    found = pooled([column_moments(records, torch.from_numpy(part)) for part in parts], records)
+    known = [column[~np.isnan(column)] for column in records.features[:, :2].double().numpy().T]
     means = [column.mean() if len(column) else 0.0 for column in known]
     stds = [column.std() if len(column) > 1 else 1.0 for column in known]
     assert found.mean == pytest.approx((*means, 0.0))

@@ -153,8 +153,8 @@ def test_files_that_cannot_be_used(tmp_path, table_of, text, message):
 
 def test_a_folder_has_an_official_test_part(tmp_path):
     (tmp_path / "train.csv").write_text("a,colour,y\n1,red,no\n2,blue,yes\n3,red,no\n")
-    text = "y,colour,more,a\nyes,red,x,4\n"  # columns by name, and no blue in it
-    (tmp_path / "test.csv.gz").write_bytes(gzip.compress(text.encode()))
+    # columns by name, and no blue in it
+    (tmp_path / "test.csv.gz").write_bytes(gzip.compress(b"y,colour,more,a\nyes,red,x,4\n"))
     train, test = read("csv", tmp_path)
     assert (len(train), len(test)) == (3, 1)
     assert test.feature_names == train.feature_names == ("a", "colour=blue", "colour=red")

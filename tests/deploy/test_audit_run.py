@@ -51,8 +51,7 @@ WHOLE = "train+validation+test"
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     """Overrides of a private run on a made table, whose steps take milliseconds."""
-    rng = np.random.default_rng(0)
-    numbered = enumerate(rng.normal(size=(360, 3)).round(3))
+    numbered = enumerate(np.random.default_rng(0).normal(size=(360, 3)).round(3))
     lines = [f"p{i // 3},{a},{b},{c},{'no' if a < b else 'yes'}" for i, (a, b, c) in numbered]
     folder = tmp_path_factory.mktemp("table")
     (folder / "table.csv").write_text("\n".join(["id,a,b,c,label", *lines]) + "\n")

@@ -87,8 +87,7 @@ def test_run_configuration_survives_flowers_toml(tmp_path, compose_config):
 def test_status_of_a_real_listing():
     listing = json.loads(LISTING)
     assert read_status(listing) == ("running", "")
-    failed = {"status": "finished:failed", "status-details": "ServerApp failed"}
-    listing["runs"][0] |= failed
+    listing["runs"][0] |= {"status": "finished:failed", "status-details": "ServerApp failed"}
     assert read_status(listing) == ("finished:failed", "ServerApp failed")
 
 
@@ -250,8 +249,7 @@ def test_resumed_is_what_the_launcher_says(tmp_path, compose_config):
 
 def test_server_app_makes_a_missing_folder(tmp_path, compose_config):
     config = compose_config("stages=[search]", "rounds=1", f"run_dir={tmp_path / 'new'}")
-    grid = in_process(config)
-    server_app.main(grid, server_context(config, resumed=False))
+    server_app.main(in_process(config), server_context(config, resumed=False))
     assert (tmp_path / "new" / "config.yaml").exists()
 
 
@@ -367,8 +365,7 @@ def test_features_that_sites_do_not_share_are_refused(tmp_path, files, quick_run
 def test_first_error_of_a_site_is_in_the_runs_error(sites, quick_run):
     run = quick_run(*REAL_SITES, sites=[sites / "missing.npz"] * 3, fails=True)
     assert isinstance(run.error, QuorumError)
-    said = r"ConfigError: dataset\.root=.*missing\.npz is not a fi"
-    assert re.search(said, str(run.error))
+    assert re.search(r"ConfigError: dataset\.root=.*missing\.npz is not a fi", str(run.error))
 
 
 # --- the model returns
@@ -385,8 +382,8 @@ def kept_run(tmp_path, files, quick_run):
         nodes = [{"data-path": str(file)} for file in files]
         for name, place in places.items():
             nodes["abc".index(name)] |= {"models": str(place), "signer": signer}
-        brief = ("rounds=1", "retrain.rounds=1", *more)
-        return quick_run(*REAL_SITES, *brief, sites=nodes), places
+        run = quick_run(*REAL_SITES, "rounds=1", "retrain.rounds=1", *more, sites=nodes)
+        return run, places
 
     return run
 
@@ -403,8 +400,7 @@ def test_every_site_that_keeps_models_has_the_runs(tmp_path, sites, kept_run, mo
         assert (folder / "model.safetensors").read_bytes() == file
         assert "unfinished" not in (folder / "MODEL_CARD.md").read_text()
         tested = json.loads((folder / "test.json").read_text())
-        clients = run.the("evaluated")["clients"]
-        own = next(c for c in clients if c["client"] == "abc".index(name))
+        own = next(c for c in run.the("evaluated")["clients"] if c["client"] == "abc".index(name))
         assert tested["num_examples"] == own["num_examples"]
         assert tested["accuracy"] == pytest.approx(own["accuracy"])
     output = tmp_path / "predictions.csv"

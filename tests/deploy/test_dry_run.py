@@ -117,8 +117,7 @@ def test_command_runs_nothing(tmp_path, monkeypatch, prints):
     late = ["stages=[retrain,evaluate,export]", "runtime.time_limit=1s"]
     lines = prints("run", "--dry-run", *late, *given).splitlines()
     assert lines[0].startswith("retrain  3 rounds of ")
-    words = "together limit memory disk Measured"
-    assert [line.split()[0] for line in lines[1:]] == words.split()
+    assert [line.split()[0] for line in lines[1:]] == "together limit memory disk Measured".split()
     assert lines[2].endswith("0.0 s are less: a round of retrain takes longer, and is not cut")
     assert list(tmp_path.iterdir()) == []
     for wrong in (["-m", "seed=1,2"], ["resume=x"], ["--cfg", "job"]):

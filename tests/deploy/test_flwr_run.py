@@ -42,8 +42,7 @@ def test_the_environment_of_a_run_is_empty(tmp_path, monkeypatch):
     command += ["--no-install-project", "--no-install-package", "flwr"]
     command += ["--offline", "--no-build-isolation", "--dry-run"]
     own = {"UV_PROJECT_ENVIRONMENT": sys.prefix, "UV_CACHE_DIR": str(tmp_path / "uv")}
-    environment = os.environ | own
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=os.environ | own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Resolved 1 package" in done.stderr
 

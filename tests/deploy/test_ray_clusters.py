@@ -50,8 +50,7 @@ def test_an_unknown_superlink_is_refused(compose_config, tmp_path, monkeypatch, 
     api.check(compose_config("runtime=deployment", f"runtime.superlink={good}"))
     for wrong in ("nothing", "default"):
         own = (f"runtime.superlink={wrong}", f"run_dir={tmp_path / 'run'}")
-        told = refuses("", api.run, compose_config("runtime=deployment", *own))
-        assert told == (
+        assert refuses("", api.run, compose_config("runtime=deployment", *own)) == (
             f"runtime.superlink={wrong} is unknown: choose one of {known}, or add "
             f"[superlink.{wrong}] with its address to {tmp_path / 'config.toml'}."
         )

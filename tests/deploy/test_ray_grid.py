@@ -122,8 +122,7 @@ with ray_grid(app, len(CLIENTS), runtime) as grid:
 
 def asked(script, folder, **environment):
     """Return what a script in a process of its own tells in its last line."""
-    printed = told("-c", ASKING + script, cwd=folder, env=environment)
-    return json.loads(printed.splitlines()[-1])
+    return json.loads(told("-c", ASKING + script, cwd=folder, env=environment).splitlines()[-1])
 
 
 @pytest.mark.run

@@ -126,8 +126,7 @@ def test_the_surest_mistakes_come_first_and_are_the_images():
     for row, sure in ((4, 6.0), (7, 9.0), (11, 7.0)):
         logits[row, 2] = sure
     ids = np.array([str(i) for i in range(20)])
-    records = Records(images, labels, ids, ("cat", "dog", "owl"))
-    found = mistakes(records, logits, labels)
+    found = mistakes(Records(images, labels, ids, ("cat", "dog", "owl")), logits, labels)
     assert [one["predicted"] for one in found] == ["owl"] * 3
     assert {one["true"] for one in found} == {"cat"}
     sure = [one["probability"] for one in found]

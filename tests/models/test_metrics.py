@@ -154,8 +154,7 @@ def test_the_linear_baseline_ranks_records_whose_probabilities_are_zero_and_one(
 
 
 def test_boosted_trees_are_a_baseline_of_tables_alone():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(600, 3)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(600, 3)).astype(np.float32)
     labels = torch.from_numpy((x[:, 0] * x[:, 1] > 0).astype(np.int64))  # no line parts these
     held = torch.arange(600).split([250, 150, 200])
     parts = [Split(torch.from_numpy(x), labels, rows, (0.0,) * 3, (1.0,) * 3) for rows in held]

@@ -80,8 +80,7 @@ def test_the_signs_of_a_file_are_kept_with_the_model(model_of, tmp_path):
     model, path = model_of("pay;y\n1.234,5;0\n12,25;1\n975;1\n1,234;1\n")
     plain = pd.DataFrame({"pay": [1234.5, 12.25, 975.0, Decimal("1.234")], "y": [0, 1, 1, 1]})
     (tmp_path / "one.csv").write_text("pay;y\n1.234;0\n")  # which has two readings by itself
-    one = pd.DataFrame({"pay": [1234]})
-    for file, frame in ((path, plain), (tmp_path / "one.csv", one)):
+    for file, frame in ((path, plain), (tmp_path / "one.csv", pd.DataFrame({"pay": [1234]}))):
         shares = (model.predict(data).probabilities for data in (file, frame))
         np.testing.assert_array_equal(*shares)
 

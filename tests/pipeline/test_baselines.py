@@ -152,9 +152,8 @@ TIMES = [(200.0, 10.0, 1.0, 2), (40.0, 1.0, 0.0, 0), (200.0, 30.0, 0.0, 0), (200
 @pytest.mark.parametrize(("search", "retrain", "evaluate", "number"), TIMES)
 def test_baselines_are_made_where_they_add_little(tmp_path, search, retrain, evaluate, number):
     """The run takes over a minute, and five times all but its search is less than half of it."""
-    stages = {"search": search, "retrain": retrain, "evaluate": evaluate}
     lines = [{"event": "run_started"}]
-    for name, seconds in stages.items():
+    for name, seconds in {"search": search, "retrain": retrain, "evaluate": evaluate}.items():
         lines.append({"event": "stage_started", "stage": name, "elapsed": 0.0})
         ended = {"stage": name, "seconds": seconds, "elapsed": seconds}
         lines.append({"event": "stage_finished", **ended})
@@ -483,8 +482,7 @@ def test_no_candidate_has_trained_on_what_chooses_it(recommended, monkeypatch):
     monkeypatch.setattr(Client, "epoch", noted)
     monkeypatch.setenv(ALONE, "1")  # so that all train in this process
     config = replace(recommended, stages=["search", "retrain", "evaluate", "export"])
-    folder = Path(str(run(config).folder))
-    last = read_run(folder).rounds("retrain")
+    last = read_run(Path(str(run(config).folder))).rounds("retrain")
     assert {*trained[: -2 * 2 * len(last)]} == {"train"}
     assert {*trained} == {"train", "validation"}
 

@@ -65,8 +65,7 @@ FAR = [([40, 1e-300], [0, 1], "age"), ([40, 1e-37], [0, 1], "age"), ([40, 1], [1
 
 @pytest.mark.parametrize(("age", "size", "named"), FAR)
 def test_statistics_that_overflow_are_refused(compose_config, table, age, size, named):
-    given = f"dataset.statistics={{age: {age}, size: {size}}}"
-    sentence = refused(compose_config(*table, given))
+    sentence = refused(compose_config(*table, f"dataset.statistics={{age: {age}, size: {size}}}"))
     assert f"feature {named} of client 0 is beyond 1e+18" in sentence
     assert f"dataset.statistics.{named}" in sentence
 

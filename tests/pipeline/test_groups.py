@@ -66,8 +66,7 @@ def test_each_group_gets_its_network_report_and_results(whole):
             assert (folder / file).stat().st_size > 0
         network = load(folder)
         assert network(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
-        parameters = sum(p.numel() for p in network.parameters())
-        assert event["results"]["num_parameters"] == parameters
+        assert event["results"]["num_parameters"] == sum(p.numel() for p in network.parameters())
         rounds = read_run(folder).of_kind("round")
         told = [(e["stage"], e["round"]) for e in rounds]
         assert told == [("search", 1), ("search", 2), ("retrain", 1)]
@@ -257,8 +256,7 @@ def test_a_private_run_repeats_no_more_than_the_round_that_was_lost(run):
 def test_private_groups_of_similar_updates_cost_no_release_more(run):
     """They come from what the search has released; a resumed run keeps them."""
     whole = run(*PRIVATE, *BY_ALPHAS, "algorithm.group_rounds=2")
-    promised = whole.the("privacy")
-    steps = {(p["stage"], p["kind"]): p["steps"] for p in promised["schedule"]}
+    steps = {(p["stage"], p["kind"]): p["steps"] for p in whole.the("privacy")["schedule"]}
     assert steps == {("search", "weights"): 6, ("search", "alphas"): 6, ("retrain", "weights"): 3}
     for client in range(5):
         stages = Counter(entry.stage for entry in booked(whole.folder / "sites", client))

@@ -234,8 +234,7 @@ def test_no_number_of_a_client_spoils_a_run(number, honest, table, run_inline, s
     assert_sound(run)
     found, own = (of.named("evaluated")[0]["central"]["accuracy"] for of in (run, usual))
     assert found > own - 0.1
-    rounds = [event["metrics"]["train_loss"] for event in run.named("round")]
-    assert max(rounds) <= FARTHEST
+    assert max(event["metrics"]["train_loss"] for event in run.named("round")) <= FARTHEST
 
 
 # --- one hostile client among three: it is named and left out
@@ -269,8 +268,7 @@ def saying(**properties):
 
 def failures(run):
     """Return who failed and why, but for client 2 that has no test records."""
-    failed = run.failed
-    return [(e["client"], e["reason"]) for e in failed if "split is empty" not in e["reason"]]
+    return [(e["client"], e["reason"]) for e in run.failed if "split is empty" not in e["reason"]]
 
 
 def assert_sound(run):
@@ -343,8 +341,7 @@ def test_a_tag_that_names_no_group_leaves_a_client_out(tag, lie, run_inline):
     run = run_inline(*CFDNAS, "algorithm.inherit=false stages=[search] algorithm.group_rounds=1")
     (failure,) = failures(run)
     assert failure[0] == BAD
-    groups = json.loads((run.folder / "groups.json").read_text())
-    assert groups == {"a": [3], "b": [0, 2, 4]}
+    assert json.loads((run.folder / "groups.json").read_text()) == {"a": [3], "b": [0, 2, 4]}
     assert sorted(path.name for path in (run.folder / "groups").iterdir()) == ["a", "b"]
 
 

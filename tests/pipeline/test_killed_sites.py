@@ -37,8 +37,7 @@ def totals(quick_run):
     found = {}
     for name, lost in (("all", never), ("others", lost_at(ASKED, {VICTIM}))):
         own = ("clients=4", "runtime.largest_share=1", "runtime.quorum=0.5")
-        ran = quick_run(*BASE, *own, grid=partial(LossyGrid, lost=lost))
-        found[name] = weights(ran.folder)
+        found[name] = weights(quick_run(*BASE, *own, grid=partial(LossyGrid, lost=lost)).folder)
     assert not torch.allclose(*(next(iter(w.values())) for w in found.values()), atol=1e-3)
     return found
 

@@ -32,8 +32,7 @@ def run(run_inline):
     """``run(target, ...)``: a search inline; its folder, events and error."""
 
     def ran(target, *overrides, **how):
-        hardware = f"algorithm.hardware={COST % target}"
-        return run_inline(*FDNAS, hardware, *overrides, **how)
+        return run_inline(*FDNAS, f"algorithm.hardware={COST % target}", *overrides, **how)
 
     return ran
 

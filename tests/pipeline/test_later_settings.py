@@ -89,8 +89,7 @@ def test_auto_is_float32_of_grouped_convolutions_and_on_a_gpu(trained, monkeypat
 
 
 def test_private_training_stays_float32(trained):
-    private = ["privacy=dp", "retrain.norm=group", "privacy.micro_batch_size=16"]
-    run = trained("auto", *private)
+    run = trained("auto", "privacy=dp", "retrain.norm=group", "privacy.micro_batch_size=16")
     assert read_run(run.folder).last("precision")["precision"] == "float32"
 
 
@@ -208,8 +207,7 @@ def test_steps_of_mere_noise_move_weights_as_far_as_the_rule_says(momentum, clie
     optimizer = torch.optim.SGD([weights], lr=lr, momentum=momentum)
     std = 1.5 * 0.1
     for _ in range(steps):
-        drawn = std * torch.randn(clients, 2000)
-        weights.grad = drawn.sum(0) / sum(batches)
+        weights.grad = (std * torch.randn(clients, 2000)).sum(0) / sum(batches)
         optimizer.step()
     assert weights.detach().std().item() == pytest.approx(walk, rel=0.1)
 

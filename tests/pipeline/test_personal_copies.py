@@ -138,8 +138,7 @@ def test_a_gain_over_more_records_than_a_client_has_is_not_counted(run_inline, l
         return answer
 
     lies("evaluate.personalised", boasting)
-    done = run_inline(*PERSONAL, "retrain.evaluate_every=1")
-    first, *others = done.the("evaluated")["copies"]
+    first, *others = run_inline(*PERSONAL, "retrain.evaluate_every=1").the("evaluated")["copies"]
     assert (first["client"], first["gain"], first["keeps"]) == (0, None, False)
     assert all(one["gain"] is not None for one in others)
 

@@ -50,8 +50,7 @@ def test_clients_release_one_update_an_exchange(algorithm, run_inline):
     schedule = private["schedule"]
     assert {tuple(planned["splits"]) for planned in schedule} == {SPLITS}
     assert {planned["batch_size"] for planned in schedule} == {None}
-    terms = [(p["action"], p["kind"], p["steps"], p["shared"]) for p in schedule]
-    assert terms == PLANS[algorithm]
+    assert [(p["action"], p["kind"], p["steps"], p["shared"]) for p in schedule] == PLANS[algorithm]
     for client in private["clients"]:
         assert (client["unit"], client["records"]) == ("client", dict.fromkeys(SPLITS, 1))
         assert set(client["rates"]) == {1.0}
@@ -180,8 +179,7 @@ def test_another_unit_keeps_the_budget_and_a_new_one_says_its_gap(by_unit, tmp_p
     kept = shutil.copytree(sites, tmp_path / "kept")
     for policy in policies:
         policy.write_text(policy.read_text() + "    account: per-person\n")
-    third = by_unit("person", "third")
-    card = re.sub(r"\s+", " ", (third.folder / "MODEL_CARD.md").read_text())
+    card = re.sub(r"\s+", " ", (by_unit("person", "third").folder / "MODEL_CARD.md").read_text())
     assert "per person, add/remove" in card
     assert (
         "have also released under budgets other than this run's, per record. Where that was of "
@@ -189,8 +187,7 @@ def test_another_unit_keeps_the_budget_and_a_new_one_says_its_gap(by_unit, tmp_p
     )
     for client in range(2):  # the refused run has booked nothing
         assert {row.unit for row in booked(kept, client)} == {"record"}
-    units = {row.account: row.unit for row in booked(sites)}
-    assert units["per-person"] == "person by patient"
+    assert {row.account: row.unit for row in booked(sites)}["per-person"] == "person by patient"
 
 
 # --- of FEATHERS, FDNAS, DPNAS and halving: what is booked and promised
@@ -241,8 +238,7 @@ def check_books(ran, **of_rounds):
             assert filter_epsilon(releases, 1e-5) <= budget
             if counts == promised:
                 for name, accountant in (("prv", prv_epsilon), ("rdp", rdp_epsilon)):
-                    own = pytest.approx(accountant(releases, 1e-5))
-                    assert told["epsilon"][name][split] == own
+                    assert told["epsilon"][name][split] == pytest.approx(accountant(releases, 1e-5))
         assert max(told["epsilon"]["prv"].values()) <= budget
         covers = [{"stage": stage, "rounds": n, "of": n} for stage, n in of_rounds.items()]
         assert told["covers"] == covers

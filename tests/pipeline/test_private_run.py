@@ -168,8 +168,7 @@ def test_a_run_that_no_budget_covers_ends_before_anything_is_released(whole, sta
     words = "search takes 2 rounds, more than what is left of budgets covers (client 0: "
     assert words in str(run.error)
     assert booked(whole.sites, 0) == before
-    event = run.the("privacy")
-    for client in event["clients"]:
+    for client in run.the("privacy")["clients"]:
         assert client["covers"] == [{"stage": "search", "rounds": 0, "of": 2}]
     assert run.events[-1]["status"] == "failed"
     assert "Nothing was released." in run.events[-1]["reason"]
@@ -313,8 +312,7 @@ def test_a_client_whose_budget_ends_leaves_and_the_run_goes_on_by_quorum(start, 
     assert not run.named("client_failed")  # it was not asked again
     assert len(run.named("round")) == 3
     assert len(booked(tmp_path, 1)) == 6
-    event = run.the("privacy")
-    told = [client["covers"][0]["rounds"] for client in event["clients"]]
+    told = [client["covers"][0]["rounds"] for client in run.the("privacy")["clients"]]
     assert told == [left["round"] - 1, 3]  # as it was said before the first release
     assert 0 < told[0] * 2 <= len(booked(tmp_path, 0)) < told[0] * 2 + 2
     assert run.events[-1]["status"] == "completed"
@@ -407,8 +405,7 @@ def test_a_client_that_does_not_say_a_fact_stops_no_run(start, tmp_path, lies, f
 
 def test_an_infinite_epsilon_is_told_as_such(start, monkeypatch):
     monkeypatch.setitem(release_guard.ACCOUNTANTS, "gdp", lambda releases, delta: float("inf"))
-    event = start(*SEARCH, "rounds=1").the("privacy")
-    for client in event["clients"]:
+    for client in start(*SEARCH, "rounds=1").the("privacy")["clients"]:
         assert client["epsilon"]["gdp"] == {"train": None, "validation": None}
 
 
@@ -537,8 +534,7 @@ def write_site(folder, kind, wrong, alone):
     ]
     rows = [*WRONG_ROWS[kind == "csv" : 5] * wrong, *rows, *FAR_ROWS * (not alone)]
     rows += WRONG_ROWS[5:] * wrong
-    text = "\n".join(["patient,x,y,seen,ward,note,ill", *rows])
-    (folder / "site.csv").write_text(text + "\n")
+    (folder / "site.csv").write_text("\n".join(["patient,x,y,seen,ward,note,ill", *rows]) + "\n")
     own = {"name": "csv", "class_names": ["0", "1"], "label": "ill", "numeric": ["x", "y"]}
     own |= {"dates": ["seen"], "categorical": ["ward"], "categories": {"ward": ["n", "s"]}}
     own |= {"statistics": {"x": [0, 1], "y": [0, 1], "seen": [18000, 100]}}
@@ -552,14 +548,12 @@ UNREADABLE += [seldom(kind, alone) for kind in ("persons", "image_folder") for a
 @pytest.mark.parametrize(("kind", "alone"), UNREADABLE)
 def test_unreadable_records_change_no_answer(site, tmp_path, monkeypatch, capsys, kind, alone):
     """Nor do they where no other is left (``alone``); the site's log tells how many they are."""
-    sizes = [f"search_space.{size}" for size in SIZES]
-    own = OF_TABLES if kind in ("csv", "persons") else sizes
+    own = OF_TABLES if kind in ("csv", "persons") else [f"search_space.{size}" for size in SIZES]
     properties, told = [], []
     clients = noting(monkeypatch, client_app, "make_client", lambda client, *_, **__: client)
     for wrong in (False, True):
         reopened()
-        unit = "person" if kind == "persons" else "record"
-        made = site(*own, "rounds=1", base=SMALL, unit=unit)
+        made = site(*own, "rounds=1", base=SMALL, unit="person" if kind == "persons" else "record")
         path, dataset = write_site(tmp_path, kind, wrong, alone)
         Path(made.node["dataset"]).write_text(yaml.safe_dump(dataset))
         made.node["data-path"] = str(path)
@@ -616,8 +610,7 @@ def test_a_site_with_a_policy_refuses_a_run_without_privacy(site):
 
 def test_errors_keep_their_text_at_the_site(start, site, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Split, "batch", raising(ValueError("patient 4711 has no label")))
-    simulated = partial(start, *SEARCH, "clients=1", f"privacy.sites={tmp_path}")
-    for begin in (simulated, site().run):
+    for begin in (partial(start, *SEARCH, "clients=1", f"privacy.sites={tmp_path}"), site().run):
         run = begin(fails=True)
         text = (run.folder / "events.jsonl").read_text() + str(run.error)
         assert "an error at the site" in text
@@ -751,10 +744,8 @@ def test_a_real_site_declares_what_records_would_tell(compose_config, tmp_path, 
     """One image in colour, for example, would make all others of a site colour images."""
     images = tmp_path / "images.npz"
     np.savez(images, train_bytes=np.zeros(9, dtype=np.uint8), train_off=[0, 9], y_train=[0])
-    given = overrides.replace("{images}", str(images))
-    config = compose_config(*SEARCH, *REAL_SITES, given)
-    prepared = SimpleNamespace(uses_own_statistics=False)
-    refuses(UNDECLARED[overrides], check_public, config, prepared)
+    config = compose_config(*SEARCH, *REAL_SITES, overrides.replace("{images}", str(images)))
+    refuses(UNDECLARED[overrides], check_public, config, SimpleNamespace(uses_own_statistics=False))
 
 
 def approval(node, awaited=None):

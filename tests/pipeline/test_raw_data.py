@@ -53,8 +53,7 @@ def image_folder(folder):
     """Digits as png files of two sizes, some in colours."""
     root = folder / "images"
     for i, (image, label) in enumerate(islice(digit_files(), 1000)):
-        place = root / ("train" if i < 700 else "test") / f"digit{label}"
-        save_pixels(image, place / f"{i}.png")
+        save_pixels(image, root / ("train" if i < 700 else "test") / f"digit{label}" / f"{i}.png")
     sizes = ("dataset.image_size=8", "dataset.channels=1")
     sizes += ("dataset.crop_padding=0", "dataset.flip=false", "dataset.cutout=0")
     overrides = ("dataset=image_folder", f"dataset.root={root}", *sizes, *FIXED)

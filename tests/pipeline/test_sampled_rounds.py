@@ -68,8 +68,7 @@ def test_every_search_asks_the_drawn_clients_only(algorithm, compose_config, fed
 def test_fedex_draws_hyperparameters_for_the_drawn_clients_only(finished_run):
     fedex = ("algorithm=fedex", "algorithm.network=linear", "algorithm.num_configurations=3")
     own = ("clients=4", "sampling.per_round=2", "retrain.rounds=2", "stages=[retrain]")
-    run = finished_run(*fedex, *own)
-    assert [len(event["asked"]) for event in run.named("round")] == [2, 2]
+    assert [len(event["asked"]) for event in finished_run(*fedex, *own).named("round")] == [2, 2]
 
 
 def sampled(federation):
@@ -128,8 +127,7 @@ def test_a_round_is_the_average_with_the_weights_of_its_draw(by, compose_config,
     fed.strategy.start(fed.grid, num_rounds=1)
     (found,) = fed.strategy.states["weights"].values()
     sizes = {c: splits[c]["train"] + splits[c]["validation"] for c in participants.clients}
-    total = sum(sizes.values())
-    expected = sum(sizes[c] * alone[c].double() for c in participants.clients) / total
+    expected = sum(sizes[c] * alone[c].double() for c in participants.clients) / sum(sizes.values())
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 

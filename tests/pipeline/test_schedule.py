@@ -168,10 +168,8 @@ def test_noise_of_a_search_that_is_not_given_keeps_its_share_of_the_target(plann
     search = [item for item in schedule if item.stage == "search"]
     for split in ("train", "validation"):
         assert 0.99 * 2.4 < cost(search, split) <= 2.4
-    both = max(cost(schedule, split) for split in ("train", "validation"))
-    assert 0.98 * 6 < both <= 6
-    resumed = planned(*given, done={"search": 3}, spare=False)
-    for item, again in zip(search, resumed, strict=False):
+    assert 0.98 * 6 < max(cost(schedule, split) for split in ("train", "validation")) <= 6
+    for item, again in zip(search, planned(*given, done={"search": 3}, spare=False), strict=False):
         assert item.noise_multiplier == again.noise_multiplier
 
     alone = planned(*given, "stages=[search]")
@@ -247,8 +245,7 @@ def test_a_search_shares_the_target_between_rewards_and_the_rest(planned, algori
     rewards = [item for item in schedule if item.kind == "rewards"]
     assert len({item.noise_multiplier for item in rewards}) == 1
     assert 0.99 * 1 < cost(rewards, "validation") <= 1
-    search = [item for item in schedule if item.stage == "search"]
-    assert 0.99 * 2 < cost(search, "train") <= 2
+    assert 0.99 * 2 < cost([item for item in schedule if item.stage == "search"], "train") <= 2
     costs = [cost(schedule, split) for split in ("train", "validation")]
     assert 0.98 * 4 < max(costs) <= 4
     # retraining of FEATHERS does not read what its rewards cost
@@ -357,8 +354,7 @@ def test_noise_of_counts_follows_from_the_error_of_all_clients(compose_config, s
 def test_counts_of_few_records_cost_a_quarter_of_epsilon_at_most(compose_config):
     config = compose_config(*COUNTED, "clients=2", "privacy.epsilon=8")
     records = [{"train": 100, "validation": 20, "test": 0}] * 2
-    release = counts_of(config, records)
-    assert 1.9 < filter_epsilon([release.release(records[0])], 1e-5) <= 2
+    assert 1.9 < filter_epsilon([counts_of(config, records).release(records[0])], 1e-5) <= 2
     many = [{"train": 10**6, "validation": 10**5, "test": 0}] * 2
     assert counts_of(config, many).noise_multiplier > 500
 

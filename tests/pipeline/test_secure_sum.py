@@ -58,8 +58,7 @@ def run(quick_run):
     """``run(*overrides)``: a whole run; what ``lost`` says is lost, replies go to ``records``."""
 
     def ran(*overrides, lost=never, records=None, grid=LossyGrid, fails=False):
-        own = partial(grid, lost=lost, records=records)
-        return quick_run(*overrides, grid=own, fails=fails)
+        return quick_run(*overrides, grid=partial(grid, lost=lost, records=records), fails=fails)
 
     return ran
 
@@ -115,8 +114,7 @@ def least_p_value(masked):
     for action in {action for action, _, _ in masked}:
         replies = [reply for asked, _, reply in masked if asked == action]
         for dtype in {dtype for reply in replies for dtype in reply.states["masked"]}:
-            vectors = [reply.states["masked"][dtype].numpy() for reply in replies]
-            values = np.concatenate(vectors)
+            values = np.concatenate([reply.states["masked"][dtype].numpy() for reply in replies])
             for byte in values.view(np.uint8).reshape(len(values), -1).T:
                 if len(byte) >= 2560:  # ten of each value or more
                     found.append(chisquare(np.bincount(byte, minlength=256)).pvalue)
@@ -129,11 +127,9 @@ def least_p_value(masked):
 def test_what_a_private_site_sends_is_uniform_by_its_masks_alone(masks, run, monkeypatch):
     """Real messages of an exchange with shared noise; noise alone does not make them uniform."""
     if not masks:
-        where = "fednas_flwr.protocol.secure_sum.masks.add_mask"
-        monkeypatch.setattr(where, lambda *_, **__: None)
+        monkeypatch.setattr("fednas_flwr.protocol.secure_sum.masks.add_mask", lambda *_, **__: None)
     records = []
-    own = ("rounds=1", "stages=[search]", "search_space.channels=8")
-    run(*DP, *SUMS, *own, records=records)
+    run(*DP, *SUMS, "rounds=1", "stages=[search]", "search_space.channels=8", records=records)
     sent = [record for record in records if record[0] == "train.weight_gradient"]
     assert len(sent) == 4
     for one in sent:  # all that there is of one site
@@ -371,9 +367,8 @@ def test_the_total_carries_the_noise_that_is_booked(run):
     with decoded_totals() as totals:
         run(*DP, *SUMS, *own, weights, *noise)
     assert len(totals) == 8
-    found = np.concatenate(totals).std()
     # 4 sites took part; each adds 1 / 2 of the variance, as only 2 honest ones are relied on.
-    assert found == pytest.approx(3 * 1e-3 * np.sqrt(4 / 2), rel=0.05)
+    assert np.concatenate(totals).std() == pytest.approx(3 * 1e-3 * np.sqrt(4 / 2), rel=0.05)
 
 
 def test_sites_without_a_run_folder_have_no_keys(compose_config):

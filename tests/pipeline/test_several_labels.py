@@ -136,8 +136,7 @@ def test_onnxruntime_gives_labels_and_probabilities(finished):
     assert accuracy == pytest.approx(finished.central["accuracy"])
     own = load(finished.folder).predict(finished.raw).probabilities
     np.testing.assert_allclose(shares, own, atol=1e-4)
-    meta = session.get_modelmeta().custom_metadata_map
-    assert json.loads(meta["class_names"]) == list(NAMES)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"]) == list(NAMES)
 
 
 def test_report_card_and_counts_are_of_labels(finished):
@@ -148,8 +147,7 @@ def test_report_card_and_counts_are_of_labels(finished):
     assert "A record can have several of the labels even, large, prime, or none" in card
     assert "softmax" not in card
     train = make_data(finished.config)[0].train
-    counts = np.sum(finished.partition["counts"], axis=0)
-    assert counts.tolist() == train.labels.sum(0).tolist()
+    assert np.sum(finished.partition["counts"], axis=0).tolist() == train.labels.sum(0).tolist()
     sizes = [sum(split.values()) for split in finished.partition["splits"]]
     assert sum(sizes) == len(train)  # records, not labels
     if finished.kind != "images":
@@ -318,8 +316,7 @@ def test_report_and_card_are_of_numbers(of_numbers):
     assert ("a number from 0 to 12" if of_numbers.kind == "given" else "days, a number.") in card
     for word in ("ccuracy per client", "F1", "softmax", "lassifier", "log loss"):
         assert word not in report + card
-    clients = of_numbers.evaluated["clients"]
-    assert all({"r2", "rmse", "mae"} <= client.keys() for client in clients)
+    assert all({"r2", "rmse", "mae"} <= client.keys() for client in of_numbers.evaluated["clients"])
     rounds = of_numbers.named("round")
     assert all("train_closeness" in e["metrics"] for e in rounds)
     assert not any("accuracy" in name for e in rounds for name in e["metrics"])
@@ -442,8 +439,7 @@ REFUSED_OF_NUMBERS = {
 @pytest.mark.run
 @pytest.mark.parametrize("overrides", REFUSED_OF_NUMBERS)
 def test_what_does_not_fit_is_refused(overrides, compose_config, tmp_path):
-    given = halves(tmp_path)
-    refuses_run(REFUSED_OF_NUMBERS[overrides], compose_config, *given, overrides)
+    refuses_run(REFUSED_OF_NUMBERS[overrides], compose_config, *halves(tmp_path), overrides)
 
 
 @pytest.mark.run

@@ -36,8 +36,7 @@ def test_a_training_loss_that_is_not_finite_ends_the_run(run_inline, monkeypatch
 
 
 def test_a_client_that_was_expelled_stays_out_of_a_resumed_run(run_inline):
-    overrides = ("clients=3", "runtime.quorum=0.6", "rounds=1", "retrain.rounds=1")
-    first = run_inline(*overrides)
+    first = run_inline("clients=3", "runtime.quorum=0.6", "rounds=1", "retrain.rounds=1")
     evaluated = first.the("evaluated")
     assert 1 in [result["client"] for result in evaluated["clients"]]
     with EventLog(first.folder / "events.jsonl") as log:

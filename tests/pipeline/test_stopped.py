@@ -105,8 +105,7 @@ def test_a_run_that_is_stopped_or_killed_goes_on(overrides, whole, tmp_path, eve
 def test_a_run_that_is_stopped_at_any_moment_goes_on(overrides, whole, tmp_path, moment):
     folder, seconds = whole
     end = time.monotonic() + seconds * (moment + 0.5) / MOMENTS
-    run = [*overrides, f"run_dir={tmp_path / 'run'}"]
-    stop_when(lambda: time.monotonic() >= end, *run)
+    stop_when(lambda: time.monotonic() >= end, *overrides, f"run_dir={tmp_path / 'run'}")
     assert_goes_on(tmp_path / "run", folder)
 
 

@@ -113,6 +113,5 @@ def test_means_of_persons_do_not_depend_on_others():
     assert means.dtype == torch.float64
     assert means[3:].count_nonzero() == 0
     assert torch.equal(means[2], (rows[4].double() + rows[5].double()) / 2)
-    alone = person_means(rows[4:], torch.zeros(2, dtype=torch.int64))
-    assert torch.equal(alone[0], means[2])
+    assert torch.equal(person_means(rows[4:], torch.zeros(2, dtype=torch.int64))[0], means[2])
     assert person_means(rows, persons[:0]).count_nonzero() == 0

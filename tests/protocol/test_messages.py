@@ -271,8 +271,7 @@ def test_hostile_rounding_is_refused(name):
     request = Request("train.weight_gradient", HEADER, SEARCH)
     good = round_reply(reply_of(made(0)), request, wire="int8", generator=generator_of(1))
     accepted(good, "int8", None)
-    weights = damage(dict(good.states["weights"]))
-    bad = replace(good, states={**good.states, "weights": weights})
+    bad = replace(good, states={**good.states, "weights": damage(dict(good.states["weights"]))})
     refuses(words, accepted, bad, "int8", None, error=ReplyError)
 
 

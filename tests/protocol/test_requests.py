@@ -216,8 +216,7 @@ AT_LEAST["train.probe"] = replace(AT_LEAST["train.probe"], **TRIED)
 
 
 def check_refused(action, values, place):
-    words = " is (out of range|unknown)| has the wrong type"
-    told = refuses(words, rq.decode, action, values)
+    told = refuses(" is (out of range|unknown)| has the wrong type", rq.decode, action, values)
     assert told.startswith((place, f"number of {place}="))
     assert len(told) < 200
 

@@ -223,8 +223,7 @@ def test_rewards_lie_between_those_of_honest_clients(honest_NP, hostile_NP, orde
 
 
 def test_counters_keep_their_dtype_and_large_values():
-    values_NP = np.array([[2**40 + 1], [7], [2**40 + 3], [2**40 + 5]], dtype=np.int64)
-    result = result_of(values_NP, None)
+    result = result_of(np.array([[2**40 + 1], [7], [2**40 + 3], [2**40 + 5]], dtype=np.int64), None)
     assert result.dtype == torch.int64
     assert result.item() == 2**40 + 2
 

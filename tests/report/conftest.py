@@ -73,8 +73,7 @@ def with_events(folder, change):
     events = read_events(folder / "events.jsonl")
     for event in events:
         change(event)
-    lines = [json.dumps(event) + "\n" for event in events]
-    (folder / "events.jsonl").write_text("".join(lines))
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
 
 
@@ -168,8 +167,7 @@ def make_run(tmp_path):
                 clients[0] |= {"accuracy": 1.03, "loss": -0.2}
                 clients[1] |= {"accuracy": -0.05}
                 clients[2] = {"client": 2}
-                spent = [{"client": c, "spent": 2.9} for c in range(2)]
-                log.emit("privacy_spent", clients=spent)
+                log.emit("privacy_spent", clients=[{"client": c, "spent": 2.9} for c in range(2)])
             central = {"accuracy": accuracy, "f1": 0.625, "loss": 0.3, "num_examples": 100}
             linear = None if private else {"accuracy": 0.75, "f1": 0.5}
             log.emit("evaluated", central=central, clients=clients, linear=linear)

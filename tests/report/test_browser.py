@@ -177,8 +177,7 @@ def test_every_figure_is_drawn_and_fits(opened, width, scheme):
 
 
 def test_on_a_phone_wide_cells_scroll_and_say_so(opened):
-    page = opened(390)
-    places = page.eval_on_selector_all(
+    places = opened(390).eval_on_selector_all(
         ".wide",
         "all => all.map(w => [w.scrollWidth, w.clientWidth, getComputedStyle(w).overflowX,"
         " getComputedStyle(w).backgroundImage])",
@@ -199,8 +198,7 @@ def test_pointing_tells_the_value(opened):
 
 
 def test_labels_can_be_told_apart(opened):
-    page = opened(1200)
-    labels = page.evaluate(
+    labels = opened(1200).evaluate(
         """() => {
             const place = document.createElement("div");
             document.body.append(place);

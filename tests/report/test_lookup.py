@@ -117,8 +117,7 @@ def test_files_of_many_forms_are_the_same_table(tmp_path, form):
 
 
 def test_other_spellings_and_several_rows_per_cell(tmp_path):
-    others = ("zero", "Identity", "conv1x1", "conv_3x3", "avg-pool-3x3")
-    spelt = dict(zip(OPS, others, strict=True))
+    spelt = dict(zip(OPS, ("zero", "Identity", "conv1x1", "conv_3x3", "avg-pool-3x3"), strict=True))
     first, second = some_cells(2)
     rows = [
         {"text": "x", "a": FORM.format(*(spelt[op] for op in cell)), "test": accuracy}
@@ -153,8 +152,7 @@ def test_what_is_no_table_is_refused_in_one_sentence(tmp_path, make_run, capsys,
     path = tmp_path / ("t.csv.gz" if isinstance(content, bytes) else "t.csv")
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    folder = make_run("run", CELLS[0])
-    assert main(["lookup", str(folder), "--table", str(path)]) == USER_ERROR
+    assert main(["lookup", str(make_run("run", CELLS[0])), "--table", str(path)]) == USER_ERROR
     output = capsys.readouterr()
     assert sentence in output.err
     assert str(path) in output.err

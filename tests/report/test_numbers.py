@@ -79,13 +79,12 @@ def test_a_run_that_was_killed_and_resumed(tmp_path):
 
 
 def test_traffic_is_told_per_client_and_round(tmp_path):
-    path = tmp_path / "events.jsonl"
 
     def shares():
         section = render_report(tmp_path).partition("Bytes in all rounds")[2].partition("</table>")
         return re.findall(r'<td class="num">([^<]*)</td></tr>', section[0])
 
-    with EventLog(path) as log:
+    with EventLog(tmp_path / "events.jsonl") as log:
         log.emit("run_started", resumed=False)
         for number, stage in ((1, "search"), (2, "search"), (1, "retrain")):
             told = ROUND | {"bytes_sent": 100, "bytes_received": 50, "rounds": 2}
@@ -129,8 +128,7 @@ def test_a_lead_is_of_the_same_test_records(tmp_path):
     right = torch.arange(400) >= 100
     for logits, hits in ((found, right), (rival, right & (torch.arange(400) < 392))):
         logits[torch.arange(400), torch.where(hits, labels, 1 - labels)] = 1.0
-    both = (found, rival)
-    central, linear = (detailed(x, labels, objective=Objective(), seed=3) for x in both)
+    central, linear = (detailed(x, labels, objective=Objective(), seed=3) for x in (found, rival))
     (low, _), (_, high) = (one["intervals"]["accuracy"] for one in (central, linear))
     assert low < high
     told = {"central": central, "linear": linear, "clients": [], "personalised": []}

@@ -44,8 +44,7 @@ def test_the_partition_has_a_row_per_class_and_a_column_per_client():
 
 def test_a_large_partition_keeps_a_bounded_height():
     event = {"class_names": [f"class {i}" for i in range(100)], "clients": list(range(100))}
-    figure = _valid(plots.partition(event | {"counts": [[1] * 100] * 100}))
-    assert 400 < figure.layout.height < 1000
+    assert 400 < _valid(plots.partition(event | {"counts": [[1] * 100] * 100})).layout.height < 1000
 
 
 def _accuracies(evaluated, *, private=False):
@@ -56,8 +55,7 @@ def _accuracies(evaluated, *, private=False):
 def test_client_accuracy_has_bars_mean_and_the_server():
     clients = [{"client": c, "accuracy": a, "num_examples": 7} for c, a in enumerate([0.5, 0.7])]
     clients.append({"client": 2, "accuracy": None, "num_examples": 0})
-    figure = _valid(_accuracies({"clients": clients, "central": {"accuracy": 0.65}}))
-    (bars,) = figure.data
+    (bars,) = _valid(_accuracies({"clients": clients, "central": {"accuracy": 0.65}})).data
     assert bars.y == ("client 0", "client 1", "mean of the clients", "server's test set")
     assert list(bars.x) == pytest.approx([0.5, 0.7, 0.6, 0.65])
     low, high = wilson(0.5, 7)

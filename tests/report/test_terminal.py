@@ -140,14 +140,13 @@ def test_a_private_run_with_a_test_seed_is_warned_of_at_start_and_end(make_run):
     assert "warning: Test seed: no privacy. Noise and sampling of client 2" in shown
     text = printed(print_summary, folder, width=100)
     lines = [line.strip("│").split("│") for line in text.splitlines() if "│" in line]
-    told = {
+    assert {
         "(epsilon, delta)": "(5.11, 1e-05) per record, add/remove",
         "accountant, sampling": "PRV, Poisson",
         "warning": "test seed: no privacy",
         "mean accuracy over clients, noised": "49.0 %",
         "clients that left": "1",
-    }
-    assert told.items() <= {label.strip(): value.strip() for label, value in lines}.items()
+    }.items() <= {label.strip(): value.strip() for label, value in lines}.items()
 
 
 def test_the_summary_of_a_run_without_privacy_does_not_speak_of_it(make_run):

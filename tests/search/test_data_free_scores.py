@@ -282,8 +282,7 @@ def test_a_search_goes_on_with_what_is_known(space):
 
     found = run(space, remember, draws=8, seed=1, known=known)
     in_order = [one.genotype for one in sorted(found, key=lambda one: one.number)]
-    before = [one.genotype for one in sorted(known, key=lambda one: one.number)]
-    assert in_order == before + scored
+    assert in_order == [one.genotype for one in sorted(known, key=lambda one: one.number)] + scored
     assert len(scored) == 8
     assert data_free_scores.ranked(found) == found
 

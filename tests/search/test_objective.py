@@ -209,8 +209,7 @@ def test_losses_and_predictions_are_computed_here_alone():
     package = Path(fednas_flwr.__file__).parent
     found = {}
     for path in sorted(package.rglob("*.py")):
-        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
-        for call in calls:
+        for call in [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]:
             name = ast.unparse(call.func)
             over_classes = name.endswith("argmax") and any(
                 ast.unparse(dim) in ("1", "-1")

@@ -217,8 +217,8 @@ def test_a_client_far_from_most_in_what_it_declares_is_an_outlier():
     assert list(reply_checks.outliers(usual | {2: {"": 1001.0}}, fewest=0.1, most=10)) == [2]
     edge = {1: {"": 10.0, "train ": 6.0}, 2: {"": 1000.0, "train ": 600.0}}
     assert reply_checks.outliers(usual | edge, fewest=0.1, most=10) == {}
-    two = {0: {"": 1.0}, 1: {"": 1e9}}  # whom to believe?
-    assert reply_checks.outliers(two, fewest=0.1, most=10) == {}
+    # whom to believe?
+    assert reply_checks.outliers({0: {"": 1.0}, 1: {"": 1e9}}, fewest=0.1, most=10) == {}
     none = {client: {"test ": 0.0} for client in range(4)} | {3: {"test ": 2.0}}
     assert reply_checks.outliers(none, fewest=0, most=10) == {}  # few have a test record
 
@@ -530,8 +530,7 @@ def test_training_moves_no_farther_than_its_clipped_or_noised_steps():
     noised = [plan()]
     private = limits("train.weights", training(None, steps), sizes=sizes, sent=sent, planned=noised)
     mean = reply_checks.largest_sum(noised[0], RECORDS, num_values=100) / 32
-    sgd = SGD(0.1, 0.0, 0.9, 0.0, None)
-    moved = 1.25 * reply_checks.largest_move(22, sgd, mean, 5.0, 0.0)
+    moved = 1.25 * reply_checks.largest_move(22, SGD(0.1, 0.0, 0.9, 0.0, None), mean, 5.0, 0.0)
     assert private.norms["weights"] == pytest.approx(moved, rel=1e-3)
     both = limits("train.weights", training(0.01, steps), sizes=sizes, sent=sent, planned=noised)
     assert both.norms["weights"] < private.norms["weights"] / 10

@@ -32,8 +32,7 @@ def test_client_apps_are_started_and_no_other_task_is(task, monkeypatch):
     result = SubprocessExecutor().launch(spec(task))
     ours = task == TaskType.CLIENT_APP
     assert started == [spec(task)] * ours
-    expected = LaunchResultStatus.ACCEPTED if ours else LaunchResultStatus.FAILED
-    assert result.status == expected
+    assert result.status == (LaunchResultStatus.ACCEPTED if ours else LaunchResultStatus.FAILED)
 
 
 def test_the_process_of_a_message_can_be_told_from_the_one_that_it_is_forked_from():

@@ -82,8 +82,7 @@ def start(cluster, loopback):
 def inline(cluster, tmp_path_factory):
     """Folder of the same run in this process, which nothing disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    data = f"dataset.root={cluster.base / 'data'}"
-    assert main(["run", *SLOW, data, f"run_dir={folder}"]) == 0
+    assert main(["run", *SLOW, f"dataset.root={cluster.base / 'data'}", f"run_dir={folder}"]) == 0
     return folder
 
 

@@ -29,8 +29,7 @@ def image_folder(folder):
     """Digits as files of two sizes, some in colours."""
     files = {owner: folder / owner for owner in OWNERS}
     for i, (image, label) in enumerate(digit_files()):
-        place = files[OWNERS[i // 2 % 4]] / NAMES[label]
-        save_pixels(image, place / f"{i}.png")
+        save_pixels(image, files[OWNERS[i // 2 % 4]] / NAMES[label] / f"{i}.png")
     own = {"class_names": NAMES, "image_size": 8, "channels": 1}
     plain = ("dataset.crop_padding=0", "dataset.flip=false", "dataset.cutout=0")
     dataset = {"name": "image_folder", **own}

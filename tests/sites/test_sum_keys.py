@@ -31,8 +31,7 @@ def deployment(tmp_path):
     keys = tmp_path / "keys"
     for name in NAMES:
         (tmp_path / name).mkdir()
-        path = str(tmp_path / name / "sum.key")
-        assert main(["key", "--sum", path]) == 0
+        assert main(["key", "--sum", str(tmp_path / name / "sum.key")]) == 0
         keys.mkdir(exist_ok=True)
         (keys / f"{name}.pub").write_bytes((tmp_path / name / "sum.pub").read_bytes())
     return tmp_path
@@ -46,8 +45,7 @@ def provisioned(folder):
 def test_provision_gives_every_site_one_roster(deployment, capsys):
     assert provisioned(deployment) == 0
     said = capsys.readouterr().out
-    rosters = {(deployment / "out" / name / "roster.json").read_bytes() for name in NAMES}
-    assert len(rosters) == 1
+    assert len({(deployment / "out" / name / "roster.json").read_bytes() for name in NAMES}) == 1
     roster = Roster.read(deployment / "out" / "north" / "roster.json")
     assert f"roster {roster.fingerprint}: for secure_sum.roster" in said
     assert [site.site for site in roster.sites] == list(NAMES)
@@ -92,13 +90,11 @@ def node(deployment):
 
 def begun(node, attempt="a"):
     """Return the context of an exchange that the site has answered."""
-    policy = load_policy(Path(str(node["policy"])))
-    terms = policy.data_sets["my-data"].secure_sum
+    terms = load_policy(Path(str(node["policy"]))).data_sets["my-data"].secure_sum
     assert terms is not None
     site = SumSite.of_node(0, {key: str(value) for key, value in node.items()}, terms)
     own = {"run": "r", "attempt": attempt, "stage": "search", "round": 1, "phase": 1}
-    begun = site.begin(**own, participants=[0, 1, 2], agreed={"request": "h"})
-    return begun.context.hex()
+    return site.begin(**own, participants=[0, 1, 2], agreed={"request": "h"}).context.hex()
 
 
 def asked(action, settings, node, **more):
@@ -107,8 +103,7 @@ def asked(action, settings, node, **more):
     flower_patches.begin_task(1)
     message = Message(RecordDict({"header": ConfigRecord({"json": text})}), 1, action)
     flower_patches.set_message_id(message, "1")
-    context = Context(1, 2, dict(node), RecordDict(), {})
-    return make_client_app("of no use here")(message, context)
+    return make_client_app("of no use here")(message, Context(1, 2, dict(node), RecordDict(), {}))
 
 
 def test_a_site_signs_without_its_records(node, deployment):
@@ -155,8 +150,7 @@ def test_a_changed_roster_needs_the_sites_edit(node):
     request = {"context": begun(node), "survivors": [0, 2]}
     path = Path(str(node["roster"]))
     path.write_text(path.read_text().replace("south", "west"))
-    reply = asked("query.sign_survivors", request, node)
-    assert "rule secure_sum.roster" in reply.error.reason
+    assert "rule secure_sum.roster" in asked("query.sign_survivors", request, node).error.reason
     path.unlink()
     assert "there is no roster" in asked("query.sign_survivors", request, node).error.reason
     without = {key: value for key, value in node.items() if key != "sum-key"}

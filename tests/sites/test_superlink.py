@@ -17,8 +17,7 @@ def sql(path):
 
     flower_patches.let_be_missed(State, AWAY_S)
     database = str(path / "state.db")
-    store = ObjectStoreFactory(database).store()
-    state = State(database, NoOpFederationManager(), store)
+    state = State(database, NoOpFederationManager(), ObjectStoreFactory(database).store())
     state.initialize()
     return state
 

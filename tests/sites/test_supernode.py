@@ -77,8 +77,7 @@ def test_a_node_asks_the_more_seldom_the_longer_no_message_has_come():
 def test_the_waits_of_flowers_supernode_are_ours(monkeypatch):
     """Replies come at the third look: Flower's own loop would wait for a second."""
     slept: list[float] = []
-    clock = SimpleNamespace(sleep=slept.append)
-    monkeypatch.setattr(start_client_internal, "time", clock)
+    monkeypatch.setattr(start_client_internal, "time", SimpleNamespace(sleep=slept.append))
     flower_patches.ask_sooner(supernode.Pace())
     looks: list[list[Message]] = [[], [], []]
 

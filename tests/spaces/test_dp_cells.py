@@ -53,11 +53,10 @@ def test_the_cell_is_the_sum_and_concatenation_of_the_text():
 def test_norms_have_4_groups_in_search_and_8_in_training():
     space = dataclasses.replace(SMALL, widths=(16, 16, 16))
     convolutions = SMALL.genotype([OPS.index("conv_3x3_tanh")] * len(EDGES))
-    norms = [
+    assert [
         {m.num_groups for m in network.modules() if isinstance(m, torch.nn.GroupNorm)}
         for network in (space.supernet(), space.network(convolutions))
-    ]
-    assert norms == [{4}, {8}]
+    ] == [{4}, {8}]
 
 
 def test_only_the_path_runs_and_is_trained():
