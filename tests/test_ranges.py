@@ -19,11 +19,10 @@ from fednas_flwr.settings import parser
 from fednas_flwr.settings.configuration import parse_config
 from fednas_flwr.settings.hydra_config import compose_tree
 from fednas_flwr.settings.optimizers import SGD, Adam, Configuration, Range
-from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, parse
+from fednas_flwr.settings.parser import Between, Checked, Length, OneOf, constraints, parse
 from fednas_flwr.settings.registry import OWN, TABLES, algorithms, carry
 from fednas_flwr.spaces import SEARCH_SPACES
 
-from .constraints import constraints
 from .refusals import refuses
 from .rows import rows
 

@@ -151,6 +151,9 @@ class Distinct:
             )
 
 
+Constraint = Between | Length | OneOf | Where | Distinct
+
+
 if TYPE_CHECKING:
     Word = str
     Day = float
@@ -198,6 +201,19 @@ class Checked:
     def conflicts(self) -> Iterable[tuple[object, str]]:
         """Return whether fields exclude each other, each time with the sentence that says so."""
         return ()
+
+
+def constraints(kind: type) -> dict[str, tuple[Constraint, ...]]:
+    """Return a dataclass's constraints by field, with those of what a list or mapping holds."""
+    hints = field_types(kind, extras=True)
+    return {name: tuple(_constraints(hint)) for name, hint in hints.items()}
+
+
+def _constraints(hint: Any) -> Iterator[Constraint]:
+    if isinstance(hint, Constraint):
+        yield hint
+    for part in get_args(hint):
+        yield from _constraints(part)
 
 
 def within(condition: object, key: str, value: object, expected: str) -> tuple[bool, str]:

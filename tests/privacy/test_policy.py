@@ -14,9 +14,9 @@ from fednas_flwr.privacy.mechanism.renyi import Release
 from fednas_flwr.privacy.plan import PlannedRelease
 from fednas_flwr.privacy.policy import DataSetPolicy, Policy, SumTerms, check_action, check_planned
 from fednas_flwr.settings.names import SPLITS, UNITS
+from fednas_flwr.settings.parser import constraints
 from fednas_flwr.settings.parser import parse as parse_typed
 
-from ..constraints import constraints
 from ..policies import policy_of
 from ..refusals import refuses
 from ..test_ranges import wrong_values

@@ -20,11 +20,10 @@ from fednas_flwr.protocol.sum_requests import REQUESTS, OpenMasks, SignSurvivors
 from fednas_flwr.search.local_search import Alternating
 from fednas_flwr.search.proxyless import SampledPaths
 from fednas_flwr.settings.optimizers import LARGEST_NORM, LARGEST_STEP, SGD, DPAware
-from fednas_flwr.settings.parser import Between, Distinct, Length, OneOf, field_types
+from fednas_flwr.settings.parser import Between, Distinct, Length, OneOf, constraints, field_types
 from fednas_flwr.settings.run_settings import Hardware
 
 from ..asked import smallest
-from ..constraints import constraints
 from ..json_trees import json_trees
 from ..refusals import refuses
 from ..test_ranges import wrong_values
