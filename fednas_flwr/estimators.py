@@ -36,7 +36,7 @@ from fednas_flwr.report.model_card import export_model
 from fednas_flwr.report.templates import paragraphs
 from fednas_flwr.runs.numbers import read_run
 from fednas_flwr.server.cohort import QuorumError
-from fednas_flwr.settings import expanded
+from fednas_flwr.settings import expanded, registry
 from fednas_flwr.settings.hydra_config import quoted
 from fednas_flwr.settings.names import MISSING_WORDS
 
@@ -207,6 +207,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
                 site = site or _free("site", table)
                 table[site] = np.asarray(groups)
                 chosen |= {"partition": "column", "partition.column": site}
+            classes = [*map(str, np.unique(y))] if self.task == "classification" else []
+            if len({*map(merging_key(classes), classes)}) < len(classes):
+                alike = "some are read as one: give them other names"
+                raise ValueError(f"of the classes {listed(classes, 5)} {alike}.")
             content = _parquet(table)
         elif groups is not None or self.task == "regression":
             raise ValueError(
@@ -219,9 +223,11 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             content = arrays.getvalue()
         more = [self.settings] if isinstance(self.settings, str) else self.settings
         settings = [*PRESETS[self.preset][self.epsilon is not None]]
-        if any(text.startswith("algorithm=") for text in more):  # which has settings of its own
+        named = [t.removeprefix("algorithm=") for t in more if t.startswith("algorithm=")]
+        entry = registry.algorithms().get(named[-1]) if named else None
+        if entry and named[-1] != "zero_cost":  # which a preset's settings are of
             settings = [text for text in settings if not text.startswith("algorithm.")]
-        if "algorithm=fedavg" in more:  # whose network is fixed
+        if entry and entry.search is None:  # of a network that is fixed
             chosen["search_space"] = None
         if settings == [PRIVATE] and X.ndim == 2:
             settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
@@ -232,10 +238,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         try:
             root = str(write_atomically(folder / "records", content))
             data: Any = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
-            if X.ndim == 2 and self.epsilon is None:  # else what is public has to be declared
+            if X.ndim == 2 and not config.dp:  # else what is public has to be declared
                 data = replace(data, categories=_categories(table, data, (label, site)))
-            named = ((label, y), (site, groups)) if X.ndim == 2 else ()
-            for column, codes in named:  # a class or a client may be called NA
+            coded = ((label, y), (site, groups)) if X.ndim == 2 else ()
+            for column, codes in coded:  # a class or a client may be called NA
                 if codes is not None and not {*map(str, codes)}.isdisjoint(MISSING_WORDS):
                     data = replace(data, missing_in={column: [], **data.missing_in})
             config = with_clients(replace(config, dataset=data), ())
@@ -316,8 +322,6 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         names = [*map(str, self.classes_)]
         if padded := [name for name in names if name.splitlines() != [name.strip()]]:
             raise ValueError(f"the class {padded[0]!r} has outer blanks or line breaks: change it.")
-        if len({*map(merging_key(names), names)}) < len(names):
-            raise ValueError(f"of the classes {listed(names, 5)} some are one: spell each one way.")
         return y.astype(str)
 
 
@@ -363,10 +367,14 @@ def _categories(table: pd.DataFrame, data: Any, others: Collection[str | None]) 
     """
     if data.numeric or data.dates or data.categorical:
         return dict(data.categories)
-    kinds = table.drop(columns={*others, data.id_column, *data.ignore} & {*table}).dtypes.items()
-    of = {str(n): kind.categories for n, kind in kinds if isinstance(kind, pd.CategoricalDtype)}
-    texts = {name: texts_of(pd.DataFrame({"x": codes}))["x"].tolist() for name, codes in of.items()}
-    return {n: t for n, t in texts.items() if are_numbers(t).all()} | dict(data.categories)
+    found: dict[str, Any] = {}
+    changed = {*data.ignore, *data.rename, *data.map, *data.scale}
+    for name in {*table} - {*others, data.id_column, *changed}:
+        if isinstance(kind := table[name].dtype, pd.CategoricalDtype):
+            cells = texts_of(pd.DataFrame({"x": kind.categories}))["x"]
+            codes = cells.without({*data.missing_in.get(name, data.missing_values)}).different
+            found |= {name: list(codes)} if codes and are_numbers(codes).all() else {}
+    return found | dict(data.categories)
 
 
 def _parquet(table: pd.DataFrame) -> bytes:

@@ -212,7 +212,7 @@ def test_records_without_a_class_or_a_group_are_refused():
     missing = [None, "NA", "b"] * 20
     refuses(r"site is empty in 1\d rows", fit, X, y, groups=missing)
     for names in (["true", "TRUE", "False"], ["1", "1.0", "2"]):
-        refuses("some are one: spell each", fit, X, np.resize(names, 60), error=ValueError)
+        refuses("some are read as one: give them", fit, X, np.resize(names, 60), error=ValueError)
 
 
 @pytest.fixture
@@ -228,7 +228,10 @@ def asked(monkeypatch):
     return kept
 
 
-@pytest.mark.parametrize(("label", "site"), [("a\\b", "${x}"), ("a'b", 'a"b'), ("a=b", "a,b\\")])
+SIGNS = [("a\\b", "${x}"), ("a'b", 'a"b'), ("a=b", "a,b\\"), ("\\${x}", "b")]
+
+
+@pytest.mark.parametrize(("label", "site"), SIGNS)
 def test_names_of_any_signs_are_taken(label, site, tmp_path, asked):
     table = patients().rename(columns={"died": label, "hospital": site})
     model = FedClassifier(clients=site, preset="fast", settings=[f"dataset.cache={tmp_path}"])
@@ -257,13 +260,28 @@ def test_columns_of_types_of_pandas_are_what_they_say(tmp_path):
     stay = pd.to_timedelta(code * 12, unit="h")
     X = pd.DataFrame({"code": pd.Categorical(code, [0, 1, 2, 5]), "stay": stay})
     X["x"] = pd.arrays.SparseArray(drawn.normal(size=90))
+    X["gone"] = pd.Categorical([None] * 90)
     own = ["retrain.rounds=2", "algorithm.draws=2", f"dataset.cache={tmp_path}"]
     with warnings.catch_warnings(action="ignore"):
         model = FedClassifier(preset="fast", settings=own).fit(X, np.array([0, 1, 0])[code])
+        assert len(model.predict(X)) == 90
     columns = {column.name: column for column in load(model.run_folder).inputs.schema}
     assert columns["code"].categories == ("0", "1", "2", "5")
     assert [columns[name].kind for name in ("stay", "x")] == ["number", "number"]
-    assert len(model.predict(X)) == 90
+
+
+OTHERWISE = ["dataset.map={sex: {1: low}}", "dataset.scale={sex: 2}", "dataset.rename={sex: s}"]
+PRIVATE = ["privacy=dp", "privacy.epsilon=8", "dataset.ranges={age: [0, 99]}"]
+
+
+@pytest.mark.parametrize("settings", [[], ["dataset.missing_values=[-9]"], OTHERWISE, PRIVATE])
+def test_categories_of_numbers_are_taken_where_nothing_else_is_said(settings, tmp_path, asked):
+    X = patients()[["age"]].assign(sex=pd.Categorical(np.resize([0, 1, -9], 200)))
+    own = [*settings, f"dataset.cache={tmp_path}"]
+    model = FedClassifier(preset="fast", settings=own)
+    refuses("", model.fit, X, patients()["died"], error=InterruptedError)
+    codes = {0: ["-9", "0", "1"], 1: ["0", "1"]}.get(len(settings), [])
+    assert asked[0][0].dataset.categories.get("sex", []) == codes
 
 
 def test_another_algorithm_takes_the_place_of_a_presets(tmp_path, asked):

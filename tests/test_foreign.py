@@ -90,7 +90,7 @@ def test_a_few_aliases_are_read():
 
 
 def test_words_and_codes_are_texts():
-    codes = ["yes", "No", "on", "OFF", "010", "12:30", "1_0"]
+    codes = ["yes", "No", "on", "OFF", "010", "12:30", "12:30.5", "1_0", "1_0.5", "0x1F"]
     assert foreign.load_yaml(f"a: [{', '.join(codes)}]", "text") == {"a": codes}
     values = foreign.load_yaml("a: [true, FALSE, 0, 10, -3, 1e5, .5]", "text")
     assert str(values["a"]) == "[True, False, 0, 10, -3, 100000.0, 0.5]"

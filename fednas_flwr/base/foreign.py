@@ -168,9 +168,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-5 as a number and refuses a key given twice, or keys by ``<<``.
+    """SafeLoader of decimal numbers, 1e-5 among them; it refuses a key given twice, or by ``<<``.
 
-    As in YAML 1.2 yes, no, on and off are texts; so are 010 and 12:30, which may be codes.
+    As in YAML 1.2 yes, no, on and off are texts; so are 010, 0x1F, 1_000 and 12:30, which may be
+    codes.
     """
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -189,11 +190,12 @@ class _Loader(yaml.SafeLoader):
 
 _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
 _DIGITS = list("-+0123456789")
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(_FLOAT, re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), _DIGITS)
+_Dumper.add_implicit_resolver(_FLOAT, re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), _DIGITS)
 _Loader.yaml_implicit_resolvers = {
-    sign: [(tag, form) for tag, form in known if tag not in (_BOOL, _INT)]
+    sign: [(tag, form) for tag, form in known if tag not in (_BOOL, _INT, _FLOAT)]
     for sign, known in _Loader.yaml_implicit_resolvers.items()
 }
+_NUMBER = r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.inf$|^\.nan$"
+_Loader.add_implicit_resolver(_FLOAT, re.compile(_NUMBER), [*_DIGITS, "."])
 _Loader.add_implicit_resolver(_BOOL, re.compile("^([Tt]rue|TRUE|[Ff]alse|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(_INT, re.compile("^[-+]?(0|[1-9][0-9]*)$"), _DIGITS)

@@ -262,12 +262,13 @@ def with_names_first(texts: table_files.Texts, path: Path) -> tuple[table_files.
     others, notes = tables.without_row_numbers(texts)
     leading = next(iter(others))
     files = [name for name, cells in others.items() if _are_files(cells)]
-    names = (
-        name
-        for name in files or others
-        if _names_images({name: texts[name]}, path, once=name != leading)
-    )
-    first = next(names, files[0] if files else None)
+    named = [name for name in others if not (files and texts[name].are_plain)]  # such are labels
+    likely = [*files, *(name for name in named if name == leading)]
+    first = next((n for n in likely if _names_images({n: texts[n]}, path)), None)
+    if first is None:
+        names = [name for name in named if _names_images({name: texts[name]}, path)]
+        once = [name for name in names if len(texts[name].different) == len(texts[name])]
+        first = next(iter(once or names or files), None)
     if first is None:
         return (texts, []) if notes and _names_images(texts, path) else (others, notes)
     if first != leading:
@@ -280,11 +281,9 @@ def _are_files(cells: Cells) -> bool:
     return bool(suffixed) and all(suffixed)
 
 
-def _names_images(texts: table_files.Texts, path: Path, *, once: bool = False) -> bool:
-    """Whether the first column names images; each in one row alone, if that is asked."""
+def _names_images(texts: table_files.Texts, path: Path) -> bool:
     with suppress(ConfigError):
-        files = files_of(texts, path)
-        return len(files) > 0 and not (once and len({*files.values()}) < len(files))
+        return len(files_of(texts, path)) > 0
     return False
 
 

@@ -43,8 +43,9 @@ _ID_NAME = re.compile(
     r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record|obs|seqn|rownames?)$", re.I
 )
 _PERSON = re.compile(
-    r"(?i:patient|subject|participant|person|u?subjid|[pu]id|mrn)|.*[a-z](Id|ID|Nr|No|Number)"
-    r"|(.*[^A-Za-z])?(?i:id|mrn|nbr|nr|no|number|key|uuid)"
+    r"(?i:patient|subject|participant|person|u?subjid|[pu]id)|.*[a-z]I[dD]"
+    r"|(?i:(patient|subject|participant|person|customer|user)s?[ _-]?(nr|no|num|number))"
+    r"|(.*[^A-Za-z])?(?i:id|mrn|nbr|uuid)"
 )
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev"}
 _SPLIT_NAME = re.compile(
@@ -81,9 +82,11 @@ def oddities(
     said = _set_apart(values, counts) or _blurred(values[0], values[-1])
     if len(values) == 1:
         said = f"it is {values[0]:g} in every record: there is nothing to predict"
-    if len(records) >= _FEWEST and _is_id(records.label, records.labels.numpy(), len(values)):
-        said = f"{records.label} is another whole number in every record: is it the right one?"
-    return [*([f"the number to predict: {said}"] if said else []), *found]
+    told = [said] if said else []
+    exact = len(records) >= _FEWEST and abs(values).max() < _FLOAT32
+    if exact and _is_id(records.label, records.labels.numpy(), len(values)):
+        told.append(f"{records.label} is another whole number in every record: the right one?")
+    return [*(f"the number to predict: {sentence}" for sentence in told), *found]
 
 
 def _of_test(records: Records, test: Records) -> Iterator[str]:

@@ -44,6 +44,7 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
 }
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # as Excel reads and writes it
 _LIBSVM = re.compile(rb"[-+]?[\d.]+( +\d+:\S+)+ *[\r\n]")  # places and numbers
+_FEWEST_LINES = 3  # of a cell that look like records, as those of an address do not
 _LINES = 20  # in which the separator is found
 # What no Western text is full of: long runs beyond ASCII, and letters before signs, as in UTF-8
 _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
@@ -470,7 +471,8 @@ def _swallowed(columns: Sequence[Cells], separator: str) -> list[str]:
     """A note on a cell in quotes whose lines have the width of records, if there is one."""
     for text in (text for cells in columns for text in cells.different if "\n" in text):
         lines = text.splitlines()[1:-1]
-        if lines and all(line.count(separator) == len(columns) - 1 for line in lines):
+        are_rows = [line.count(separator) == len(columns) - 1 > 0 for line in lines]
+        if all(are_rows) and len(are_rows) >= _FEWEST_LINES:
             return [
                 f"a cell in quotes holds {len(lines)} lines that look like records, from "
                 f"{lines[0][:40]} on: double a quote that is part of a text"

@@ -149,7 +149,7 @@ def train_all(
     alone = config.runtime.name != "inline" or config.runtime.device == "cuda"
     sent = None if alone or at_once(len(folders)) < 2 else registry.packed(train)
     together = 1 if sent is None else at_once(len(folders))
-    each, ends_at = _text(together * limit / len(folders)), time.monotonic() + limit
+    each, ends_at = _text(limit / math.ceil(len(folders) / together)), time.monotonic() + limit
     calls = [(folder, each, ends_at if place else math.inf) for place, folder in enumerate(folders)]
     if sent is None:
         yield from ((call[0], train(*call)) for call in calls)

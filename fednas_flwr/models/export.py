@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fednas_flwr.base.files import replacing
-from fednas_flwr.data.cells import number_of
-from fednas_flwr.data.notation import code_key
+from fednas_flwr.data import table_files
+from fednas_flwr.data.cells import Cells, number_of
+from fednas_flwr.data.notation import places_among
 from fednas_flwr.data.records import CATEGORY, NUMBER, Column, Inputs, feature_names
 from fednas_flwr.data.table_files import BLANK
 from fednas_flwr.models.prediction import METADATA_KEY, MODEL_FILE, TRANSFORM, Model
 from fednas_flwr.settings.data_settings import TableForm
+from fednas_flwr.settings.names import MISSING_WORDS
 
 ONNX_FILE = "model.onnx"
 INPUTS_KEY = "fednas_inputs"
@@ -55,12 +58,13 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
     Images are one input ``images``, uint8 ``[N, C, H, W]``. A table has one input ``[N, 1]`` per
     column, of its name: numbers as float32, NaN where missing, dates as float32 days since 1970,
     categories as text, empty where missing. Codes for missing numbers, other spellings
-    (``dataset.map``) and units (``dataset.scale``) are read as in training. Outputs are, in this
-    order, ``label``, a text ``[N]``, at the model's threshold if it has one, and ``probabilities``,
-    float32 ``[N, classes]``. Where a record can have several labels, ``labels``, int64 ``[N, L]``
-    of 0 and 1 in the order of the metadata's ``class_names``, is in the place of ``label``. A model
-    of numbers has one output, ``prediction``, float32 ``[N]``, in the target's unit. Where a column
-    has one of these names, the output's ends in ``_``.
+    (``dataset.map``) and units (``dataset.scale``) are read as in training, but for those of real
+    sites, each of which has its own. Outputs are, in this order, ``label``, a text ``[N]``, at the
+    model's threshold if it has one, and ``probabilities``, float32 ``[N, classes]``. Where a record
+    can have several labels, ``labels``, int64 ``[N, L]`` of 0 and 1 in the order of the metadata's
+    ``class_names``, is in the place of ``label``. A model of numbers has one output,
+    ``prediction``, float32 ``[N]``, in the target's unit. Where a column has one of these names,
+    the output's ends in ``_``.
 
     torch's older exporter is used on purpose: it takes a second where the newer takes half a
     minute on a small network, and these networks have no control flow.
@@ -126,8 +130,8 @@ def _onnx_column(features: dict[str, np.ndarray], column: Column, form: TableFor
         return np.asarray(features[column.name] / form.scale.get(column.name, 1.0), np.float32)
     # A blank is no category; an empty text may be spelled otherwise
     texts = np.array([" "] * len(next(iter(features.values()))), dtype=object)
-    for value in column.categories:
-        texts[features[f"{column.name}={value}"] == 1] = value
+    for text, place in reversed(_spelled(column, form).items()):
+        texts[features[f"{column.name}={column.categories[place]}"] == 1] = text
     return texts
 
 
@@ -158,8 +162,9 @@ def _examples(inputs: Inputs) -> Tensor:
         values[f"{column.name} is missing"] = values[column.name].isnan().float()
     for column in (c for c in inputs.schema if c.kind == CATEGORY):
         chosen = torch.randint(0, len(column.categories) + 1, (4,), generator=generator)
+        spelled = {*_spelled(column, inputs.form).values()}  # others are read as one of these
         for i, value in enumerate(column.categories):
-            values[f"{column.name}={value}"] = (chosen == i).float()
+            values[f"{column.name}={value}"] = (chosen == (i if i in spelled else -1)).float()
     return torch.stack(list(values.values()), dim=1)
 
 
@@ -175,10 +180,11 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
         kind = TensorProto.STRING if is_text else TensorProto.FLOAT
         columns.append(helper.make_tensor_value_info(name, kind, ["batch", 1]))
         if column.kind == NUMBER:
-            name = _add_number(graph, nodes, name, column.name, inputs.form)
+            name = _add_number(graph, nodes, name, column, inputs.form)
         if not is_text:
             numbers.append(name)
-        elif places:  # an unknown or missing text has zeros everywhere
+        elif column.categories:  # an unknown or missing text has zeros everywhere
+            places = places or {"\0": 0}  # where no cell is any of them
             texts: dict[str, Any] = {"cats_strings": [*places], "zeros": 1, "domain": "ai.onnx.ml"}
             nodes.append(node("OneHotEncoder", [name], [f"encoded_{i}"], **texts))
             shape = np.array([-1, len(places)], dtype=np.int64)
@@ -199,45 +205,62 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
     graph.node.extend([*nodes, *old])
 
 
+def _read(texts: Sequence[str], column: Column, form: TableForm) -> Cells:
+    """Cells of a column in the form that training has read them in."""
+    cells, _ = table_files.without_missing({column.name: Cells(texts)}, replace(form, rename={}))
+    numbers = [column.name] if column.kind == NUMBER else []
+    read, *_ = table_files.in_common_form(cells, form, numbers, None, "", where="model.onnx")
+    return read[column.name]
+
+
 def _spelled(column: Column, form: TableForm) -> dict[str, int]:
-    """The texts that a column's cells may have in ONNX, with the places of their categories."""
-    key = code_key(column.categories)
-    places = {key(value): i for i, value in enumerate(column.categories)}
-    numbers = [number_of(value) for value in column.categories] if key is number_of else []
-    usual = [str(form_of(x)) for x in numbers for form_of in (float, int) if form_of(x) == x]
-    usual += [cased(v) for v in column.categories for cased in (str.lower, str.title, str.upper)]
-    spelled = {
-        value: places[key(value)] for value in (*column.categories, *usual) if key(value) in places
-    }
-    for text, value in form.map.get(column.name, {}).items():
-        if key(value) in places:
-            spelled["" if text == BLANK else text] = places[key(value)]
-    return spelled
+    """The usual texts of a column's cells, with the places of the categories that they are read as.
+
+    Usual are categories, spellings of ``map``, and what means missing; of numbers also 1 and 1.0,
+    of words in small letters, capitals and with one.
+    """
+    texts = [*column.categories, *form.map.get(column.name, {}), *MISSING_WORDS]
+    texts += [*form.missing_values, *form.missing_in.get(column.name, ())]
+    numbers = [x for x in map(number_of, texts) if not math.isnan(x)]
+    forms = [repr(x) for x in numbers] + [str(int(x)) for x in numbers if x.is_integer()]
+    cased = [f(text) for text in texts for f in (str.lower, str.title, str.upper)]
+    known = dict.fromkeys(text for text in (*texts, *forms, *cased) if text != BLANK)
+    if column.name in form.scale:
+        known = dict.fromkeys(text for text in known if not math.isnan(number_of(text)))
+    usual = [*known, ""]
+    places = places_among(_read(usual, column, form), column.categories).tolist()
+    return {text: place for text, place in zip(usual, places, strict=True) if place >= 0}
 
 
 def _add_number(
-    graph: onnx.GraphProto, nodes: list[onnx.NodeProto], place: str, column: str, form: TableForm
+    graph: onnx.GraphProto, nodes: list[onnx.NodeProto], place: str, column: Column, form: TableForm
 ) -> str:
     """Add what reads a column of numbers as in training; the name of its result."""
-    missing = form.missing_in.get(column, form.missing_values)
-    others = [*((code, "") for code in missing), *form.map.get(column, {}).items()]
-    name = place
-    for i, (text, other) in enumerate(others):
-        is_blank, code, made = text == BLANK, number_of(text), f"{place} {i}"
-        if not is_blank and math.isnan(code):
+
+    def constant(name: str, value: float) -> str:
+        graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), name))
+        return name
+
+    plain, name = table_files.notation_of(form).plain, place
+    if column.name in form.scale:
+        factor, name = constant(f"{place} factor", form.scale[column.name]), f"{place} scaled"
+        nodes.append(helper.make_node("Mul", [place, factor], [name]))
+    missing = form.missing_in.get(column.name, form.missing_values)
+    texts = [*missing, *form.map.get(column.name, {})]
+    texts = [text for text in texts if not math.isnan(number_of(plain(text)))]
+    read = _read([*texts, ""], column, form).numbers.tolist()
+    for i, (text, value) in enumerate(zip([*texts, ""], read, strict=True)):
+        result = [f"{place} is {i}"]
+        if text:
+            code = constant(f"{place} code {i}", number_of(plain(text)))
+            nodes.append(helper.make_node("Equal", [place, code], result))
+        elif math.isnan(value):  # a missing number is missing
             continue
-        for key, value in (("code", code), ("other", number_of(other))):
-            constant = numpy_helper.from_array(np.array(value, np.float32), f"{made} {key}")
-            graph.initializer.append(constant)
-        asked = ("IsNaN", [name]) if is_blank else ("Equal", [place, f"{made} code"])
-        nodes.append(helper.make_node(*asked, [f"{made} is"]))
-        nodes.append(helper.make_node("Where", [f"{made} is", f"{made} other", name], [made]))
-        name = made
-    if column in form.scale:
-        factor = np.array(form.scale[column], np.float32)
-        graph.initializer.append(numpy_helper.from_array(factor, f"{place} factor"))
-        nodes.append(helper.make_node("Mul", [name, f"{place} factor"], [f"{place} scaled"]))
-        name = f"{place} scaled"
+        else:
+            nodes.append(helper.make_node("IsNaN", [place], result))
+        other = constant(f"{place} value {i}", value)
+        nodes.append(helper.make_node("Where", [*result, other, name], [f"{place} read {i}"]))
+        name = f"{place} read {i}"
     return name
 
 

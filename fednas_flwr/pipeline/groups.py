@@ -58,10 +58,12 @@ def run_groups(
             exist or has a target that no network reaches.
         QuorumError: Every group has failed.
     """
-    algorithm, strategy = _algorithm(run.config), None
+    algorithm, strategy, path = _algorithm(run.config), None, run.folder / GROUPS_FILE
+    saved: Groups | None = load_json(path.read_text()) if path.exists() else None
     groups: Groups | None = None
     if algorithm.group_by != "alphas":
         groups = _by_name(run)
+        groups = saved or groups  # whoever is connected now
         for name in algorithm.group_hardware:
             check_choice("algorithm.group_hardware", name, groups)
     check_hardware(all_hardware(algorithm), supernet_space(run.config, run.prepared))
@@ -69,8 +71,8 @@ def run_groups(
         of_all = replace(run, config=replace(run.config, algorithm=algorithm.search))
         strategy = search(of_all, prepare=_keep_updates if groups is None else lambda _: None)
     if groups is None:
-        groups = _by_alphas(run, strategy)
-    write_atomically(run.folder / GROUPS_FILE, json.dumps(groups, indent=2) + "\n")
+        groups = saved or _by_alphas(run, strategy)
+    write_atomically(path, json.dumps(groups, indent=2) + "\n")
     run.log.emit("groups", group_by=algorithm.group_by, groups=groups)
     states = None if strategy is None else strategy.states
     with run.stage("groups"):
@@ -119,10 +121,8 @@ def _keep_updates(strategy: RoundStrategy[Any]) -> None:
 
 
 def _by_alphas(run: Run, strategy: RoundStrategy[Any] | None) -> Groups:
-    """Return the groups by similar updates, the same again if the run is resumed."""
-    algorithm, path = _algorithm(run.config), run.folder / GROUPS_FILE
-    if path.exists():
-        return load_json(path.read_text())
+    """Return the groups by similar updates."""
+    algorithm = _algorithm(run.config)
     assert isinstance(strategy, FDNAS)  # as the configuration has it
     assert algorithm.num_groups is not None
     present = set(run.cohort.clients)

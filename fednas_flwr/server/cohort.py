@@ -274,11 +274,11 @@ class Cohort:
         part._grid, part._refused = self._grid, self._refused
         part._left = {client: why for client, why in self._left.items() if client in clients}
         part._left |= dict.fromkeys(set(clients) - set(self._nodes), "it is not connected")
+        part.declared = {c: known for c, known in self.declared.items() if c in clients}
         clients = [client for client in clients if client in self._nodes]
         part._nodes = {client: self._nodes[client] for client in clients}
         part._max_examples = {client: self._max_examples[client] for client in clients}
         part.properties = {client: self.properties[client] for client in clients}
-        part.declared = {client: self.declared.get(client, {}) for client in clients}
         return part
 
     def dismiss(

@@ -39,8 +39,9 @@ SEARCH_PATH = "hydra.searchpath="
 def quoted(value: str | float) -> str:
     """A value as an override has it: any text, number or truth value, also of numpy."""
     if isinstance(value, str):
-        return str(QuotedString(value, Quote.double).with_quotes()).replace("${", r"\${")
-    return json.dumps(value, default=operator.index)
+        text = str(QuotedString(value, Quote.double).with_quotes())
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return json.dumps(value, default=lambda number: number.item())
 
 
 def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:

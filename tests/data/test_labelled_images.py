@@ -183,6 +183,17 @@ def test_labels_that_are_also_names_of_images_do_not_name_them(tmp_path):
         refuses(sentence, read_labelled, tmp_path, labels_file="labels.csv", label="y")
 
 
+@pytest.mark.parametrize("head", ["image,mask,y", "mask,image,y", "person,image,y"])
+def test_the_column_that_names_images_is_found_beside_others(head, tmp_path):
+    for number in range(4):
+        picture(tmp_path / f"p{number}.png", 10 * number)
+    cells = {"image": "p{0}", "mask": "p{0}_mask.png", "person": "{1}", "y": "{1}"}
+    rows = [",".join(cells[name] for name in head.split(",")).format(n, n % 2) for n in range(4)]
+    (tmp_path / "labels.csv").write_text("\n".join([head, *rows]))
+    train, _ = read_labelled(tmp_path, labels_file="labels.csv", label="y")
+    assert shades(train) == [0, 10, 20, 30]
+
+
 def test_a_changed_table_is_read_again(tmp_path):
     root = by_findings(tmp_path / "data")
     terms = {"cache": tmp_path / "cache", "name": "labelled_images", "root": root}

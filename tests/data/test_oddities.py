@@ -39,7 +39,7 @@ CLEAN = {
     "lab": RNG.normal(size=N),
     "ward": np.array(["a", "b", "c"])[RNG.integers(0, 3, N)],
     "risk": LABELS + RNG.normal(size=N) / 2,
-    "flow number": np.arange(N) // 3 / 2,
+    "flow number": np.arange(N) // 3,
 }
 
 

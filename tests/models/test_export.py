@@ -149,21 +149,43 @@ def test_onnx_of_a_table_has_an_input_for_every_column(tmp_path):
     assert answers[0].tolist() == found.labels
 
 
-def test_onnx_reads_cells_as_training_has(tmp_path):
+SPELLED = {"smokes": "true,FALSE,x,True", "stage": "1.0,2,1,3", "sex": "M,m,,f"}
+READINGS = {
+    "scale, missing, map": (
+        {"scale": {"age": 0.5}, "missing_in": {"age": ["-9"]}}
+        | {"map": {"age": {"7": "41"}, "sex": {"M": "m", "blank": "m"}}},
+        SPELLED,
+    ),
+    "categories that are spellings": (
+        {"map": {"stage": {"1": "2", "2": "1"}, "smokes": {"TRUE": "FALSE"}}},
+        SPELLED,
+    ),
+    "missing and blank": (
+        {"missing_values": ["?", "7"], "map": {"sex": {"blank": "m"}, "age": {"7": "41"}}},
+        SPELLED | {"sex": "?,NA,f,m"},
+    ),
+    "a category that is none": ({"map": {"sex": {"m": ""}, "age": {"blank": "30"}}}, SPELLED),
+    "notation": ({"decimal": "comma", "missing_values": ["40,5"]}, SPELLED),
+}
+
+
+@pytest.mark.filterwarnings("ignore:column sex")  # that no cell is a known category
+@pytest.mark.parametrize(("how", "cells"), READINGS.values(), ids=READINGS)
+def test_onnx_reads_cells_as_training_has(how, cells, tmp_path):
     words = {"smokes": ("FALSE", "TRUE"), "stage": ("1", "2"), "sex": ("m",)}
     columns = [Column("age", indicator=True), *(Column(n, "category", v) for n, v in words.items())]
-    spelled = {"age": {"7": "41"}, "sex": {"M": "m", "blank": "m"}}
-    how = {"scale": {"age": 0.5}, "missing_in": {"age": ["-9"]}, "map": spelled}
     scaled = {"mean": (20.0, *[0.0] * 6), "std": (10.0, *[1.0] * 6)}
-    inputs = replace(TABLE, **scaled, schema=tuple(columns), form=replace(TABLE.form, **how))
+    form = replace(TABLE.form, **how)
     torch.manual_seed(0)
+    inputs = replace(TABLE, **scaled, schema=tuple(columns), form=form)
     model = Model(nn.Linear(7, 2), inputs)
     path, _ = export_onnx(model, tmp_path)
-    cells = {"smokes": "true,FALSE,x,True", "stage": "1.0,2,1,3", "sex": "M,m,,f"}
+    ages = np.array([40.5, -9, np.nan, 7], np.float32)
+    spelled = [f"{age:g}".replace("nan", "") for age in ages]
+    if form.decimal == "comma":
+        spelled = [age.replace(".", ",") for age in spelled]
     table = pd.DataFrame({name: texts.split(",") for name, texts in cells.items()})
-    ages = np.array([40, -9, np.nan, 7], np.float32)
-    expected = model.predict(table.assign(age=ages)).probabilities
-    assert len(np.unique(expected)) == 8
+    expected = model.predict(table.assign(age=spelled)).probabilities
     fed = {name: table[[name]].to_numpy(object) for name in cells} | {"age": ages[:, None]}
     _, probabilities = onnxruntime.InferenceSession(path).run(None, fed)
     np.testing.assert_allclose(probabilities, expected, rtol=1e-5)

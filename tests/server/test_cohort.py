@@ -180,9 +180,11 @@ def test_a_client_that_stands_in_is_held_to_the_largest_share(federation):
 def test_a_client_that_is_not_connected_is_missed_in_its_part(federation):
     whole = federation(4, nodes=3, connect_s=0.1)
     whole.cohort.predicts_numbers = True
+    whole.cohort.declared[3] = {"train": 7}  # as of a run that was begun with it
     part = whole.cohort.part([1, 3], run="part", emit=lambda event, **fields: None)
     assert (part.clients, part.left, part.quorum) == ([1], {3: "it is not connected"}, 1)
     assert part.predicts_numbers
+    assert part.declared == {1: {}, 3: {"train": 7}}
     alone = whole.cohort.part([3], run="part", emit=lambda event, **fields: None)
     exchange = Exchange("train.search", stage="search", settings=SEARCH)
     refuses("^client 3: it is not connected", list, alone.ask(exchange), error=QuorumError)
