@@ -368,12 +368,12 @@ def _categories(table: pd.DataFrame, data: Any, others: Collection[str | None]) 
     if data.numeric or data.dates or data.categorical:
         return dict(data.categories)
     found: dict[str, Any] = {}
-    changed = {*data.ignore, *data.rename, *data.map, *data.scale}
-    for name in {*table} - {*others, data.id_column, *changed}:
-        if isinstance(kind := table[name].dtype, pd.CategoricalDtype):
+    others = {*others, data.id_column, *data.ignore, *data.rename, *data.map, *data.scale}
+    for name, kind in table.dtypes.items():
+        if isinstance(kind, pd.CategoricalDtype) and name not in others:
             cells = texts_of(pd.DataFrame({"x": kind.categories}))["x"]
-            codes = cells.without({*data.missing_in.get(name, data.missing_values)}).different
-            found |= {name: list(codes)} if codes and are_numbers(codes).all() else {}
+            codes = cells.without({*data.missing_in.get(str(name), data.missing_values)}).different
+            found |= {str(name): list(codes)} if codes and are_numbers(codes).all() else {}
     return found | dict(data.categories)
 
 

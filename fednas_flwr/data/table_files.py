@@ -277,12 +277,14 @@ def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
         if pa.types.is_date(field.type):  # Python has no years beyond 9999
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
     notes = [f"{names} left out, which holds lists or structures"] if nested else []
+    frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
+    about = {} if form.strict else table.schema.pandas_metadata or {}
+    kinds = {column["field_name"]: column["pandas_type"] for column in about.get("columns", ())}
     for field in table.schema:
-        coded = pa.types.is_dictionary(field.type) and not pa.types.is_string(field.type.value_type)
-        if coded and not form.strict and field.name not in getattr(form, "categories", ()):
+        coded = kinds.get(field.name) == "categorical" and pa.types.is_integer(field.type)
+        if coded and field.name not in getattr(form, "categories", ()):
             cure = "list it in dataset.categorical if they are codes"
             notes.append(f"{field.name} is stored as a category, but holds numbers: {cure}")
-    frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
     return texts_of(frame, where="it"), "", notes
 
 

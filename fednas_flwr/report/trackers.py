@@ -137,4 +137,8 @@ def wandb(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
         yield send
 
 
-TRACKERS = {begin.__name__: partial(tracking, begin) for begin in (tensorboard, mlflow, wandb)}
+TRACKERS = {
+    "tensorboard": partial(tracking, tensorboard),
+    "mlflow": partial(tracking, mlflow),
+    "wandb": partial(tracking, wandb),
+}

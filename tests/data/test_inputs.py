@@ -84,6 +84,11 @@ def parquet_of(names, cells):
     return write
 
 
+def table_of(folder, **columns):
+    pd.DataFrame({**columns, "age": AGE, "y": Y}).to_parquet(folder / "t.parquet")
+    return folder / "t.parquet"
+
+
 def in_zip(*files):
     names = (f"folder/{number}.csv" if of else "folder/" for number, of in enumerate(files))
     return zipped(zip(names, files, strict=True))
@@ -278,6 +283,14 @@ TABLES = {
             of=pd.DataFrame({"x": mostly("a", "inch", 40), "age": AGE, "y": Y}),
         ),
         "a cell in quotes holds 39 lines that look like records, from a,.* on: double a quote",
+    ),
+    "categories of numbers": (
+        lambda folder: table_of(folder, x=pd.Categorical(np.resize([0, 1, 2], N))),
+        "x is stored as a category, but holds numbers: list it in dataset.categorical",
+    ),
+    "categories of texts": (
+        lambda folder: table_of(folder, x=pd.Categorical(np.resize(["a", "b"], N))),
+        r"^numbers: age \| categories: x \(2 values\) \| label y: 0 \d+, 1 \d+$",
     ),
     "LIBSVM": (
         lines(lambda of: [f"{y} 1:{x} 2:{x}" for x, y in zip(AGE, Y, strict=True)]),
