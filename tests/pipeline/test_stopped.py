@@ -136,7 +136,7 @@ def descendants(pid):
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.parametrize("victim", ["ray::Worker", "raylet/raylet", "gcs/gcs_server"])
+@pytest.mark.parametrize("victim", ["ray::InProcessGrid", "raylet/raylet", "gcs/gcs_server"])
 @pytest.mark.parametrize("stage", ["search", "retrain"])
 def test_a_run_outlives_processes_of_ray(overrides, whole, tmp_path, stage, victim):
     folder = tmp_path / "run"
