@@ -73,12 +73,13 @@ def test_a_run_without_test_records_completes(finished_run, fraction):
 
 def test_clients_find_the_statistics_of_a_table_together(finished_run, run_inline, tmp_path):
     rng = np.random.default_rng(0)
-    rows = [f"{rng.normal(40 + 20 * (i % 2), 10):.2f},{'ns'[i % 2]},{i % 3}" for i in range(200)]
+    rows = [f"{rng.normal(40 + 20 * (i % 2), 10):.2f},{'nN'[i % 2]},{i % 3}" for i in range(200)]
     (tmp_path / "table.csv").write_text("\n".join(["age,ward,ill", *rows]))
     own = ("dataset=csv", f"dataset.root={tmp_path / 'table.csv'}", "dataset.ignore=[ward]")
     own += ("partition=column", "partition.column=ward", "clients=2", "search_space=mlp_small")
     small = ("search_space.channels=8", "retrain.channels=8", "rounds=1", "retrain.rounds=1")
     done = finished_run(*own, *small)
+    assert "the column of clients holds N and n" in str(done.named("data")[0]["odd"])
     prepared, settings = stages.make_data(done.config)[0], done.config.dataset
     key = settings.split_key.encode()
     splits = assign_splits(prepared.train.ids, key=key, fractions=settings.fractions)
