@@ -46,7 +46,6 @@ class Score:
         models: The models whose scores stand among the results of a run; on the report's tables
             of scores each model has all that it was measured by.
         key: Its key in an ``evaluated`` event, where that is not its name.
-        sign: -1 if less is better, else 1.
         chance: What a model that knows nothing has; None where that depends on the classes.
     """
 
@@ -56,8 +55,12 @@ class Score:
     hub: str = ""
     models: tuple[str, ...] = ("central", *SIMPLER.values())
     key: str = ""
-    sign: int = 1
     chance: float | None = None
+
+    @property
+    def sign(self) -> int:
+        """-1 if less is better, else 1."""
+        return -1 if self.name in names.LOSSES else 1
 
     def of(self, measured: Mapping[str, Any]) -> float | None:
         """Its value in an evaluation; None where it was not measured."""
@@ -72,10 +75,10 @@ SCORES = (
     Score("majority", "share of the most frequent class", "share", models=()),
     Score("sensitivity", "sensitivity", models=()),
     Score("specificity", "specificity", models=()),
-    Score(names.LOG_LOSS, "log loss", models=(), key="loss", sign=-1),
+    Score(names.LOG_LOSS, "log loss", models=(), key="loss"),
     Score(names.R2, "R²", hub="r_squared", chance=0.0),
-    Score(names.RMSE, "RMSE", "error", hub="rmse", sign=-1),
-    Score(names.MAE, "MAE", "error", hub="mae", sign=-1),
+    Score(names.RMSE, "RMSE", "error", hub="rmse"),
+    Score(names.MAE, "MAE", "error", hub="mae"),
 )
 
 

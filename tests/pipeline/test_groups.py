@@ -130,7 +130,10 @@ def test_a_resumed_run_gives_the_same_networks(whole, run, tmp_path):
         path.unlink()
     (folder / "groups" / "a" / "genotype.json").unlink()
     (folder / "groups" / "a" / "checkpoints" / "search-000002.safetensors").write_bytes(b"torn")
+    groups = json.loads((folder / "groups.json").read_text())
+    (folder / "groups.json").write_text(json.dumps(dict(reversed(groups.items()))))
     run(resume=folder)
+    assert list(read_run(folder).last("groups")["groups"]) == ["b", "a"]  # as they were saved
     warnings = read_run(folder / "groups" / "a").of_kind("warning")
     assert any("search-000002" in warning["message"] for warning in warnings)
     for file in ("groups/a/model.safetensors", "groups/b/model.safetensors"):
