@@ -167,6 +167,18 @@ def test_mistakes_are_told_without_torch():
     assert len(done.stderr.splitlines()) == 5
 
 
+def test_what_fails_on_the_way_out_of_ctrl_c_is_ctrl_c(tiny_overrides, monkeypatch, capsys):
+    def stopped(*_, **__):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise OSError("closed")
+
+    monkeypatch.setattr(api, "run", stopped)
+    assert cli.main(["run", *tiny_overrides]) == cli.STOPPED
+    assert capsys.readouterr().err.endswith("fednas: stopped.\n")
+
+
 def test_command_exits_with_2_and_no_trace():
     done = subprocess.run([*FEDNAS, "run", "algorithm=fed_dart"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

@@ -117,7 +117,16 @@ def _main(arguments: Sequence[str] | None) -> int:
         take_files(files)
         return handler(**values) or 0
     except Exception as error:
+        if _is_stopped(error):
+            raise KeyboardInterrupt from error
         return fail(error, debug=debug)
+
+
+def _is_stopped(error: BaseException | None) -> bool:
+    """True for Ctrl-C, and for what a library raised as it cleaned up after Ctrl-C."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _listed(title: str, commands: Commands, names: Iterable[str]) -> str:

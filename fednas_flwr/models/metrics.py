@@ -309,13 +309,17 @@ def resampled(resamples: int, number: int, generator: torch.Generator) -> Tensor
     return weights_RN.scatter_add_(1, rows_RN, torch.ones_like(weights_RN))
 
 
-def summed(values: Sequence[float], metric: str, classes: int) -> Tensor | None:
-    """What a client has told of :func:`sums`, in its form; None of another number of values."""
+def summed(values: Sequence[float], metric: str, classes: int, number: float) -> Tensor | None:
+    """A client's :func:`sums` in their form; None if they cannot be of that many records."""
     sizes = {ACCURACY: [2], LOG_LOSS: [2], "f1": [classes, 3], **dict.fromkeys(NUMBER_METRICS, [6])}
     shape = [1 + RESAMPLED, *sizes.get(metric, [classes, 2 * _num_ranks(classes)])]
     if len(values) != math.prod(shape):
         return None
-    return torch.tensor(values, dtype=torch.float64).reshape(shape)
+    sums = torch.tensor(values, dtype=torch.float64).reshape(shape)
+    counts = sums if metric in (ACCURACY, "f1") else sums.sum(-1)
+    if metric in (LOG_LOSS, *NUMBER_METRICS):  # the rest are losses, or squares
+        counts = sums[..., 0]
+    return sums if counts.max() <= number else None
 
 
 def score_of_sums(total: Tensor, metric: str) -> Tensor:

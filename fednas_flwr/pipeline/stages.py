@@ -280,9 +280,15 @@ def _evaluate(run: Run, trained: Trained) -> float | None:
                 )
             if holds_out and replies:
                 classes = len(objective.scored_classes(prepared.num_classes))
-                answers = [reply.properties.get("sums", ()) for reply in replies]
-                totals = [metrics.summed(values, metric, classes) for values in answers]
-                if fitting := [total for total in totals if total is not None]:
+                totals = [
+                    metrics.summed(r.properties.get("sums", ()), metric, classes, r.num_examples)
+                    for r in replies
+                ]
+                fitting = [total for total in totals if total is not None]
+                if missing := len(totals) - len(fitting):
+                    message = f"validation scores of {missing} clients are left out: malformed"
+                    run.log.emit("warning", message=message)
+                if fitting:
                     total = torch.stack(fitting).sum(0)
                     validation = metrics.score_of_sums(total, metric).tolist()
         objective = replace(objective, threshold=threshold)
