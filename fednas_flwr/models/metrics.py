@@ -500,7 +500,7 @@ def weighted_scores(
     scores = objective.weighted_scores(logits_NC, labels_N, weights_RN)
     if objective.predicts_numbers:
         return scores
-    for name, of_record in ((ACCURACY, objective.hits), (LOG_LOSS, objective.plain_losses)):
+    for name, of_record in ((ACCURACY, objective.hits), (LOG_LOSS, objective.tested_losses)):
         scores[name] = weights_RN @ of_record(logits_NC, labels_N).double() / weights_RN.sum(1)
     return scores
 

@@ -248,8 +248,11 @@ def test_a_report_has_all_scores_as_json(num_classes):
     logits = torch.randn(200, num_classes, generator=generator)
     logits[torch.arange(200), labels] += 1
     threshold = 0.4 if num_classes == 2 else None
-    found = metrics.detailed(logits, labels, objective=Objective(threshold=threshold))
+    objective = Objective(threshold=threshold, own_loss=lambda one, label: 99 + one[:, 0])
+    found = metrics.detailed(logits, labels, objective=objective)
     json.dumps(found, allow_nan=False)
+    low, high = found["intervals"]["log_loss"]  # which no loss of a user's own changes
+    assert low < found["loss"] < high
     called = logits.argmax(1)
     if num_classes == 2:
         called = (logits.softmax(1)[:, 1] >= 0.4).long()
