@@ -200,8 +200,9 @@ def without_row_numbers(
 
 
 def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
-    """Name of a table's label column; of no effect where there is one per label."""
-    return settings.label if settings.names_label or settings.labels else list(texts)[-1]
+    """Name of a table's label column, which may itself be ``last``; unused with ``labels``."""
+    is_named = settings.names_label or settings.labels or settings.label in texts
+    return settings.label if is_named else list(texts)[-1]
 
 
 def label_columns(settings: LabelTable) -> list[str]:
