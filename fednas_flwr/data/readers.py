@@ -92,7 +92,7 @@ def data_settings(name: str, values: Mapping[str, Any]) -> ds.Dataset:
 
 
 def _neutral(name: str) -> dict[str, Any]:
-    """Return the settings of a file in ``conf/dataset``; the values of its bases take precedence."""
+    """Return the settings of a file in ``conf/dataset``, where values of its bases come first."""
     path = conf_folder() / "dataset" / f"{name}.yaml"
     tree: dict[str, Any] = read_yaml(path, "the defaults of data sets")
     for base in tree.pop("defaults", ()):
