@@ -66,7 +66,7 @@ class Notation(Checked):
         return re.compile(rf"([+-]?){whole}(?:{decimal}(\d*))?([eE][+-]?\d+)?", re.ASCII)
 
     def reads(self, text: str) -> bool:
-        """Return whether a text is a number in this notation."""
+        """Return true if a text is a number in this notation."""
         return self._number.fullmatch(text) is not None
 
     def plain(self, text: str) -> str:

@@ -129,7 +129,7 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     told = Counter(note for table in tables.values() for note in table.notes)
     maps = [of for table in tables.values() for of in table.settings.map.items()]
     asked = Counter(unused(name, code) for name, codes in maps for code in codes)
-    notes = [note for note, times in told.items() if times >= asked[note]]  # no site has the code
+    notes = [note for note, times in told.items() if times >= asked[note]]  # the code is at no site
     read = [*sites_in(root, TABLE_SUFFIXES).values(), _settings_file(root) or root]
     notes += beside(root, read, "expected .csv, .xlsx and the like")
     said = proposals(tables)

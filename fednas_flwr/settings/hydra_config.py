@@ -31,7 +31,7 @@ from fednas_flwr.settings import conf_folder, expanded
 from fednas_flwr.settings.unused import UserSettings
 
 EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray]'"
-NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # what overrides say to Hydra
+NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # overrides for Hydra itself
 PRIMARY = "config"  # the file that composition begins with
 SEARCH_PATH = "hydra.searchpath="
 
