@@ -1,7 +1,7 @@
 """Federated neural architecture search on Flower: one network from data that never moves.
 
-The command ``fednas`` runs everything, and so does :func:`run` of what :func:`compose` returns;
-:func:`load` gives back the model that a run trained.
+The command ``fednas`` runs everything, and so does :func:`run` with a configuration from
+:func:`compose`; :func:`load` returns the model that a run has trained.
 """
 
 import os
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for; torch takes seconds, and is imported when a run begins."""
+    """Import a name on demand; torch takes seconds, and is imported when a run begins."""
     if name in __all__:
         homes = {"Algorithm": "settings.registry", "load": "models.networks"}
         homes |= dict.fromkeys(("FedClassifier", "FedRegressor"), "estimators")
@@ -58,5 +58,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List what there is, imported or not."""
+    """Return all names, imported or not."""
     return __all__

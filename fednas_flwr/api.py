@@ -1,7 +1,7 @@
-"""The Python door: compose a configuration, run it, register what is your own.
+"""The Python interface: compose a configuration, run it, register parts of your own.
 
-``run(compose("algorithm=fed_darts", "rounds=2"))`` does what ``fednas run algorithm=fed_darts
-rounds=2`` does, by the same code.
+``run(compose("algorithm=fed_darts", "rounds=2"))`` does the same as ``fednas run
+algorithm=fed_darts rounds=2``, by the same code.
 
 torch is imported when a run begins.
 """
@@ -55,22 +55,22 @@ class Result:
     """Result of a run, read from its folder.
 
     Attributes:
-        folder: The run folder, with ``model.onnx``, ``report.html`` and all else.
+        folder: The run folder, with ``model.onnx``, ``report.html`` and all other files.
     """
 
     folder: Path
 
     @cached_property
     def model(self) -> Model:
-        """The trained model, which takes raw data, on the CPU; ConfigError if none is exported."""
+        """The trained model, on the CPU; it takes raw data. ConfigError if none is exported."""
         from fednas_flwr.models.networks import load
 
         return load(self.folder)
 
     def leaderboard(self) -> list[dict[str, Any]]:
-        """A row of numbers for what is delivered, then for each model it was compared with.
+        """Return a row of numbers for the delivered network, then for each model compared with it.
 
-        Networks come first, the best by their scores on validation records before the others; then
+        Networks come first, ordered by their scores on validation records, the best first; then
         models that need no search.
         """
         from fednas_flwr.runs.leaderboard import compared
@@ -79,7 +79,7 @@ class Result:
         return compared(read_run(self.folder))
 
     def plot(self, name: str = "leaderboard") -> Picture:
-        """A picture of the report, which Jupyter shows: ``clients``, ``roc``, ``retrain_loss``, ...
+        """Return a picture of the report for Jupyter: ``clients``, ``roc``, ``retrain_loss``, ...
 
         Raises:
             ConfigError: The run has no such picture; the message names those that it has.
@@ -94,7 +94,7 @@ class Result:
 
     @cached_property
     def genotype(self) -> Genotype | None:
-        """The architecture that was searched or given; None of a network that is given by name."""
+        """The architecture that was found or given; None for a network that is given by name."""
         from fednas_flwr.runs.run_folder import GENOTYPE_FILE
         from fednas_flwr.spaces.genotype import load_genotype
 
@@ -103,10 +103,10 @@ class Result:
 
     @cached_property
     def scores(self) -> dict[str, Any]:
-        """Results of the evaluation, by what was measured: ``central``, ``linear``, ``trees``, ...
+        """Results of the evaluation, by kind: ``central``, ``linear``, ``trees``, ...
 
         ``central`` has loss, accuracy and scores on the server's test set, ``linear`` those of
-        logistic regression, ``trees`` of boosted trees; None where they were not measured.
+        logistic regression, ``trees`` those of boosted trees; each is None if it was not measured.
         ``clients``, ``personalised`` and ``copies`` have a dict for each client. Empty if the run
         has not been evaluated.
         """
@@ -121,7 +121,7 @@ class Result:
 
 
 def compose(*overrides: str) -> Config:
-    """Return the checked configuration of ``conf/`` with overrides, as ``fednas run`` takes them.
+    """Return the checked configuration of ``conf/`` with the overrides of ``fednas run``.
 
     Raises:
         ConfigError: An override is malformed, a value is wrong, or two exclude each other.
@@ -135,18 +135,18 @@ def compose(*overrides: str) -> Config:
 
 
 def with_clients(config: Config, typed: Collection[str]) -> Config:
-    """A configuration with a client for every site, or value of a column, that divides its data.
+    """Return a configuration with one client for each site, or value of the dividing column.
 
     Args:
-        config: Of a run.
-        typed: Names of the settings that the user has set, whose ``clients`` stays.
+        config: Settings of a run.
+        typed: Names of the settings that the user has set; ``clients`` stays if it is among them.
     """
     divided = config.partition.name in ("sites", "column") and config.runtime.name != "deployment"
     if not divided or "clients" in typed:
         return config
     from fednas_flwr.data.prepared import client_names, prepare_run
 
-    with suppress(ConfigError):  # the checks before a run say it
+    with suppress(ConfigError):  # the checks before a run report it
         names = client_names(prepare_run(config).train, config.partition)
         return replace(config, clients=len(names) or config.clients)
     return config
@@ -159,22 +159,22 @@ def run(
     listeners: Iterable[Listener] = (),
     quiet: bool = True,
 ) -> Result:
-    """Search, retrain, evaluate, export and report, and return what came of it.
+    """Search, retrain, evaluate, export and report, and return the result.
 
-    A ``strategy`` is made as the algorithm's own class would be. One that states no class of
-    settings, ``RoundStrategy[<settings>]``, itself or by the class that it derives from, has no
-    settings, and the run then has none of the algorithm's.
+    A ``strategy`` is constructed like the algorithm's own class. If neither it nor the class that
+    it derives from names a class of settings, as ``RoundStrategy[<settings>]``, it has no settings,
+    and the run has none of the algorithm's settings.
 
     Args:
-        config: What :func:`compose` returns; or the folder of a run to continue, whose own
+        config: A configuration from :func:`compose`; or the folder of a run to continue, whose own
             configuration is then used.
-        strategy: Takes the place of the algorithm's search strategy, also to continue a run that
-            was started with it. Not with ``runtime=deployment``, whose server does not know it.
-        listeners: Called with every event.
-        quiet: False shows what ``fednas run`` shows.
+        strategy: Class that replaces the algorithm's search strategy, also to continue a run that
+            was started with it. Not with ``runtime=deployment``, whose server does not have it.
+        listeners: Functions called with every event.
+        quiet: False shows the output of ``fednas run``.
 
     Raises:
-        ConfigError: Settings, data, device or folder do not allow it; no folder has been made.
+        ConfigError: Settings, data, device or folder do not allow the run; no folder was made.
         QuorumError: Too few clients answered.
     """
     from fednas_flwr.runs.run_folder import check_whole, create_run_folder, open_run_folder
@@ -195,11 +195,11 @@ def run(
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for what settings, files, data or device rule out, in the same order."""
+    """Raise ConfigError if settings, files, data or device rule out the run, in this order."""
     from fednas_flwr.report.trackers import check_trackers
     from fednas_flwr.runs.run_folder import check_free
 
-    here = config.runtime.name != "deployment"  # else server, data and genotype are elsewhere
+    here = config.runtime.name != "deployment"  # in a deployment all of these are elsewhere
     check_combinations(config)
     check_free(config)
     if here:
@@ -216,9 +216,9 @@ def check(config: Config) -> None:
 def execute(
     config: Config, *, resumed: bool, listeners: Iterable[Listener] = (), quiet: bool = False
 ) -> None:
-    """Run a configuration whose folder exists, unless quiet with a display and a closing table.
+    """Run a configuration whose folder exists; unless quiet, show progress and a final table.
 
-    What stops it, and can go on, has a note that says how.
+    An error that stops a run that can go on has a note that says how.
     """
     from fednas_flwr.deploy.whole_run import run_whole
     from fednas_flwr.server.cohort import QuorumError
@@ -232,7 +232,7 @@ def execute(
         print(f"run folder: {config.run_dir}", flush=True)
         with ProgressDisplay() as display:
             run_whole(config, listeners=[display, *listeners], resumed=resumed, tell=display)
-    except (KeyboardInterrupt, OSError, QuorumError) as error:  # of a full disk, say
+    except (KeyboardInterrupt, OSError, QuorumError) as error:  # such as a full disk
         error.add_note(f"to go on: fednas run resume={config.run_dir}")
         raise
     print_summary(config.folder)
@@ -244,11 +244,11 @@ def register_algorithm(
     """Let ``algorithm=<name>`` choose an algorithm of your own, in this process and its workers.
 
     Args:
-        name: Letters, digits and underscores.
+        name: Name of letters, digits and underscores.
         algorithm: Its entry; ``settings`` is a frozen dataclass derived from
             :class:`~fednas_flwr.settings.AlgorithmSettings`.
-        defaults: The value of every setting, as a file of ``conf/algorithm`` gives them; with
-            ``{"defaults": ["fed_darts"], ...}`` those of ``fed_darts`` besides.
+        defaults: Values of all settings, as in a file of ``conf/algorithm``;
+            ``{"defaults": ["fed_darts"], ...}`` adds those of ``fed_darts``.
 
     Raises:
         ConfigError: The name exists.
@@ -271,15 +271,15 @@ def register_search_space(
     """Let ``search_space=<name>`` choose a space of your own, in this process and its workers.
 
     Args:
-        name: Letters, digits and underscores; also the ``name`` of the space that is made.
-        make: Called with ``input_shape``, ``num_classes``, ``norm`` and the settings but the
-            name, as keyword arguments; a space's class will do.
+        name: Name of letters, digits and underscores; also the ``name`` of the space itself.
+        make: Function of ``input_shape``, ``num_classes``, ``norm`` and the settings except the
+            name, as keyword arguments, which returns the space; may be a space's class.
         settings: A frozen dataclass derived from
-            :class:`~fednas_flwr.settings.SearchSpaceSettings`; unless it is ``CellSpace``, derived
+            :class:`~fednas_flwr.settings.SearchSpaceSettings`. Unless it is ``CellSpace``, derived
             networks have the supernet's sizes, and ``retrain.channels`` and ``retrain.num_cells``
             are null.
-        defaults: The value of every setting, as a file of ``conf/search_space`` gives them;
-            without ``skip`` and ``own_ops`` there are none of these.
+        defaults: Values of all settings, as in a file of ``conf/search_space``; ``skip`` and
+            ``own_ops`` may be left out, and there are then none.
 
     Raises:
         ConfigError: The name exists.
@@ -299,16 +299,16 @@ def register_data_set(
     """Let ``dataset=<name>`` choose records of your own, in this process and its workers.
 
     Args:
-        name: Letters, digits and underscores.
-        data: Arrays as an npz file has them, ``x_train``, ``y_train`` and optionally ``x_test``,
-            ``y_test``; or a reader, called with the path ``dataset.root`` and ``settings`` as
-            keyword arguments, which returns train and test
-            :class:`~fednas_flwr.data.records.Records`, the latter None where there are none, or
-            torch's data sets of (example, class) in their place, or their loaders.
-        settings: Names of the settings of other data sets that a reader takes; what all images
-            have, and ``statistics`` and ``ranges`` of tables, can be set of each. Arrays have the
+        name: Name of letters, digits and underscores.
+        data: Arrays named as in an npz file: ``x_train``, ``y_train`` and optionally ``x_test``,
+            ``y_test``. Or a reader, a function of the path ``dataset.root`` and of ``settings`` as
+            keyword arguments. It returns train and test
+            :class:`~fednas_flwr.data.records.Records`, the latter None if there are none; or in
+            their place torch's data sets of (example, class), or their loaders.
+        settings: Names of settings of other data sets that a reader takes. The settings of all
+            images, and ``statistics`` and ``ranges`` of tables, can always be set. Arrays have the
             settings of ``dataset=npz``.
-        defaults: What differs from the defaults in ``conf/dataset``.
+        defaults: Values that differ from the defaults in ``conf/dataset``.
 
     Raises:
         ConfigError: The name exists, or there is no such setting.
@@ -327,10 +327,10 @@ def register_op(name: str, make: Callable[[int, int], nn.Module]) -> None:
     convolutions, linear layers and group norms, and no record may depend on another.
 
     Args:
-        name: Letters, digits and underscores.
-        make: Called with a number of channels and a stride, 1 or 2, returns a new module from
-            ``[B, channels, H, W]`` to ``[B, channels, ceil(H / stride), ceil(W / stride)]``, of a
-            space for tables ``[B, channels]``. The space puts a norm behind it.
+        name: Name of letters, digits and underscores.
+        make: Function of a number of channels and a stride, 1 or 2. It returns a new module from
+            ``[B, channels, H, W]`` to ``[B, channels, ceil(H / stride), ceil(W / stride)]``; in a
+            space for tables both are ``[B, channels]``. The space adds a norm after it.
 
     Raises:
         ConfigError: The name exists.
@@ -346,14 +346,14 @@ def register_op(name: str, make: Callable[[int, int], nn.Module]) -> None:
 
 
 def register_loss(name: str, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Let ``training.loss=<name>`` train by a loss of your own, of supernets and of networks.
+    """Let ``training.loss=<name>`` train supernets and networks by a loss of your own.
 
-    Networks are tested by cross-entropy all the same.
+    Networks are still tested by cross-entropy.
 
     Args:
-        name: Letters, digits and underscores.
-        loss: Called with the logits [1, classes] and the label int64 [1] of one record, or its
-            labels [1, classes] of 0 and 1; returns one number. It runs under ``torch.vmap``, so
+        name: Name of letters, digits and underscores.
+        loss: Function of the logits [1, classes] and the label int64 [1] of one record, or its
+            labels [1, classes] of 0 and 1; it returns one number. It runs under ``torch.vmap``, so
             that no record's loss can depend on another record.
 
     Raises:
@@ -366,9 +366,9 @@ def register_network(name: str, make: Callable[[tuple[int, ...], int], nn.Module
     """Let ``algorithm=fedavg algorithm.network=<name>`` train a network of your own.
 
     Args:
-        name: Letters, digits and underscores.
-        make: Called with the shape of one example and the number of classes, returns a new module
-            from examples [B, ...] to logits [B, classes].
+        name: Name of letters, digits and underscores.
+        make: Function of the shape of one example and the number of classes, which returns a new
+            module from examples [B, ...] to logits [B, classes].
 
     Raises:
         ConfigError: The name exists.
@@ -379,14 +379,14 @@ def register_network(name: str, make: Callable[[tuple[int, ...], int], nn.Module
 def register_metric(name: str, metric: Callable[[np.ndarray, np.ndarray], float]) -> None:
     """Let reports show a metric of your own, of the trained network on the server's test set.
 
-    No choice depends on it. It is computed in the process of the server, which a deployment has on
+    No choice depends on it. It is computed in the server's process, which in a deployment is on
     another machine.
 
     Args:
-        name: As reports show it.
-        metric: Called with the probabilities float64 [N, classes] and the labels int64 [N], or
-            [N, classes] of 0 and 1 where records can have several; of numbers with the predictions
-            [N, 1] and the true ones, float32 [N]. Returns a finite number.
+        name: Its name in reports.
+        metric: Function of the probabilities float64 [N, classes] and the labels int64 [N], or
+            [N, classes] of 0 and 1 if records can have several. For numbers to predict, of the
+            predictions [N, 1] and the true numbers, float32 [N]. It returns a finite number.
 
     Raises:
         ConfigError: The name exists.
@@ -399,7 +399,7 @@ def register_metric(name: str, metric: Callable[[np.ndarray, np.ndarray], float]
 
 
 def _own(group: str, name: str, entry: Any) -> None:
-    """Let a name stand for an entry of a user's."""
+    """Let a name stand for an entry of the user."""
     register(group, name, entry)
     carry(group, name, entry)
 
@@ -430,11 +430,11 @@ def _with_strategy(config: Config, strategy: type[RoundStrategy[Any]]) -> Config
 
 
 def _register_strategy(strategy: type[RoundStrategy[Any]], algorithm: str) -> str:
-    """Let a class take the place of an algorithm's own search strategy; return the new name.
+    """Register a class in place of an algorithm's own search strategy; return the new name.
 
-    Its settings are the algorithm's, and the name is ``<algorithm>.<class>``. A class that states
-    no settings has none, and the name is ``own.<class>``. A class takes the place of an earlier one
-    of its name.
+    Its settings are the algorithm's, and the name is ``<algorithm>.<class>``. A class that names no
+    settings has none, and the name is ``own.<class>``. A class replaces an earlier one of the same
+    name.
 
     Raises:
         ConfigError: It is no :class:`RoundStrategy`; or the algorithm does not search, has other

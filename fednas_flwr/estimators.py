@@ -1,6 +1,6 @@
 """Estimators with scikit-learn's conventions: a federated run from a DataFrame or from arrays.
 
-``FedClassifier(clients="hospital").fit(df, label="died")`` does what ``fednas run`` does, by the
+``FedClassifier(clients="hospital").fit(df, label="died")`` does the same as ``fednas run``, by the
 same code, and leaves the same run folder. The fitted estimator holds the bytes of the exported
 model, and predicts without that folder.
 """
@@ -43,7 +43,7 @@ from fednas_flwr.settings.names import MISSING_WORDS
 FAST = ["experiment=search/data_free", "algorithm.draws=20", "algorithm.shortlist=null"]
 FAST += ["retrain=recommended", "retrain.rounds=10", "evaluation.baselines=0", "trackers=[]"]
 PLAIN, PRIVATE = "experiment=search/recommended", "experiment=search/recommended_private"
-PRIVATE_TABLES = {  # in place of that, by task: without a search
+PRIVATE_TABLES = {  # replaces the private preset for tables, by task: without a search
     "classification": "experiment=fedavg/private_table",
     "regression": "experiment=fedavg/private_numbers",
 }
@@ -56,17 +56,17 @@ PRESETS = {  # without and with privacy
 
 
 class _Federated(BaseEstimator):  # type: ignore[misc]
-    """What both estimators share.
+    """Base of both estimators.
 
     Attributes:
-        feature_names_in_: Columns of the features, of a DataFrame.
-        n_features_in_: Their number.
+        feature_names_in_: Names of the features in a DataFrame.
+        n_features_in_: Number of features.
         run_folder_: The run folder, with report, events and models.
     """
 
     task: str
-    _content: bytes  # of the exported model
-    _target: Callable[[Any], Any]  # as the run takes it
+    _content: bytes  # of the exported model's file
+    _target: Callable[[Any], Any]  # converts targets to the form of the run
 
     def __init__(
         self,
@@ -83,19 +83,20 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """Store the settings.
 
         Args:
-            clients: How records are divided: by the values of a column of this name, evenly among a
-                number of clients, or, with None, not at all. ``fit(..., groups=...)`` overrules it.
+            clients: Division of records: a name divides by the values of that column, a number
+                evenly among so many clients; None does not divide. ``fit(..., groups=...)``
+                overrules it.
             metric: Score by which networks are compared, see ``evaluation.metric`` of ``conf``.
-            epsilon: Differential privacy of each client's records, as ``privacy.epsilon``; None has
-                none. A table's ``dataset.ranges`` are then among the ``settings``.
-            time_limit: Of the run, such as ``10min``, within a round and the export; a warning says
-                what it has left out.
-            preset: ``fast`` takes seconds and compares nothing, ``default`` is the recommended
-                search, or of a private table ``fedavg/private_table`` or, of numbers,
-                ``private_numbers``; ``best`` compares more networks, trained as long.
-            settings: Further settings, as ``fednas run`` takes them; they overrule all others.
-            random_state: Seed of the run, or what draws one; None is 1.
-            verbose: True shows what ``fednas run`` shows.
+            epsilon: Differential privacy of each client's records, as ``privacy.epsilon``; None is
+                no privacy. With privacy, a table's ``dataset.ranges`` must be in ``settings``.
+            time_limit: Time limit of the run, such as ``10min``, kept to within a round and the
+                export; a warning says what was left out.
+            preset: ``fast`` takes seconds and compares nothing. ``default`` is the recommended
+                search; for a private table, ``fedavg/private_table``, or ``private_numbers`` to
+                predict a number. ``best`` compares more networks, trained for as long.
+            settings: Further settings, as for ``fednas run``; they overrule all others.
+            random_state: Seed of the run, or a generator that draws one; None is 1.
+            verbose: True shows the output of ``fednas run``.
         """
         self.clients = clients
         self.metric = metric
@@ -109,13 +110,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any = None, *, label: str | None = None, groups: Any = None) -> Self:
         """Search, train and export a network in a run folder.
 
-        Records are written below ``dataset.cache`` and removed at the end, unless the run is
-        interrupted or cut short, and can go on by ``fednas run resume=<run folder>``; its
-        ``config.yaml`` names their folder, which is then to be removed by hand.
+        Records are written below ``dataset.cache`` and removed at the end. They are kept if the run
+        is interrupted or cut short and can go on by ``fednas run resume=<run folder>``; its
+        ``config.yaml`` names their folder, which you must then remove yourself.
 
         Args:
-            X: A table, a DataFrame of pandas or another library or an array [N, F]; or images, an
-                array as ``dataset=npz`` has them.
+            X: A table, as a DataFrame of pandas or another library or an array [N, F]; or images,
+                as an array in a form of ``dataset=npz``.
             y: The target [N]; None if it is a column of ``X``.
             label: Name of that column.
             groups: The client of each record [N].
@@ -133,7 +134,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             site = self.clients
             groups, X = _taken(X, site)
         X = self._checked(X, reset=True)
-        y = y.to_numpy() if isinstance(y, pd.Series) else y  # of pandas' own types as of numpy's
+        y = y.to_numpy() if isinstance(y, pd.Series) else y  # of pandas' own types, too
         y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
         y = pd.Series(y).infer_objects().to_numpy()
         check_consistent_length(X, y, groups)
@@ -144,7 +145,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         return self
 
     def leaderboard(self) -> pd.DataFrame:
-        """What is delivered and all that it was compared with, see ``Result.leaderboard``."""
+        """Return the delivered network and all models compared with it (``Result.leaderboard``)."""
         return pd.DataFrame(Result(self.run_folder).leaderboard())
 
     def report(self) -> Path:
@@ -152,14 +153,14 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         return write_report(self.run_folder)
 
     def importance(self, X: Any, y: Any = None, *, label: str | None = None) -> pd.DataFrame:
-        """How much the score falls when one column is shuffled, a row for each, largest first.
+        """Return the drop of the score when a column is shuffled, one row each, largest first.
 
-        By five permutations (Breiman 2001); for records that training has not seen.
+        It uses five permutations (Breiman 2001); give records that training has not seen.
 
         Args:
-            X: As :meth:`fit` has it.
-            y: The same.
-            label: The same.
+            X: As in :meth:`fit`.
+            y: As in :meth:`fit`.
+            label: As in :meth:`fit`.
         """
         X = _frame(X)
         y = X[label] if y is None else y
@@ -170,7 +171,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         return pd.DataFrame(columns, index=names).sort_values("importance", ascending=False)
 
     def export(self, path: str | Path) -> list[Path]:
-        """Put the model, as safetensors and ONNX, and its card into a folder; returns the files."""
+        """Put the model, as safetensors and ONNX, and its card into a folder; return the files."""
         return export_model(self.run_folder, Path(path))
 
     @property
@@ -183,7 +184,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         return folder
 
     def _run(self, X: Any, y: Any, groups: Any, *, label: str | None, site: str | None) -> Result:
-        """The run of the settings, on records in a file for the time that it takes."""
+        """Run the settings on the records, which are in a file as long as the run takes."""
         check_choice("preset", self.preset, PRESETS)
         seed = 1 if self.random_state is None else self.random_state
         if isinstance(seed, np.random.RandomState):
@@ -225,9 +226,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         settings = [*PRESETS[self.preset][self.epsilon is not None]]
         named = [t.removeprefix("algorithm=") for t in more if t.startswith("algorithm=")]
         entry = registry.algorithms().get(named[-1]) if named else None
-        if entry and named[-1] != "zero_cost":  # which a preset's settings are of
+        if entry and named[-1] != "zero_cost":  # the preset's settings are for zero_cost
             settings = [text for text in settings if not text.startswith("algorithm.")]
-        if entry and entry.search is None:  # of a network that is fixed
+        if entry and entry.search is None:  # for a given network
             chosen["search_space"] = None
         if settings == [PRIVATE] and X.ndim == 2:
             settings, chosen["search_space"] = [PRIVATE_TABLES[self.task]], None
@@ -238,7 +239,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         try:
             root = str(write_atomically(folder / "records", content))
             data: Any = replace(config.dataset, root=root, cache=str(folder))  # type: ignore[call-arg]
-            if X.ndim == 2 and not config.dp:  # else what is public has to be declared
+            if X.ndim == 2 and not config.dp:  # with privacy, public facts must be declared
                 data = replace(data, categories=_categories(table, data, (label, site)))
             coded = ((label, y), (site, groups)) if X.ndim == 2 else ()
             for column, codes in coded:  # a class or a client may be called NA
@@ -262,7 +263,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         return result
 
     def _checked(self, X: Any, *, reset: bool = False) -> Any:
-        """Features as scikit-learn has them; columns of a DataFrame may be of any kind."""
+        """Return features checked by scikit-learn; columns of a DataFrame may be of any kind."""
         X = _frame(X)
         if isinstance(X, pd.DataFrame):
             known = getattr(self, "feature_names_in_", X.columns)
@@ -278,7 +279,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         return _loaded(self._content).predict(self._checked(X))
 
     def __sklearn_tags__(self) -> Any:
-        """Missing values are allowed."""
+        """Return the tags: missing values are allowed."""
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = True
         tags.target_tags.required = True
@@ -298,13 +299,13 @@ class FedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     task = "classification"
 
     def predict(self, X: Any) -> np.ndarray:
-        """The class of each record [N]: the most likely one, or by the threshold of the report."""
+        """Return each record's class [N]: the most likely one, or by the report's threshold."""
         labels = self._predicted(X).labels
         places = {str(name): place for place, name in enumerate(self.classes_)}
         return np.asarray(self.classes_[[places[name] for name in labels]])
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """The probability of each class, float [N, classes], in the order of ``classes_``."""
+        """Return the probabilities, float [N, classes], in the order of ``classes_``."""
         found = self._predicted(X)
         columns = [found.class_names.index(str(name)) for name in self.classes_]
         return np.asarray(found.probabilities[:, columns])
@@ -335,7 +336,7 @@ class FedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
     task = "regression"
 
     def predict(self, X: Any) -> np.ndarray:
-        """The expected target of each record [N], in its own unit."""
+        """Return the predicted target of each record [N], in its own unit."""
         return np.asarray(self._predicted(X).labels, dtype=float)
 
     def _target(self, y: Any) -> Any:
@@ -345,7 +346,7 @@ class FedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
 
 
 def _taken(frame: pd.DataFrame, column: str) -> tuple[pd.Series, pd.DataFrame]:
-    """A column of a table, and the others."""
+    """Return a column of a table, and the others."""
     if column not in getattr(frame, "columns", ()):
         have = listed(map(str, getattr(frame, "columns", ("no named columns",))), 8)
         raise ValueError(f"X has no column {column}: it has {have}.")
@@ -353,16 +354,16 @@ def _taken(frame: pd.DataFrame, column: str) -> tuple[pd.Series, pd.DataFrame]:
 
 
 def _free(name: str, columns: Collection[object]) -> str:
-    """A name that no column has."""
+    """Return a name that no column has."""
     return name if name not in columns else _free(f"{name}_", columns)
 
 
 def _categories(table: pd.DataFrame, data: Any, others: Collection[str | None]) -> dict[str, Any]:
-    """Categories of features: as set, or numbers of pandas' type for them, as cells are read.
+    """Return the categories of features: as set, or numeric ones of pandas' type, as in cells.
 
     Args:
-        table: Of the records.
-        data: Settings of the data; where they list the features, types do not count.
+        table: Table of the records.
+        data: Settings of the data; if they list the features, pandas' types do not count.
         others: Columns that are no features.
     """
     if data.numeric or data.dates or data.categorical:
@@ -378,7 +379,7 @@ def _categories(table: pd.DataFrame, data: Any, others: Collection[str | None]) 
 
 
 def _parquet(table: pd.DataFrame) -> bytes:
-    """The Parquet file of a table; where a column mixes numbers and texts, all such are texts."""
+    """Return the Parquet file of a table; columns that mix numbers and texts become texts."""
     from pyarrow import ArrowException
 
     table = table.copy(deep=False)
@@ -394,7 +395,7 @@ def _parquet(table: pd.DataFrame) -> bytes:
 
 
 def _folder_of_a_fit(cache: Path) -> Path:
-    """A folder for the records and the cache of one fit, with the self-tests of all runs."""
+    """Return a folder for the records and the cache of one fit, with all runs' self-tests."""
     make_folder(cache / SELF_TESTS)
     folder = Path(tempfile.mkdtemp(prefix="fit-", dir=cache))
     (folder / SELF_TESTS).symlink_to((cache / SELF_TESTS).resolve())
@@ -402,7 +403,7 @@ def _folder_of_a_fit(cache: Path) -> Path:
 
 
 def _frame(data: Any) -> Any:
-    """A DataFrame of another library, or with columns of several levels, as a plain one."""
+    """Return a DataFrame of another library, or with multi-level columns, as a plain one."""
     if isinstance(data, pd.DataFrame) and data.columns.nlevels > 1:
         return data.set_axis(data.columns.to_flat_index().map(str), axis=1)
     if isinstance(data, pd.DataFrame | pd.Series) or not hasattr(data, "__arrow_c_stream__"):
@@ -414,7 +415,7 @@ def _frame(data: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _loaded(content: bytes) -> Model:
-    """The model of an exported file's bytes."""
+    """Return the model in the bytes of an exported file."""
     with tempfile.TemporaryDirectory() as folder:
         write_atomically(Path(folder) / MODEL_FILE, content)
         return load(folder)

@@ -1,1 +1,1 @@
-"""Common ground of all rooms: errors, files, memory, random numbers, layers."""
+"""Common parts of all packages: errors, files, memory, random numbers, layers."""

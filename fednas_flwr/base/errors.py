@@ -1,6 +1,6 @@
 """The package's own errors, and the sentence for a name that does not exist.
 
-Everything else raises a built-in exception. Imported by every layer, imports none of them.
+All other errors are built-in exceptions. Every layer imports this module; it imports none.
 """
 
 import reprlib
@@ -9,11 +9,11 @@ from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
-MEANT = {"gpu": "cuda"}  # names that others use
+MEANT = {"gpu": "cuda"}  # other common names
 
 
 class ConfigError(ValueError):
-    """Error for what cannot be run as asked; the message is one sentence that says what can."""
+    """A request that cannot be run; the message is one sentence that says what is possible."""
 
 
 class MissingSettingError(ConfigError):
@@ -30,20 +30,20 @@ class MissingSettingError(ConfigError):
         self._keys = keys
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its settings, of which the message is made anew."""
+        """Pickle the settings, from which the message is made again."""
         return type(self), self._keys
 
 
 class NoEffectError(ConfigError):
-    """The user has set what the run would not use; a sweep leaves that job out and goes on."""
+    """The user has set something that the run would not use; a sweep skips that job."""
 
 
 class NoEffectWarning(UserWarning):
-    """An experiment file sets what something typed has overruled; the message names it."""
+    """A setting of an experiment file that a typed setting overrules; the message names it."""
 
 
 class DamagedError(RuntimeError):
-    """A site's books cannot be trusted any more; the message is one sentence that says why."""
+    """A site's books cannot be trusted any longer; the message is one sentence that says why."""
 
 
 class BudgetExceededError(RuntimeError):
@@ -51,11 +51,11 @@ class BudgetExceededError(RuntimeError):
 
 
 class DayFullError(ConfigError):
-    """A site refuses what would write more than its daily allowance."""
+    """A site refuses a request that would write more than its daily allowance."""
 
 
 class ReplyError(ValueError):
-    """A client's reply is not what was asked for; it is dropped, and the round goes on."""
+    """A client's reply does not fit the request; it is dropped, and the round goes on."""
 
 
 class ClientLeftError(ReplyError):
@@ -63,11 +63,11 @@ class ClientLeftError(ReplyError):
 
 
 def unknown_choice(what: str, value: object, allowed: Iterable[str]) -> ConfigError:
-    """Return the error for a name that is not among the allowed ones, with the nearest spelling.
+    """Return the error for a name that is not allowed, with the nearest allowed name.
 
     Args:
-        what: What the name stands for, as the user writes it, e.g. ``algorithm``.
-        value: The name that was given.
+        what: Kind of the name, as the user writes it, e.g. ``algorithm``.
+        value: The given name.
         allowed: All names that exist.
 
     Example:
@@ -88,14 +88,14 @@ def check_choice(what: str, value: object, allowed: Collection[str]) -> None:
 
 
 def listed(names: Iterable[object], most: int = 10) -> str:
-    """Join the first of some names for a sentence, and say how many more there are."""
+    """Return the first of some names, joined for a sentence, with the number of further ones."""
     texts = [str(name) for name in names]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
 
 
 def show(value: object) -> str:
-    """Return a short text for a value that may be of any type and size, as overrides spell it.
+    """Return a short text for a value of any type and size, spelled as in overrides.
 
     Example:
         >>> show([None, True, {"a": "b"}])
@@ -105,7 +105,7 @@ def show(value: object) -> str:
 
 
 class _Spelling(reprlib.Repr):
-    """Values as Hydra reads them."""
+    """Representation of values as Hydra reads them."""
 
     def repr_instance(self, value: object, level: int) -> str:
         return "{...}" if is_dataclass(value) else super().repr_instance(value, level)

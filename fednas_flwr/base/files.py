@@ -1,9 +1,9 @@
 """Files that a reader finds whole or not at all, whatever happens while they are written.
 
-Content goes to a temporary file in the same folder, which is synced and renamed; then the folder is
-synced, so that the new name survives a power cut as well. Main function: :func:`write_atomically`;
-:func:`replacing` is for writers that want a path. No file of these functions can be written by
-others, whatever the umask is.
+Content goes to a temporary file in the same folder, which is synced and renamed. Then the folder is
+synced, so that the new name also survives a power cut. Main function: :func:`write_atomically`;
+:func:`replacing` is for writers that need a path. Others cannot write files made by these
+functions, whatever the umask is.
 """
 
 import os
@@ -21,11 +21,11 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
     """Write a file whole or not at all, and return its path.
 
     Args:
-        path: In a folder that exists; an older file is replaced.
-        content: Text is written in UTF-8.
+        path: Path in an existing folder; an older file is replaced.
+        content: Content of the file; text is written in UTF-8.
 
     Raises:
-        OSError: The content could not be written; an older file is as it was.
+        OSError: The content could not be written; an older file is unchanged.
     """
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -34,10 +34,10 @@ def write_atomically(path: Path, content: str | bytes) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the block a temporary path ``.<name>.<process>.tmp``; its file there becomes path.
+    """Yield a temporary path ``.<name>.<process>.tmp``; the file written there becomes ``path``.
 
-    If the block raises, ``path`` stays as it was and the temporary file is removed. Only a process
-    that is killed leaves it behind.
+    If the block raises, ``path`` is unchanged and the temporary file is removed. Only a killed
+    process leaves it behind.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -54,7 +54,7 @@ def write_secret(path: Path, content: bytes) -> None:
     """Create a file that only its owner can read, whole or not at all.
 
     Raises:
-        FileExistsError: There is such a file; of two processes that make one, the first counts.
+        FileExistsError: The file exists; if two processes create it, the first one wins.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -69,7 +69,7 @@ def write_secret(path: Path, content: bytes) -> None:
 
 
 def make_key(path: Path, num_bytes: int) -> None:
-    """Write so many random bytes, as hex digits, into a file for its owner, unless there is one."""
+    """Write random bytes, in hex, into a file that only its owner reads, unless it exists."""
     make_folder(path.parent)
     with suppress(FileExistsError):
         write_secret(path, secrets.token_hex(num_bytes).encode())
@@ -97,7 +97,7 @@ def read_key(path: Path, num_bytes: int) -> bytes:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, on disk; only the owner can enter those that are new."""
+    """Make a folder and its parents, on disk; only the owner can enter new ones."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -105,7 +105,7 @@ def make_folder(folder: Path) -> None:
 
 
 def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield what ``os.walk`` does, also through links, but for those to a folder around them."""
+    """Yield as ``os.walk`` does, following links except those to a folder around them."""
     for folder, folders, names in os.walk(root, followlinks=True):
         place = os.path.realpath(folder)
         links = {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
@@ -124,7 +124,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or a folder's list of names, to the disk."""
+    """Flush a file's content, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

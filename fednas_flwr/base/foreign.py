@@ -1,9 +1,9 @@
-"""Words and files of strangers: of clients, of other people's runs, of a site's settings.
+"""Untrusted text and files: from clients, from other people's runs, from a site's settings.
 
-Text goes into a file through the one function of that file's format: :func:`markdown`,
-:func:`terminal`, :func:`csv_cell` (HTML and SVG escape by themselves: jinja's autoescape,
-``html.escape``). YAML and JSON are read by :func:`read_yaml` and :func:`load_json` alone: without
-interpolation, and limited in size, depth, and nodes that aliases multiply.
+Text goes into a file through the function for its format: :func:`markdown`, :func:`terminal` or
+:func:`csv_cell` (HTML and SVG are escaped by jinja's autoescape and ``html.escape``). YAML and JSON
+are read only by :func:`read_yaml` and :func:`load_json`: without interpolation, and with limits on
+size, depth, and nodes that aliases multiply.
 """
 
 import json
@@ -19,7 +19,7 @@ import yaml
 from fednas_flwr.base.errors import ConfigError, show
 
 LARGEST_BYTES = 2**21  # of a YAML file
-MOST_NODES = 50_000  # of a YAML file, each alias counting as what it stands for
+MOST_NODES = 50_000  # of a YAML file; an alias counts as all nodes that it stands for
 DEEPEST = 50  # levels of YAML and JSON
 _NESTED = (dict, list, tuple)
 _MARKDOWN = re.compile(
@@ -27,14 +27,14 @@ _MARKDOWN = re.compile(
     r"|:(?=//)|(?<=mailto):|(?<=xmpp):|(?<=www)\.",
     re.IGNORECASE,
 )
-_FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # first characters, as spreadsheets read them
+_FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # first characters of formulas in spreadsheets
 
 
 def terminal(text: object) -> str:
-    r"""Return one line in which every character prints itself.
+    r"""Return one line in which every character prints as itself.
 
-    White space becomes a blank; what would move the cursor, change colours or turn the direction
-    of writing becomes an escape sequence of Python's, such as ``\x1b``.
+    White space becomes a blank. Characters that would move the cursor, change colours or turn the
+    direction of writing become escape sequences of Python, such as ``\x1b``.
     """
     shown = (c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in str(text))
     return "".join(shown)
@@ -43,7 +43,7 @@ def terminal(text: object) -> str:
 def markdown(text: object) -> str:
     """Return one line that Markdown shows as it is: no markup, HTML, link or end of a table's cell.
 
-    Special characters become numeric entities, which no dialect reads as markup. Applied twice it
+    Special characters become numeric entities, which no dialect reads as markup. Applying it twice
     is the same as once.
 
     Example:
@@ -56,10 +56,10 @@ def markdown(text: object) -> str:
 
 
 def csv_cell(value: Any) -> Any:
-    """Return a cell of a CSV file: text that a spreadsheet would compute gets an apostrophe.
+    """Return a cell of a CSV file; text that a spreadsheet would compute gets an apostrophe.
 
-    Numbers stay as they are, also those written as text. Semicolons divide cells, too, where a
-    comma is the decimal point.
+    Numbers stay as they are, also those written as text. A semicolon is also taken for a separator,
+    as it is where a comma is the decimal point.
     """
     if not isinstance(value, str):
         return value
@@ -76,7 +76,7 @@ def _is_number(text: str) -> bool:
 
 
 def load_json(text: str | bytes, **options: Any) -> Any:
-    """Return the value that JSON holds; ``options`` are those of ``json.loads``.
+    """Return the value in a JSON text; ``options`` are those of ``json.loads``.
 
     Raises:
         ValueError: The text is no JSON, or more than ``DEEPEST`` levels deep.
@@ -90,7 +90,7 @@ def load_json(text: str | bytes, **options: Any) -> Any:
 
 
 def _check_size(value: Any, most: int | None = None) -> None:
-    """Raise ValueError for a value of more than ``DEEPEST`` levels, or of so many values."""
+    """Raise ValueError for a value of over ``DEEPEST`` levels, or of over ``most`` values."""
     number, level = 0, [value]
     for _ in range(DEEPEST + 1):
         nested = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, _NESTED)]
@@ -104,7 +104,7 @@ def _check_size(value: Any, most: int | None = None) -> None:
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """Return the value that a YAML file holds; ``what`` begins the sentence of an error.
+    """Return the value in a YAML file; ``what`` begins the sentence of an error.
 
     Raises:
         ConfigError: The file cannot be read, or :func:`load_yaml` refuses it.
@@ -118,12 +118,12 @@ def read_yaml(path: Path, what: str) -> Any:
 
 
 def load_yaml(text: str, what: str) -> Any:
-    """Return the value that YAML holds: plain values, without interpolation.
+    """Return the value in a YAML text: plain values, without interpolation.
 
-    ``1e-5`` is a number, ``${...}`` is text, and a key must not occur twice.
+    ``1e-5`` is a number, ``${...}`` is text, and no key may occur twice.
 
     Raises:
-        ConfigError: The text is no such YAML, or exceeds a limit.
+        ConfigError: The text is not such YAML, or exceeds a limit.
     """
     try:
         if len(text) > LARGEST_BYTES:
@@ -142,9 +142,9 @@ def dump_yaml(value: Any) -> str:
 
 
 def check_resolved(value: Any, key: str = "") -> None:
-    """Refuse a ``${...}`` in somebody's settings: it would read the user's own environment.
+    """Refuse ``${...}`` in settings from elsewhere: it would read the user's own environment.
 
-    A run writes resolved settings, so that there is none.
+    A run writes resolved settings, which have none.
     """
     if isinstance(value, Mapping):
         value = value.items()
@@ -168,14 +168,14 @@ class _Dumper(yaml.SafeDumper):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader of decimal numbers, 1e-5 among them; it refuses a key given twice, or by ``<<``.
+    """SafeLoader of decimal numbers only, such as 1e-5; refuses a key given twice, or by ``<<``.
 
     As in YAML 1.2 yes, no, on and off are texts; so are 010, 0x1F, 1_000 and 12:30, which may be
     codes.
     """
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Refuse to merge mappings, of which aliases could make any number."""
+        """Refuse to merge mappings, which aliases could multiply without limit."""
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
             raise yaml.YAMLError(f"<< is not read: write the keys themselves{node.start_mark}")
 

@@ -1,13 +1,13 @@
-"""Layers whose weights may be one per record, so that one backward gives one gradient per record.
+"""Layers with one weight per record, so that one backward pass gives one gradient per record.
 
 A weight is either shared, in torch's shape, or a copy for each of B records, [B, ...] with stride 0
-(``privacy.mechanism.record_gradients``): then its gradient is [B, ...], as the gradient of op
+(``privacy.mechanism.record_gradients``). Then its gradient is [B, ...], just as the gradient of op
 weights [B, edges, ops] is one per record. On CPU this costs no more than the gradient of a shared
-weight by torch's own kernels, which are slow for small depthwise and 1x1 convolutions; therefore
-supernets of images compute with these layers in any case.
+weight by torch's own kernels, which are slow for small depthwise and 1x1 convolutions. Supernets of
+images therefore always compute with these layers.
 
 Measured: ``scripts/bench_step.py``. Differentiable once; not under ``torch.vmap``. Autocast casts
-what a layer reads, forward and backward, as it does with torch's own.
+the inputs of a layer, forward and backward, as with torch's own layers.
 
 Tensor suffixes: B batch, C channels, H height, W width; in shapes of weights O output channels, K
 kernel size.
@@ -26,11 +26,11 @@ from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-ALIGNED = 16  # elements of a row that starts at a border of 64 bytes, as the row before it does
-# Joins parameters of one shape along dim 0: torch.cat, or one that gives every record a copy.
+ALIGNED = 16  # float32 numbers in 64 bytes: rows of a multiple all start at such a border
+# Joins parameters of one shape along dim 0: torch.cat, or a function that gives records copies.
 Stack = Callable[[list[Tensor]], Tensor]
 _STACK: ContextVar[Stack] = ContextVar("stack", default=torch.cat)
-FEWEST = 4  # columns of a product of matrices; MKL computes fewer apart on processors with AVX-512
+FEWEST = 4  # columns of a matrix product; MKL computes fewer differently with AVX-512
 
 
 def stacked(parameters: list[Tensor]) -> Tensor:
@@ -49,14 +49,14 @@ def stacking(stack: Stack) -> Iterator[None]:
 
 
 def called(module: nn.Module, x: Tensor) -> Tensor:
-    """Return a module's output, as it computes it itself."""
+    """Return a module's output, computed by the module itself."""
     return module(x)
 
 
 def computed(module: nn.Module, x: Tensor) -> Tensor:
-    """Return a layer's output, or that of layers in a row, by the functions here.
+    """Return the output of a layer, or of a sequence of layers, by the functions here.
 
-    Convolutions and linear layers have their weights from :func:`stacked`; all others are called.
+    Convolutions and linear layers get their weights from :func:`stacked`; all others are called.
     """
     if isinstance(module, nn.Sequential):
         return reduce(lambda x, part: computed(part, x), module, x)
@@ -86,10 +86,10 @@ def conv2d(
         x_BCHW: Input.
         weight: [O, C / groups, K, K] or [B, O, C / groups, K, K].
         bias: [O] or [B, O].
-        stride: As torch's.
-        padding: As torch's; zeros.
-        dilation: As torch's.
-        groups: As torch's.
+        stride: As in torch.
+        padding: As in torch; zeros.
+        dilation: As in torch.
+        groups: As in torch.
     """
     out_channels, _, *kernel = weight.shape[-4:]
     same = tuple(d * (k // 2) for d, k in zip(dilation, kernel, strict=True))
@@ -114,15 +114,15 @@ def conv2d(
 def depthwise(
     x_BCHW: Tensor, weights: Sequence[Tensor], *, stride: int = 1, dilation: int = 1
 ) -> Tensor:
-    """Return depthwise convolutions, with ``padding`` that keeps the size at stride 1.
+    """Return depthwise convolutions, with the padding that keeps the size at stride 1.
 
     Args:
-        x_BCHW: Input. Either it has as many channels as all kernels together, or every group of C
-            kernels reads it anew.
+        x_BCHW: Input. It has as many channels as all kernels together, or else every group of C
+            kernels reads all of it.
         weights: Stacked kernels [O, 1, K, K] of one or several odd sizes, joined along O. Smaller
-            ones are computed as the largest with a border of zeros: one call costs less than two.
-        stride: Of all.
-        dilation: Of all.
+            ones get a border of zeros up to the largest, since one call costs less than two.
+        stride: Stride of all convolutions.
+        dilation: Dilation of all convolutions.
 
     Returns:
         [B, sum of O, ceil(H / stride), ceil(W / stride)].
@@ -149,7 +149,7 @@ def convolution(
     dilation: tuple[int, int] = (1, 1),
     groups: int = 1,
 ) -> Tensor:
-    """Return any convolution without bias; arguments as of :func:`conv2d`."""
+    """Return any convolution without bias; arguments as in :func:`conv2d`."""
     x_BCHW, weight = _autocast(x_BCHW, weight)
     if weight.dim() == 4:
         return F.conv2d(x_BCHW, weight, None, stride, padding, dilation, groups)
@@ -170,7 +170,7 @@ def group_norm(
     """Return ``F.group_norm``; x is [B, C, ...], weight and bias are [C] or [B, C]."""
     if all(parameter is None or parameter.dim() == 1 for parameter in (weight, bias)):
         return F.group_norm(x, num_groups, weight, bias, eps)
-    # With all records' channels side by side, every record has weights of its own.
+    # With all records' channels side by side, each record can have weights of its own.
     weights, biases = (
         None if p is None else p.expand(len(x), -1).reshape(-1) for p in (weight, bias)
     )
@@ -180,7 +180,7 @@ def group_norm(
 
 @contextmanager
 def with_forwards(forwards: Mapping[Any, Callable[..., Tensor]]) -> Iterator[None]:
-    """Let layers compute by other functions inside the block."""
+    """Let layers compute with other functions inside the block."""
     for layer, forward in forwards.items():
         layer.forward = forward
     try:
@@ -192,7 +192,7 @@ def with_forwards(forwards: Mapping[Any, Callable[..., Tensor]]) -> Iterator[Non
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Put a network in evaluation mode inside the block, and in its own mode again after it."""
+    """Put a network into evaluation mode inside the block, and restore its mode after it."""
     was_training = network.training
     network.eval()
     try:
@@ -202,18 +202,18 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 
 
 def own_linear_layers(module: nn.Module) -> AbstractContextManager[None]:
-    """Let linear layers compute by :func:`linear`, which rounds all rows alike."""
+    """Let linear layers compute with :func:`linear`, which rounds all rows alike."""
     layers = [layer for layer in module.modules() if type(layer) is nn.Linear]
     usual = [layer for layer in layers if "forward" not in vars(layer)]
     return with_forwards({layer: partial(_linear, layer) for layer in usual})
 
 
-_HOOKING = threading.RLock()  # networks are shared: hooks of one thread are not for another's data
+_HOOKING = threading.RLock()  # networks are shared, but one thread's hooks are not for another's
 
 
 @contextmanager
 def hooked(layers: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
-    """Call a hook with what each layer gives, in this thread."""
+    """Call a hook with the output of each layer, in this thread."""
     with _HOOKING, ExitStack() as stack:
         for layer in layers:
             stack.callback(layer.register_forward_hook(hook).remove)
@@ -250,7 +250,7 @@ class _Depthwise(torch.autograd.Function):
         padding = ctx.dilation * (size // 2)
         gradients: list[Tensor | None] = [None] * len(ctx.shapes)
         if any(ctx.needs_input_grad[3:]):
-            # With every record's channels side by side, the output's gradient is the kernel.
+            # With all records' channels side by side, the output's gradient is the kernel.
             per_record = F.conv2d(
                 _side_by_side(_repeat(x, total)),
                 g.reshape(batch * total, 1, *g.shape[2:]),
@@ -281,7 +281,7 @@ class _Depthwise(torch.autograd.Function):
 
 
 class _Convolution(torch.autograd.Function):
-    """:func:`convolution` by a weight per record."""
+    """:func:`convolution` with a weight per record."""
 
     @staticmethod
     def forward(
@@ -322,8 +322,8 @@ class _Convolution(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     """:func:`linear`, without bias.
 
-    Rows are padded, so that all start alike in memory, and products have at least ``FEWEST``
-    columns: MKL adds up others in another order, by where a row stands.
+    Rows are padded, so that all have the same alignment in memory, and products have at least
+    ``FEWEST`` columns. In other products, MKL adds up in an order that depends on a row's position.
     """
 
     @staticmethod
@@ -349,7 +349,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors in the type that autocast computes in on their device, where it is on."""
+    """Return tensors in the type of autocast on their device, if it is on."""
     kind = tensors[0].device.type
     if not (is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
@@ -357,13 +357,13 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Return rows of a multiple of 64 bytes, with zeros at their ends."""
+    """Return rows padded with zeros to a multiple of 64 bytes."""
     missing = -rows.shape[-1] % ALIGNED
     return F.pad(rows, (0, missing)) if missing else rows
 
 
 def _wide(matrix: Tensor) -> Tensor:
-    """Return a matrix with at least ``FEWEST`` rows, zeros below its own."""
+    """Return a matrix padded with rows of zeros to at least ``FEWEST`` rows."""
     missing = FEWEST - len(matrix)
     return F.pad(matrix, (0, 0, 0, missing)) if missing > 0 else matrix
 
@@ -374,7 +374,7 @@ def _repeat(x_BCHW: Tensor, channels: int) -> Tensor:
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """Return [B, C, ...] as [1, B C, ...], with plain strides also where a side is 1."""
+    """Return [B, C, ...] as [1, B C, ...], with plain strides even if a side is 1."""
     return x.flatten().view(1, -1, *x.shape[2:])
 
 
@@ -384,7 +384,7 @@ def _with_border(kernel: Tensor, size: int) -> Tensor:
 
 
 def _as_weight(per_record: Tensor, shape: torch.Size) -> Tensor:
-    """Return the gradients [B, ...] in the form of the weight, added up if it is shared.
+    """Return the gradients [B, ...] in the form of the weight, summed if it is shared.
 
     A shared weight has as many elements as the gradient of one record.
     """

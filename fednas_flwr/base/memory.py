@@ -1,4 +1,4 @@
-"""The machine's memory: whether a run fits, what is told if not, and keeping what is freed."""
+"""The machine's memory: checks that a run fits, errors if not, and reuse of freed memory."""
 
 import ctypes
 import os
@@ -17,9 +17,9 @@ def machine_memory() -> int:
 
 
 def peak_memory() -> dict[str, int]:
-    """The most bytes that this process has held so far: ``process``, and ``gpu`` where it used one.
+    """Return the peak memory of this process in bytes: ``process``, and ``gpu`` if it used one.
 
-    Tensors of clients that it computes itself are counted, those of other processes are not.
+    It includes tensors of clients computed in this process, not those of other processes.
     """
     unit = 1 if sys.platform == "darwin" else 1024
     peak = {"process": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
@@ -33,9 +33,9 @@ def check_fits(num_bytes: int, what: str, remedy: str) -> None:
     """Raise ConfigError for more bytes than the machine has.
 
     Args:
-        num_bytes: An estimate from below.
-        what: What takes them; begins the sentence.
-        remedy: What to do; ends it.
+        num_bytes: A lower estimate of the bytes needed.
+        what: What needs them; begins the sentence.
+        remedy: Advice that ends the sentence.
     """
     if num_bytes > machine_memory():
         raise ConfigError(
@@ -48,7 +48,7 @@ _ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+ ?\w+)", re.IGNORECASE
 
 
 def described(error: Exception) -> str:
-    """Return an error's kind and text; of a lack of memory, on CPU or GPU, what to do about it."""
+    """Return an error's type and text; for a lack of memory, on CPU or GPU, also the remedy."""
     asked = _ASKED.search(str(error))  # torch raises a RuntimeError, numpy a kind of MemoryError
     if asked is None and not isinstance(error, MemoryError):
         return f"{type(error).__name__}: {error}"
@@ -60,18 +60,18 @@ def described(error: Exception) -> str:
     )
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _KEPT = 2**30  # bytes; an int
-_LARGEST_MMAP_THRESHOLD = 2**25  # bytes, before glibc 2.35 or so; from there on it takes _KEPT
+_LARGEST_MMAP_THRESHOLD = 2**25  # bytes, before glibc 2.35 or so; later ones accept _KEPT
 
 
 @lru_cache(maxsize=1)
 def keep_freed_memory() -> None:
-    """Have this process, and those forked from it, use freed memory again, of up to 1 GiB.
+    """Make this process, and those forked from it, reuse freed memory of up to 1 GiB.
 
-    By default glibc maps a tensor of 128 KiB or more anew, and unmaps it when it is freed: Linux
-    fills with zeros, page by page, what every step allocates. The resident set stays at its peak.
-    Does nothing where there is no glibc.
+    By default glibc maps every tensor of 128 KiB or more anew and unmaps it when it is freed, so
+    that Linux zeroes all memory that a step allocates, page by page. With reuse the resident set
+    stays at its peak. Does nothing without glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return

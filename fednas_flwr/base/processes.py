@@ -1,7 +1,7 @@
-"""Processes of this machine beside this one, forked from one that has imported all they need.
+"""Further processes on this machine, forked from one that has imported all that they need.
 
-That interpreter is started once, by :func:`warm_up` or the first :class:`Forks`; it computes
-nothing, and ends with this process, as all that it has forked do.
+That interpreter is started once, by :func:`warm_up` or the first :class:`Forks`. It computes
+nothing, and ends with this process, as do all processes forked from it.
 
 Main functions: :class:`Forks` and :func:`beside`.
 """
@@ -26,30 +26,30 @@ from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-def
 from typing import Any
 
 ALONE = "FEDNAS_ALONE"  # in the environment of processes that must not start others
-STARTS = 3  # of the interpreter, which may have died
+STARTS = 3  # most starts of the interpreter, which may die
 ENTRY = "fednas_flwr.deploy.local_actors"  # a module that imports what is needed, then forks
-LATER = ("sklearn.metrics", "torch.onnx")  # what runs need in their end: more than a second
+LATER = ("sklearn.metrics", "torch.onnx")  # needed at the end of runs: more than a second
 _lock = threading.Lock()
-_started: list[tuple[subprocess.Popen[bytes], connection.Connection]] = []  # those so far
+_started: list[tuple[subprocess.Popen[bytes], connection.Connection]] = []  # until now
 
 
 class LostError(Exception):
-    """A worker has died, or is not waited for any more."""
+    """A worker has died, or is no longer waited for."""
 
 
 def cores() -> int:
-    """Number of this machine's cores that this process may use; 1 where it starts no others."""
-    if ALONE in os.environ or not hasattr(os, "sched_getaffinity"):  # as on macOS
+    """Return the number of cores that this process may use; 1 if it may start no others."""
+    if ALONE in os.environ or not hasattr(os, "sched_getaffinity"):  # e.g. on macOS
         return 1
     return len(os.sched_getaffinity(0))
 
 
 def at_once(tasks: int, *, threads: int = 1) -> int:
-    """Number of processes in which so many tasks, of some threads each, are computed.
+    """Return the number of processes for some tasks of ``threads`` threads each.
 
-    As many as there are cores, or up to half as many more where that leaves no task for the end: of
-    three tasks, two cores computed two and then one, where they share all three in three quarters
-    of the time.
+    It is the number of cores, or up to half as many more if no task then remains for the end. Two
+    cores would compute three tasks as two and then one; sharing all three takes three quarters of
+    the time.
     """
     number = cores() // threads
     rest = tasks % max(1, number)
@@ -57,15 +57,15 @@ def at_once(tasks: int, *, threads: int = 1) -> int:
 
 
 def is_warm() -> bool:
-    """True if the interpreter from which processes are forked has been started."""
+    """Return true if the interpreter from which processes are forked has been started."""
     return any(process.poll() is None for process, _ in _started)
 
 
 def warm_up(later: Sequence[str] = ()) -> None:
-    """Start the interpreter from which processes are forked, where there are cores for them.
+    """Start the interpreter from which processes are forked, if there are cores for them.
 
     Args:
-        later: Modules that it imports when it has forked the first, so that others have them.
+        later: Modules that it imports after the first fork, so that later ones have them.
     """
     if cores() > 1:
         with _lock:
@@ -73,31 +73,31 @@ def warm_up(later: Sequence[str] = ()) -> None:
 
 
 def _control(later: Sequence[str] = ()) -> connection.Connection:
-    """The way to the interpreter, which is started where it is not there.
+    """Return the connection to the interpreter, which is started if necessary.
 
     Raises:
-        LostError: It has died as often as it is started.
+        LostError: It has died after its last possible start.
     """
     if not is_warm():
         if len(_started) == STARTS:
             raise LostError
         control, its = multiprocessing.Pipe()
-        path = os.pathsep.join(filter(None, sys.path))  # it imports what this one can
+        path = os.pathsep.join(filter(None, sys.path))  # it can import what this one can
         with its:
             process = subprocess.Popen(
-                # no file of the working folder is a module
+                # no file in the working folder is taken for a module
                 [sys.executable, "-P", "-m", ENTRY, *later],
                 stdin=its.fileno(),
                 env={**os.environ, ALONE: "1", "PYTHONPATH": path},
                 start_new_session=True,
             )
-        atexit.register(process.kill)  # also while it imports, when it does not see our end
+        atexit.register(process.kill)  # while it imports, it does not notice our end
         _started.append((process, control))
     return _started[-1][1]
 
 
 class Forks(AbstractContextManager["Forks"]):
-    """Processes that call a function, which end with the context.
+    """Processes that call a function, and end with the context.
 
     Args:
         sent: The function, pickled.
@@ -116,10 +116,10 @@ class Forks(AbstractContextManager["Forks"]):
                     end.shutdown(socket.SHUT_RDWR)
 
     def start(self) -> Callable[..., Any]:
-        """Fork a process; the function as it is called there, once that is ready.
+        """Fork a process and, once it is ready, return the function that is called there.
 
         Raises:
-            LostError: The process has died. The function raises that, too, and its own errors.
+            LostError: The process has died. The function also raises this, and its own errors.
         """
         pipe, its = multiprocessing.Pipe()
         with _lock, its, _lost_if_broken():
@@ -153,17 +153,17 @@ def _call(pipe: Any, *asked: Any) -> Any:
 def beside(
     sent: bytes, calls: Collection[tuple[Any, ...]]
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Calls of a function in several processes, begun in their order.
+    """Call a function in several processes; the calls begin in their order.
 
-    Yields the arguments of each call with its result, as they come.
+    Yields the arguments of each call with its result, as results arrive.
 
     Args:
         sent: The function, pickled.
-        calls: The arguments of each.
+        calls: The arguments of each call.
 
     Raises:
         LostError: A process has died.
-        Exception: As the function has raised it in its process.
+        Exception: Raised by the function in its process.
     """
     local = threading.local()
 
@@ -179,10 +179,10 @@ def beside(
 
 
 def serve_forks(later: list[str]) -> None:
-    """Fork a process for each pipe that comes through the standard input; end with that.
+    """Fork a process for each pipe that arrives through standard input; end when that is closed.
 
     Args:
-        later: Modules to import when the first are forked.
+        later: Modules to import after the first forks.
     """
     control = connection.Connection(sys.stdin.fileno())
     fork = multiprocessing.get_context("fork").Process
@@ -191,13 +191,13 @@ def serve_forks(later: list[str]) -> None:
             handle = reduction.recv_handle(control)
             fork(target=_serve, args=(handle,)).start()
             os.close(handle)
-            while later and not control.poll(0.2):  # seconds without being asked
+            while later and not control.poll(0.2):  # seconds without a request
                 import_module(later.pop(0))
     os.killpg(0, signal.SIGKILL)
 
 
 def _serve(handle: int) -> None:
-    """Answer calls until the other end is gone, whatever is computed then."""
+    """Answer calls until the other end is gone, even during a computation."""
     threading.Thread(target=_end_with, args=(handle,), daemon=True).start()
     pipe = connection.Connection(handle)
     with suppress(EOFError):
@@ -205,13 +205,13 @@ def _serve(handle: int) -> None:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update({**environment, ALONE: "1"})
-        pipe.send(True)  # it is there
+        pipe.send(True)  # ready
         function = pickle.loads(pipe.recv_bytes())
         while True:
             asked = pipe.recv()
             try:
                 answer = function(*asked)
-            except Exception as error:  # is raised where it was asked for
+            except Exception as error:  # it is raised at the caller
                 answer = ExceptionWithTraceback(error, error.__traceback__)
             pipe.send(answer)
 
@@ -219,6 +219,6 @@ def _serve(handle: int) -> None:
 def _end_with(handle: int) -> None:
     """End this process when the other end of a pipe is closed."""
     end = select.poll()
-    end.register(handle, 0)  # which is to be told of that alone
+    end.register(handle, 0)  # reports the closed end only
     end.poll()
     os._exit(0)

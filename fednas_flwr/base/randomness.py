@@ -1,7 +1,7 @@
 """Source of every random number of a run: ``(seed, round, client, purpose)``.
 
-A seed is derived by hashing these parts, so that no draw depends on process state or on the order
-in which clients run. Privacy noise and Poisson masks never come from here.
+A seed is a hash of these parts, so that no draw depends on process state or on the order in which
+clients run. Privacy noise and Poisson masks never come from here.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import torch
 
 
 def derive_seed(seed: int, *purpose: int | str) -> int:
-    """Return a 63-bit seed that depends on every part of ``(seed, *purpose)`` and on their order.
+    """Return a 63-bit seed that depends on all parts of ``(seed, *purpose)`` and their order.
 
     Example:
         >>> derive_seed(1, "search", 2) == derive_seed(1, "search", 2)

@@ -1,10 +1,10 @@
-"""The interval of a share of records, the same wherever a share is told."""
+"""The interval of a share of records, the same wherever a share is reported."""
 
 
 def wilson(share: float, number: int | None) -> tuple[float, float]:
-    """The 95 % interval of a share of ``number`` records (Wilson 1927); all of [0, 1] of unknown.
+    """Return the 95 % interval of a share of records (Wilson 1927); [0, 1] if ``number`` is None.
 
-    It has a width where no record or every one counts, which the bootstrap does not give it.
+    Unlike a bootstrap interval, it has a width even if the share is 0 or 1.
 
     Example:
         >>> [round(end, 3) for end in wilson(0.8, 10)]

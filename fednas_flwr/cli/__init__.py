@@ -1,8 +1,8 @@
 """The command ``fednas``, and the parts that all its commands share.
 
-A mistake of the user's ends in one sentence and exit code 2, a run that failed in one sentence and
-exit code 1; ``--debug`` shows the full trace. torch is imported only when a run begins, so that
-mistakes are told at once.
+A user's mistake ends in one sentence and exit code 2, a failed run in one sentence and exit code 1;
+``--debug`` shows the full trace. torch is imported only when a run begins, so that mistakes are
+reported at once.
 """
 
 import argparse
@@ -37,14 +37,14 @@ RUN_FAILED = 1
 USER_ERROR = 2
 INCONCLUSIVE = 3  # of `fednas audit`
 STOPPED = 128 + signal.SIGINT
-VARIABLE = "FEDNAS_WITH"  # by which the processes of a sweep's jobs learn of the files
+VARIABLE = "FEDNAS_WITH"  # lists the files for the processes of a sweep's jobs
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output, or error output, of a command that goes on when nobody reads it any more."""
+    """Standard or error output of a command that continues after its reader is gone."""
 
     def write(self, text: str) -> int:
-        """Write text at once; to nowhere from when the other end of the pipe is closed."""
+        """Write text at once; discard it after the other end of the pipe was closed."""
         try:
             super().write(text)
             self.flush()
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            with suppress(OSError):  # of a file that cannot be sought, which has no reader either
+            with suppress(OSError):  # if the file cannot be sought, which then has no reader either
                 setattr(sys, name, _Output(stream.buffer, stream.encoding, stream.errors))
-        atexit.register(gc.freeze)  # or the interpreter looks for garbage for a second as it ends
+        atexit.register(gc.freeze)  # else garbage collection takes a second at the end
     try:
         return _main(arguments)
     except KeyboardInterrupt as stopped:
@@ -73,7 +73,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
     os.umask(os.umask(0o077) | OTHERS_WRITE)  # no run of a command can be written by others
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments and arguments[0] in ("-sc", "--shell-completion"):  # as a shell asks for it
+    if arguments and arguments[0] in ("-sc", "--shell-completion"):  # as shells ask for it
         arguments.insert(0, "run")
         os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace(" run ", " ", 1)
     parser = argparse.ArgumentParser(
@@ -130,7 +130,7 @@ def _is_stopped(error: BaseException | None) -> bool:
 
 
 def _listed(title: str, commands: Commands, names: Iterable[str]) -> str:
-    """Names of commands, a line for each, with what they do."""
+    """Return the names of commands with their descriptions, one per line."""
     lines = [f"    {name:12} {commands.choices[name].description}" for name in names]
     return "\n".join([f"{title}:", *lines])
 
@@ -138,9 +138,9 @@ def _listed(title: str, commands: Commands, names: Iterable[str]) -> str:
 def _add(commands: Commands, name: str, handler: Handler) -> None:
     """Add a command whose arguments are the parameters of its handler.
 
-    Those that are only known by keyword are options, and ``overrides`` are further arguments, of
-    the configuration. The docstring is the command's help: a line for the list of commands, what
-    follows the arguments, and the arguments themselves.
+    Keyword-only parameters are options, and ``overrides`` are further arguments, for the
+    configuration. The docstring is the command's help: its first line for the list of commands, its
+    text after the arguments, and its section of arguments.
     """
     summary, _, rest = (inspect.getdoc(handler) or "").partition("\n\n")
     epilog, _, listed = rest.partition("Args:\n")
@@ -193,9 +193,9 @@ def _add_argument(parser: argparse.ArgumentParser, of: Parameter, hint: Any, tex
 def take_files(paths: Sequence[str] = ()) -> None:
     """Run Python files that call ``fednas_flwr.register_...``, each once in this process.
 
-    Those that ``FEDNAS_WITH`` lists come first, as ``PATH`` lists folders; it lists all of them
-    afterwards. The code runs with the rights of whoever calls, like every script that is started:
-    a file is only ever named on one's own command line, never by a server.
+    Files listed in ``FEDNAS_WITH``, separated as in ``PATH``, come first; afterwards it lists all.
+    The code runs with the rights of the caller, like any script: files are only named on the
+    caller's own command line, never by a server.
 
     Raises:
         ConfigError: A file does not exist or fails.
@@ -213,7 +213,7 @@ def _run(path: str) -> None:
     if not Path(path).is_file():
         raise ConfigError(f"--with {path} is no file: give one of Python that registers your own.")
     try:
-        # Not kept as a module: Ray then sends its classes by value.
+        # It is not kept as a module, so that Ray sends its classes by value.
         runpy.run_path(path, run_name="fednas_own")
     except ConfigError as error:
         raise ConfigError(f"--with {path}: {error}") from error
@@ -229,7 +229,7 @@ def _run(path: str) -> None:
 def fail(error: Exception, *, debug: bool) -> int:
     """Print one error with its notes, and return the exit code.
 
-    Its kind is printed unless it is a sentence of ours.
+    Its type is printed unless the error is one of our sentences.
     """
     if debug:
         traceback.print_exception(error)

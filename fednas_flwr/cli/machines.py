@@ -26,7 +26,7 @@ def measure_latency(
     Args:
         shape: channels, height and width of an image
         classes: number of classes
-        batch_size: images at once
+        batch_size: images in a batch
         passes: measurements of each op
         output: JSON file to write
         overrides: see above
@@ -63,11 +63,11 @@ def measure_latency(
 
 
 def predict_latency(run_folder: Path, tables: tuple[Path, ...]) -> None:
-    """Print what a run's network takes on each machine, by its table.
+    """Print the latency of a run's network on each machine, by its table.
 
     Args:
-        run_folder: of a finished run, or of a group's
-        tables: made by `fednas latency measure`
+        run_folder: folder of a finished run, or of a group's run
+        tables: files made by `fednas latency measure`
     """
     from fednas_flwr.models.networks import described_space, load_description
     from fednas_flwr.spaces.costs import read_table, space_costs, timed_space
@@ -89,11 +89,11 @@ def predict_latency(run_folder: Path, tables: tuple[Path, ...]) -> None:
 def provision_machines(
     sites: Path, *, output: Path = Path("deployment"), sum_keys: Path | None = None
 ) -> None:
-    """Write what each machine of a deployment needs, in a folder for each.
+    """Write the files that each machine of a deployment needs, into one folder per machine.
 
     Args:
         sites: YAML file; see docker/README.md
-        output: folder
+        output: folder for these folders
         sum_keys: folder of the sites' <site>.pub, for secure sums
     """
     from fednas_flwr.deploy.sites.provision import AUTHORITY, load_sites, provision, read_roster
@@ -109,11 +109,11 @@ def provision_machines(
 
 
 def make_key(path: Path, *, sum: bool = False) -> None:
-    """Make the key by which a server knows this site's node.
+    """Make the key by which a server recognises this site's node.
 
     Args:
         path: file of the new key
-        sum: make the keys of secure sums, by which other sites know this one
+        sum: make the keys of secure sums instead, by which other sites recognise this one
     """
     from fednas_flwr.deploy.sites.provision import make_node_key, make_sum_key
 
@@ -131,10 +131,10 @@ def make_key(path: Path, *, sum: bool = False) -> None:
 
 
 def doctor(folder: Path = Path()) -> int:
-    """Print what is wrong with this machine, and what to do; exit code 1 if anything is.
+    """Print what is wrong with this machine and how to fix it; exit code 1 if anything is wrong.
 
     Args:
-        folder: of a provisioned machine
+        folder: folder of a provisioned machine
     """
     from fednas_flwr.deploy.sites.doctor import examine
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fednas_flwr.privacy.books.ledger import Ledger, Row
     from fednas_flwr.privacy.policy import DataSetPolicy
 
-MOST_STEPS = 10**9  # of `fednas calibrate`
+MOST_STEPS = 10**9  # in `fednas calibrate`
 SCHEDULE_HEAD = ["stage", "action", "what", "splits", "steps", "noise multiplier", "clipping norm"]
 SCHEDULE_HEAD += ["expected batch", "rate"]
 STATEMENT_HEAD = ["account", "run", "stage", "action", "splits", "steps", "committed"]
@@ -30,14 +30,14 @@ STATEMENT_HEAD += ["noise multiplier", "rate", "first (UTC)", "last (UTC)"]
 
 
 def audit(*, confidence: float = 0.9999, overrides: Sequence[str]) -> int:
-    """Plant canaries in a private run: is every release as committed to?
+    """Plant canaries in a private run, to test whether every release is as committed.
 
-    Takes the overrides of `fednas run`. Exit codes: 0 if nothing is refuted and each kind of
-    release could have been, 1 if one is refuted, 3 if one, or a fault of it, could not have been
-    seen: inconclusive.
+    Takes the overrides of `fednas run`. Exit codes: 0 if no release is refuted and every kind of
+    release could have been; 1 if one is refuted; 3 (inconclusive) if a kind of release, or a fault
+    in it, could not have been detected.
 
     Args:
-        confidence: with which an honest client passes
+        confidence: probability with which an honest client passes
         overrides: see above
     """
     config = compose(*overrides)
@@ -73,16 +73,16 @@ def calibrate(
     steps: int | None = None,
     overrides: Sequence[str],
 ) -> None:
-    """Print the least noise that keeps an epsilon: of a run, or of a number of steps.
+    """Print the least noise that keeps an epsilon, for a run or for a number of steps.
 
-    With the overrides of `fednas run` it tells what follows from records, budget and noise in that
+    With the overrides of `fednas run` it prints what follows from records, budget and noise in that
     run, and why; else give --epsilon, --delta, --rate and --steps.
 
     Args:
-        epsilon: the target
-        delta: of the target, above 0, below 1
+        epsilon: the target epsilon
+        delta: the target delta, above 0, below 1
         rate: each record's probability of being in a step's batch: B / N
-        steps: how many steps are released
+        steps: number of steps that are released
         overrides: see above
     """
     values = {"epsilon": epsilon, "delta": delta, "rate": rate, "steps": steps}
@@ -103,7 +103,7 @@ def calibrate(
 
 
 def _calibrate_steps(target: float, delta: float, rate: float, steps: int) -> None:
-    """Print a noise multiplier, rounded up, and what its steps cost by every accountant."""
+    """Print a noise multiplier, rounded up, and the cost of its steps by every accountant."""
     from fednas_flwr.privacy.books.renyi_filter import filter_epsilon
     from fednas_flwr.privacy.mechanism import accounting
     from fednas_flwr.privacy.mechanism.renyi import Release
@@ -143,12 +143,12 @@ def approve(
     ledger: Path = Path("state/ledger/ledger.sqlite"),
     key: Path = Path("state/ledger.key"),
 ) -> None:
-    """Print what runs wait for a person's approval at this site; with a hash, approve one.
+    """Print the runs that wait for a person's approval at this site; with a hash, approve one.
 
-    Without options it is for the folder of a provisioned site.
+    The default options are for the folder of a provisioned site.
 
     Args:
-        hash: hash of the schedule, as the run and this list print it
+        hash: hash of the schedule, as printed by the run and in this list
         policy: the site's policy
         ledger: the ledger's file
         key: its secret key
@@ -181,12 +181,12 @@ def approve(
 
 
 def show_ledger(ledger: Path, *, key: Path, delta: float = 1e-5) -> None:
-    """Print what was booked, and its epsilon.
+    """Print the releases booked in a ledger, and their epsilon.
 
     Args:
         ledger: the ledger's file
         key: its secret key
-        delta: of epsilon
+        delta: the delta of this epsilon
     """
     Between(0, 1, above=True, below=True).check("--delta", delta)
     with _opened(ledger, key) as booked:
@@ -198,7 +198,7 @@ def show_ledger(ledger: Path, *, key: Path, delta: float = 1e-5) -> None:
 
 
 def verify_ledger(ledger: Path, *, key: Path) -> None:
-    """Check every row, the totals and the mark.
+    """Check every row of a ledger, the totals and the mark.
 
     Args:
         ledger: the ledger's file
@@ -222,7 +222,7 @@ def verify_trail(trail: Path, *, key: Path) -> None:
 
 @contextmanager
 def _opened(ledger: Path, key: Path) -> Iterator[Ledger]:
-    """Open a ledger that is there: looking at one never creates it."""
+    """Open an existing ledger; reading never creates one."""
     from fednas_flwr.privacy.books.ledger import Ledger
 
     for name, path in (("ledger", ledger), ("key", key)):
@@ -235,7 +235,7 @@ def _opened(ledger: Path, key: Path) -> Iterator[Ledger]:
 def _print_schedule(
     schedule: str, run: str, commitment: Commitment, allowed: DataSetPolicy, guard: ReleaseGuard
 ) -> None:
-    """Print everything that a run may release, and what that costs."""
+    """Print everything that a run may release, and its cost."""
     from fednas_flwr.report.templates import epsilon_text, sentence
     from fednas_flwr.report.terminal import print_table, table_console
     from fednas_flwr.settings.names import SPLITS
@@ -272,8 +272,8 @@ def _print_statement(rows: Sequence[Row], delta: float) -> None:
     """Print one line per kind of release, and the epsilon of each account, unit and split.
 
     Args:
-        rows: All of a ledger.
-        delta: Of the epsilons.
+        rows: All rows of a ledger.
+        delta: Delta of the epsilons.
     """
     from fednas_flwr.privacy.books.ledger import by_kind, epsilons_of
     from fednas_flwr.report.templates import epsilon_text

@@ -29,14 +29,14 @@ def predict(
 ) -> None:
     """Write a table of a model's predictions: labels and probabilities of raw data.
 
-    Where the data has labels, the scores of a report are printed.
+    If the data has labels, the scores of a report are printed.
 
     Args:
-        run_folder: or a folder made by fednas export
+        run_folder: folder of a run, or one made by fednas export
         data: table, image, folder of images, or npz file, as the model takes it
         output: CSV file to write
-        threshold: probability from which a record is of the positive class, or has a label
-            (default: that of the model; the most probable class where it has none)
+        threshold: probability from which on a record is of the positive class, or has a label
+            (default: that of the model; the most probable class if it has none)
         device: cpu, cuda or auto
     """
     from rich.progress import Progress
@@ -55,7 +55,7 @@ def predict(
             bars.update(task, completed=done, total=total)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the notes, which are printed below
+            warnings.simplefilter("ignore", UserWarning)  # notes, which are printed below
             predictions = model.predict(data, progress=progress, threshold=threshold)
     for note in predictions.notes:
         print(f"note: {note}")
@@ -70,7 +70,7 @@ def predict(
     place = predictions.objective.positive_class(len(model.class_names))
     threshold = predictions.inputs.threshold
     if threshold is None and place is not None and len(model.class_names) == 2:
-        threshold = 0.5  # from which the class is the most probable one
+        threshold = 0.5  # from it on, the class is the most probable one
     if threshold is not None:
         named = "labels are" if place is None else f"the label is {model.class_names[place]}"
         print(f"{named} from a probability of {threshold:g} on; --threshold changes that")
@@ -81,7 +81,7 @@ def predict(
 
 
 def _print_scores(predictions: Predictions, labels: Tensor) -> None:
-    """Print the scores of predictions as a report has them."""
+    """Print the scores of predictions in the form of a report."""
     from fednas_flwr.models.metrics import detailed
     from fednas_flwr.report.score_tables import score_tables
     from fednas_flwr.report.terminal import print_table
@@ -127,7 +127,7 @@ def report(run_folder: Path) -> None:
 
 
 def watch(run_folder: Path) -> None:
-    """Write report.html of a run again as it goes on, on a page that reloads itself, until Ctrl-C.
+    """Rewrite report.html of a run in progress, as a page that reloads itself, until Ctrl-C.
 
     Args:
         run_folder: folder of a run
@@ -160,21 +160,21 @@ def compare(
 ) -> None:
     """Print a table of several runs, mean over seeds; or write it, a page or curves.
 
-    --curves draws --metric, as rounds tell it (train_loss, validation_accuracy, ...), of --stage
-    --over rounds, time or traffic: mean and deviation over seeds. --against NAME adds the
-    difference of runs with the same seed and its 95 % interval.
+    --curves draws a --metric of rounds (train_loss, validation_accuracy, ...) in a --stage --over
+    rounds, time or traffic, with mean and deviation over seeds. --against NAME adds the difference
+    between runs with the same seed and its 95 % interval.
 
     Args:
         run_folders: run folders or sweeps
         output: folder for compare.csv, .md, .json and .html
-        against: name of the group that differences are from; by default the one without privacy
+        against: group from which differences are taken; by default the one without privacy
         csv: file for the table as CSV
         markdown: file for the table as Markdown
         latex: file for the table as LaTeX
         curves: file, .pdf, .svg or .png: see below
-        metric: of --curves
-        stage: of --curves
-        over: of --curves
+        metric: metric of --curves
+        stage: stage of --curves
+        over: horizontal axis of --curves
     """
     from fednas_flwr.base.files import write_atomically
     from fednas_flwr.report import comparison as c
@@ -197,9 +197,9 @@ def lookup(run_folders: tuple[Path, ...], *, table: Path, column: tuple[str, ...
     Args:
         run_folders: run folders or sweeps
         table: CSV (also compressed) or Parquet file with a column of cells, as
-            |op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and of accuracies
-        column: columns of accuracies; percentiles are of the mean of their ranks (default: the only
-            column of numbers)
+            |op~0|+|op~0|op~1|+|op~0|op~1|op~2|, and columns of accuracies
+        column: columns of accuracies; percentiles are those of the mean of their ranks (default:
+            the only column of numbers)
     """
     from fednas_flwr.report.comparison import run_folders as below
     from fednas_flwr.report.lookup import print_lookup, read_table

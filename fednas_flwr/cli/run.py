@@ -1,4 +1,4 @@
-"""``fednas run``: one run, a run that goes on, or a sweep by Hydra; ``fednas data`` before any."""
+"""``fednas run``: a new run, a resumed run, or a sweep by Hydra; and ``fednas data``."""
 
 import re
 import sys
@@ -21,8 +21,8 @@ from fednas_flwr.settings import hydra_config as hydra
 from fednas_flwr.settings.configuration import check_names, parse_config
 from fednas_flwr.settings.data_settings import CSV
 
-SWEEP_FILE = "multirun.yaml"  # Hydra's, in the folder of a sweep
-ERROR_FILE = "error.txt"  # in the folder of a job that has failed: why
+SWEEP_FILE = "multirun.yaml"  # written by Hydra into the folder of a sweep
+ERROR_FILE = "error.txt"  # the reason, in the folder of a failed job
 _jobs: dict[str, float] = {"total": 0, "start": 0.0}  # of the sweep in this process
 OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
 
@@ -82,7 +82,7 @@ def run(*, dry_run: bool = False, overrides: Sequence[str]) -> int:
         return sweep(asked)
     if asked.informs:
         if not asked.completes:
-            configured(overrides)  # a mistake is one sentence
+            configured(overrides)  # a mistake ends in one sentence
             overrides = hydra.for_hydra(overrides)
         hydra.run_hydra(run_job, [*overrides, *asked.flags])
         return 0
@@ -104,7 +104,7 @@ def run(*, dry_run: bool = False, overrides: Sequence[str]) -> int:
 
 
 def go_on(name: str) -> int:
-    """Continue a run, or finish the jobs of a sweep that are missing; returns the exit code."""
+    """Continue a run, or finish the missing jobs of a sweep; return the exit code."""
     record = Path(name) / SWEEP_FILE
     if not record.is_file():
         api.run(name, quiet=False)
@@ -135,10 +135,10 @@ def configured(overrides: Sequence[str], *, tell: bool = True) -> Config:
 
 
 def sweep(asked: hydra.Arguments) -> int:
-    """Let Hydra run the jobs, each in a folder of its own; returns the exit code.
+    """Let Hydra run the jobs, each in a folder of its own; return the exit code.
 
-    A job that fails does not stop the others, nor does one of Hydra's own sweeper that has a
-    setting without effect. Any other mistake that can be known ends the sweep before it begins.
+    A job that fails does not stop the others; with Hydra's own sweeper, neither does a job that has
+    a setting without effect. Any other mistake that can be known ends the sweep before it begins.
 
     Raises:
         ConfigError: An override is wrong, or all jobs have settings without effect.
@@ -172,7 +172,7 @@ def sweep(asked: hydra.Arguments) -> int:
         hydra.run_hydra(
             run_job, [*forced, *more, f"hydra.sweep.dir={planned.folder}", *asked.flags]
         )
-    except ValueError as error:  # of Optuna, where no trial has succeeded: they have told why
+    except ValueError as error:  # from Optuna, if no trial has succeeded; each has printed why
         if isinstance(error, ConfigError) or not optuna:
             raise
         print(f"fednas: {error}", file=sys.stderr)
@@ -183,10 +183,10 @@ def run_job(tree: Any) -> float | list[float] | None:
     """Run one job of a sweep; Hydra calls it with the composed tree.
 
     Returns:
-        What ``sweep.metric`` names, for a sweeper that optimises; None where the run has not
-        reached it, or has failed, which the file ``error.txt`` then tells.
+        The values of ``sweep.metric``, for a sweeper that optimises; None if the run has not
+        reached them, or has failed. The file ``error.txt`` then has the reason.
     """
-    take_files()  # in a process of the launcher
+    take_files()  # for a process of the launcher
     overrides, folder = hydra.current_job()
     print(_place(folder), flush=True)
     if not _run_in(folder, overrides, begun=False):
@@ -200,7 +200,7 @@ def run_job(tree: Any) -> float | list[float] | None:
 
 
 def _run_in(folder: Path, overrides: Sequence[str], *, begun: bool) -> bool:
-    """Run a job of a sweep in its folder, or go on there; False if it has failed: see there."""
+    """Run a job of a sweep in its folder, or continue it; return false if it has failed."""
     try:
         config = str(folder) if begun else replace(configured(overrides), run_dir=str(folder))
         api.run(config, quiet=False)
@@ -213,7 +213,7 @@ def _run_in(folder: Path, overrides: Sequence[str], *, begun: bool) -> bool:
 
 
 def _place(folder: Path) -> str:
-    """Say which job of how many begins, and when all might have ended, where that is known."""
+    """Return a text on which job begins, out of how many, and when all may end, if known."""
     total, start, number = _jobs["total"], _jobs["start"], int(folder.name.partition("_")[0])
     if not total:
         return f"job {folder.name}"
@@ -223,7 +223,7 @@ def _place(folder: Path) -> str:
 
 
 def _direction(name: str) -> str:
-    """Say whether a sweep makes a metric as large or as small as it can.
+    """Return the direction in which a sweep optimises a metric.
 
     Raises:
         ConfigError: There is no metric of that name.
@@ -246,10 +246,10 @@ def _check_jobs(jobs: Sequence[Sequence[str]]) -> None:
 
 
 def _tell_end(folder: Path) -> int:
-    """Print how many jobs have completed, and return the exit code."""
+    """Print the number of completed jobs, and return the exit code."""
     failed = sorted(path.parent.relative_to(folder) for path in folder.rglob(ERROR_FILE))
     runs = {path.parent for path in folder.rglob(EVENTS_FILE) if is_complete(path.parent)}
-    completed = [run for run in runs if runs.isdisjoint(run.parents)]  # no group, no baseline
+    completed = [run for run in runs if runs.isdisjoint(run.parents)]  # no groups, no baselines
     total = len(failed) + len(completed)
     if completed:
         from fednas_flwr.report import comparison
@@ -266,9 +266,9 @@ def _tell_end(folder: Path) -> int:
 
 
 def data(data: Path, *, overrides: Sequence[str]) -> None:
-    """Print what a data set holds, how clients would divide it, and suggested settings.
+    """Print the contents of a data set, its division over clients, and suggested settings.
 
-    DATA is a table, an npz file or a folder of images; overrides as of fednas run, such as
+    DATA is a table, an npz file or a folder of images; overrides are those of fednas run, such as
     clients=5 partition=dirichlet dataset.label=outcome
 
     Args:
@@ -298,7 +298,7 @@ def data(data: Path, *, overrides: Sequence[str]) -> None:
 
 
 def _compare_sites(dataset: CSV) -> None:
-    """Print the tables of sites side by side, and settings that would join them."""
+    """Print the tables of sites side by side, and settings by which they can be joined."""
     from fednas_flwr.data import site_tables, table_files
     from fednas_flwr.data.datasets import find_source
     from fednas_flwr.report.terminal import print_table

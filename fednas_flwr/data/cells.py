@@ -1,7 +1,7 @@
 """Cells of one column of a table, as text.
 
-What is to be known of a text is found out once for all cells that have it (:meth:`Cells.each`), and
-plain numbers are read all at once, so that a table of millions of rows takes seconds.
+Each distinct text is examined once for all cells that have it (:meth:`Cells.each`), and plain
+numbers are read all at once, so that a table of millions of rows takes seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def number_of(text: str) -> float:
-    """The number that a text is in plain notation, NaN where it is none."""
+    """Return the number in a text in plain notation, NaN if it is not a number."""
     try:
         return float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
@@ -24,7 +24,7 @@ def number_of(text: str) -> float:
 
 
 def _whole(text: str) -> str:
-    """A number without the zeros of its fraction, one or two; any other text as it is."""
+    """Return a number without a fraction of one or two zeros; any other text as it is."""
     return re.sub(r"\.00?$", "", text)
 
 
@@ -32,16 +32,16 @@ class Cells:
     """Cells of a column, as text; empty where they are missing.
 
     Attributes:
-        texts: The same as pyarrow's chunked array of strings, null where missing.
-        stored: bool ``[N]``, the cells that were stored as numbers, and so are in no notation of
-            their file; None where there are none.
-        rows: int64 ``[N]``, the rows of the file, from 0; None where these are all rows.
+        texts: The cells as pyarrow's chunked array of strings, null where missing.
+        stored: bool ``[N]``: true for cells that were stored as numbers, so that the notation of
+            the file does not apply; None if there are none.
+        rows: int64 ``[N]``: the rows in the file, from 0; None if these are all rows.
     """
 
     def __init__(
         self, texts: Any, stored: np.ndarray | None = None, rows: np.ndarray | None = None
     ) -> None:
-        """Keep the cells: texts in their order, or an array as ``texts``."""
+        """Keep the cells, given as texts in their order or as an array like ``texts``."""
         import pyarrow as pa
 
         if not isinstance(texts, pa.ChunkedArray):
@@ -53,7 +53,7 @@ class Cells:
         return len(self.texts)
 
     def __getitem__(self, rows: slice | np.ndarray) -> Cells:
-        """Return the cells of some rows: their numbers, bool ``[N]``, or a slice, a file anew."""
+        """Return cells by row numbers or bool ``[N]``; or of a slice, as a file of its own."""
         stored = None if self.stored is None else self.stored[rows]
         if isinstance(rows, slice):
             first = self.rows[rows.start - 1] + 1 if self.rows is not None and rows.start else 0
@@ -64,45 +64,45 @@ class Cells:
 
     @property
     def written(self) -> Cells:
-        """The cells but for those that were stored as numbers."""
+        """The cells without those that were stored as numbers."""
         return self if self.stored is None else self[~self.stored]
 
     def text(self, row: int) -> str:
-        """The cell of a row."""
+        """Return the cell of a row."""
         return self.texts[row].as_py() or ""
 
     def numbered(self, rows: np.ndarray) -> list[int]:
-        """The numbers, from 1, that some rows have in the file."""
+        """Return the numbers, from 1, that the rows have in the file."""
         return [row + 1 for row in (rows if self.rows is None else self.rows[rows]).tolist()]
 
     def tolist(self) -> list[str]:
-        """The cells."""
+        """Return the cells as a list."""
         return self.each(str, object).tolist()
 
     @cached_property
     def missing(self) -> np.ndarray:
-        """The cells that are missing, bool ``[N]``."""
+        """Mask of the cells that are missing, bool ``[N]``."""
         return self.texts.is_null().to_numpy()
 
     @cached_property
     def _encoded(self) -> tuple[list[str], np.ndarray]:
-        """The different texts and an empty one, and the place of each cell's among them."""
+        """The distinct texts and an empty one, and the position of each cell's text among them."""
         encoded = self.texts.dictionary_encode().combine_chunks()
         different = encoded.dictionary.to_pylist()
         return [*different, ""], encoded.indices.fill_null(len(different)).to_numpy()
 
     @property
     def different(self) -> Sequence[str]:
-        """The different texts, none of them empty."""
+        """The distinct texts, without the empty one."""
         return self._encoded[0][:-1]
 
     def each(self, function: Callable[[str], Any], dtype: Any) -> np.ndarray:
-        """What a function says of each cell, ``[N]`` or ``[N, ...]``."""
+        """Return a function's value for each cell, ``[N]`` or ``[N, ...]``."""
         texts, places = self._encoded
         return np.array([function(text) for text in texts], dtype)[places]
 
     def changed(self, function: Callable[[str], str], *, but_stored: bool = False) -> Cells:
-        """The cells in other words, but for those that were stored as numbers, if that is said."""
+        """Return the cells changed by a function; ``but_stored`` keeps those stored as numbers."""
         changed = self.each(function, object)
         if but_stored and self.stored is not None:
             changed[self.stored] = self.each(str, object)[self.stored]
@@ -110,7 +110,7 @@ class Cells:
 
     @cached_property
     def _cast(self) -> np.ndarray | None:
-        """The numbers where all cells are some, as Python reads them, or missing; else None."""
+        """The numbers, if all cells are numbers (as Python reads them) or missing; else None."""
         import pyarrow as pa
 
         try:
@@ -121,7 +121,7 @@ class Cells:
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """float64 ``[N]``, each of its own text: NaN where it is missing or no number."""
+        """float64 ``[N]``, each from its own text; NaN where that is missing or no number."""
         return self.each(number_of, float) if self._cast is None else self._cast
 
     @cached_property
@@ -132,7 +132,7 @@ class Cells:
         return numbers is not None and bool(np.isfinite(numbers).sum() == num_present)
 
     def stripped(self) -> Cells:
-        """The cells without the blanks around them."""
+        """Return the cells without the blanks around them."""
         from pyarrow import compute
 
         if self.are_plain:
@@ -140,9 +140,9 @@ class Cells:
         return Cells(compute.utf8_trim_whitespace(self.texts), self.stored, self.rows).without([""])
 
     def without(self, words: Collection[str]) -> Cells:
-        """The cells without those that are among some words, which are missing then.
+        """Return the cells with those that are among some words made missing.
 
-        Where a word is a number such as -9, cells as -9.0 and -9.00 are, too.
+        If a word is a number such as -9, cells such as -9.0 and -9.00 are missing, too.
         """
         from pyarrow import compute
 
@@ -154,11 +154,11 @@ class Cells:
         return Cells(compute.if_else(found, None, self.texts), self.stored, self.rows)
 
     def hold(self, words: Collection[str]) -> bool:
-        """Return whether a cell is among some words."""
+        """Return true if a cell is among some words."""
         return self._among(words) is not None
 
     def _among(self, words: Collection[str]) -> Any:
-        """Which cells are among some words; None where none is."""
+        """Return the mask of cells that are among some words; None if none is."""
         import pyarrow as pa
         from pyarrow import compute
 

@@ -1,7 +1,7 @@
-"""From a data set's name and settings to prepared records, cached on disk and memory-mapped.
+"""Prepares a data set from its name and settings: records cached on disk and memory-mapped.
 
-The main function is :func:`prepare`. The part that clients hold is ``train``; ``server_test`` is
-a test set declared public that the server holds. How clients divide ``train`` is decided later.
+The main function is :func:`prepare`. Clients hold the part ``train``; the server holds
+``server_test``, a test set declared public. The division of ``train`` over clients comes later.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from fednas_flwr.settings import Dataset, expanded
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, Images, Torchvision, uniform
 from fednas_flwr.settings.parser import parse
 
-# Changes whenever the same source would give other prepared records.
+# To be raised whenever the same source would give other prepared records.
 _CACHE_VERSION = 16
-# Public and fixed: these choices must be the same in every run and at everybody's.
+# Public and fixed: these choices must be the same in every run and on every machine.
 _SERVER_TEST_KEY = b"fednas_flwr server test"
 _LIMIT_KEY = b"fednas_flwr limit"
 _SERVER_TEST_SHARE = 0.2
-_ATTEMPTS = 3  # of reading what was stored
+_ATTEMPTS = 3  # at reading stored records
 _ARRAYS = dict.fromkeys(("features", "labels", "ids", "columns"), Any)  # fields of records
-# Settings that change no prepared record; of the root its files count.
+# Settings that change no prepared record; for the root, its files count instead.
 _SHAPE_NOTHING = {
     *("cache", "root", "download", "fractions", "split_key", "linear_baseline"),
     *("mean", "std", "crop_padding", "flip", "cutout", "statistics", "ranges"),
-    *("scattering", "backbone"),  # whose description counts
+    *("scattering", "backbone"),  # their description counts instead
 }
 
 
@@ -56,15 +56,15 @@ class Prepared:
     """A data set ready to be divided over clients.
 
     Attributes:
-        train: What the clients hold.
+        train: Records of the clients.
         server_test: Public test records of the server, or None.
-        mean: Per channel of images scaled to 0..1, or per feature of a table; a single 0 for
-            features that are normalised already; empty of a table whose statistics are not
-            declared, and not known yet.
-        std: As ``mean``; all above 0.
+        mean: Means per channel of images scaled to 0..1, or per feature of a table; a single 0 for
+            features that are already normalised; empty for a table whose statistics are neither
+            declared nor known yet.
+        std: Standard deviations like ``mean``, all above 0.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
-        transform: Description of what made features of images; empty where they are the records'.
-        target: As ``Inputs.target``: 0 and 1 until what clients find is known.
+        transform: Description of the transform that made features of images; empty without one.
+        target: As ``Inputs.target``; 0 and 1 until the clients' statistics are known.
     """
 
     train: rd.Records
@@ -77,7 +77,7 @@ class Prepared:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; 1 of a number."""
+        """Number of classes; 1 for a number to predict."""
         return len(self.train.class_names)
 
     @property
@@ -112,7 +112,7 @@ class Prepared:
         return not self.mean
 
     def standardised(self, statistics: Statistics) -> Prepared:
-        """The same, by the statistics that clients have found."""
+        """Return the same data set, standardised by the statistics that clients have found."""
         target = self.target if len(self.target) > 2 else statistics.target
         return replace(self, mean=statistics.mean, std=statistics.std, target=target)
 
@@ -121,15 +121,15 @@ Data = tuple[Prepared, rd.Parts]
 
 
 def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
-    """The prepared data set; its tensors lie in the cache and are memory-mapped.
+    """Return the prepared data set; its tensors are in the cache and memory-mapped.
 
-    A cached copy is used when the settings and the size and time of every source file are the
-    same; several processes may prepare at once.
+    A cached copy is used if the settings and the size and time of every source file are the same.
+    Several processes may prepare at once.
 
     Args:
-        dataset: Its settings.
-        sites: The root holds one folder (images) or file (npz, csv) per client; the records get a
-            column ``site``.
+        dataset: Settings of the data set.
+        sites: True if the root holds one folder (images) or file (npz, csv) per client; the records
+            then get a column ``site``.
 
     Raises:
         ConfigError: A setting is missing, without effect, or not met by the data.
@@ -172,10 +172,10 @@ def prepare(dataset: Dataset, *, sites: bool = False) -> Prepared:
 
 
 def _target(records: rd.Records, dataset: Dataset, mean: tuple[float, ...]) -> tuple[float, ...]:
-    """What a target that is a number is standardised by, see ``Inputs.target``.
+    """Return the numbers that standardise a numeric target, see ``Inputs.target``.
 
     Raises:
-        ConfigError: It has no range, and what standardises the features is declared.
+        ConfigError: It has no range, although the features' statistics or ranges are declared.
     """
     ends = getattr(dataset, "target_range", None)
     if not records.is_regression:
@@ -190,12 +190,12 @@ def _target(records: rd.Records, dataset: Dataset, mean: tuple[float, ...]) -> t
 
 
 def _built(dataset: Dataset, read: rd.RecordsPair) -> dict[str, rd.Records]:
-    """Records of clients and server, limited and transformed."""
+    """Return the records of clients and server, limited and transformed."""
     train, test = read
     if dataset.server_test and test is None:
         is_test = rd.hash_positions(train.ids, key=_SERVER_TEST_KEY) < _SERVER_TEST_SHARE
         if is_test.all() or not is_test.any():
-            oddities(train)  # which refuses one picture only
+            oddities(train)  # refuses images that are all one picture
             raise ConfigError(
                 f"the {len(train)} records of dataset={dataset.name}, of "
                 f"{len(np.unique(train.ids))} different ones or persons, are too few to choose a "
@@ -214,12 +214,12 @@ def _built(dataset: Dataset, read: rd.RecordsPair) -> dict[str, rd.Records]:
 
 
 def intensity_of(dataset: Dataset) -> tuple[float, ...]:
-    """Intensities of 16-bit images that become 0 and 255, see ``EncodedImages``; else empty."""
+    """Return the intensities of 16-bit images that become 0 and 255 (``EncodedImages``), or ()."""
     return tuple(dataset.intensity or ()) if isinstance(dataset, EncodedImages) else ()
 
 
 def find_source(dataset: Dataset, *, sites: bool) -> Path:
-    """The folder or file to read, fetched first where that is asked for."""
+    """Return the folder or file to read; it is downloaded first if the settings say so."""
     name, entry, root = dataset.name, DATA_SETS[dataset.name], dataset.place
     if not entry.roots:
         return root or Path()
@@ -243,7 +243,7 @@ def find_source(dataset: Dataset, *, sites: bool) -> Path:
 
 
 def fingerprint(name: str, source: Path) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and time of change in ns of every source file, if there are any."""
+    """Return path, size in bytes and time of change in ns of every source file, if any."""
     entry = DATA_SETS[name]
     if not entry.roots:
         return []
@@ -254,7 +254,7 @@ def fingerprint(name: str, source: Path) -> list[tuple[str, int, int]]:
 
 
 def digest_records(parts: rd.RecordsPair) -> str:
-    """Hex blake2b-128 of all that the parts of a data set hold."""
+    """Return the blake2b-128, in hex, of the whole content of a data set's parts."""
     digest = hashlib.blake2b(digest_size=16)
     for records in parts:
         if records is not None:
@@ -275,12 +275,12 @@ def _read_sites(
 
 
 def load_sites(root: Path, *, name: str, read: Callable[[Path], rd.RecordsPair]) -> rd.RecordsPair:
-    """Records of all sites in a folder, sorted by site name, with a column ``site``.
+    """Return the records of all sites in a folder, sorted by site name, with a column ``site``.
 
     Args:
-        root: One sub-folder per site for images, one file per site for npz and csv.
-        name: Of a data set that can be divided by sites.
-        read: Reads one site.
+        root: Folder with one sub-folder per site for images, one file per site for npz and csv.
+        name: Name of a data set that can be divided by sites.
+        read: Reader of one site.
 
     Raises:
         ConfigError: No sites, sites that do not fit together, or one with its own test part.
@@ -303,15 +303,15 @@ def load_sites(root: Path, *, name: str, read: Callable[[Path], rd.RecordsPair])
 def _normalisation(
     records: rd.Records, dataset: Dataset
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std per channel or feature as the settings declare them.
+    """Return mean and std per channel or feature as the settings declare them.
 
-    Both are empty of a table without statistics, which then follow from the clients' records.
+    Both are empty for a table without statistics, which then follow from the clients' records.
 
     Raises:
         ConfigError: The settings do not fit the records.
     """
     if dataset.transform is not None:
-        return (0.0,), (1.0,)  # features are normalised as they are
+        return (0.0,), (1.0,)  # these features are already normalised
     mean, std = (dataset.mean, dataset.std) if isinstance(dataset, Images) else ([], [])
     statistics, is_table = dataset.column_statistics, records.features.is_floating_point()
     if (mean or std) if is_table else statistics:
@@ -344,7 +344,7 @@ def _normalisation(
 
 @contextmanager
 def _reading(name: str, path: Path | None) -> Iterator[None]:
-    """Turn whatever a reader makes of a broken or forbidden file into one sentence."""
+    """Turn any error of a reader, for a broken or forbidden file, into one sentence."""
     try:
         yield
     except ConfigError:
@@ -356,7 +356,7 @@ def _reading(name: str, path: Path | None) -> Iterator[None]:
 
 
 def _limited(records: rd.Records, limit: int | None) -> rd.Records:
-    """Return the records of smallest public keyed hash, at most ``limit``, in their order."""
+    """Return at most ``limit`` records, those of smallest public keyed hash, in their order."""
     if limit is None or limit >= len(records):
         return records
     order = np.argsort(rd.hash_positions(records.ids, key=_LIMIT_KEY), kind="stable")
@@ -366,15 +366,15 @@ def _limited(records: rd.Records, limit: int | None) -> rd.Records:
 def load_or_build(
     folder: Path, build: Callable[[], Mapping[str, rd.Records]]
 ) -> dict[str, rd.Records]:
-    """Load the records in the folder, memory-mapped; build and store them where it is missing.
+    """Load the records in the folder, memory-mapped; build and store them first if it is missing.
 
-    The folder holds .npy files and an index, nothing is pickled. It appears under its name only
-    when all of it is on disk, so a half-written one is never read, and processes that prepare the
-    same data at once end with one of their equal copies.
+    The folder holds .npy files and an index; nothing is pickled. It gets its name only when all of
+    it is on disk, so a half-written one is never read. Processes that prepare the same data at once
+    end with one of their equal copies.
 
     Args:
-        folder: Its name must change whenever the result of ``build`` does.
-        build: Makes the records, by part, e.g. ``train``.
+        folder: The folder; its name must change whenever the result of ``build`` does.
+        build: Function that makes the records by part, e.g. ``train``.
 
     Raises:
         OSError: The folder cannot be written.
@@ -389,7 +389,7 @@ def load_or_build(
 
 
 def _arrays(records: rd.Records) -> dict[str, np.ndarray]:
-    """The arrays of some records by the names of their files."""
+    """Return the arrays of records by the names of their files."""
     columns = [values.astype(np.str_) for values in records.columns.values()]
     features, labels = records.features.numpy(), records.labels.numpy()
     return {"features": features, "labels": labels, "ids": records.ids} | {
@@ -398,7 +398,7 @@ def _arrays(records: rd.Records) -> dict[str, np.ndarray]:
 
 
 def _description(records: rd.Records) -> dict[str, Any]:
-    """All else that records hold, as JSON values."""
+    """Return all other fields of records, as JSON values."""
     values = {field.name: getattr(records, field.name) for field in fields(records)}
     texts = {name: value for name, value in values.items() if name not in _ARRAYS}
     columns = {"columns": list(records.columns), "schema": [asdict(c) for c in records.schema]}
@@ -406,7 +406,7 @@ def _description(records: rd.Records) -> dict[str, Any]:
 
 
 def _write(folder: Path, parts: Mapping[str, rd.Records]) -> None:
-    """Write the records beside the folder, bring them to disk, and rename."""
+    """Write the records beside the folder, flush them to disk, and rename."""
     make_folder(folder.parent)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -421,7 +421,7 @@ def _write(folder: Path, parts: Mapping[str, rd.Records]) -> None:
             sync(path)
         os.rename(unfinished, folder)
     except OSError:
-        # Renaming on a full folder fails: another process was first, with the same content.
+        # Renaming to a full folder fails: another process was first, with the same content.
         if not (folder / "index.json").exists():
             raise
     finally:
@@ -429,7 +429,7 @@ def _write(folder: Path, parts: Mapping[str, rd.Records]) -> None:
 
 
 def _read(folder: Path) -> dict[str, rd.Records] | None:
-    """The records, or None where the folder is missing or a file is not as written."""
+    """Return the records, or None if the folder is missing or a file is not as written."""
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
         if not all(_is_whole(folder / name, facts) for name, facts in index["files"].items()):
@@ -437,7 +437,7 @@ def _read(folder: Path) -> dict[str, rd.Records] | None:
         return {part: _mapped(folder, part, about) for part, about in index["parts"].items()}
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
-    except (ValueError, LookupError, TypeError, AttributeError):  # another form: damaged
+    except (ValueError, LookupError, TypeError, AttributeError):  # of another form, so damaged
         return None
 
 
@@ -454,18 +454,18 @@ def _mapped(folder: Path, part: str, description: dict[str, Any]) -> rd.Records:
 
 
 def _facts(path: Path) -> list[object]:
-    """A file's time of change in ns, and its hash."""
+    """Return a file's time of change in ns, and its hash."""
     with path.open("rb") as file:
         return [path.stat().st_mtime_ns, hashlib.file_digest(file, "blake2b").hexdigest()]
 
 
 def _is_whole(path: Path, facts: list[object]) -> bool:
-    """True if a file is as it was written; its bytes are read only if its time differs."""
+    """Return true if a file is as it was written; its bytes are read only if its time differs."""
     return path.stat().st_mtime_ns == facts[0] or _facts(path)[1] == facts[1]
 
 
 def _discard(folder: Path) -> None:
-    """Remove what is there; of half a folder nothing is read, since all of its files count."""
+    """Remove the folder; half of one is never read, since all of its files are checked."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder.is_file():
         folder.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Encoded images as arrays: any size, gray or in colour, 8 or 16 bits, upright, broken ones named.
+"""Encoded images as upright arrays: any size, gray or colour, 8 or 16 bits; broken ones are named.
 
-:func:`decode_images` is for data sets, :func:`decode_like` for prediction; both take the same way.
+:func:`decode_images` is for data sets, :func:`decode_like` for prediction; both decode alike.
 """
 
 import io
@@ -26,15 +26,15 @@ from fednas_flwr.settings.data_settings import EncodedImages
 _DICOM = (".dcm", ".dicom", ".ima")
 SUFFIXES: tuple[str, ...] = (".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".tif", ".tiff")
 SUFFIXES += (".bmp", ".gif", ".webp", ".pgm", ".ppm", ".pbm", ".pnm", *_DICOM)
-_OF_SYSTEMS = {  # folders that file systems and network storage make
+_OF_SYSTEMS = {  # folders that file systems and network storage create
     *("@eaDir", "@Recycle", "#recycle", "#snapshot", "$RECYCLE.BIN", "RECYCLER", "lost+found"),
     *("System Volume Information", "__MACOSX", "Network Trash Folder", "Temporary Items"),
 }
-_BESIDE = (".txt", ".csv", ".json", ".xml", ".md", ".db", ".ini")  # what may lie beside images
+_BESIDE = (".txt", ".csv", ".json", ".xml", ".md", ".db", ".ini")  # may lie beside images
 _GRAY, _COLOUR = "gray", "colour"
-_GRAY_MODES = {"1", "L", "LA"}  # as Pillow calls them
+_GRAY_MODES = {"1", "L", "LA"}  # in Pillow's terms
 _KINDS = {"I": "16 bit", "F": "float"}  # by the first letter of other modes
-_RANGES = {"16 bit": (0.0, 65535.0), "float": (0.0, 1.0)}  # that become 0 and 255
+_RANGES = {"16 bit": (0.0, 65535.0), "float": (0.0, 1.0)}  # values that become 0 and 255
 _TURNED = "images turned upright as their EXIF orientation says"
 _PAGED = "files have several pages, of which only the first is read"
 _CLEAR = "images with an alpha channel are laid on white"
@@ -44,7 +44,7 @@ _UNWINDOWED = (
     "dataset.intensity=[low,high] all are read alike"
 )
 _TOLD = (_TURNED, _PAGED, _CLEAR, _BANDS, _UNWINDOWED)
-_BEYOND = 1e12  # all intensities
+_BEYOND = 1e12  # above all intensities
 _PART = re.compile(r"(train|test)(ing)?([ _-]?(set|data|images))?", re.I)
 _VALIDATION = {"val", "valid", "validation", "eval", "dev"}
 _MASK = re.compile(
@@ -52,15 +52,15 @@ _MASK = re.compile(
 )
 _MASK_FOLDERS = {"masks", "ground_truth"}
 _MOST_NAMED = 20
-_LARGE, _AT_ONCE = 4096, 64  # bytes of an image, and how many are opened before their turn
-_FEWEST = 10  # files of each form, about, by which it may tell a label
+_LARGE, _AT_ONCE = 4096, 64  # bytes of a large image, and images that are opened ahead of time
+_FEWEST = 10  # files of each form, about, from which on the form may predict a label
 
-Form = tuple[tuple[int, ...], tuple[str, ...], str]  # width and height, what is said, and suffix
+Form = tuple[tuple[int, ...], tuple[str, ...], str]  # width and height, remarks, and suffix
 Source = Callable[[int], tuple[str, bytes]]  # name and content of an encoded image
 
 
 def source_of(files: Sequence[Path | str]) -> Source:
-    """Return the source of images in files; one that cannot be opened is broken, too."""
+    """Return the source of images in files; a file that cannot be opened is also broken."""
 
     def content(index: int) -> tuple[str, bytes]:
         try:
@@ -78,12 +78,12 @@ class Decoded:
 
     Attributes:
         images: uint8 ``[N, C, H, W]``.
-        ids: S32 ``[N]``: the hash of an image's own pixels, before it is turned or resized, on
-            white where it is transparent: the same for a file that was compressed anew without
+        ids: S32 ``[N]``: the hash of each image's own pixels before it is turned or resized, on
+            white where it is transparent. It is the same for a file that was recompressed without
             loss, in any format, and for shades of gray stored as colours.
-        rows: int64 ``[N]``, which of the encoded images they are.
-        notes: What was done, for people.
-        forms: Of each file.
+        rows: int64 ``[N]``: each image's position among the encoded images.
+        notes: Sentences about what was done, for people.
+        forms: The form of each file.
     """
 
     images: np.ndarray
@@ -93,7 +93,7 @@ class Decoded:
     forms: list[Form]
 
     def telling(self, labels: Sequence[int]) -> list[str]:
-        """A sentence on what of the files alone tells a label, if anything does."""
+        """Return a sentence on a property of the files that gives a label away, if there is one."""
         found = []
         for i, what in enumerate(("size", "kind", "suffix")):
             pairs = {(form[i], label) for form, label in zip(self.forms, labels, strict=True)}
@@ -106,26 +106,26 @@ class Decoded:
 
 
 def decode_images(settings: EncodedImages, count: int, source: Source) -> Decoded:
-    """Return ``count`` encoded images in the one form that the settings say.
+    """Return ``count`` encoded images in the one form that the settings define.
 
     Raises:
         ConfigError: Images cannot be read and are not to be skipped, differ in size without
-            ``image_size``, or do not fit into memory; or none is left, and their form not given.
+            ``image_size``, or do not fit into memory; or none is left and their form is not given.
     """
     side, channels = settings.image_size, settings.channels
     if settings.backbone is not None:
         side = load_backbone(settings.backbone, is_mirrored=settings.flip).image_size
-    # where their form is given, whether images fit into memory hangs on no record
+    # if their form is given, no record decides whether images fit into memory
     images = _room(count if side and channels else 0, channels or 1, side or 1, side or 1)
     ids: list[str] = []
     rows: list[int] = []
-    broken: dict[str, list[str]] = {}  # names by reasons
+    broken: dict[str, list[str]] = {}  # names by reason
     forms: list[Form] = []
-    ends: list[float] = []  # of values in images that are refused for theirs, and in others
+    ends: list[float] = []  # least and largest values, of images refused for these and of others
     spans: list[float] = []
 
     def opened(i: int) -> tuple[str, Any]:
-        """Name, and size, image, id and what is said of it, or why it is broken."""
+        """Return a name with size, image, id and remarks, or with the reason why it is broken."""
         name, content = source(i)
         try:
             image, pixels, said = _open(content, name, settings.intensity)
@@ -149,7 +149,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
             of_one_form = _room(count, wanted, height, width)
             of_one_form[: len(rows)] = images[: len(rows)]
             images = of_one_form
-        if fitted.shape[-2:] == images.shape[2:]:  # else their sizes are told
+        if fitted.shape[-2:] == images.shape[2:]:  # else an error lists their sizes
             images[len(rows)] = fitted
         ids.append(own_id)
         rows.append(i)
@@ -171,7 +171,7 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
     notes = []
     if broken:
         notes = [f"{number} broken images left out: {named}; {number / count:.1%} of {count:,}"]
-    del sizes[side or 0, side or 0]  # which nothing was done to
+    del sizes[side or 0, side or 0]  # images of this size were not resized
     if side is not None and sizes:
         notes.append(f"resized to {side}x{side} (bilinear) from {_listed_sizes(sizes)}")
     for kind, usual in _RANGES.items():
@@ -190,9 +190,9 @@ def decode_images(settings: EncodedImages, count: int, source: Source) -> Decode
 
 
 def _in_turn(opened: Callable[[int], Any], count: int, source: Source) -> Iterator[Any]:
-    """What is found of each image, in their order; large ones are opened side by side."""
+    """Yield the result for each image, in order; large images are opened in parallel."""
     threads = cores() if count and len(source(0)[1]) > _LARGE else 1
-    if threads == 1:  # small ones take longer to hand over than to open
+    if threads == 1:  # small images take longer to hand over than to open
         yield from map(opened, range(count))
         return
     with ThreadPoolExecutor(threads) as pool:
@@ -201,7 +201,7 @@ def _in_turn(opened: Callable[[int], Any], count: int, source: Source) -> Iterat
 
 
 def _room(count: int, channels: int, height: int, width: int) -> np.ndarray:
-    """Memory of images, if there is so much of it."""
+    """Return memory for images; ConfigError if there is too little."""
     check_fits(
         count * channels * height * width,
         f"{count} images of {channels}x{height}x{width} pixels",
@@ -226,7 +226,7 @@ def decode_like(
 
 
 class _BrokenError(Exception):
-    """An image that cannot be read; with its least and largest value if these are the reason."""
+    """An image that cannot be read; has its least and largest value if they are the reason."""
 
     ends: Sequence[float] = ()
 
@@ -234,10 +234,10 @@ class _BrokenError(Exception):
 def _open(
     content: bytes, name: str, intensity: Sequence[float] | None
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return an upright image, its own pixels, and what is to be said of its file.
+    """Return an upright image, its own pixels, and remarks about its file.
 
-    The image is uint8 ``[H, W]`` or ``[H, W, 3]``; its own pixels are as they are in the file, on
-    white where it is transparent.
+    The image is uint8 ``[H, W]`` or ``[H, W, 3]``; its own pixels are those in the file, on white
+    where it is transparent.
     """
     from PIL import Image, ImageOps
 
@@ -275,7 +275,7 @@ def _open(
                 shown = np.asarray(ImageOps.exif_transpose(image))
     except _BrokenError:
         raise
-    except Exception as error:  # whatever a broken file makes of a parser of many formats
+    except Exception as error:  # a broken file can raise anything in a parser of many formats
         reason = " ".join(str(error).split())  # without the address of the bytes that were read
         if "cannot identify" in reason:
             is_tiff = content[:4] in (b"II*\0", b"MM\0*")
@@ -285,7 +285,7 @@ def _open(
 
 
 def _own(pixels: np.ndarray) -> bytes:
-    """An image's own pixels, channel by channel, and one channel where these are equal."""
+    """Return an image's own pixels channel by channel, or one channel if all are equal."""
     if pixels.ndim == 2:
         return pixels.tobytes()
     first, *others = (pixels[..., channel].tobytes() for channel in range(pixels.shape[2]))
@@ -298,7 +298,7 @@ _ORIENTATION, _SAMPLES, _FORMAT = 0x0112, 0x0115, 0x0153  # tags of EXIF and TIF
 def _shades(
     values: np.ndarray, intensity: Sequence[float] | None, usual: tuple[float, float]
 ) -> np.ndarray:
-    """Return uint8: 0 and 255 for the ends of a range, which values exceed only if it is given."""
+    """Return uint8, 0 and 255 at the ends of a range; only a given range may be exceeded."""
     low, high = intensity or usual
     least, most = values.min(), values.max()
     if np.isnan(least):
@@ -312,10 +312,10 @@ def _shades(
 
 
 def _dicom(content: bytes, intensity: Sequence[float] | None) -> tuple[np.ndarray, list[str]]:
-    """Return a DICOM image as its own window shows it, and what is to be said of it.
+    """Return a DICOM image as its own window shows it, and remarks about it.
 
-    It is uint8 ``[H, W]``, black 0 and white 255, or in colour ``[H, W, 3]``. With a given range of
-    intensities, such as Hounsfield units, that is the window.
+    It is uint8 ``[H, W]``, with black 0 and white 255, or in colour ``[H, W, 3]``. A given range of
+    intensities, such as Hounsfield units, replaces the window.
     """
     try:
         import pydicom
@@ -342,14 +342,14 @@ def _dicom(content: bytes, intensity: Sequence[float] | None) -> tuple[np.ndarra
     elif not intensity:
         values = ends = processing.apply_voi_lut(values, opened)
         if not has_table:
-            with np.errstate(over="ignore"):  # of a sigmoid
+            with np.errstate(over="ignore"):  # in a sigmoid
                 ends = processing.apply_windowing(np.array([-_BEYOND, _BEYOND]), opened)
     pixels = _shades(values, intensity, (ends.min(), ends.max()))
-    return 255 - pixels if kind == "MONOCHROME1" else pixels, said  # of which 0 is white
+    return 255 - pixels if kind == "MONOCHROME1" else pixels, said  # where 0 is white
 
 
 def _fitted(image: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Return uint8 ``[C, H, W]`` of an image, or ``[H, W]``, resized where it has another size."""
+    """Return an image as uint8 ``[C, H, W]``, or ``[H, W]``, resized if its size differs."""
     channels, height, width = shape
     if image.shape == (height, width):
         return image
@@ -368,14 +368,14 @@ def _listed_sizes(sizes: Counter[tuple[int, ...]]) -> str:
 
 
 def part_folders(root: Path, *, classes: bool = False) -> tuple[Path, Path | None]:
-    """Folders of the train and the test part; a root without ``train`` is the train part.
+    """Return the folders of the train and test parts; a root without ``train`` is the train part.
 
-    ``Training``, ``test_set`` and the like name them, too, in any case of letters.
+    Names such as ``Training`` and ``test_set``, in any case of letters, are also found.
 
     Args:
         root: The folder.
-        classes: True if a ``train`` that has images, but no folders of them, is a class where there
-            are further such folders.
+        classes: True if ``train`` is a class where it has images but no folders of images, and
+            there are other such folders beside it.
     """
     paths = [path for path in sorted(root.iterdir()) if path.is_dir()]
     folders = {part[1].lower(): path for path in paths if (part := _PART.fullmatch(path.name))}
@@ -388,15 +388,15 @@ def part_folders(root: Path, *, classes: bool = False) -> tuple[Path, Path | Non
 
 
 def is_hidden(name: str, beginnings: str = "._") -> bool:
-    """Whether a file or folder is none of the user's, by how its name begins, or by the name."""
+    """Return true if a file or folder is not the user's, by its name or how the name begins."""
     return name[0] in beginnings or name in _OF_SYSTEMS
 
 
 def sites_in(root: Path, endings: Sequence[str]) -> dict[str, Path]:
-    """Files by the sites in a folder, whose names have one of some endings; ``/`` is a folder's.
+    """Return the files of sites in a folder, by the name of the site; the ending ``/`` is a folder.
 
     Raises:
-        ConfigError: There are none, or two of one name.
+        ConfigError: There are none, or two have the same name.
     """
     found = []
     for path in sorted(root.iterdir()):
@@ -413,14 +413,14 @@ def sites_in(root: Path, endings: Sequence[str]) -> dict[str, Path]:
 
 
 def beside(root: Path, read: Iterable[Path], advice: str) -> tuple[str, ...]:
-    """A sentence on what lies in a folder beside what is read of it, if anything does."""
+    """Return a sentence on the contents of a folder that are not read, if there are any."""
     others = sorted({*root.iterdir()}.difference(read))
     names = [path.name for path in others if not is_hidden(path.name, "._~")]
     return (f"{listed(names, 5)} in {root} left out: {advice}",) if names else ()
 
 
 def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], list[str]]:
-    """Names of the images in a folder and in its sub-folders, by their paths in it, both sorted.
+    """Return the names of images in a folder, by the path of their sub-folder, both sorted.
 
     Args:
         root: The folder.
@@ -437,7 +437,7 @@ def image_folders(root: Path, *, hidden: bool = False) -> dict[tuple[str, ...], 
 
 
 def other_files(root: Path) -> list[str]:
-    """A sentence on files in a folder that have no image's suffix, if there are any."""
+    """Return a sentence on files in a folder without the suffix of an image, if there are any."""
     others: Counter[str] = Counter()
     for _, folders, names in walk(root):
         folders[:] = [name for name in folders if not is_hidden(name)]
@@ -449,7 +449,7 @@ def other_files(root: Path) -> list[str]:
 
 
 def masks_in(places: Sequence[tuple[str, ...]]) -> list[str]:
-    """A sentence on images that by their names or folders may be masks, if there are any."""
+    """Return a sentence on images whose names or folders suggest masks, if there are any."""
     stems = {os.path.splitext(place[-1])[0] for place in places}
     masks = []
     for *folders, name in places:
@@ -460,6 +460,6 @@ def masks_in(places: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def image_files(root: Path) -> list[Path]:
-    """All images in a folder and its sub-folders, by path."""
+    """Return all images in a folder and its sub-folders, by path."""
     files = [root.joinpath(*at, n) for at, names in image_folders(root).items() for n in names]
     return sorted(files, key=lambda path: path.parts)

@@ -1,9 +1,9 @@
 """Public features of images: a fixed transform in front of all networks, and a part of the model.
 
-They are made once per image and cached. Scattering (``data.scattering``) has nothing learnt in it;
-a backbone is a network that was trained on public images. Each image is transformed by itself, so
-that its features depend on no other record, in any bit (together they round by where they stand):
-they cost no privacy.
+They are made once per image and cached. Scattering (``data.scattering``) learns nothing; a backbone
+is a network that was trained on public images. Each image is transformed by itself, because in a
+batch rounding would depend on its position. So no bit of its features depends on another record,
+and they cost no privacy.
 """
 
 import math
@@ -26,15 +26,15 @@ from fednas_flwr.settings import data_settings as ds
 
 BACKBONE, SCATTERING = KINDS = ("backbone", "scattering")
 MIRRORED, MAP = "mirrored", "map"
-Description = tuple[str, ...]  # kind and sizes of a transform; of a backbone with its hash
+Description = tuple[str, ...]  # kind and sizes of a transform; for a backbone also its hash
 
 
 def transform_of(dataset: Dataset) -> Description:
-    """Describe what makes features of images; empty where networks take the records.
+    """Return the description of the transform of images; empty if networks take the records.
 
-    It is ``("scattering", scales, angles)`` or ``("backbone", name, image size, hash)``, before
-    the hash ``"mirrored"`` where ``dataset.flip`` says that mirror images mean the same, and
-    ``"map"`` where features have places.
+    It is ``("scattering", scales, angles)`` or ``("backbone", name, image size, hash)``. Before the
+    hash comes ``"mirrored"`` with ``dataset.flip``, by which mirror images mean the same, and
+    ``"map"`` if features have positions.
 
     Raises:
         ConfigError: The backbone's weights cannot be read.
@@ -51,19 +51,19 @@ def transform_of(dataset: Dataset) -> Description:
 
 
 def kept_as(described: Description) -> torch.dtype:
-    """The type of features that are kept: half the memory of maps."""
+    """Return the dtype in which features are stored; maps take half the memory."""
     return torch.float16 if MAP in described[3:] else torch.float32
 
 
 def make_transform(
     described: Description, shape: Sequence[int], settings: ds.Transform | None = None
 ) -> Scattering | Frozen | None:
-    """Return a described transform of images of a shape; None of an empty description.
+    """Return a described transform for images of a shape; None for an empty description.
 
     Args:
         described: From :func:`transform_of`.
         shape: ``(C, H, W)`` of an image.
-        settings: Those of the transform, which name a backbone's weights; None leaves these out.
+        settings: Settings of the transform, with a backbone's weights; None loads no weights.
 
     Raises:
         ConfigError: The records are no images, or too small.
@@ -88,7 +88,7 @@ def load_backbone(settings: ds.Backbone, *, is_mirrored: bool = False) -> Frozen
     """Return the frozen network with its weights, which are read once per process.
 
     Raises:
-        ConfigError: They cannot be read, or are not of that network.
+        ConfigError: The weights cannot be read, or are not those of that network.
     """
     path = settings.weights and expanded("dataset.backbone.weights", settings.weights)
     of_images = {"is_mirrored": is_mirrored, "is_map": settings.output == MAP}
@@ -99,9 +99,9 @@ def load_backbone(settings: ds.Backbone, *, is_mirrored: bool = False) -> Frozen
 def transformed(
     records: Records, transform: Scattering | Frozen, dtype: torch.dtype = torch.float32
 ) -> Records:
-    """Return the records with features of some type in place of uint8 images.
+    """Return the records with features of ``dtype`` in place of uint8 images.
 
-    A note tells how large they are, and how long they have taken.
+    A note has their size and the time that they took.
 
     Raises:
         ConfigError: Features don't fit in memory.

@@ -1,8 +1,8 @@
 """Readers of image sets: scikit-learn's digits, torchvision's, folders, and labels in a table.
 
-Images become uint8 ``[N, C, H, W]``; nothing is normalised here. Where labels stand in a table, its
-first column names the files; as in any table a record has a class or several labels, and a column
-may say whose each image is.
+Images become uint8 ``[N, C, H, W]``; nothing is normalised here. In a table of labels the first
+column names the files. As in any table, a record has a class or several labels, and a column may
+name the person of each image.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from fednas_flwr.settings.names import TORCHVISION_SETS
 
 
 def read_digits(settings: ds.Images, path: Path) -> RecordsPair:
-    """scikit-learn's 1,797 real digits, ``[1, 8, 8]``, with 0..16 rescaled to 0..255."""
+    """Return scikit-learn's 1,797 real digits, ``[1, 8, 8]``, with 0..16 rescaled to 0..255."""
     of_sklearn = distribution("scikit-learn")  # read as a file: importing it takes a second
     file = of_sklearn.locate_file("sklearn/datasets/data/digits.csv.gz")
     *pixels, classes = np.loadtxt(str(file), delimiter=",").T
@@ -37,15 +37,15 @@ def read_digits(settings: ds.Images, path: Path) -> RecordsPair:
 def read_torchvision(
     settings: ds.Torchvision, root: Path, *, download: bool = False
 ) -> RecordsPair:
-    """Official train and test parts of a set that torchvision knows.
+    """Return the official train and test parts of a data set of torchvision.
 
     Args:
-        settings: Its name, a key of ``TORCHVISION_SETS``.
+        settings: Settings whose name is a key of ``TORCHVISION_SETS``.
         root: The folder that torchvision calls root.
-        download: True if missing files may be fetched.
+        download: True if missing files may be downloaded.
 
     Raises:
-        ConfigError: The files are not there and may not be fetched, or fetching fails.
+        ConfigError: The files are not there and may not be downloaded, or the download fails.
     """
     from torchvision import datasets
 
@@ -67,18 +67,18 @@ def read_torchvision(
 
 
 def read_image_folder(settings: ds.ImageFolder, root: Path) -> RecordsPair:
-    """Images of one folder per class.
+    """Return images of one folder per class.
 
-    With ``corrupt=skip`` those in a folder of no class, and of no person, are left out, too.
+    ``corrupt=skip`` also leaves out images that are in no class's or no person's folder.
 
     Args:
-        settings: How they are read; without ``class_names`` the classes are the sorted names of
-            the train folders, and ``channels`` of the test part are those of the train part.
-        root: Holds ``train/<class>/`` and optionally ``test/<class>/``, or ``<class>/`` itself.
+        settings: Settings of the images. Without ``class_names`` the classes are the sorted names
+            of the train folders; ``channels`` of the test part are those of the train part.
+        root: Folder with ``train/<class>/`` and optionally ``test/<class>/``, or ``<class>/``.
 
     Raises:
-        ConfigError: No images, an unreadable one, a folder that is no class, differing sizes, an
-            image that is not in a person's folder.
+        ConfigError: There are no images, an unreadable one, a folder that is no class, different
+            sizes, or an image that is not in a person's folder.
     """
     parts = decoding.part_folders(root, classes=settings.corrupt != "skip")
     if not settings.class_names:
@@ -95,7 +95,7 @@ def read_image_folder(settings: ds.ImageFolder, root: Path) -> RecordsPair:
 
 
 def _left_out(images: Mapping[tuple[str, ...], Sequence[str]]) -> list[str]:
-    """A sentence on images that are not read, if there are any, by their folders."""
+    """Return a sentence on images that are not read, by their folders, if there are any."""
     by_folder = Counter({"/".join(at) or ".": len(names) for at, names in images.items()})
     places = listed(f"{name}: {number}" for name, number in by_folder.most_common())
     left_out = f"{by_folder.total()} images in other folders are left out ({places})"
@@ -105,7 +105,7 @@ def _left_out(images: Mapping[tuple[str, ...], Sequence[str]]) -> list[str]:
 def _read_parts(
     settings: Any, parts: tuple[Path, Path | None], read: Callable[[Any, Path], Records]
 ) -> RecordsPair:
-    """Train and test part in two folders, the latter with the former's channels and classes."""
+    """Return the train and test parts in two folders; test has train's channels and classes."""
     train_root, test_root = parts
     train = read(settings, train_root)
     if test_root is None:
@@ -116,7 +116,7 @@ def _read_parts(
 
 
 def _read_classes(settings: ds.ImageFolder, folder: Path) -> Records:
-    """Images of the classes' folders in one folder."""
+    """Return the images of the classes' folders in one folder."""
     names, id_column = tuple(settings.class_names), settings.id_column
     found = decoding.image_folders(folder, hidden=True)
     visible = [at for at in found if at and not any(name[0] == "_" for name in at)]
@@ -164,15 +164,15 @@ def decoded_fields(
     columns: Mapping[str, np.ndarray],
     ids: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """Fields of the records of encoded images; those that cannot be decoded are left out.
+    """Return the fields of records of encoded images, without those that cannot be decoded.
 
     Args:
-        settings: How they are decoded.
-        source: Of as many images as there are labels.
-        labels: See :class:`Records`, and so are ``notes`` and ``columns``.
-        notes: What is known before.
-        columns: Of all images.
-        ids: The same; None for those of the images' pixels.
+        settings: Settings of decoding.
+        source: Source of as many images as there are labels.
+        labels: Labels of all images, see :class:`Records`.
+        notes: Earlier notes, see :class:`Records`.
+        columns: Columns of all images, see :class:`Records`.
+        ids: Ids of all images; None for the hashes of their pixels.
     """
     decoded = decoding.decode_images(settings, len(labels), source)
     rows = decoded.rows
@@ -190,7 +190,7 @@ def decoded_fields(
 def records_from_arrays(
     features: np.ndarray, labels: np.ndarray, class_names: tuple[str, ...]
 ) -> Records:
-    """Return records of labels [N] or [N, L]; ids are hashes of pixels, or of a table's numbers."""
+    """Return records with labels [N] or [N, L]; ids are hashes of pixels or a table's numbers."""
     features = np.ascontiguousarray(features)
     is_table = features.ndim == 2
     num_features = features.shape[1] if is_table else 0
@@ -207,18 +207,18 @@ def records_from_arrays(
 
 
 def read_labelled_images(settings: ds.LabelledImages, root: Path) -> RecordsPair:
-    """Images in a folder, labelled by a table.
+    """Return images in a folder, labelled by a table.
 
-    With ``corrupt=skip`` rows whose image is not there are left out, too.
+    ``corrupt=skip`` also leaves out rows whose image is missing.
 
     Args:
-        settings: How they are read; ``channels`` of the test part are those of the train part.
-        root: Holds the labels file and images, also in sub-folders; or else ``train`` and
+        settings: Settings of the images; ``channels`` of the test part are those of the train part.
+        root: Folder with the labels file and images, also in sub-folders; or with ``train`` and
             optionally ``test``, each with its own.
 
     Raises:
-        ConfigError: The table does not fit the settings, names a file that is not there or one
-            twice; or an image cannot be read.
+        ConfigError: The table does not fit the settings, or names a missing file or one file twice;
+            or an image cannot be read.
     """
     parts, file = decoding.part_folders(root), settings.labels_file
     is_whole = (root / file).is_file() and not (parts[0] / file).is_file()
@@ -228,15 +228,16 @@ def read_labelled_images(settings: ds.LabelledImages, root: Path) -> RecordsPair
 def labels_texts(
     path: Path, form: ds.TableForm, *, whole: bool = True, target: str | None = None
 ) -> tuple[table_files.Texts, list[str], ds.TableForm, list[str]]:
-    """The cells of a labels file in common form, notes, and the form; its first line is the header.
+    """Return the cells of a labels file in common form, notes, its form, and its doubtful columns.
 
-    Then its columns with a word that may mean missing, see :func:`table_files.without_missing`.
+    Its first line is the header. Doubtful columns have a word that may mean missing, see
+    :func:`table_files.without_missing`.
 
     Args:
-        path: Of the file.
-        form: How it is written; the signs of numbers are found where they are unknown.
-        whole: False if it may lack columns that the form renames.
-        target: Column of numbers to predict, ``last`` being the last one; None where there is none.
+        path: Path of the file.
+        form: Format of the file; unknown signs of numbers are found in it.
+        whole: False if columns that the form renames may be missing.
+        target: Column of numbers to predict, ``last`` for the last column; None if there is none.
     """
     as_set = form.header
     form = replace(form, header=as_set or not form.column_names or None)
@@ -254,15 +255,15 @@ def labels_texts(
 
 
 def with_names_first(texts: table_files.Texts, path: Path) -> tuple[table_files.Texts, list[str]]:
-    """The columns of a labels file, that which names the images first.
+    """Return the columns of a labels file, with the one that names the images first.
 
-    It is one of files' names, if there is such a column. One that counts its rows, and names no
-    images, is left out.
+    A column of file names is preferred. A column that counts the rows and names no images is left
+    out.
     """
     others, notes = tables.without_row_numbers(texts)
     leading = next(iter(others))
     files = [name for name, cells in others.items() if _are_files(cells)]
-    named = [name for name in others if not (files and texts[name].are_plain)]  # such are labels
+    named = [name for name in others if not (files and texts[name].are_plain)]  # numbers are labels
     likely = [*files, *(name for name in named if name == leading)]
     first = next((n for n in likely if _names_images({n: texts[n]}, path)), None)
     if first is None:
@@ -292,24 +293,24 @@ def files_of(texts: table_files.Texts, path: Path, *, skip: bool = False) -> dic
 
     Args:
         texts: Its columns; the first has paths or names, with or without suffixes.
-        path: Of the file; images are looked for in its folder.
-        skip: True if rows may have none.
+        path: Path of the file; images are searched in its folder.
+        skip: True if rows may lack an image.
 
     Raises:
-        ConfigError: Images are missing, or not to be told apart by their names.
+        ConfigError: Images are missing, or cannot be distinguished by their names.
     """
     column = next(iter(texts))
     paths = {file.relative_to(path.parent): file for file in decoding.image_files(path.parent)}
-    cut = {p: p if skip else p.with_suffix("") for p in paths}  # without suffixes, too
+    cut = {p: p if skip else p.with_suffix("") for p in paths}  # also without suffixes
     names = {file: {p.name, cut[p].name, cut[p].as_posix()} for p, file in paths.items()}
     times = Counter(name for of in names.values() for name in of)
     known = {name: file for file, of in names.items() for name in of if times[name] == 1}
-    own = path.parent.name  # which paths may begin with, as those of CheXpert do
+    own = path.parent.name  # paths may begin with it, as in CheXpert
     known |= {f"{own}/{p.as_posix()}": file for p, file in paths.items()}
     known |= {p.as_posix(): file for p, file in paths.items()}
     cells = [text and PureWindowsPath(text).as_posix() for text in texts[column].tolist()]
     missing = [cell or "an empty cell" for cell in cells if cell not in known]
-    if skip:  # a name that images share would change its meaning with one of them
+    if skip:  # the meaning of a shared name would change with one of its images
         missing = [cell for cell in cells if times[cell] > 1]
     if missing:
         raise ConfigError(
@@ -321,7 +322,7 @@ def files_of(texts: table_files.Texts, path: Path, *, skip: bool = False) -> dic
 
 
 def _check_uncertain(settings: ds.LabelledImages, texts: table_files.Texts, path: Path) -> None:
-    """Refuse a class -1 beside 0 and 1 or blanks, by which labels of X-rays say "uncertain"."""
+    """Refuse a class -1 beside 0 and 1 or blanks, which means "uncertain" in labels of X-rays."""
     label, cells = settings.label, texts[settings.label]
     codes = dict(zip(map(number_of, cells.different), cells.different, strict=True))
     clear = 0 not in codes and not cells.missing.any()
@@ -341,12 +342,12 @@ def _check_uncertain(settings: ds.LabelledImages, texts: table_files.Texts, path
 
 
 def _read_labelled(settings: ds.LabelledImages, folder: Path) -> Records:
-    """Images that the labels file in a folder names."""
+    """Return the images that the labels file in a folder names."""
     path = folder / settings.labels_file
     if not path.is_file():
         raise ConfigError(f"dataset.labels_file: {path} does not exist: correct its name.")
     skip, form = settings.strict, tables.form_of(settings)
-    # at private sites UTF-8: an encoding that is found in the rows would be one of all of them
+    # UTF-8 at private sites: an encoding found in the rows would depend on all of them
     encoding = form.encoding or ("utf-8-sig" if skip else None)
     target = settings.label if settings.is_regression else None
     form = replace(form, encoding=encoding)

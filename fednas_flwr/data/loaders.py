@@ -23,7 +23,7 @@ from fednas_flwr.data.records import LIMIT, Records, assign_splits, count_labels
 from fednas_flwr.data.statistics import Statistics, column_moments, pooled
 from fednas_flwr.settings.names import SPLITS
 
-_SCANNED = 65536  # records that are looked at together
+_SCANNED = 65536  # records that are scanned together
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Split:
         features: uint8 ``[N, C, H, W]`` or float32 ``[N, F]``, of all clients, on the CPU.
         labels: int64 ``[N]`` or ``[N, L]``, see :class:`~fednas_flwr.data.records.Records`.
         rows: int64 ``[n]``, the rows of this split.
-        mean: Per channel of images scaled to 0..1, or per feature of a table.
-        std: As ``mean``, above 0.
-        persons: int64 ``[n]``, whose each row is: ``0 .. num_units - 1``, each of them at least
-            once. None where every record is a unit of its own.
+        mean: Means per channel of images scaled to 0..1, or per feature of a table.
+        std: Standard deviations like ``mean``, above 0.
+        persons: int64 ``[n]``, the person of each row: ``0 .. num_units - 1``, each at least once.
+            None if every record is a unit of its own.
     """
 
     features: Tensor
@@ -53,7 +53,7 @@ class Split:
 
     @property
     def num_units(self) -> int:
-        """Number of what privacy protects one of: of persons, or else of records."""
+        """Number of units of privacy: of persons if they are known, else of records."""
         if self.persons is None:
             return len(self)
         return int(self.persons.max()) + 1 if len(self) else 0
@@ -77,12 +77,12 @@ class Split:
 
         Args:
             indices: int64 ``[B]`` on the CPU, each in ``0 .. len(self) - 1``.
-            device: Where the batch goes; the bytes travel, and are normalised there.
-            limit: Of a table's numbers, see :func:`~fednas_flwr.data.records.normalised`.
+            device: Device of the batch; bytes are copied there and then normalised.
+            limit: Limit of a table's numbers, see :func:`~fednas_flwr.data.records.normalised`.
 
         Returns:
-            float32 ``[B, C, H, W]`` or ``[B, F]``, missing numbers of a table being 0, the mean;
-            and int64 ``[B]`` or ``[B, L]``.
+            float32 ``[B, C, H, W]`` or ``[B, F]``, where missing numbers of a table are 0, the
+            mean; and int64 ``[B]`` or ``[B, L]``.
         """
         rows = self.rows.index_select(0, indices)
         y = moved(self.labels.index_select(0, rows), device)
@@ -94,7 +94,7 @@ class Split:
 class ClientData:
     """The disjoint parts of one client's records: weight training, alpha training, test.
 
-    A part may be empty where a client has few records.
+    A part may be empty if a client has few records.
     """
 
     train: Split
@@ -102,7 +102,7 @@ class ClientData:
     test: Split
 
     def counts(self, num_classes: int) -> dict[str, Any]:
-        """Numbers of records by class, ``class_counts``, and by split, ``splits``."""
+        """Return numbers of records by class, ``class_counts``, and by split, ``splits``."""
         splits = {name: getattr(self, name) for name in SPLITS}
         labels = torch.cat([split.labels[split.rows] for split in splits.values()])
         return {
@@ -114,7 +114,7 @@ class ClientData:
         """Return the same records, standardised by other statistics.
 
         Raises:
-            ConfigError: They are of another number of features.
+            ConfigError: The statistics are for another number of features.
         """
         num_features = self.train.features.shape[1]
         if not len(statistics.mean) == len(statistics.std) == num_features:
@@ -144,8 +144,8 @@ def make_client_data(
         indices: int64 ``[n]``, the client's records in ``prepared.train``.
         key: The site's split key, see :func:`~fednas_flwr.data.records.assign_splits`.
         fractions: Shares of train, validation and test.
-        may_be_empty: True if there may be no train record, as at a private site, which would
-            otherwise tell by a refusal that there is none.
+        may_be_empty: True if there may be no train record, as at a private site; a refusal would
+            reveal that there is none.
 
     Raises:
         ConfigError: The train part is empty although its share is not 0.
@@ -169,7 +169,7 @@ def make_client_data(
 
 
 def _persons(records: Records, rows: Tensor) -> Tensor | None:
-    """Number the persons of some rows from 0; None where nobody says whose a record is."""
+    """Return the persons of some rows, numbered from 0; None if the data names no persons."""
     if not records.by_person:
         return None
     _, persons = np.unique(records.ids[rows.numpy()], return_inverse=True)
@@ -197,9 +197,9 @@ def concat_splits(a: Split, b: Split) -> Split:
 
 
 def largest_feature(split: Split) -> tuple[int, float]:
-    """Return the channel or column of the largest magnitude after normalisation alone, and that.
+    """Return the channel or column of the largest magnitude after normalisation, and the magnitude.
 
-    Of images, what their whole range 0..255 would become; 0 of no record.
+    For images it is that of their whole range 0..255; without records it is 0.
     """
     if split.features.dtype == torch.uint8:
         shape = split.features.shape[1:]
@@ -220,9 +220,9 @@ def epoch_batches(
 
     Args:
         num_examples: At least 1.
-        batch_size: At least 1, the last batch may be smaller; a single example that is left over
-            joins the batch before, for batch norm has no variance of one. None for one batch of
-            all examples in their order, which draws nothing.
+        batch_size: At least 1; the last batch may be smaller. A single example left over joins the
+            batch before, since batch norm has no variance of one example. None gives one batch of
+            all examples in their order, and draws nothing.
         generator: A CPU generator.
     """
     number = _num_batches(num_examples, batch_size)
@@ -243,15 +243,15 @@ def step_batch(
 ) -> Tensor:
     """Return batch number ``step``, from 0, of an endless sequence of shuffled epochs.
 
-    It keeps no state: epoch ``e`` is the permutation of ``make_generator(seed, *purpose, e)``, so
-    that a resumed run goes on with the batch that an uninterrupted one would take.
+    It keeps no state: epoch ``e`` is the permutation of ``make_generator(seed, *purpose, e)``. A
+    resumed run therefore continues with the batch that an uninterrupted one would take.
 
     Args:
         num_examples: At least 1.
-        batch_size: As of :func:`epoch_batches`; None for all in their order.
+        batch_size: As in :func:`epoch_batches`; None for all examples in their order.
         step: At least 0.
         seed: The run's seed.
-        purpose: What the batches are for, e.g. ``("search", client)``.
+        purpose: Purpose of the batches, e.g. ``("search", client)``.
 
     Returns:
         int64 ``[B]`` indices.
@@ -265,7 +265,7 @@ def step_batch(
 
 
 def _num_batches(num_examples: int, batch_size: int | None) -> int:
-    """Number of an epoch's batches."""
+    """Return the number of batches in an epoch."""
     size = num_examples if batch_size is None else batch_size
     if num_examples < 1 or size < 1:
         raise ValueError(f"{num_examples=} and {batch_size=} must be at least 1.")
@@ -274,7 +274,7 @@ def _num_batches(num_examples: int, batch_size: int | None) -> int:
 
 
 def _batch(order: Tensor, batch_size: int | None, position: int, number: int) -> Tensor:
-    """Cut one of a number of batches out of an epoch; the last one has what is left over."""
+    """Return one of ``number`` batches of an epoch; the last one has all that is left over."""
     size = batch_size or len(order)
     return order[position * size : None if position == number - 1 else (position + 1) * size]
 
@@ -284,14 +284,14 @@ def augment(
 ) -> Tensor:
     """Return the batch, each image cropped at random, flipped with probability 1/2, and cut out.
 
-    As in DARTS (Liu et al. 2019, arXiv 1806.09055, section A), with one deviation: the padding is
-    0 after normalisation, the mean colour, where DARTS pads with black before it.
+    As in DARTS (Liu et al. 2019, arXiv 1806.09055, section A), with one deviation: padding is 0
+    after normalisation, the mean colour, whereas DARTS pads with black before it.
 
     Args:
         x: float ``[B, C, H, W]``, normalised; not changed.
-        generator: Its device need not be that of ``x``; what is skipped draws nothing.
-        crop_padding: Pixels of zeros around an image, out of which one of its size is cropped; 0
-            for no crop.
+        generator: Generator, possibly on another device than ``x``; skipped steps draw nothing.
+        crop_padding: Pixels of zeros around an image before one of its size is cropped out; 0 for
+            no crop.
         flip: True if images are flipped left and right at random.
         cutout: Side in pixels of a square of zeros, centred anywhere in the image and clipped at
             its border; 0 for none.
@@ -307,7 +307,7 @@ def augment(
         drawn = torch.randint(stop, (batch, 1), generator=generator, device=generator.device)
         return drawn.to(x.device)
 
-    # Where each pixel comes from, so that the images are read and written once.
+    # The source of each pixel, so that the images are read and written once.
     margin = max(crop_padding, 1)
     rows_BH = torch.arange(margin, margin + height, device=x.device).expand(batch, -1)
     columns_BW = torch.arange(margin, margin + width, device=x.device).expand(batch, -1)
@@ -327,7 +327,7 @@ def augment(
 
 
 def _covered(centre_B1: Tensor, side: int, size: int) -> Tensor:
-    """Return bool ``[B, size]``: the places in a stretch of ``side`` around each centre."""
+    """Return bool ``[B, size]``: true within a stretch of length ``side`` around each centre."""
     place = torch.arange(size, device=centre_B1.device)
     start_B1 = centre_B1 - side // 2
     return (place >= start_B1) & (place < start_B1 + side)
@@ -336,7 +336,7 @@ def _covered(centre_B1: Tensor, side: int, size: int) -> Tensor:
 def _statistics(
     records: Records, rows: Tensor, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std as given; where none are, those of these rows alone."""
+    """Return mean and std as given, or those of these rows alone if none are given."""
     if mean:
         return mean, std
     of_rows = pooled([column_moments(records, rows)], records)

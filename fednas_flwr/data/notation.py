@@ -1,7 +1,7 @@
-"""How people write numbers, dates and codes: decimal signs, thousands, order of day and month.
+"""Notation of numbers, dates and codes: decimal signs, thousands, order of day and month.
 
-:func:`find_notation` and :func:`find_order` decide from all cells of a file, and ask where two
-readings are left. What was decided is kept with the model, which reads files in the same way.
+:func:`find_notation` and :func:`find_order` decide from all cells of a file; an error asks the user
+if two readings remain. The result is kept with the model, which reads files in the same way.
 """
 
 import math
@@ -20,7 +20,7 @@ from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import DATE_ORDERS, DECIMALS, THOUSANDS
 from fednas_flwr.settings.parser import Checked, OneOf
 
-NEARLY = 0.9  # share of numbers or dates from which a column's other texts are taken for mistakes
+NEARLY = 0.9  # from this share of numbers or dates on, a column's other texts count as mistakes
 _SIGNS = {
     "none": "",
     "point": r"\.",
@@ -28,7 +28,7 @@ _SIGNS = {
     "blank": "[ \u00a0\u2009\u202f]",
     "apostrophe": "['\u2019]",
 }
-_FIRST = 1000  # cells that mostly tell how numbers are written
+_FIRST = 1000  # cells that mostly suffice to find the notation
 _THOUSAND_POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+", re.ASCII)
 _TIME = r"(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?)?"
 _ISO_DATE = re.compile(rf"(\d{{4}}-\d{{2}}-\d{{2}}{_TIME})(?:Z|[+-]\d{{2}}:?\d{{2}})?", re.ASCII)
@@ -39,7 +39,7 @@ AFFIXED = re.compile(  # as 80%, $1,200, <0.5, 3 days, 12:30, 1/2/24, May 31, 20
     r"(?i)((jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|mon|tue|wed|thu|fri|sat|sun)[a-z]*\W+"
     r"|([a-z]{3}|rs|kr)\.? |(us|r)\$ ?)*[^A-Za-z\d]{0,2}\d"
 )
-YES_NO = {  # what words and numbers that say yes or no mean, in small letters
+YES_NO = {  # meaning of words and numbers for yes and no, in small letters
     **dict.fromkeys(("yes", "y", "true", "1", "1.0", "j", "ja"), "yes"),
     **dict.fromkeys(("no", "n", "false", "0", "0.0", "nein"), "no"),
 }
@@ -66,7 +66,7 @@ class Notation(Checked):
         return re.compile(rf"([+-]?){whole}(?:{decimal}(\d*))?([eE][+-]?\d+)?", re.ASCII)
 
     def reads(self, text: str) -> bool:
-        """Return whether a text is a number in this notation."""
+        """Return true if a text is a number in this notation."""
         return self._number.fullmatch(text) is not None
 
     def plain(self, text: str) -> str:
@@ -79,7 +79,7 @@ class Notation(Checked):
         return f"{sign}{whole}{'' if fraction is None else '.' + fraction}{exponent or ''}"
 
     def __str__(self) -> str:
-        """What is unusual about it, for notes; empty where nothing is."""
+        """Return what is unusual about it, for notes; empty if nothing is."""
         unusual = [f"decimal {self.decimal}"] if self.decimal != "point" else []
         unusual += [f"{self.thousands} between thousands"] if self.thousands != "none" else []
         return ", ".join(unusual)
@@ -92,14 +92,14 @@ _NOTATIONS = [Notation(d, t) for t in THOUSANDS for d in DECIMALS if t != d]
 def find_notation(
     columns: Mapping[str, Cells], form: TableForm, separator: str, *, where: str
 ) -> Notation:
-    """The one notation in which all columns of numbers are numbers.
+    """Return the one notation in which all columns of numbers are numbers.
 
     Args:
         columns: Cells of the columns that may hold numbers, by name.
-        form: With the signs that are known.
-        separator: Of the cells, empty where there is none: beside semicolons 1.234 may be a whole
-            number.
-        where: Where the columns come from, for messages.
+        form: Format of the file, with the signs that are known.
+        separator: Separator of the cells, empty if there is none: between semicolons, 1.234 may be
+            a whole number.
+        where: Source of the columns, for messages.
 
     Raises:
         ConfigError: Several notations give different numbers, or none fits all columns.
@@ -147,7 +147,7 @@ def find_notation(
 
 
 def _telling(cells: Cells, allowed: Sequence[Notation]) -> Sequence[str]:
-    """The different texts that decide how a column's numbers are written, maybe the first alone."""
+    """Return the distinct texts that decide a column's notation, maybe only of its first cells."""
     if cells.are_plain:
         first = cells[:_FIRST].different
         signed = [text for text in first if not text.isdecimal()]
@@ -158,7 +158,7 @@ def _telling(cells: Cells, allowed: Sequence[Notation]) -> Sequence[str]:
 
 
 def _reading_all(texts: Sequence[str]) -> list[Notation]:
-    """The notations in which all texts are numbers; a sign that none has makes no difference."""
+    """Return the notations in which all texts are numbers, ignoring signs that no text has."""
     joined = "\n".join(texts)
     there = {sign for sign in THOUSANDS if _SIGNS[sign] and re.search(_SIGNS[sign], joined)}
     reads: dict[Notation, bool] = {}
@@ -171,24 +171,24 @@ def _reading_all(texts: Sequence[str]) -> list[Notation]:
 
 
 def _setting(notation: Notation) -> str:
-    """The shortest setting that says this notation."""
+    """Return the shortest setting that chooses this notation."""
     if notation.thousands == "none":
         return f"dataset.decimal={notation.decimal}"
     return f"dataset.thousands={notation.thousands}"
 
 
 def are_numbers(texts: Iterable[str]) -> np.ndarray:
-    """Return which texts are numbers in plain notation, bool ``[N]``."""
+    """Return bool ``[N]``: true for texts that are numbers in plain notation."""
     return np.array([not math.isnan(number_of(text)) for text in texts], dtype=bool)
 
 
 def find_order(columns: Mapping[str, Cells], *, where: str) -> str | None:
-    """The order of day and month in dates such as 05/31/2024; None where there are no such columns.
+    """Return the order of day and month in dates such as 05/31/2024; None if no column has any.
 
     Raises:
         ConfigError: Every number is at most 12, or columns differ.
     """
-    days = np.zeros(2, dtype=int)  # how often the first number, and the second, can only be a day
+    days = np.zeros(2, dtype=int)  # dates whose first, and whose second, number can only be a day
     example = ""
     for cells in columns.values():
         if cells.are_plain:
@@ -209,23 +209,23 @@ def find_order(columns: Mapping[str, Cells], *, where: str) -> str | None:
 
 
 def _slashed(text: str) -> tuple[int, int]:
-    """The first two numbers of a date such as 05/31/2024; -1 where it is none."""
+    """Return the first two numbers of a date such as 05/31/2024; -1 for other texts."""
     date = _SLASHED_DATE.fullmatch(text)
     return (int(date[1]), int(date[2])) if date else (-1, -1)
 
 
 def days_of(cells: Cells, order: str | None) -> np.ndarray:
-    """Return days since 1970, float64 ``[N]``, NaN where a text is missing or no date.
+    """Return days since 1970, float64 ``[N]``, NaN where a text is missing or not a date.
 
-    Dates are ``2024-05-31`` or ``2024/5/31``, with or without a time and a zone, whose clock
-    counts; ``31.5.2024``; or, where an order is given, ``31/5/2024`` or ``5/31/2024``; of the years
-    1 to 9999.
+    Dates are ``2024-05-31`` or ``2024/5/31``, with or without a time and a zone (the local day
+    counts); ``31.5.2024``; or, if an order is given, ``31/5/2024`` or ``5/31/2024``. Years are 1 to
+    9999.
     """
     return cells.each(lambda text: _days(text, order), float)
 
 
 def iso_date(text: str, order: str | None) -> str:
-    """A date such as 31.5.2024, 2024/5/31 or, if an order is given, 5/31/2024 as 2024-05-31."""
+    """Return 31.5.2024, 2024/5/31 or, if an order is given, 5/31/2024 as 2024-05-31."""
     if plain := _YEAR_FIRST.match(text):
         year, month, day = plain.groups()
         return f"{year}-{month:0>2}-{day:0>2}{text[plain.end() :]}"
@@ -248,10 +248,9 @@ def _days(text: str, order: str | None) -> float:
 
 
 def distinct(texts: Iterable[str]) -> tuple[str, ...]:
-    """The codes among some texts, sorted: 1 and 1.0 are one, and so are TRUE and True.
+    """Return the distinct codes among some texts, sorted; 1 and 1.0 are one, as are TRUE and True.
 
-    Of several spellings the shortest stands for all. Where 1 and 01 occur both, no number is merged
-    with another.
+    The shortest of several spellings stands for all. If both 1 and 01 occur, no numbers are merged.
     """
     found = sorted(set(texts) - {""}, key=lambda text: (len(text), text))
     key = merging_key(found)
@@ -264,20 +263,20 @@ def distinct(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def code_key(codes: Sequence[str]) -> Callable[[str], object]:
-    """The function by which a text is compared with some codes, none of which are merged."""
+    """Return the function by which a text is compared with some codes that are already distinct."""
     key = merging_key(codes)
     return key if len({key(code) for code in codes}) == len(codes) else str
 
 
 def places_among(cells: Cells, codes: Sequence[str]) -> np.ndarray:
-    """Which of some codes each cell is, int64 ``[N]``, -1 where it is none of them."""
+    """Return int64 ``[N]``: the position of each cell among some codes, -1 if it is not there."""
     key = code_key(codes)
     places = {key(code): i for i, code in enumerate(codes)}
     return cells.each(lambda text: places.get(key(text), -1), np.int64)
 
 
 def merging_key(codes: Sequence[str]) -> Callable[[str], object]:
-    """The function that is alike of codes that are one: equal numbers, or true and TRUE."""
+    """Return a function that is equal for codes that are one: equal numbers, or true and TRUE."""
     if codes and are_numbers(codes).all():
         return number_of
     return str.lower if {code.lower() for code in codes} <= {"true", "false"} else str

@@ -27,7 +27,7 @@ _WORDS = {  # in the names of arrays, such as X, train_images and X_test
 
 
 def read_npz(settings: Npz, path: Path) -> RecordsPair:
-    """Train and test parts of an npz file, see :func:`records_from_npz`.
+    """Return the train and test parts of an npz file, see :func:`records_from_npz`.
 
     Raises:
         ConfigError: The file is missing, still compressed, or not of this form.
@@ -38,7 +38,7 @@ def read_npz(settings: Npz, path: Path) -> RecordsPair:
 
 
 def read_arrays(path: Path, setting: str = "") -> dict[str, np.ndarray]:
-    """Arrays in an npz file by their names; that of an npy file is ``x``.
+    """Return the arrays in an npz file by their names; the array of an npy file is ``x``.
 
     Raises:
         ConfigError: The file, which ``setting`` names, is missing or not of this form.
@@ -56,7 +56,7 @@ def read_arrays(path: Path, setting: str = "") -> dict[str, np.ndarray]:
 
 
 def reads_encoded(settings: Dataset) -> bool:
-    """True if a data set's images are encoded, of an npz file by the names of its arrays."""
+    """Return true if a data set's images are encoded; for npz files the names of arrays decide."""
     if not isinstance(settings, Npz) or settings.place is None:
         return isinstance(settings, ImageFolder | LabelledImages)
     with zipfile.ZipFile(settings.place) as archive:
@@ -66,23 +66,23 @@ def reads_encoded(settings: Dataset) -> bool:
 def records_from_npz(
     settings: Arrays, arrays: Mapping[str, np.ndarray], *, origin: str
 ) -> RecordsPair:
-    """Train and test parts in named arrays, which take one of two forms.
+    """Return the train and test parts in named arrays, which have one of two forms.
 
     Plain: ``x_train``, ``y_train`` and optionally ``x_test``, ``y_test``, with ``x`` uint8
     ``[N, H, W]``, ``[N, H, W, C]`` or ``[N, C, H, W]``, or numbers ``[N, F]`` for a table.
-    ``y`` are class numbers [N], or [N, L] of 0 and 1 where a record can have several labels. What
-    has one reading is taken, and told: see :func:`usual_names`, :func:`usual_pixels` and
-    :func:`usual_labels`.
+    ``y`` are class numbers [N], or [N, L] of 0 and 1 if a record can have several labels. Other
+    forms that have a single reading are accepted, with a note: see :func:`usual_names`,
+    :func:`usual_pixels` and :func:`usual_labels`.
     Encoded: ``train_bytes``, ``train_off``, ``y_train`` and optionally the same with ``test`` or
     ``val``; image ``i`` is the JPEG or PNG in ``bytes[off[i]:off[i + 1]]``.
 
     Args:
-        settings: How they are read. ``class_names`` are of the classes 0, 1, ..., which else are
-            named by their numbers; ``corrupt=skip`` also leaves out records whose label is none of
-            the classes, and rows of a table with an infinite number; ``channels`` of the test part
-            are those of the train part.
-        arrays: By name.
-        origin: Where they come from, for messages.
+        settings: Settings of the data set. ``class_names`` name the classes 0, 1, ..., which
+            otherwise are named by their numbers. ``corrupt=skip`` also leaves out records whose
+            label is none of the classes, and rows of a table with an infinite number. ``channels``
+            of the test part are those of the train part.
+        arrays: Arrays by name.
+        origin: Source of the arrays, for messages.
 
     Raises:
         ConfigError: The arrays are not of this form.
@@ -123,10 +123,10 @@ def records_from_npz(
 
 
 def usual_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays by the names that are documented, where theirs have one reading.
+    """Return arrays by the documented names, if their own names have one reading.
 
-    ``X`` and ``y``, ``images`` and ``labels``, ``X_train``, ``test_labels`` and the like are those
-    of a part, without its name the train part's.
+    ``X`` and ``y``, ``images`` and ``labels``, ``X_train``, ``test_labels`` and the like belong to
+    the part in their name, or to the train part if they name none.
     """
     usual: dict[str, str] = {}
     for name in arrays:
@@ -140,15 +140,15 @@ def usual_names(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def usual_pixels(array: np.ndarray) -> np.ndarray:
-    """Images as uint8 from 0 to 255, where they have one reading; else the array itself.
+    """Return images as uint8 from 0 to 255 if they have one reading, else the array itself.
 
-    Whole pixels from 0 to 255 of any type, truth values, and fractions from 0 to 1, become uint8;
-    an alpha channel that is opaque goes, and axes of one value.
+    Whole pixels from 0 to 255 of any type, truth values, and fractions from 0 to 1 become uint8.
+    An opaque alpha channel is removed, and so are axes of length one.
     """
     if array.ndim < 3 or array.dtype.kind not in "biuf" or not array.size:
         return array if array.size else array.astype(np.uint8)
     sides = [side for side in array.shape[1:] if side > 1]
-    if array.ndim > 4 and (array.shape[-1] > 1 or len(sides) == 2):  # else of several gray frames
+    if array.ndim > 4 and (array.shape[-1] > 1 or len(sides) == 2):  # else several gray frames
         array = array.reshape([len(array), *sides])
     kind, low, high = array.dtype.kind, array.min(), array.max()
     whole = kind in "iu" or (kind == "f" and (array % 1 == 0).all())
@@ -163,7 +163,7 @@ def usual_pixels(array: np.ndarray) -> np.ndarray:
 
 
 def usual_labels(labels: np.ndarray) -> np.ndarray:
-    """Labels ``[N]`` that are in a column, and texts without blanks around them."""
+    """Return labels in a single column as ``[N]``, and texts without the blanks around them."""
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.dtype.kind == "S":
@@ -172,7 +172,7 @@ def usual_labels(labels: np.ndarray) -> np.ndarray:
 
 
 def numbered(labels: np.ndarray, names: Sequence[str], origin: str) -> np.ndarray:
-    """Labels that are texts, truth values or whole floats as class numbers; else as they are."""
+    """Return texts, truth values or whole floats as class numbers; other labels as they are."""
     kind = labels.dtype.kind
     if kind == "U" and names and labels.ndim == 1:
         return encode_labels(Cells(labels.tolist()), names, where=origin).numpy()
@@ -184,7 +184,7 @@ def numbered(labels: np.ndarray, names: Sequence[str], origin: str) -> np.ndarra
 def _part(
     settings: Arrays, arrays: Mapping[str, np.ndarray], part: str, *, origin: str
 ) -> tuple[_Features, np.ndarray, tuple[str, ...]]:
-    """Features and labels of one part without the records that cannot be read, and notes."""
+    """Return features and labels of one part, without unreadable records, and notes."""
     labels, skip = arrays[f"y_{part}"], settings.corrupt == "skip"
     features: _Features
     if f"x_{part}" in arrays:
@@ -229,7 +229,7 @@ def _part(
 
 
 def _class_names(settings: Arrays, labels: Sequence[np.ndarray], *, origin: str) -> tuple[str, ...]:
-    """Names of the classes, or of the labels that a record can have, of all parts."""
+    """Return the names of the classes, or of the labels that a record can have, in all parts."""
     if len({y.shape[1:] for y in labels}) > 1:
         raise ConfigError(
             f"{origin} holds y of shapes {', '.join(str(y.shape) for y in labels)}: expected "
@@ -270,7 +270,7 @@ def _parts(arrays: Mapping[str, np.ndarray], *, origin: str) -> dict[str, set[st
                     "or remove the rest."
                 )
     if len(present) > 2:
-        del present["val"]  # validation records are taken from train by dataset.fractions
+        del present["val"]  # dataset.fractions takes validation records from train
     return present
 
 

@@ -1,6 +1,6 @@
-"""What looks wrong in a data set, said before it is trained on: never at private sites.
+"""Warnings about a data set that looks wrong, before training; never at private sites.
 
-Each sentence depends on records, so that whoever reads it learns of them.
+Each sentence depends on records, so that whoever reads it learns something about them.
 """
 
 import math
@@ -18,27 +18,27 @@ from fednas_flwr.data.cells import number_of
 from fednas_flwr.data.notation import AFFIXED, YES_NO, are_numbers
 from fednas_flwr.data.records import CATEGORY, DATE, NUMBER, Column, Records, count_labels, keys_of
 
-_FEWEST = 50  # records from which a column may be said to tell the label, or to be an id
-_SAMPLE = 10_000  # records, about, that are looked at for it, evenly over all
+_FEWEST = 50  # records from which on a column may be reported to give the label away or be an id
+_SAMPLE = 10_000  # records, about, that are examined for it, evenly spaced
 _FEWEST_NUMBERS, _MOSTLY = 10, 0.7  # values, and their share, that may be numbers with a sign
 _TOTAL = re.compile(r"(grand |sub)?-?totals?|sums?|gesamt|summe|insgesamt", re.I)
-# That mean missing, with a minus or without, and others that stand beside such
+# Codes that mean missing, with or without a minus, and others that occur beside such codes
 _CODES = [9, 99, 888, 999, 8888, 9999]
 _MORE_CODES = [*_CODES, 1, 7, 8, 77, 88, 97, 98, 777, 998, 7777, 9998]
 _MOST_CODES = 3
 _UNKNOWN = re.compile(
     r"[?.*#]+|-+|\\N|-?9{2,}|(un|not )known|not (tested|done)|missing|unbekannt|n\.?[adks]\.?", re.I
 )
-_OF_LISTS = " []'\""  # such as ['a', 'b']
+_OF_LISTS = " []'\""  # signs in a list such as ['a', 'b']
 _PLACE = re.compile(r"[NSEW] ?\d+\.\d\d")
 _WORD = re.compile(r"[^\W\d_]{2}")
 # Cyrillic and Greek letters that look like Latin ones, small or large
 _LOOK = str.maketrans("авекмнорстухіјѕαβεζηικμνορτυχ", "abekmhopctyxijsabezhikmnoptyx")
 _FAR_DAYS = 84_006  # from 1970 to 2200
 _FIRST_DAYS = {-719_162, -25_567, 0}  # of the years 1, 1900 and 1970, which may mean missing
-_TELLS = 0.995  # AUROC of a column alone
-_DARK = 32  # of 255: the span of values of images that are hardly meant
-_MOST_CLASSES, _FEWEST_GRADES = 20, 6  # that are numbers
+_TELLS = 0.995  # AUROC of a single column that is suspicious
+_DARK = 32  # of 255: a span of values so small that it is hardly intended
+_MOST_CLASSES, _FEWEST_GRADES = 20, 6  # classes that are numbers
 _ID_NAME = re.compile(
     r"(^|[^a-z])(id|ids|nr|no|number|key|index|uuid|mrn|case|record|obs|seqn|rownames?)$", re.I
 )
@@ -54,20 +54,20 @@ _SPLIT_NAME = re.compile(
 )
 _APART, _SHARE = 10, 0.05  # ratio of neighbouring numbers, and share of records beyond each
 _FEWEST_PIXELS = 64
-_DENSE = 2  # whole numbers for each record, fewer of which count records, without those of a test
-_COARSE = 1e-5  # range over distance from 0 of numbers, of which float32 keeps below 200
-_FLOAT32 = 2**24  # whole numbers above are not told apart
+_DENSE = 2  # whole numbers per record; a column of fewer counts records, without those of a test
+_COARSE = 1e-5  # range over distance from 0; float32 then has fewer than 200 values
+_FLOAT32 = 2**24  # float32 does not distinguish larger whole numbers
 
 
 def oddities(
     records: Records, test: Records | None = None, *, clients: Sequence[str] = ()
 ) -> list[str]:
-    """Sentences on what looks wrong.
+    """Return sentences about what looks wrong.
 
     Args:
-        records: To train on.
+        records: Training records.
         test: A test set beside them.
-        clients: Values of a column that divides the records over clients.
+        clients: Values of the column that divides the records over clients.
 
     Raises:
         ConfigError: All images are one picture.
@@ -116,8 +116,8 @@ def off_scale(
     Args:
         features: Rows of a table, float32 ``[N, F]``.
         schema: Their columns.
-        mean: Per feature, in training.
-        std: The same.
+        mean: Mean of each feature in training.
+        std: Standard deviation of each feature in training.
     """
     names = [c.name if c.kind == NUMBER else "" for c in schema if c.kind != CATEGORY]
     if len(features) < _FEWEST_NUMBERS or not names:
@@ -152,7 +152,7 @@ def _of_labels(records: Records) -> Iterator[str]:
     yield from _spelled_alike("the label", records.class_names, cure)
     beside = [number_of(name) for name in records.class_names if name != "9"]
     many = len(counts) > 4 or any(number > 4 for number in beside)
-    codes = [] if many else ["9"]  # which may mean missing
+    codes = [] if many else ["9"]  # codes that may mean missing
     codes += ["-1"] if {*records.class_names} == {"-1", "0", "1"} else []
     codes += _marks(records.class_names)
     for name in [name for name in records.class_names if name in codes][:1]:
@@ -166,19 +166,19 @@ def _of_labels(records: Records) -> Iterator[str]:
 
 
 def _are_parts(name: str, codes: Sequence[object]) -> bool:
-    """Return whether a column says which records are to train and to test on."""
+    """Return true if a column divides records into train and test."""
     if not 1 < len(codes) <= _FEWEST_NUMBERS:
         return False
     return bool(_SPLIT_NAME.fullmatch(name)) or {str(code).lower() for code in codes} <= _SPLITS
 
 
 def _marks(codes: Sequence[str]) -> list[str]:
-    """The codes that may say that a cell is missing; a minus beside a plus does not."""
+    """Return the codes that may mean a missing cell; a minus beside a plus does not."""
     return [] if "+" in codes else [code for code in codes if _UNKNOWN.fullmatch(code)]
 
 
 def _are_counts(records: Records, counts: Sequence[int]) -> bool:
-    """Return whether classes may be counts or grades, in steps of 1 or .5, of one usual value."""
+    """Return true if classes may be counts or grades, in steps of 1 or .5, with one usual value."""
     codes = np.array([*map(number_of, records.class_names)])
     often = np.array(counts, dtype=float)[codes.argsort()]
     steps = np.diff(np.sort(codes))
@@ -190,7 +190,7 @@ def _are_counts(records: Records, counts: Sequence[int]) -> bool:
 
 
 def _spelled_alike(what: str, codes: Sequence[str], how: str = "by dataset.map") -> Iterator[str]:
-    """Yield sentences on codes that may be one, all say yes or no, or are lists of others."""
+    """Yield sentences on codes that may be the same, all mean yes or no, or are lists of others."""
     alike: dict[str, list[str]] = {}
     spoken = YES_NO if all(code.lower() in YES_NO for code in codes) else {}
     for code in codes:
@@ -228,7 +228,7 @@ def _of_images(records: Records) -> Iterator[str]:
 
 
 def of_brightness(images: Iterable[Tensor]) -> Iterator[str]:
-    """Yield a sentence on uint8 images that are all dark, or of one shade; none on no images."""
+    """Yield a sentence on uint8 images that are all dark or of one shade; none without images."""
     darkest, brightest = 255, -1
     for image in images:
         low, high = image.aminmax()
@@ -313,13 +313,13 @@ def _of_columns(records: Records) -> Iterator[str]:
 
 
 def _with_usual_signs(text: str) -> str:
-    """A number as 1e-5 that is written in other digits, with a sign of minus, or as 1.D-5."""
+    """Return a number in the form 1e-5 that has other digits, a typographic minus, or 1.D-5."""
     usual = re.sub(r"\d", lambda digit: str(int(digit[0])), text.replace("\u2212", "-"))
     return re.sub(r"(?<=[\d.])[dD](?=[+-]\d)", "e", usual)
 
 
 def _unusual(kind: str, cells: np.ndarray) -> str:
-    """What is unusual about a column: it says nothing, or not what it seems."""
+    """Return what is unusual about a column: it is uninformative, or not what it seems."""
     values, counts = np.unique(cells[~np.isnan(cells)], return_counts=True)
     if len(values) < 2:
         return "one value, or none, in all records, which says nothing about the label"
@@ -346,11 +346,11 @@ def _unusual(kind: str, cells: np.ndarray) -> str:
 
 
 def _set_apart(values: np.ndarray, counts: np.ndarray) -> str:
-    """A sentence on numbers that may mean missing: up to 3 at an end, far from all others.
+    """Return a sentence on numbers that may mean missing: up to 3 at an end, far from all others.
 
     Args:
-        values: The different numbers of a column, ascending.
-        counts: How often each is there.
+        values: The distinct numbers of a column, ascending.
+        counts: Number of occurrences of each.
     """
     for number, order in product(range(min(_MOST_CODES, len(values) - 1), 0, -1), (1, -1)):
         codes, others = values[::order][:number], values[::order][number:]
@@ -371,14 +371,14 @@ def _set_apart(values: np.ndarray, counts: np.ndarray) -> str:
 
 
 def _blurred(low: float, high: float) -> str:
-    """A sentence on numbers between these, if they differ too little for their size."""
+    """Return a sentence on numbers from low to high if they differ too little for float32."""
     if high - low >= _COARSE * max(high, -low):
         return ""
     return f"numbers from {low:.9g} to {high:.9g}, which float32 blurs: subtract a constant"
 
 
 def _are_dates(cells: np.ndarray) -> bool:
-    """Return whether numbers are dates as 20241231, which float32 rounds to even numbers."""
+    """Return true if numbers are dates as 20241231, which float32 rounds to even numbers."""
     years, months, days = cells // 10_000, cells // 100 % 100, cells % 100
     dated = (1900 <= years) & (years <= 2100) & (1 <= months) & (months <= 12) & (days <= 32)
     return bool(dated.all())
@@ -388,7 +388,7 @@ _IGNORE = "if it says whose a record is, name it in dataset.id_column, or else i
 
 
 def _is_id(name: str, cells: np.ndarray, different: int) -> bool:
-    """Return whether a column of numbers counts or names records; of so many different ones."""
+    """Return true if a column with ``different`` distinct numbers counts or names records."""
     if different < len(cells) or np.isnan(cells).any() or (cells % 1).any():
         return False
     large = abs(cells).max() > _FLOAT32
@@ -398,7 +398,7 @@ def _is_id(name: str, cells: np.ndarray, different: int) -> bool:
 
 
 def _tells(cells: np.ndarray, labels: np.ndarray, is_category: bool) -> bool:
-    """Return whether a column alone ranks the records of each class above all others."""
+    """Return true if a column alone ranks the records of each class above all others."""
     classes, counts = np.unique(labels, return_counts=True)
     if len(classes) < 2 or counts.min() < 2 or len(classes) > _MOST_CLASSES:
         return False

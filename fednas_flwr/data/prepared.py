@@ -1,10 +1,9 @@
 """Records and their division over clients, in simulations and on real sites.
 
-A division is one ascending index array per client, and the same on every machine for the same
-arguments (:func:`partition`). It serves experiments on one pooled set; a real site simply holds its
-own records. Dirichlet label skew is flwr-datasets' ``DirichletPartitioner``; iid and the others are
-a few lines of numpy here, because importing flwr-datasets takes several seconds, which the default
-run should not pay.
+A division is one ascending index array per client, the same on every machine for the same arguments
+(:func:`partition`). It is for experiments on one pooled set; a real site has its own records.
+Dirichlet label skew uses flwr-datasets' ``DirichletPartitioner``. Iid and the others are a few
+lines of numpy, because importing flwr-datasets takes several seconds, which the default run avoids.
 """
 
 import json
@@ -30,14 +29,15 @@ from fednas_flwr.settings import data_settings as ds
 
 # Zhang et al., FDNAS (arXiv 2011.03372): three groups of classes over ten clients.
 FDNAS_GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8, 9))
-TENTHS = tuple(map(str, range(10)))  # classes in place of numbers
+TENTHS = tuple(map(str, range(10)))  # classes that replace numbers
 _ATTEMPTS = 100
 
 
 def prepare_run(config: Config) -> Prepared:
-    """The records of a run.
+    """Return the records of a run.
 
-    A table's column that divides its records over clients is no feature, unless it is asked for.
+    The column that divides a table's records over clients is no feature, unless the user names it
+    as one.
     """
     split, dataset = config.partition, config.dataset
     if isinstance(dataset, ds.CSV) and isinstance(split, ds.ColumnPartition) and split.column:
@@ -48,7 +48,7 @@ def prepare_run(config: Config) -> Prepared:
 
 
 def make_data(config: Config) -> Data:
-    """The prepared records and the rows of every client."""
+    """Return the prepared records and the rows of every client."""
     prepared, split = prepare_run(config), config.partition
     if not isinstance(split, ds.SavedPartition):
         return prepared, partition(_in_classes(prepared), split, clients=config.clients)
@@ -64,34 +64,34 @@ def make_data(config: Config) -> Data:
 
 
 def _in_classes(prepared: Prepared) -> Records:
-    """Records to divide by their classes; of a number these are ten parts of its range, or deciles.
+    """Return records with classes to divide by; for numbers, ten parts of the range, or deciles.
 
-    Deciles are of all records, which only a simulation knows.
+    Deciles are those of all records, which only a simulation knows.
     """
     records, ends = prepared.train, prepared.target[2:]
     if not records.is_regression:
         return records
     numbers, shares = records.labels.numpy(), np.linspace(0, 1, len(TENTHS) + 1)[1:-1]
-    edges = np.quantile(ends or numbers, shares)  # of two ends, equally far apart
+    edges = np.quantile(ends or numbers, shares)  # equally far apart between two ends
     tenths = np.searchsorted(edges, numbers, side="right")
     return replace(records, labels=torch.from_numpy(tenths), class_names=TENTHS)
 
 
 def client_names(records: Records, settings: ds.Partition) -> list[str]:
-    """Names of the clients: the values of the column that divides them; empty without one."""
+    """Return the names of the clients, the values of the dividing column; empty without one."""
     return list(map(str, np.unique(sites_of(records, settings)).tolist()))
 
 
 def sites_of(records: Records, settings: ds.Partition) -> np.ndarray:
-    """The column that divides records over clients; empty without one."""
+    """Return the cells of the column that divides records over clients; empty without one."""
     column = str(getattr(settings, "column", "site" if settings.name == "sites" else ""))
     return records.columns.get(column, np.empty(0))
 
 
 def make_site_data(config: Config) -> Data:
-    """Return the records in ``dataset.root`` on a real site: all are the client's, whichever it is.
+    """Return the records in ``dataset.root`` on a real site: all belong to its client.
 
-    An official test part stays unused: the keyed hash of each record fixes what it is for.
+    An official test part stays unused: the keyed hash of each record fixes its split.
     """
     check_sites(config.dataset.name)
     prepared = prepare(replace(config.dataset, server_test=False))
@@ -105,12 +105,12 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
     data is the public test set.
 
     Args:
-        config: Of a run with real sites.
-        properties: What every client says of its data: one client's properties.
+        config: Settings of a run with real sites.
+        properties: The properties of one client's data, in which all clients agree.
 
     Raises:
-        ConfigError: The server's test set does not fit the clients, or the run names a transform of
-            images that is not theirs.
+        ConfigError: The server's test set does not fit the clients, or the run names another
+            transform of images than theirs.
     """
     settings = config.dataset
     names = ("input_shape", "image_shape", "transform", "schema", "class_names")
@@ -138,7 +138,7 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
         label=label,
         image_shape=image_shape,
     )
-    # mean and std, by which the sites standardise, are the exported model's, too
+    # the sites standardise by this mean and std, and so does the exported model
     if not settings.server_test or settings.place is None:
         return Prepared(empty, None, mean, std, intensity_of(settings), transform, target)
     server = prepare(replace(settings, server_test=False))
@@ -155,17 +155,17 @@ def make_server_data(config: Config, properties: Mapping[str, Any]) -> Prepared:
 def partition(records: Records, settings: ds.Partition, *, clients: int) -> Parts:
     """Return ascending int64 record indices per client: disjoint, and none left over.
 
-    Where records say whose they are, a random division is one of persons, each with all records
-    and counting as one of the class of the first.
+    If the persons of records are known, a random division is one of persons. Each keeps all of its
+    records, and counts as one record of the class of its first.
 
     Args:
         records: The records that clients hold.
         settings: The way of dividing them. ``sites`` makes a client per value of the column
             ``site``.
-        clients: Number of clients; for column and sites the number there is.
+        clients: Number of clients; for column and sites, the number that there is.
 
     Raises:
-        ConfigError: The clients cannot be served with these settings and records.
+        ConfigError: The records cannot be divided over the clients with these settings.
     """
     name = settings.name
     if not 1 <= clients <= len(records):
@@ -196,7 +196,7 @@ def partition(records: Records, settings: ds.Partition, *, clients: int) -> Part
 
 
 def _divided(records: Records, settings: ds.Partition, clients: int) -> Parts:
-    """Return the parts of one way of dividing, in any order of their records."""
+    """Return the parts, by one of the ways to divide, with their records in any order."""
     name = settings.name
     if not isinstance(settings, ds.RandomPartition):
         column = settings.column if isinstance(settings, ds.ColumnPartition) else "site"
@@ -219,12 +219,12 @@ def _divided(records: Records, settings: ds.Partition, clients: int) -> Parts:
 
 
 def save_partition(path: Path, parts: Parts) -> None:
-    """Write the partition as JSON, ``{"clients": [[index, ...], ...]}``, in one step."""
+    """Write the partition as JSON, ``{"clients": [[index, ...], ...]}``, atomically."""
     write_atomically(path, json.dumps({"clients": [part.tolist() for part in parts]}))
 
 
 def load_partition(path: Path) -> Parts:
-    """Return the partition in the file, as :func:`partition` did.
+    """Return the partition in a file, in the form of :func:`partition`.
 
     Raises:
         ConfigError: The file is missing or holds no partition.
@@ -249,7 +249,7 @@ def load_partition(path: Path) -> Parts:
 def _dirichlet(
     records: Records, settings: ds.DirichletPartition, clients: int, rng: np.random.Generator
 ) -> Parts:
-    """Return parts by flwr-datasets, over shuffled records: it cuts each class in file order."""
+    """Return parts by flwr-datasets of shuffled records, since it cuts classes in file order."""
     from datasets import Dataset
     from flwr_datasets.partitioner import DirichletPartitioner
 
@@ -312,7 +312,7 @@ def _drawn_shares(
 
 
 def _cuts(size: int, shares: np.ndarray) -> np.ndarray:
-    """Return the bounds, from 0 to the size, of consecutive parts of the given shares."""
+    """Return the bounds, from 0 to the size, of consecutive parts with the given shares."""
     cuts: np.ndarray = np.rint(np.append(0, np.cumsum(shares)) * size).astype(np.int64)
     cuts[-1] = size
     return cuts

@@ -1,7 +1,7 @@
 """Raw data for a trained model: arrays, DataFrames, files and folders, in batches.
 
-What training does to records is done here by the same functions, with what the model's
-:class:`~fednas_flwr.data.records.Inputs` say. Labels that the data has come along, by name.
+Records are treated as in training, by the same functions, with the model's
+:class:`~fednas_flwr.data.records.Inputs`. Labels in the data are also read, by name.
 """
 
 import re
@@ -28,7 +28,7 @@ from fednas_flwr.data.table_files import DOUBTFUL
 from fednas_flwr.data.tables import encode_rows, label_marks
 from fednas_flwr.settings.data_settings import CSV, EncodedImages, TableForm
 
-_FEWEST = 10  # rows by which a column is judged
+_FEWEST = 10  # rows needed to judge a column
 _UNCOMPARED = ": predictions are not compared with labels"
 _SETTING = re.compile(
     rf"dataset\.({'|'.join(f.name for kind in (CSV, EncodedImages) for f in fields(kind))})\b"
@@ -39,14 +39,14 @@ Label = str | float | tuple[str, ...]  # a record's class or labels, by name, or
 
 @dataclass(frozen=True)
 class RawData:
-    """Records that a model is asked about.
+    """Records to predict.
 
     Attributes:
         names: One per record: a file's path, or the row's number from 0.
-        labels: As ``Records.labels``, but float64 of numbers; None where the data does not say.
-        batch: Given a slice of the records, returns them as the model's ``forward`` takes them.
-        notes: Sentences on what is odd about the records.
-        ids: Whose each record is, where the data says it.
+        labels: As ``Records.labels``, but float64 for numbers to predict; None without labels.
+        batch: Function that returns a slice of the records as the model's ``forward`` takes them.
+        notes: Sentences about what is odd in the records.
+        ids: The person of each record, if the data names it.
     """
 
     names: list[str]
@@ -66,23 +66,23 @@ class RawData:
 
 
 def read_raw(data: Any, inputs: Inputs) -> RawData:
-    """Return raw data in the form that a model's inputs have.
+    """Return raw data in the form of a model's inputs.
 
     Args:
-        data: Of a table a DataFrame, an array ``[N, columns]`` in the columns' order, or the path
-            of a table, of a folder of sites' tables or of an npz file. Of images an array
+        data: For a table: a DataFrame, an array ``[N, columns]`` in the columns' order, or the path
+            of a table, of a folder of sites' tables or of an npz file. For images: an array
             ``[N, C, H, W]``, ``[N, H, W]`` or ``[N, H, W, C]``, uint8 from 0 to 255 or float from 0
-            to 1, or the path of an image, of a folder, whose sub-folders named by classes give
-            labels, of a table whose first column names images, or of an npz or npy file. Of an npz
-            file its array ``x``, or the test part of a data set, or else the train part.
-        inputs: The model's.
+            to 1; or the path of an image, of a folder (sub-folders named by classes give labels),
+            of a table whose first column names images, or of an npz or npy file. An npz file gives
+            its array ``x``, or the test part of a data set, or else the train part.
+        inputs: The inputs of the model.
 
     Raises:
         ConfigError: The data is not of this form.
     """
     try:
         return _read(data, inputs)
-    except ConfigError as error:  # a model takes no settings
+    except ConfigError as error:  # a model has no settings to change
         said = str(error).removeprefix("dataset.root=")
         if advice := _SETTING.search(said):
             end = max(said.rfind(sign, 0, advice.start()) for sign in (": ", "; "))
@@ -93,11 +93,11 @@ def read_raw(data: Any, inputs: Inputs) -> RawData:
 def _read(data: Any, inputs: Inputs) -> RawData:
     if isinstance(data, str | Path):
         return _read_path(Path(data).expanduser(), inputs)
-    if hasattr(data, "to_pandas") and inputs.is_table:  # of polars, pyarrow, ...
+    if hasattr(data, "to_pandas") and inputs.is_table:  # from polars, pyarrow, ...
         data = data.to_pandas()
     if hasattr(data, "iloc") and hasattr(data, "columns") and inputs.is_table:
         texts = table_files.texts_of(data)
-        if "Unnamed: 0" in texts:  # as pandas calls the first column if it has no name
+        if "Unnamed: 0" in texts:  # pandas' name of a first column without a name
             texts.setdefault("column 1", texts["Unnamed: 0"])
         return _rows(texts, inputs, where="the DataFrame")
     return _array(data, inputs, where="the data")
@@ -144,8 +144,8 @@ def _read_path(path: Path, inputs: Inputs) -> RawData:
 
 
 def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) -> RawData:
-    """Rows of a table's file, written in a form, which may lack columns if that is said."""
-    encoding = None if form.strict else form.encoding  # sites fix one, and predict any
+    """Return the rows of a table's file of a given form; with ``lacks``, columns may be missing."""
+    encoding = None if form.strict else form.encoding  # sites fix one; prediction takes any
     texts, separator, _ = table_files.read_texts(
         path, replace(form, separator=None, encoding=encoding), keep_empty=True
     )
@@ -156,7 +156,7 @@ def _table(path: Path, form: TableForm, inputs: Inputs, *, lacks: bool = False) 
 
 
 def _sites(root: Path, inputs: Inputs) -> RawData:
-    """Rows of the tables of all sites in a folder, named by them; each may lack columns."""
+    """Return the rows of all sites' tables in a folder, named by site; each may lack columns."""
     files = site_files(inputs.form, root).items()
     sites = {site: _table(path, form, inputs, lacks=True) for site, (path, form) in files}
     rows = torch.cat([raw.batch(slice(None)) for raw in sites.values()])
@@ -192,7 +192,7 @@ def _numpy_file(path: Path, inputs: Inputs) -> RawData:
 
 
 def _checked_labels(labels: np.ndarray, inputs: Inputs) -> Tensor | None:
-    """Labels as ``RawData`` has them; None where they are of another form."""
+    """Return labels as in ``RawData``; None if they are of another form."""
     with suppress(ConfigError):  # a text that is no class
         labels = npz.numbered(npz.usual_labels(labels), inputs.class_names, "")
     classes = len(inputs.class_names)
@@ -232,7 +232,7 @@ def _rows(
     numbers = [column.name for column in inputs.schema if column.kind == NUMBER]
     numbers += [inputs.label] if inputs.target and inputs.label in texts else []
     dates, form = None, inputs.form
-    if None in (form.decimal, form.date_order):  # which sites did not agree on
+    if None in (form.decimal, form.date_order):  # the sites did not agree on it
         dates = [column.name for column in inputs.schema if column.kind == DATE]
     texts, form, _ = table_files.in_common_form(texts, form, numbers, dates, between, where=where)
     rows = torch.from_numpy(encode_rows(texts, inputs.schema, form, where=where))
@@ -243,12 +243,12 @@ def _rows(
 
 
 def _ids(texts: table_files.Texts, inputs: Inputs) -> list[str] | None:
-    """Whose each row is; None where the table does not say it."""
+    """Return the person of each row; None if the table does not name it."""
     return texts[inputs.id_column].tolist() if inputs.id_column in texts else None
 
 
 def _unlike_training(texts: table_files.Texts, inputs: Inputs) -> Iterator[str]:
-    """Yield a sentence on every column without a cell, or with many unknown categories."""
+    """Yield a sentence about every column without a cell, or with many unknown categories."""
     for column in inputs.schema:
         name, cells = column.name, texts[column.name]
         present = cells[~cells.missing]
@@ -269,14 +269,14 @@ def _unlike_training(texts: table_files.Texts, inputs: Inputs) -> Iterator[str]:
 
 
 def _numbers(records: Sized) -> list[str]:
-    """Names of records that have none: their numbers."""
+    """Return names for records without names: their numbers."""
     return [str(i) for i in range(len(records))]
 
 
 def _row_labels(
     texts: table_files.Texts, inputs: Inputs, *, where: str
 ) -> tuple[Tensor | None, list[str]]:
-    """Labels in the label columns, None where one lacks or names no class; and a note on these."""
+    """Return the labels in the label columns, None if one is missing or no class; and a note."""
     names, cells = inputs.class_names, texts.get(inputs.label, Cells([]))
     labels: Tensor | None = None
     if inputs.multi_label and not inputs.label:
@@ -297,7 +297,7 @@ def _row_labels(
 
 
 def named_labels(labels: Tensor, names: Sequence[str]) -> list[Label]:
-    """The class of each record, or its labels, by name; or its number."""
+    """Return the class or labels of each record, by name, or its number."""
     if labels.is_floating_point():
         return labels.tolist()
     if labels.dim() == 1:

@@ -1,7 +1,7 @@
-"""The data sets there are: the settings of each, where its files lie, and how it is read.
+"""The available data sets: settings, place of the files, and reader of each.
 
 A kind of data set is a class of settings, a reader and an entry of :data:`DATA_SETS`, with a file
-of ``conf/dataset``. Readers are imported when they are called, since torch takes seconds.
+in ``conf/dataset``. Readers are imported when they are called, since importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class DataSet:
 
     Attributes:
         settings: Class of its settings.
-        reader: Called with the settings and the file or folder to read, which is the settings' own
-            or a site's; returns the train part and the official test part, None where there is
-            none. Or its place in this package, ``<module>:<function>``, which is imported then.
+        reader: Function of the settings and the file or folder to read, which is the settings' own
+            or a site's. It returns the train part and the official test part, None if there is
+            none. Or its place in this package, ``<module>:<function>``, imported when needed.
         roots: Kinds of places that ``dataset.root`` may be, ``file`` and ``folder``; empty if it
             needs none.
-        sites: Endings of the sites in a folder, one of which ``read`` then gets; empty if the set
-            cannot be divided by sites.
+        sites: Endings of the sites' files or folders, each of which goes to ``read``; empty if the
+            data set cannot be divided by sites.
         folder: Folder of its files below the root.
-        by_content: True if the records decide if a cached copy is the same, and not the files.
+        by_content: True if the records, not the files, decide whether a cached copy is the same.
     """
 
     settings: type[ds.Dataset]
@@ -49,7 +49,7 @@ class DataSet:
     by_content: bool = False
 
     def read(self, settings: ds.Dataset, path: Path) -> RecordsPair:
-        """Train part and official test part in a file or folder."""
+        """Return the train part and the official test part in a file or folder."""
         place = f"fednas_flwr.data.{self.reader}" if isinstance(self.reader, str) else self.reader
         return imported(place)(settings, path)
 
@@ -77,7 +77,7 @@ DATA_SETS: dict[str, DataSet] = TABLES["dataset"]
 
 
 def check_sites(name: str) -> None:
-    """Raise ConfigError unless a data set can be divided by sites."""
+    """Raise ConfigError unless the data set can be divided by sites."""
     if not DATA_SETS[name].sites:
         *others, last = (name for name, entry in DATA_SETS.items() if entry.sites)
         raise ConfigError(
@@ -86,13 +86,13 @@ def check_sites(name: str) -> None:
 
 
 def data_settings(name: str, values: Mapping[str, Any]) -> ds.Dataset:
-    """Settings of a data set, checked; what is not given is neutral (:func:`_neutral`)."""
+    """Return a data set's settings, checked; those not given are neutral (:func:`_neutral`)."""
     values = {**_neutral(name), "name": name, **values}
     return parse(DATA_SETS[name].settings, values, key="dataset", defaults=True)
 
 
 def _neutral(name: str) -> dict[str, Any]:
-    """Settings in a file of ``conf/dataset`` without what it recommends in place of its bases'."""
+    """Return the settings of a file in ``conf/dataset``, where values of its bases come first."""
     path = conf_folder() / "dataset" / f"{name}.yaml"
     tree: dict[str, Any] = read_yaml(path, "the defaults of data sets")
     for base in tree.pop("defaults", ()):
@@ -101,22 +101,22 @@ def _neutral(name: str) -> dict[str, Any]:
 
 
 def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
-    """Return a private site's settings of its own data, from its file, whatever the run says.
+    """Return a private site's settings of its own data, from its file, regardless of the run's.
 
-    A setting that the server could choose would be a question to the records: whether they can be
-    read, augmented or cached with it. One that is found in the records would let each of them
-    change all others: a table is UTF-8 with decimal points unless its file says otherwise. A record
-    that cannot be read is left out by itself (``corrupt: skip``).
+    If the server could choose a setting, it could query the records: can they be read, augmented or
+    cached with it? If a setting were found in the records, each record could change all others. So
+    a table is UTF-8 with decimal points unless its file says otherwise. A record that cannot be
+    read is left out by itself (``corrupt: skip``).
 
     Args:
-        path: A YAML file of ``dataset`` settings; what it leaves out is as in the files
-            ``conf/dataset/_*.yaml``, but for ``corrupt``, and ``encoding`` and ``decimal`` of a
-            table.
-        cache: Where prepared records go.
+        path: A YAML file of ``dataset`` settings. Settings that it leaves out are as in the files
+            ``conf/dataset/_*.yaml``, except ``corrupt``, and a table's ``encoding`` and
+            ``decimal``.
+        cache: Folder of prepared records.
 
     Raises:
-        ConfigError: The file cannot be read, a setting is wrong, or that of a table does not say
-            which column gives ids.
+        ConfigError: The file cannot be read, a setting is wrong, or the file of a table does not
+            name the column that gives ids.
     """
     written = read_yaml(path, f"the site's dataset settings {path}")
     check_resolved(written, str(path))
@@ -149,11 +149,11 @@ def site_dataset(path: Path, *, cache: str) -> ds.Dataset:
 
 @dataclass(frozen=True)
 class OwnSettings(ds.Images, ds.Numbers, ds.Stored):
-    """Settings of a data set that is read by a function from outside the package."""
+    """Settings of a data set that a function from outside the package reads."""
 
 
 def own_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[DataSet, dict[str, Any]]:
-    """Entry and defaults of a data set of arrays as an npz file has them."""
+    """Return entry and defaults of a data set of arrays, named as in an npz file."""
 
     def read(settings: ds.Arrays, path: Path) -> RecordsPair:
         from fednas_flwr.data.npz import records_from_npz
@@ -165,10 +165,10 @@ def own_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[DataSet, di
 
 
 def _from_torch(parts: tuple[Any, ...]) -> RecordsPair:
-    """Records of the train part and, unless it is None, the test part: data sets or loaders.
+    """Return the records of the train part and of the test part, unless that is None.
 
     Raises:
-        ConfigError: They are not, or not of (example, class) with a length.
+        ConfigError: A part is not a torch data set or loader of (example, class) with a length.
     """
     import numpy as np
 
@@ -179,7 +179,7 @@ def _from_torch(parts: tuple[Any, ...]) -> RecordsPair:
     for part, part_data in zip(("train", "test"), parts, strict=False):
         if part_data is None:
             continue
-        data = getattr(part_data, "dataset", part_data)  # of a loader
+        data = getattr(part_data, "dataset", part_data)  # a loader has a data set
         try:
             items = (data[index] for index in range(len(data)))
             pairs = (item.values() if isinstance(item, Mapping) else item for item in items)
@@ -197,14 +197,15 @@ def _from_torch(parts: tuple[Any, ...]) -> RecordsPair:
 
 
 def own_reader(reader: Callable[..., Any], names: Iterable[str]) -> tuple[DataSet, dict[str, Any]]:
-    """Entry and defaults of a data set that a function reads.
+    """Return entry and defaults of a data set that a function reads.
 
     Args:
-        reader: Called with the path ``dataset.root`` and the named settings as keyword arguments.
-        names: Settings of other data sets that it takes.
+        reader: Function of the path ``dataset.root`` and of the named settings as keyword
+            arguments.
+        names: Names of settings of other data sets that it takes.
 
     Raises:
-        ConfigError: There is no such setting.
+        ConfigError: There is no setting of such a name.
     """
     hints: dict[str, Any] = {}
     neutral: dict[str, Any] = {}

@@ -1,13 +1,13 @@
 """Records, as every reader returns them: operations on them, and their division into splits.
 
-A record's id is stable: it depends on that record alone. The part, train, validation or test, is a
-function of that id and the site's key, never of other records, their order or a run's seed: a
-record read as training data once is never test data later, and a privacy ledger can add up what was
-spent on each part (:func:`assign_splits`).
+A record's id is stable: it depends on that record alone. The part of a record (train, validation or
+test) is a function of that id and the site's key, never of other records, their order or a run's
+seed. So a record once read as training data is never test data later, and a privacy ledger can add
+up what was spent on each part (:func:`assign_splits`).
 
-:class:`Column` is one column of a table, :class:`Inputs` all that a model needs to know of its raw
-inputs; both are JSON in an exported model. :func:`normalised` is the one place where numbers are
-standardised, in training as in prediction.
+:class:`Column` is one column of a table. :class:`Inputs` has all that a model needs to know about
+its raw inputs. Both are JSON in an exported model. :func:`normalised` is the only place where
+numbers are standardised, in training and in prediction.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from fednas_flwr.settings.parser import Checked, OneOf, parse
 
 NUMBER, DATE, CATEGORY = "number", "date", "category"
 KINDS = (NUMBER, DATE, CATEGORY)
-ID = np.dtype("S32")  # of a record's id
-_CHUNK = 65_536  # ids that are objects of Python at a time
+ID = np.dtype("S32")  # type of a record's id
+_CHUNK = 65_536  # ids that are Python objects at the same time
 _FACTORS = np.array([0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xABC98388FB8FAC03, 1], np.uint64)
-LIMIT = 5.0  # deviations from the mean, of numbers of a table
+LIMIT = 5.0  # for numbers of a table, in standard deviations from the mean
 
 
 @dataclass(frozen=True)
 class Column(Checked):
     """A column of a table.
 
-    A missing number or date counts as the mean. A category that is missing or unknown belongs to
-    none of the ``categories``: all its features are 0.
+    A missing number or date counts as the mean. A missing or unknown category is none of the
+    ``categories``: all its features are 0.
 
     Attributes:
-        name: As in the table's header.
+        name: Name in the table's header.
         kind: ``number``; ``date``, in days since 1970; or ``category``.
-        categories: Of a category the values, one feature each.
-        indicator: True if a further feature, 0 or 1, says that a number or date is missing.
+        categories: Values of a category, one feature each.
+        indicator: True if a further feature, 0 or 1, flags a missing number or date.
     """
 
     name: str
@@ -73,25 +73,26 @@ class Inputs(Checked):
     """Raw inputs of a model, their normalisation, and the meaning of its outputs.
 
     Attributes:
-        shape: Of one raw record: ``(C, H, W)`` or ``(F,)``.
+        shape: Shape of one raw record, ``(C, H, W)`` or ``(F,)``.
         schema: The columns of a table; empty for images.
-        mean: Per channel of images scaled to 0..1, or per feature of a table.
-        std: As ``mean``; all above 0.
+        mean: Means per channel of images scaled to 0..1, or per feature of a table.
+        std: Standard deviations like ``mean``, all above 0.
         class_names: One name per output.
         label: Name of a table's label column; empty if it has none, or one per label.
-        multi_label: True if a record can have several labels: outputs are probabilities of each.
-        target: Where a number is predicted, its mean and deviation, by which it is standardised,
-            and the ends of its range if that is declared; else empty.
-        label_separator: Of the labels in the label column, see
+        multi_label: True if a record can have several labels; outputs are then a probability each.
+        target: For a number to predict, its mean and deviation, by which it is standardised, and
+            the ends of its range if that is declared; else empty.
+        label_separator: Separator of the labels in the label column, see
             :func:`~fednas_flwr.data.records.label_names`.
-        form: How a table's cells are written: what was set, and what training found.
-        id_column: Column of a table, or of a labels file, that says whose each record is.
+        form: Format of a table's cells, as set and as found in training.
+        id_column: Column of a table, or of a labels file, that names the person of each record.
         intensity: Intensities of 16-bit images that become 0 and 255; empty is 0 to 65535.
-        transform: Description of what makes the network's features of images (``data.features``);
-            empty where it takes the images.
+        transform: Description of the transform that makes the network's features of images
+            (``data.features``); empty if the network takes the images.
         positive: Number of the positive class; None is the last of two.
-        threshold: Probability from which a record is of that class; None takes the most probable.
-        limit: Of a table's numbers, see :func:`normalised`; 0 where the model was made without.
+        threshold: Least probability of that class with which a record is labelled so; None labels
+            by the most probable class.
+        limit: Limit of a table's numbers, see :func:`normalised`; 0 for a model made without one.
     """
 
     shape: tuple[int, ...]
@@ -122,16 +123,16 @@ class Inputs(Checked):
 
     @staticmethod
     def from_json(text: str) -> Inputs:
-        """Return the inputs that a model's metadata says.
+        """Return the inputs in a model's metadata.
 
         Raises:
-            ConfigError: The text says none.
+            ConfigError: The text does not describe inputs.
         """
         return parse(Inputs, json.loads(text), key="inputs", defaults=True)
 
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor of the CPU on a device; if that is a GPU, nothing waits for it."""
+    """Return a tensor of the CPU on a device; the copy to a GPU is not waited for."""
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -144,12 +145,12 @@ def normalised(
 
     Args:
         x: uint8 ``[B, C, H, W]`` from 0 to 255; float32 ``[B, C, H, W]`` from 0 to 1; or float32
-            ``[B, F]`` rows of a table, NaN where missing, which becomes 0, the mean.
-        mean: Per channel of images scaled to 0..1, or per feature of a table; a single 0, with a
-            std of 1, for features that are as networks take them.
-        std: As ``mean``, above 0.
-        limit: Deviations from the mean to which numbers of a table are clipped, lest a network
-            extrapolates from the few in a column's long tail; 0 leaves them.
+            ``[B, F]`` rows of a table, with NaN where missing; NaN becomes 0, the mean.
+        mean: Means per channel of images scaled to 0..1, or per feature of a table; a single 0,
+            with a std of 1, for features that are already as networks take them.
+        std: Standard deviations like ``mean``, above 0.
+        limit: Deviations from the mean to which numbers of a table are clipped, so that a network
+            does not extrapolate from the few in a column's long tail; 0 does not clip.
     """
     if x.dim() == 4 and x.is_floating_point() and (mean, std) == ((0.0,), (1.0,)):
         return x.float()
@@ -168,26 +169,24 @@ class Records:
     """Labelled records, images or rows of a table.
 
     Attributes:
-        features: uint8 ``[N, C, H, W]`` images, or float32 ``[N, F]`` rows with NaN where missing;
-            float32 ``[N, K, h, w]`` where a transform has been at the images, float16 of a
-            network's maps.
+        features: uint8 ``[N, C, H, W]`` images, or float32 ``[N, F]`` rows with NaN where missing.
+            After a transform of images, float32 ``[N, K, h, w]``, or float16 for a network's maps.
         labels: int64 ``[N]``, in ``0 .. len(class_names) - 1``; or ``[N, len(class_names)]`` of 0
-            and 1, where a record can have several labels; or float32 ``[N]``, the numbers to
-            predict.
+            and 1, if a record can have several labels; or float32 ``[N]``, the numbers to predict.
         ids: S32 ``[N]``, hex of :func:`record_ids`; equal for records that must not be separated.
-        class_names: One name per class or label; the target's of numbers to predict.
+        class_names: One name per class or label; for numbers to predict, the target's name.
         columns: ``[N]`` strings per column by which a table or sites can be partitioned.
         schema: Columns of a table, in the order of its features; empty for images.
         label: Name of a table's label column; empty if it has none, or one per label.
-        label_separator: Of the labels in that column, see :func:`label_names`; empty where it holds
-            a class.
-        form: How a table's cells are written, as was set and found.
-        id_column: Column that says whose each record is, and gave the ids, which then are the same
-            in every export of the data. A person stays in one part and, where clients are drawn,
-            with one of them, and is the unit of privacy. Empty where ids were hashed from what the
-            records hold.
+        label_separator: Separator of the labels in that column, see :func:`label_names`; empty if
+            it holds a class.
+        form: Format of a table's cells, as set and as found.
+        id_column: Column that names the person of each record. The ids are made from it, and so
+            are the same in every export of the data. A person stays in one part and, where clients
+            are drawn, with one client, and is the unit of privacy. Empty if ids are hashes of the
+            records' content.
         image_shape: ``(C, H, W)`` of the images that a transform made features of; else empty.
-        notes: Sentences on what the reader has found and done, for people.
+        notes: Sentences about what the reader has found and done, for people.
     """
 
     features: Tensor
@@ -212,7 +211,7 @@ class Records:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """One name per feature of a table, those to standardise first; empty for images."""
+        """Names of a table's features, those to standardise first; empty for images."""
         return feature_names(self.schema)
 
     @property
@@ -232,7 +231,7 @@ class Records:
 
     @property
     def by_person(self) -> bool:
-        """True if it is known whose each record is."""
+        """True if the person of each record is known."""
         return bool(self.id_column)
 
     def __len__(self) -> int:
@@ -245,12 +244,12 @@ Parts = list[np.ndarray]  # the rows of every client
 
 
 def record_ids(contents: Iterable[bytes]) -> np.ndarray:
-    """Return S32 ``[N]``: the keyless blake2b-128, in hex, of each record's content or given id."""
+    """Return S32 ``[N]``: keyless blake2b-128, in hex, of each record's content or given id."""
     return np.frombuffer(_digests(contents, hashlib.blake2b(digest_size=16)).hex().encode(), ID)
 
 
 def _digests(contents: Iterable[bytes], begun: hashlib.blake2b) -> bytearray:
-    """The digests of some contents, one after the other, of a hash that has begun."""
+    """Return the digests of contents, one after the other, each continuing the hash ``begun``."""
     digests = bytearray()
     for content in contents:
         digest = begun.copy()  # faster than to make each anew
@@ -260,24 +259,24 @@ def _digests(contents: Iterable[bytes], begun: hashlib.blake2b) -> bytearray:
 
 
 def chunks(number: int) -> Iterator[slice]:
-    """Rows in parts so small that objects of Python for each don't fill the memory."""
+    """Yield slices of rows, so small that Python objects for all of them do not fill memory."""
     return (slice(first, first + _CHUNK) for first in range(0, number, _CHUNK))
 
 
 def keys_of(ids: np.ndarray) -> np.ndarray:
-    """Keys that are equal where ids are and, but by a chance of N^2 / 2^65, not elsewhere.
+    """Return keys that are equal where ids are and, except with chance N^2 / 2^65, not elsewhere.
 
     Args:
         ids: S32 ``[N]``.
 
     Returns:
-        uint64 ``[N]``, which numpy sorts far faster.
+        uint64 ``[N]``, which numpy sorts far faster than ids.
     """
     return np.ascontiguousarray(ids, ID).view(np.uint64).reshape(-1, 4) @ _FACTORS
 
 
 def record_id(content: bytes) -> str:
-    """Return one of :func:`record_ids`."""
+    """Return the id of one record, see :func:`record_ids`."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -287,10 +286,10 @@ def text_id(text: str) -> bytes:
 
 
 def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return int64 ``[n]``, the records that can be read, and a note on the others, if any.
+    """Return int64 ``[n]``, the records that can be read, and a note about the others, if any.
 
     Args:
-        unreadable: By the reason, which records cannot be read, bool ``[N]``.
+        unreadable: For each reason, bool ``[N]``: true for records that cannot be read.
     """
     wrong = np.logical_or.reduce(list(unreadable.values()))
     rows = np.flatnonzero(~wrong)
@@ -303,14 +302,14 @@ def readable(unreadable: Mapping[str, np.ndarray]) -> tuple[np.ndarray, tuple[st
 
 
 def canonical(numbers: np.ndarray) -> np.ndarray:
-    """Return numbers as float32 whose bytes are equal where they are: one zero and one NaN."""
+    """Return numbers as float32 with one zero and one NaN, so that equal ones have equal bytes."""
     numbers = np.asarray(numbers, dtype=np.float32) + np.float32(0)  # -0 + 0 = 0
     numbers[np.isnan(numbers)] = np.nan
     return numbers
 
 
 def select_records(records: Records, rows: np.ndarray) -> Records:
-    """Return a copy of the given rows (int64), in their order."""
+    """Return a copy of the given rows (int64), in the order given."""
     index = torch.from_numpy(np.asarray(rows, dtype=np.int64))
     return replace(
         records,
@@ -346,13 +345,13 @@ def join_sites(sites: Mapping[str, Records]) -> Records:
 
 
 def agreed(forms: Iterable[TableForm]) -> dict[str, Any]:
-    """What several forms have in common, by name."""
+    """Return the settings in which several forms agree, by name."""
     first, *others = map(vars, forms)
     return {name: value for name, value in first.items() if all(of[name] == value for of in others)}
 
 
 def check_alike(first: str, records: Records, second: str, others: Records) -> None:
-    """Refuse records of two sources that no one network could learn from.
+    """Refuse records of two sources that one network could not learn from.
 
     Raises:
         ConfigError: They differ in classes, labels, feature columns or the form of a record.
@@ -384,17 +383,17 @@ def encode_labels(
     """Return the labels of cells.
 
     Args:
-        cells: A class each; with a separator, see :func:`label_names`, any number of labels.
-        class_names: All that there are.
-        separator: Between the labels in a cell.
-        where: Where the cells come from, for messages.
+        cells: One class each; with a separator any number of labels, see :func:`label_names`.
+        class_names: All names of classes or labels.
+        separator: Separator of the labels in a cell.
+        where: Source of the cells, for messages.
 
     Returns:
         int64 ``[N]``, the position of each name among the class names; or ``[N, L]``, 1 where a
         record has a label.
 
     Raises:
-        ConfigError: A name is not among them.
+        ConfigError: A name is not among the class names.
     """
     found = {name for text in cells.different for name in label_names(text, separator)}
     names = cells if separator is None else Cells(sorted(found))
@@ -413,7 +412,7 @@ def encode_labels(
 
 
 def check_known(names: Iterable[str], known: Iterable[str], says: str, setting: str) -> None:
-    """Raise ConfigError for a name in some records, as a sentence says, that a setting lacks."""
+    """Raise ConfigError, beginning with ``says``, for a name that a setting lacks."""
     for name in sorted(set(names) - set(known)):
         raise ConfigError(
             f"{says} {name}, which is not in {setting}: add it, or correct or remove these records."
@@ -421,11 +420,11 @@ def check_known(names: Iterable[str], known: Iterable[str], says: str, setting: 
 
 
 def count_labels(labels: Tensor, num_classes: int) -> list[int]:
-    """Return the number of records of each class, or with each label, or in all of numbers.
+    """Return the number of records of each class or label; for numbers to predict, of all records.
 
     Args:
         labels: See :class:`Records`.
-        num_classes: Their number.
+        num_classes: Number of classes or labels.
     """
     if labels.is_floating_point():
         return [len(labels)]
@@ -434,12 +433,12 @@ def count_labels(labels: Tensor, num_classes: int) -> list[int]:
 
 
 def label_names(text: str, separator: str | None) -> tuple[str, ...]:
-    """List the labels in a cell, by their names; an empty cell has none.
+    """Return the names of the labels in a cell; an empty cell has none.
 
     Args:
-        text: Such as ``a;b``; spaces around a name do not count, nor do brackets and quotes of a
-            list as ``['a', 'b']``.
-        separator: Between names; None if a cell is a class.
+        text: Text such as ``a;b``. Spaces around a name do not count, nor do the brackets and
+            quotes of a list such as ``['a', 'b']``.
+        separator: Separator of the names; None if a cell is a class.
     """
     if separator is None:
         return (text,)
@@ -453,7 +452,7 @@ def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
 
     Args:
         ids: ``[N]`` byte strings.
-        key: 1 to 64 bytes; to everybody without it the positions are random.
+        key: 1 to 64 bytes; without it, the positions look random.
 
     Raises:
         ValueError: The key is empty or longer than 64 bytes.
@@ -462,15 +461,15 @@ def hash_positions(ids: np.ndarray, *, key: bytes) -> np.ndarray:
         raise ValueError(f"a split key needs 1 to 64 bytes, got {len(key)}.")
     keyed = hashlib.blake2b(key=key, digest_size=8, person=b"fednas split")
     digests = _digests(chain.from_iterable(ids[rows].tolist() for rows in chunks(len(ids))), keyed)
-    # 53 bits are what a float64 in [0, 1) holds exactly; with 64 the largest would round to 1.
+    # A float64 in [0, 1) holds 53 bits exactly; with 64 the largest would round to 1.
     return (np.frombuffer(digests, dtype=">u8") >> np.uint64(11)).astype(float) * 2.0**-53
 
 
 def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]) -> np.ndarray:
     """Return int8 ``[N]``: 0 for train, 1 for validation, 2 for test.
 
-    A record with position ``h`` (see :func:`hash_positions`) is train where ``h < train``,
-    validation where ``h < train + validation``, and test otherwise.
+    A record with position ``h`` (see :func:`hash_positions`) is train if ``h < train``, else
+    validation if ``h < train + validation``, and test otherwise.
 
     Args:
         ids: ``[N]`` byte strings; equal ids get the same part.
@@ -499,16 +498,17 @@ def assign_splits(ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float]
 def assignment_digest(
     ids: np.ndarray, *, key: bytes, fractions: Mapping[str, float], id_column: str
 ) -> str:
-    """Return the blake2b-128, in hex, of what decides which part each of some records is in.
+    """Return the blake2b-128, in hex, of everything that decides the part of each record.
 
-    That is the key and the fractions, with the name of the column that gives ids, whose records may
-    come and go without changing sides. Ids that are hashes of records' content may be the same
-    records' in another form, so without such a column all ids count, in any order.
+    That is the key, the fractions and the name of the column that gives ids; with such a column,
+    records may come and go while the others stay in their parts. Without it ids are hashes of
+    content, and the same record in another form has another id. So all ids count then, in any
+    order.
 
     Args:
         ids: ``[N]`` byte strings.
-        key: As of :func:`assign_splits`.
-        fractions: As of :func:`assign_splits`.
+        key: As in :func:`assign_splits`.
+        fractions: As in :func:`assign_splits`.
         id_column: ``Records.id_column``.
     """
     shares = [[name, float(fractions[name])] for name in SPLITS]

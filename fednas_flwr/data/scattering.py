@@ -1,9 +1,9 @@
 """The scattering transform: fixed features of images, from which a linear model learns much.
 
-Wavelets, moduli and averages of two orders (Bruna and Mallat 2013, arXiv 1203.1513); as the input
-of private networks by Tramer and Boneh (2021, arXiv 2011.11660). Filters are kymatio's (Andreux et
-al. 2020, arXiv 1812.11214), and so is the order of the channels. In an ONNX file, which has no
-complex numbers, Fourier transforms are products with matrices of cosines and sines.
+Wavelets, moduli and averages of two orders (Bruna and Mallat 2013, arXiv 1203.1513); used as input
+of private networks by Tramer and Boneh (2021, arXiv 2011.11660). Filters and the order of channels
+are kymatio's (Andreux et al. 2020, arXiv 1812.11214). In an ONNX file, which has no complex
+numbers, Fourier transforms are products with matrices of cosines and sines.
 
 Shapes: B batch, C channels, H height, W width, J scales, L angles, K paths, M and N padded sides.
 """
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fednas_flwr.base.errors import ConfigError
 
-GROUPS = 27  # of paths of a channel that are normalised together
+GROUPS = 27  # groups of a channel's paths that are normalised together
 YCBCR = (  # from red, green and blue (ITU-R BT.601, full range), without the offset of Cb and Cr
     (0.299, 0.587, 0.114),
     (-0.168736, -0.331264, 0.5),
@@ -28,22 +28,23 @@ Complex = tuple[Tensor, Tensor]  # real and imaginary part
 
 
 def num_paths(scales: int, angles: int) -> int:
-    """Return K: what the transform makes of one channel, ``1 + L J + L^2 J (J - 1) / 2``."""
+    """Return K, the number of paths of one channel: ``1 + L J + L^2 J (J - 1) / 2``."""
     return 1 + angles * scales + angles**2 * scales * (scales - 1) // 2
 
 
 class Scattering(nn.Module):
-    """From images to normalised scattering coefficients, each record by itself.
+    """Transform of images into normalised scattering coefficients, each record by itself.
 
-    Nothing in it is learnt or depends on any record but its own: it costs no privacy. Coefficients
-    are normalised per record, in groups of consecutive channels (Tramer and Boneh 2021, section 4).
-    Deviations: the groups are 27 of every channel's paths, or as many as the greatest common
-    divisor of 27 and K; and three channels are taken for red, green and blue, and become brightness
-    and two differences of colours: edges that are alike in all three would fill the features.
+    It learns nothing and uses no record but the one it transforms, so it costs no privacy.
+    Coefficients are normalised per record, in groups of consecutive channels (Tramer and Boneh
+    2021, section 4). Deviations: every channel's paths form 27 groups, or as many as the greatest
+    common divisor of 27 and K. Three channels are taken for red, green and blue and become
+    brightness and two differences of colours; otherwise edges that are alike in all three would
+    fill the features.
 
     Attributes:
-        output_shape: ``(C K, h, w)`` of one record, with sides of H and W over ``2^J``.
-        groups: Of channels that are normalised together.
+        output_shape: ``(C K, h, w)`` of one record, with sides H and W divided by ``2^J``.
+        groups: Number of groups of channels that are normalised together.
     """
 
     def __init__(self, input_shape: Sequence[int], *, scales: int, angles: int) -> None:
@@ -68,7 +69,7 @@ class Scattering(nn.Module):
 
         channels, *sides = input_shape
         self.scales, self.angles = scales, angles
-        # As kymatio pads, so that borders are reflected and all resolutions are whole.
+        # Padding as in kymatio, so that borders are reflected and all resolutions are whole.
         padded = [(side // 2**scales + 2) * 2**scales for side in sides]
         margins = [(whole - side, side) for whole, side in zip(padded, sides, strict=True)]
         (top, _), (left, _) = margins
@@ -159,7 +160,7 @@ class Scattering(nn.Module):
 def _filtered(spectrum: Tensor, filters_LMN: Tensor, step: int) -> Tensor:
     """Return the spectra ``[..., L, M / s, N / s]`` of every s-th sample of filtered signals.
 
-    They are means over the ``s^2`` parts of the whole spectrum ``[..., M, N]`` that coincide then.
+    They are means over the ``s^2`` parts of the whole spectrum ``[..., M, N]`` that then coincide.
     """
     height, width = (side // step for side in filters_LMN.shape[1:])
     total = spectrum.new_zeros(())
@@ -176,7 +177,7 @@ def _averages(low_pass: Tensor, step: int) -> tuple[Tensor, Tensor]:
 
     Args:
         low_pass: Frequency response of kymatio's Gaussian [m, n], a product of one per axis.
-        step: Every ``step``-th sample stays, but the first and the last, which are of the padding.
+        step: Every ``step``-th sample stays, except the first and the last, which are padding.
     """
     responses = low_pass[:, 0].double(), low_pass[0].double() / low_pass[0, 0]
     rows, columns = (

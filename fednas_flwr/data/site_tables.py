@@ -1,8 +1,7 @@
 """Tables of several sites: compared side by side, and joined by names and meanings.
 
-Columns are joined by name and cells by what they mean (1 and 1.0, TRUE and True are one code). What
-differs otherwise is said in a ``dataset.yaml`` beside the tables, which
-:func:`proposals` drafts:
+Columns are joined by name and cells by meaning (1 and 1.0, TRUE and True are one code). A
+``dataset.yaml`` beside the tables lists other differences; :func:`proposals` drafts it:
 
     all: {missing_values: ["?"]}
     va: {rename: {cholesterol: chol}, scale: {chol: 38.67}, map: {sex: {M: 1, F: 0}}}
@@ -36,9 +35,9 @@ from fednas_flwr.settings.parser import parse_changes
 _EVERYWHERE = "all"
 # Factors between units: of cholesterol, glucose, creatinine, length, mass; and powers of ten
 _UNITS = (38.67, 18.02, 88.42, 2.54, 2.205, 10.0, 12.0, 100.0, 365.25, 1000.0)
-# Ratio of medians from which units may differ, and where most numbers are above most of others
+# Ratio of medians from which units may differ; the second if most numbers are above most others'
 _FAR, _APART = 3.0, 1.8
-_CODES = {*range(-1, 11)}  # numbers that rather are codes or counts
+_CODES = {*range(-1, 11)}  # numbers that are more likely codes or counts
 _MOST_SHOWN = 5
 
 
@@ -48,8 +47,8 @@ class SiteTable:
 
     Attributes:
         texts: Its cells in common form, by column.
-        settings: How it was read, with all that was found in it.
-        notes: Sentences on what was found.
+        settings: Settings by which it was read, including those found in it.
+        notes: Sentences about what was found.
     """
 
     texts: Texts
@@ -57,14 +56,14 @@ class SiteTable:
     notes: tuple[str, ...]
 
     def kind(self, column: str) -> str | None:
-        """Kind of a column; None where it lacks or has no cell."""
+        """Return the kind of a column; None if it is missing or empty."""
         cells = self.texts.get(column)
         if cells is None or cells.missing.all():
             return None
         return column_kind(cells, self.settings)[0]
 
     def with_iso_dates(self) -> SiteTable:
-        """The same with dates as 2024-05-31, whatever their order was."""
+        """Return the table with dates as 2024-05-31, whatever their order was."""
         iso = partial(iso_date, order=self.settings.date_order)
         dates = [name for name in self.texts if self.kind(name) == DATE]
         changed = {name: self.texts[name].changed(iso) for name in dates}
@@ -72,7 +71,7 @@ class SiteTable:
 
 
 def read_site_tables(settings: CSV, root: Path) -> dict[str, SiteTable]:
-    """The tables in a folder by site, each read with what ``dataset.yaml`` says of it.
+    """Return the tables in a folder by site, each read with its settings in ``dataset.yaml``.
 
     Raises:
         ConfigError: There are none, or one cannot be read.
@@ -82,10 +81,10 @@ def read_site_tables(settings: CSV, root: Path) -> dict[str, SiteTable]:
 
 
 def site_files(settings: Form, root: Path) -> dict[str, tuple[Path, Form]]:
-    """The files in a folder by site, each with the settings that ``dataset.yaml`` changes for it.
+    """Return the files in a folder by site, each with the settings that ``dataset.yaml`` changes.
 
     Raises:
-        ConfigError: There are none, or two of one name.
+        ConfigError: There are none, or two have the same name.
     """
     paths = sites_in(root, TABLE_SUFFIXES)
     file = _settings_file(root)
@@ -105,12 +104,12 @@ def site_files(settings: Form, root: Path) -> dict[str, tuple[Path, Form]]:
 
 
 def _settings_file(root: Path) -> Path | None:
-    """The file of sites' settings in a folder, by either suffix, if there is one."""
+    """Return the file of sites' settings in a folder, with either suffix, if there is one."""
     return next(iter(sorted(root.glob("dataset.y*ml"))), None)
 
 
 def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> Records:
-    """Records of all sites, with a column ``site``.
+    """Return the records of all sites, with a column ``site``.
 
     Raises:
         ConfigError: The sites do not have the same label, or their cells do not fit together.
@@ -130,7 +129,7 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
     told = Counter(note for table in tables.values() for note in table.notes)
     maps = [of for table in tables.values() for of in table.settings.map.items()]
     asked = Counter(unused(name, code) for name, codes in maps for code in codes)
-    notes = [note for note, times in told.items() if times >= asked[note]]  # no site has the code
+    notes = [note for note, times in told.items() if times >= asked[note]]  # the code is at no site
     read = [*sites_in(root, TABLE_SUFFIXES).values(), _settings_file(root) or root]
     notes += beside(root, read, "expected .csv, .xlsx and the like")
     said = proposals(tables)
@@ -169,7 +168,7 @@ def join_tables(tables: Mapping[str, SiteTable], settings: CSV, root: Path) -> R
 
 
 def side_by_side(tables: Mapping[str, SiteTable]) -> list[tuple[str, ...]]:
-    """Rows for a table: the names of sites, and then each column's contents at every site."""
+    """Return the rows of a comparison: the sites' names, then each column's contents per site."""
     names = dict.fromkeys(name for table in tables.values() for name in table.texts)
     sizes = [f"{len(next(iter(t.texts.values()))):,}" for t in tables.values()]
     contents = [(name, *(_contents(table, name) for table in tables.values())) for name in names]
@@ -177,7 +176,7 @@ def side_by_side(tables: Mapping[str, SiteTable]) -> list[tuple[str, ...]]:
 
 
 def _contents(table: SiteTable, column: str) -> str:
-    """A column's contents in a few words."""
+    """Return a column's contents in a few words."""
     cells = table.texts.get(column)
     if cells is None:
         return "-"
@@ -196,10 +195,10 @@ def _contents(table: SiteTable, column: str) -> str:
 
 
 def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
-    """Settings by site, for ``dataset.yaml``, that would join tables which differ.
+    """Return settings by site, for ``dataset.yaml``, that would join tables that differ.
 
-    They are guesses by names, codes and medians, for people to check: ``?`` stands where none is
-    near.
+    They are guesses by names, codes and medians, for people to check; ``?`` stands where nothing
+    similar was found.
     """
     found: dict[str, dict[str, Any]] = {site: {} for site in tables}
 
@@ -209,7 +208,7 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
     times = Counter(name for table in tables.values() for name in table.texts)
     usual_case = {name.lower(): name for name, _ in reversed(times.most_common())}
     holders = Counter(key for table in tables.values() for key in {*map(str.lower, table.texts)})
-    first = next(iter(tables.values())).texts  # which has its way where sites are in two halves
+    first = next(iter(tables.values())).texts  # decides if sites are in two equal halves
     common = [
         name
         for name in times
@@ -229,7 +228,7 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
         settings = next(iter(tables.values())).settings
         codes = [t.texts[name].different for site, t in tables.items() if kinds[site]]
         is_class = name in label_columns(settings) and not settings.is_regression
-        is_class &= max(map(len, codes)) <= 2 * _MOST_SHOWN  # more of which may be quantities
+        is_class &= max(map(len, codes)) <= 2 * _MOST_SHOWN  # more codes may be quantities
         of_numbers = {s: t for s, t in tables.items() if kinds[s] == NUMBER}
         numbers = [t.texts[name].numbers for t in of_numbers.values()]
         are_codes = {*kinds.values()} <= {NUMBER, None}
@@ -242,18 +241,18 @@ def proposals(tables: Mapping[str, SiteTable]) -> dict[str, dict[str, Any]]:
 
 
 def _respelled(lacking: Sequence[str], spare: Sequence[str]) -> dict[str, str]:
-    """Names that a site lacks, by its own that are spelled most like them."""
+    """Return names that a site lacks, by its own names of the most similar spelling."""
     lower = {other.lower(): other for other in spare}
     near = {n: difflib.get_close_matches(n.lower(), lower, n=1, cutoff=0.5) for n in lacking}
     return {lower[found[0]]: name for name, found in near.items() if found}
 
 
 def difference(columns: Sequence[Column], usual: Sequence[Column]) -> str:
-    """How a site's columns differ from those of most, with lines of a ``dataset.yaml``.
+    """Return the differences of a site's columns from most sites', with lines of ``dataset.yaml``.
 
     Args:
-        columns: As the site declares them, or has found them.
-        usual: The same of most sites.
+        columns: Columns that the site declares or has found.
+        usual: Columns of most sites.
     """
     ours, theirs = ({column.name: column for column in schema} for schema in (columns, usual))
     lacking, spare = ([n for n in a if n not in b] for a, b in ((theirs, ours), (ours, theirs)))
@@ -278,7 +277,7 @@ def difference(columns: Sequence[Column], usual: Sequence[Column]) -> str:
 
 
 def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> None:
-    """Propose what zeros mean, and factors where a median is far from those of most sites."""
+    """Propose meanings of zeros, and factors where a median is far from those of most sites."""
     numbers = {s: (x := t.texts[name].numbers)[~np.isnan(x)] for s, t in tables.items()}
     zeros = {site: bool((x == 0).any()) for site, x in numbers.items()}
     without = [x for site, x in numbers.items() if not zeros[site]]
@@ -291,7 +290,7 @@ def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
     spans = {site: span for site, span in spans.items() if span[1] > 0}
     medians = np.array([span[1] for span in spans.values()])
     num_near = [(abs(np.log(medians / median)) < np.log(_FAR)).sum() for median in medians]
-    model = num_near.index(max(num_near)) if spans else 0  # that of most sites, or of the first
+    model = num_near.index(max(num_near)) if spans else 0  # like most sites, or the first
     low, middle, high = [*spans.values(), (0, 0, 0)][model]
     for site, (least, median, most) in spans.items():
         ratio, apart = middle / median, least > high or most < low
@@ -305,7 +304,7 @@ def _propose_units(name: str, tables: Mapping[str, SiteTable], propose: Any) -> 
 def _propose_codes(
     name: str, tables: Mapping[str, SiteTable], propose: Any, *, only_recoded: bool
 ) -> None:
-    """Propose spellings where a site's few codes are other than those of most sites."""
+    """Propose spellings where a site's few codes differ from those of most sites."""
     codes = {s: distinct(t.texts[name].different) for s, t in tables.items() if t.kind(name)}
     if max(map(len, codes.values())) > 2 * _MOST_SHOWN:
         return
@@ -325,14 +324,14 @@ def _propose_codes(
 
 
 def _are_recoded(codes: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether codes are others counted from one more or less, or two numbers for two."""
+    """Return true if codes are others shifted by one, or two numbers for two others."""
     pairs = zip(codes, others, strict=True) if 1 < len(codes) == len(others) else ()
     steps = [number_of(a) - number_of(b) for a, b in pairs]
     return {*steps} in ({1}, {-1}) or (len(steps) == 2 and any(steps) and sum(steps) == sum(steps))
 
 
 def _nearest(code: str, codes: Sequence[str]) -> str:
-    """The code that means yes or no, begins, or is spelled like another; ``?`` where none does."""
+    """Return the code most like another by yes or no, beginning or spelling; ``?`` if none is."""
     lower = {other.lower(): other for other in codes}
     meaning = YES_NO.get(code.lower(), "?")
     for other in lower:
@@ -346,5 +345,5 @@ def _nearest(code: str, codes: Sequence[str]) -> str:
 
 
 def as_yaml(said: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of a ``dataset.yaml``, one per site."""
+    """Return lines of a ``dataset.yaml``, one per site."""
     return [f"{json.dumps(site)}: {json.dumps(dict(s))}" for site, s in said.items()]

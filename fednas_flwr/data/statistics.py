@@ -1,10 +1,10 @@
 """Means and deviations of a table's columns: a client's own, and those of all clients together.
 
-Clients without declared statistics tell their columns' :class:`Moments`; the server pools them, and
-all clients then standardise alike, so that one network fits all of them and whoever uses it later.
-Private clients release noised sums of :func:`unit_vectors` instead, once, of which
-:func:`from_release` makes statistics: of a table by its ranges, of a backbone's pooled features,
-which all have one length, their mean.
+Clients without declared statistics send their columns' :class:`Moments`. The server pools them, and
+all clients then standardise alike, so that one network fits all clients and later users.
+Private clients instead release noised sums of :func:`unit_vectors`, once. :func:`from_release`
+turns these into statistics: for a table with the help of its ranges; for a backbone's pooled
+features, which all have one length, into their mean.
 
 Tensor suffixes: N records, D columns of numbers.
 """
@@ -24,15 +24,15 @@ from fednas_flwr.data.records import Records
 from fednas_flwr.settings.names import FEWEST_VOTES
 from fednas_flwr.settings.parser import Between, Checked
 
-LEAST_RELATIVE_STD = 1e-7  # float32 cannot tell values that are closer than this
-LEAST_STD = 1e-37  # nor divide by less
-END = math.sqrt(3)  # of a range, in deviations of numbers that are equally likely everywhere in it
-LEAST_REFINED_STD = 1e-3  # of the deviation that a range gives
+LEAST_RELATIVE_STD = 1e-7  # float32 cannot distinguish values that are closer than this
+LEAST_STD = 1e-37  # float32 cannot divide by less
+END = math.sqrt(3)  # end of a range, in standard deviations of the uniform distribution over it
+LEAST_REFINED_STD = 1e-3  # relative to the deviation that a range gives
 DROWNED = 4.0  # standard deviations of noise below which a share of known numbers says nothing
 Deviation = Annotated[float, Between(0, 1e30, above=True)]
-LARGEST_NUMBER = 1e29  # of what a client may say: the squares of many do not overflow
-DECIMALS = 3  # of the mean of features, which travels with every request
-REACH = 3.0  # times the median client's, by which one client moves what standardises all
+LARGEST_NUMBER = 1e29  # that a client may send: the squares of many do not overflow
+DECIMALS = 3  # of the mean of features, which is part of every request
+REACH = 3.0  # multiple of the median client's reach by which one client may move the statistics
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ class Statistics(Checked):
     """Statistics by which all clients standardise a table, or pooled features.
 
     Attributes:
-        mean: Per feature; 0 of one that is 0 or 1.
-        std: Per feature, above 0; 1 of one that is 0 or 1, and of pooled features.
+        mean: Mean of each feature; 0 for features that are 0 or 1.
+        std: Standard deviation of each feature, above 0; 1 for features that are 0 or 1, and for
+            pooled features.
         target: Mean and deviation of the target, if it is a number without a declared range.
     """
 
@@ -55,9 +56,9 @@ class Moments(Checked):
     """Statistics of one column of numbers, without the missing ones.
 
     Attributes:
-        count: How many numbers there are.
-        mean: Their mean; 0 of none.
-        std: Their standard deviation (by ``count``), 0 of none.
+        count: Number of values.
+        mean: Their mean; 0 if there are none.
+        std: Their standard deviation (divided by ``count``); 0 if there are none.
     """
 
     count: Annotated[int, Between(0)]
@@ -68,7 +69,7 @@ class Moments(Checked):
 def column_moments(records: Records, rows: Tensor) -> list[Moments]:
     """Return the moments of each leading numeric feature over some rows (int64) of a table.
 
-    Those of a target that is a number are the last.
+    If the target is a number, its moments are the last.
     """
     columns = [records.features[rows, : records.num_numeric]]
     columns += [records.labels[rows, None]] if records.is_regression else []
@@ -88,9 +89,9 @@ def pooled(parties: Sequence[Sequence[Moments]], records: Records) -> Statistics
     1979). A column that is constant or missing everywhere gets std 1.
 
     Args:
-        parties: Moments of the same columns of each.
-        records: Of the parties' form: features beyond the columns are 0 or 1, and the last column
-            is the target if that is a number.
+        parties: Each party's moments, of the same columns.
+        records: Records of the parties' form: features beyond the columns are 0 or 1, and the last
+            column is the target if that is a number.
     """
     mean, std = [], []
     for column in zip(*parties, strict=True):
@@ -109,19 +110,20 @@ def pooled(parties: Sequence[Sequence[Moments]], records: Records) -> Statistics
 def bounded(
     parties: Mapping[int, Sequence[Moments]],
 ) -> tuple[dict[int, list[Moments]], dict[int, int]]:
-    """Return moments of which none moves the pooled ones far, and the columns that were far.
+    """Return moments none of which moves the pooled ones far, and the columns that were scaled.
 
     A client's reach in a column is the root mean square of its numbers about the median client's
-    mean, ``r_k^2 = s_k^2 + (m_k - m)^2``. Where its part in the pooled deviation, ``sqrt(n_k / n)
-    r_k``, is more than ``REACH`` times the median client's reach, its mean and deviation are scaled
-    about ``(m, 0)`` until it is as much. All other moments stay as they are, bit by bit. Of one or
-    two clients, or where most say that a column is constant, nobody can tell who is right.
+    mean, ``r_k^2 = s_k^2 + (m_k - m)^2``. If its part in the pooled deviation, ``sqrt(n_k / n)
+    r_k``, exceeds ``REACH`` times the median client's reach, its mean and deviation are scaled
+    about ``(m, 0)`` until they are equal. All other moments stay bit for bit as they are. Nothing
+    is scaled with one or two clients, or in columns that most call constant: nobody can know then
+    who is right.
 
     Args:
-        parties: By client, moments of the same columns.
+        parties: Each client's moments, of the same columns.
 
     Returns:
-        By client its moments, and, of those that were scaled, the first such column.
+        Each client's moments and, for those that were scaled, the first such column.
     """
     limited = {client: list(columns) for client, columns in parties.items()}
     far: dict[int, int] = {}
@@ -144,16 +146,16 @@ def bounded(
 
 
 def unit_vectors(features: Tensor, ranges: Statistics, *, num_columns: int) -> Tensor:
-    """Return what each record adds to a release of statistics, of a norm of 1 at most.
+    """Return each record's contribution to a release of statistics, of norm at most 1.
 
     Args:
-        features: ``[N, F]``, of a table, or of a backbone.
-        ranges: As of :func:`bounded_powers`.
-        num_columns: D, of a table; 0 of pooled features.
+        features: ``[N, F]``, of a table or of a backbone.
+        ranges: As in :func:`bounded_powers`.
+        num_columns: D for a table; 0 for pooled features.
 
     Returns:
-        float64 ``[N, vector_size]``: :func:`bounded_powers` by :func:`largest_norm`, or the
-        features by their length.
+        float64 ``[N, vector_size]``: :func:`bounded_powers` divided by :func:`largest_norm`, or the
+        features divided by their length.
     """
     if not num_columns:
         return features.double() / LENGTH
@@ -168,15 +170,15 @@ def vector_size(num_features: int, *, num_columns: int) -> int:
 def from_release(
     means: Tensor, ranges: Statistics, *, num_columns: int, noise: float
 ) -> Statistics:
-    """Return the statistics that noised means of :func:`unit_vectors` tell.
+    """Return the statistics that follow from noised means of :func:`unit_vectors`.
 
-    A mean of features is shrunk by what noise adds to its square (James and Stein 1961), so that
-    one of noise alone is 0, and it is no longer than the features are.
+    A mean of features is shrunk by what noise adds to its square (James and Stein 1961). So a mean
+    of noise alone becomes 0, and no mean is longer than the features.
 
     Args:
         means: float ``[vector_size]``.
-        ranges: As of :func:`bounded_powers`.
-        num_columns: As of :func:`unit_vectors`.
+        ranges: As in :func:`bounded_powers`.
+        num_columns: As in :func:`unit_vectors`.
         noise: Standard deviation of the noise on each of ``means``.
     """
     if num_columns:
@@ -190,15 +192,15 @@ def from_release(
 
 
 def bounded_powers(numbers_ND: Tensor, ranges: Statistics) -> Tensor:
-    """Return ``(1, u, u^2)`` of each number, ``u`` being its place in its range, from -1 to 1.
+    """Return ``(1, u, u^2)`` of each number, with ``u`` its position in its range, from -1 to 1.
 
-    Numbers beyond the range count as its nearer end, and a missing one as ``(0, 0, 0)``, so that
-    the norm of a record is :func:`largest_norm` at most.
+    Numbers outside the range count as its nearer end, and missing ones as ``(0, 0, 0)``. The norm
+    of a record is therefore at most :func:`largest_norm`.
 
     Args:
-        numbers_ND: NaN where missing.
-        ranges: Of the columns, and maybe of features after them, as
-            ``Dataset.column_statistics`` has them.
+        numbers_ND: Numbers, NaN where missing.
+        ranges: Ranges of the columns, and possibly of features after them, in the form of
+            ``Dataset.column_statistics``.
 
     Returns:
         float64 ``[N, 3 D]``: all of 1, then all of u, then all of u^2.
@@ -216,16 +218,16 @@ def largest_norm(num_columns: int) -> float:
 
 
 def refined(means: Tensor, ranges: Statistics, *, noise: float) -> Statistics:
-    """Return the statistics that noised means of :func:`bounded_powers` tell.
+    """Return the statistics that follow from noised means of :func:`bounded_powers`.
 
     With ``k, a, b`` the means of 1, u and u^2, u has mean ``a / k`` and variance
-    ``b / k - (a / k)^2``. A variance that noise hides counts as what hides it, ``noise / k``, for
-    a deviation that is too small makes features huge; a column of which noise hides whether
-    it has any number keeps what its range says.
+    ``b / k - (a / k)^2``. A variance below the level of the noise is set to that level,
+    ``noise / k``, since a deviation that is too small makes features huge. A column keeps the
+    statistics of its range if noise hides whether it has any number.
 
     Args:
         means: float ``[3 D]``.
-        ranges: As of :func:`bounded_powers`.
+        ranges: As in :func:`bounded_powers`.
         noise: Standard deviation of the noise on each of ``means``.
     """
     known, first, second = means.double().reshape(3, -1)
@@ -241,7 +243,7 @@ def refined(means: Tensor, ranges: Statistics, *, noise: float) -> Statistics:
 
 
 def are_within(statistics: Statistics, ranges: Statistics, *, num_columns: int) -> bool:
-    """Return whether statistics can be those :func:`from_release` within these ranges."""
+    """Return true if :func:`from_release` can give these statistics within these ranges."""
     if not num_columns:
         half = 0.5 * 10**-DECIMALS * math.sqrt(len(statistics.mean))
         is_short = math.hypot(*statistics.mean) <= LENGTH + half

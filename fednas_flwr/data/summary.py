@@ -1,7 +1,6 @@
 """Summary of a data set in sentences: columns or classes, missing cells, division over clients.
 
-:func:`reading_notes` is what a run tells before it begins, :func:`summary` what ``fednas data``
-prints.
+A run prints :func:`reading_notes` before it begins; ``fednas data`` prints :func:`summary`.
 """
 
 import re
@@ -18,14 +17,14 @@ from fednas_flwr.data.oddities import oddities
 from fednas_flwr.data.table_files import typed
 from fednas_flwr.settings.names import QUANTILES, SPLITS
 
-FEWEST = 20  # training records below which a client is called small
-FEW_IMAGES = 5_000  # below which a pretrained network is suggested
-RARE = 0.3  # of an equal share of all classes, below which one is called rare
+FEWEST = 20  # with fewer training records, a client is called small
+FEW_IMAGES = 5_000  # with fewer images, a pretrained network is suggested
+RARE = 0.3  # below this multiple of an equal share of all classes, a class is called rare
 _MOST = 12  # names in one sentence
 
 
 def reading_notes(prepared: Prepared, missing: Mapping[str, int] | None = None) -> list[str]:
-    """Sentences on what a reader has found, for users before a run; none of arrays.
+    """Return sentences on what a reader has found, for users before a run; none for arrays.
 
     Args:
         prepared: The data set.
@@ -54,7 +53,7 @@ def reading_notes(prepared: Prepared, missing: Mapping[str, int] | None = None) 
 
 
 def summarised(splits: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-    """Return the number of clients, records of each split in all, and quantiles of their sizes.
+    """Return the number of clients, the total records of each split, and quantiles of their sizes.
 
     Args:
         splits: Each client's number of records, by split.
@@ -70,7 +69,7 @@ def summarised(splits: Sequence[Mapping[str, int]]) -> dict[str, Any]:
 def summary(
     prepared: Prepared, parts: rd.Parts, names: Sequence[str], division: Mapping[str, Any]
 ) -> list[str]:
-    """Return all that is worth knowing of a data set, and of its division over clients.
+    """Return sentences that describe a data set and its division over clients.
 
     Args:
         prepared: The data set.
@@ -119,7 +118,7 @@ def missing_counts(records: rd.Records) -> dict[str, int]:
 
 
 def _contents(values: np.ndarray, column: rd.Column) -> str:
-    """What is in a column, without the number of missing cells."""
+    """Return a description of a column's contents, without the number of missing cells."""
     if column.kind == rd.CATEGORY:
         return f"one of {listed(column.categories, _MOST)}"
     if not len(values):
@@ -130,7 +129,7 @@ def _contents(values: np.ndarray, column: rd.Column) -> str:
 
 
 def _values(records: rd.Records, column: rd.Column) -> np.ndarray:
-    """Values of a column that are not missing; none of categories."""
+    """Return the values of a column that are not missing; none for categories."""
     if column.kind == rd.CATEGORY:
         return np.empty(0)
     values = records.features[:, records.feature_names.index(column.name)].numpy().astype(float)
@@ -138,7 +137,7 @@ def _values(records: rd.Records, column: rd.Column) -> np.ndarray:
 
 
 def _ends(values: np.ndarray, column: rd.Column) -> list[str]:
-    """The smallest and the largest of some values."""
+    """Return the smallest and the largest of some values."""
     ends = values.min(), values.max()
     if column.kind == rd.DATE:
         return [str(np.datetime64(int(day), "D")) for day in ends]
@@ -146,14 +145,14 @@ def _ends(values: np.ndarray, column: rd.Column) -> list[str]:
 
 
 def _spread(numbers: np.ndarray) -> str:
-    """Ends and mean of some numbers."""
+    """Return ends and mean of some numbers."""
     return f"{numbers.min():g} to {numbers.max():g}, mean {numbers.mean():g}"
 
 
 def _division(
     records: rd.Records, parts: rd.Parts, names: Sequence[str], division: Mapping[str, Any]
 ) -> list[str]:
-    """Return the records of each client by split and class, and what is odd about them."""
+    """Return the records of each client by split and class, and remarks on what is odd."""
     lines, odd, fractions = [], [], division["fractions"]
     for client, rows in zip(names, parts, strict=True):
         split = rd.assign_splits(records.ids[rows], **division)

@@ -1,8 +1,8 @@
-"""Tables as text: CSV in any common form, and what other programs write.
+"""Tables as text: CSV in any common form, and the formats of other programs.
 
-Only missing cells are interpreted. What is not said of a file is found in it, and noted: separator,
-encoding, lines before the header. What has two readings is asked for. How numbers and dates are
-written is for :mod:`fednas_flwr.data.notation`.
+Only missing cells are interpreted. Separator, encoding and lines before the header are found in the
+file, unless they are set, and noted. If there are two readings, an error asks the user.
+:mod:`fednas_flwr.data.notation` handles the notation of numbers and dates.
 """
 
 import bz2
@@ -35,7 +35,7 @@ from fednas_flwr.settings.data_settings import TableForm
 from fednas_flwr.settings.names import MISSING_WORDS, TABLE_SUFFIXES
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", " ": "blanks"}
-_MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
+_MARKS = {  # longer marks first: UTF-32's begins like UTF-16's
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF8: "utf-8-sig",
@@ -44,39 +44,39 @@ _MARKS = {  # the longer ones first: that of UTF-32 begins like that of UTF-16
 }
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?', re.IGNORECASE)  # as Excel reads and writes it
 _LIBSVM = re.compile(rb"[-+]?[\d.]+( +\d+:\S+)+ *[\r\n]")  # places and numbers
-_FEWEST_LINES = 3  # of a cell that look like records, as those of an address do not
-_LINES = 20  # in which the separator is found
-# What no Western text is full of: long runs beyond ASCII, and letters before signs, as in UTF-8
+_FEWEST_LINES = 3  # lines in a cell that look like records; an address has fewer
+_LINES = 20  # first lines, in which the separator is found
+# Rare in Western texts: long runs beyond ASCII, and letters before signs, as in UTF-8
 _NOT_WESTERN = re.compile(rb"[\x80-\xff]{3,}|[\xc0-\xff][\x80-\xbf]")
 # A cell of Excel whose formula was not computed; an empty text would be a value
 _UNCOMPUTED = re.compile(rb"""<c (?![^>]*t="str")[^>]*><f[^<]*(</f>)?(<v ?/>|<v></v>)?</c>""")
 _OTHERS = "give CSV, .xlsx or Parquet, arrays in .npz, or images as files, in a folder per class"
 DOUBTFUL = ("NA", "None")  # words that count as missing, and may be a country or a class
-SITES_FILE = "dataset.yaml"  # says how tables of sites beside it are read
+SITES_FILE = "dataset.yaml"  # settings for reading the sites' tables beside it
 BLANK = "blank"  # an empty cell, in ``map``
-_LONGEST = 200  # characters of a name by which records are divided
-_HEAD = 1_000_000  # bytes in which a header begins
-_FIRST = 1000  # cells by which it is seen that a header is none
+_LONGEST = 200  # characters in a name by which records are divided
+_HEAD = 1_000_000  # first bytes, in which the header begins
+_FIRST = 1000  # cells that show whether a first row is a header
 
 Texts = dict[str, Cells]  # by column
 Form = TypeVar("Form", bound=TableForm)
 
 
 def suffix_of(path: Path) -> str:
-    """Suffix by which a table is read, one of ``TABLE_SUFFIXES``, or an empty text."""
+    """Return the suffix that decides how a table is read, of ``TABLE_SUFFIXES``, or empty text."""
     return next((s for s in TABLE_SUFFIXES if path.name.lower().endswith(s)), "")
 
 
 def read_texts(
     path: Path, form: TableForm, *, keep_empty: bool = False
 ) -> tuple[Texts, str, list[str]]:
-    """Cells of a table's file as text, by column, its separator if it has one, and notes.
+    """Return a table's cells as text, by column, its separator if it has one, and notes.
 
     Blanks around cells and names of columns do not count.
 
     Args:
-        path: Of the file.
-        form: Of its cells.
+        path: Path of the file.
+        form: Format of its cells.
         keep_empty: True to keep rows without any cell, so that rows can be counted in the file.
 
     Raises:
@@ -88,10 +88,10 @@ def read_texts(
         if content.startswith(b"version https://git-lfs"):
             raise ValueError("it is a pointer of Git LFS: fetch the file by git lfs pull")
         content = _PACKED.get(content[:3], bytes)(content)
-        first = b"".join(content[:_HEAD].split(maxsplit=2)[:2])  # of JSON on many lines
+        first = b"".join(content[:_HEAD].split(maxsplit=2)[:2])  # JSON may have many lines
         kind, reader = _READERS.get(first[:4], _READERS.get(first[:2], ("a CSV", _read_csv)))
         texts, separator, notes = reader(content, form)
-    except Exception as error:  # whatever a damaged file makes of a parser of many formats
+    except Exception as error:  # a damaged file can raise anything in a parser of many formats
         raise ConfigError(
             f"dataset.root={path} cannot be read as {kind} table: "
             f"{' '.join(str(error).split()).rstrip('.')}."
@@ -107,12 +107,13 @@ def read_texts(
 
 
 def without_missing(texts: Texts, form: TableForm) -> tuple[Texts, list[str]]:
-    """The cells under their new names, with an empty text where they say that they are missing.
+    """Return the cells under their new column names, with an empty text where they are missing.
 
-    Then the columns that hold a word that means so by default, and may be a country or a class.
+    Also return the columns with a word that means missing by default, but may be a country or a
+    class.
 
     Raises:
-        ConfigError: Two columns would have one name.
+        ConfigError: Two columns would have the same name.
     """
     usual = {*MISSING_WORDS, *form.missing_values}
     renamed: Texts = {}
@@ -138,17 +139,17 @@ def in_common_form(
     *,
     where: str,
 ) -> tuple[Texts, Form, list[str]]:
-    """The cells with plain numbers, other spellings and units as a form says, the form, and notes.
+    """Return the cells with plain numbers and a form's spellings and units, the form, and notes.
 
-    These are one on each spelling in its ``map`` that no cell has.
+    There is a note on each spelling in its ``map`` that no cell has.
 
     Args:
         texts: Cells by column.
-        form: Its signs of numbers and order of dates are found where they are unknown.
+        form: Format of the cells; unknown signs of numbers and the order of dates are found.
         numbers: Columns of numbers.
-        dates: Columns that may hold dates; None where nothing is to be found.
-        separator: Of the cells; empty where there is none.
-        where: Where the cells come from, for messages.
+        dates: Columns that may hold dates; None if nothing is to be found.
+        separator: Separator of the cells; empty if there is none.
+        where: Source of the cells, for messages.
 
     Raises:
         ConfigError: There are two readings, or a cell to be scaled is no number.
@@ -183,13 +184,13 @@ def in_common_form(
 
 
 def settings_beside(path: Path) -> tuple[str, ...]:
-    """A sentence on settings of sites beside a table that is read by itself, if there are any."""
+    """Return a sentence on sites' settings beside a table that is read alone, if there are any."""
     beside = (path if path.is_dir() else path.parent) / SITES_FILE
     return (f"{beside} is read with its folder alone",) if beside.is_file() else ()
 
 
 def unused(column: str, code: str) -> str:
-    """A sentence on a spelling in ``map`` that no cell has."""
+    """Return a sentence on a spelling in ``map`` that no cell has."""
     return f"dataset.map.{column} names {code}, which no cell is"
 
 
@@ -206,7 +207,7 @@ def _respelled(spellings: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def notation_of(form: TableForm) -> notation.Notation:
-    """Notation of the numbers in a file; plain where nothing is known."""
+    """Return the notation of the numbers in a file; plain if nothing is known."""
     return notation.Notation(form.decimal or "point", form.thousands or "none")
 
 
@@ -230,7 +231,7 @@ def _cells_of(values: Any) -> Cells:
     import pandas as pd
 
     missing = values.isna().to_numpy()
-    if pd.api.types.is_datetime64_any_dtype(values):  # in numpy's form, which has all years
+    if pd.api.types.is_datetime64_any_dtype(values):  # in numpy's form, which covers all years
         moments = values.dt.tz_localize(None).to_numpy().astype("datetime64[s]")
         return Cells(np.where(missing, "", np.datetime_as_string(moments)).tolist())
     if pd.api.types.is_timedelta64_dtype(values):
@@ -245,8 +246,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return one cell, whatever the others of its column are."""
-    if isinstance(value, bytes):  # as of Spark
+    """Return one cell, independent of the others in its column."""
+    if isinstance(value, bytes):  # as from Spark
         if b"\0" in value:
             raise ValueError(f"its cells hold bytes that are no text: {_OTHERS}")
         value = value.decode(errors="replace")
@@ -261,7 +262,7 @@ def _text(value: Any) -> str:
 
 
 def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
-    """Return cells as they are stored: no type of a column is inferred from its cells."""
+    """Return cells as they are stored, without inferring a column's type from its cells."""
     import pyarrow as pa
     from pyarrow import feather, parquet
 
@@ -277,7 +278,7 @@ def _read_arrow(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
         if pa.types.is_date(field.type):  # Python has no years beyond 9999
             table = table.set_column(i, field.name, table[i].cast(pa.string()))
     notes = [f"{names} left out, which holds lists or structures"] if nested else []
-    frame = table.to_pandas(integer_object_nulls=True)  # a float has none beyond 2^53
+    frame = table.to_pandas(integer_object_nulls=True)  # floats are not exact beyond 2^53
     about = {} if form.strict else table.schema.pandas_metadata or {}
     kinds = {column["field_name"]: column["pandas_type"] for column in about.get("columns", ())}
     for field in table.schema:
@@ -292,7 +293,8 @@ def _read_json(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
     """Return the cells of a list of records, of columns, or of a record in each line.
 
     Raises:
-        ValueError: It is not of this form; or at a private site, where a record could add a column.
+        ValueError: It is not of this form; or it is at a private site, where a record could add a
+            column.
     """
     import pandas as pd
 
@@ -312,7 +314,7 @@ def _read_stata(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
 
 
 def _unzipped(content: bytes) -> bytes:
-    """The only file in a zip archive; an Excel file, which is an archive, too, as it is."""
+    """Return the only file in a zip archive; an Excel file, also an archive, stays as it is."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         names = [n for n in archive.namelist() if not n.startswith("__MACOSX/") and n[-1] != "/"]
         if "[Content_Types].xml" in names:
@@ -326,11 +328,11 @@ def _unzipped(content: bytes) -> bytes:
 def _read_excel(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
     """Return the cells of one sheet, as they are stored, and notes.
 
-    It is the first that is shown and has three columns or more, as a legend has not.
+    It is the first visible sheet with three columns or more; a legend has fewer.
     """
     import pandas as pd
 
-    options = {"read_only": False}  # which would not tell what is hidden or merged
+    options = {"read_only": False}  # read-only mode does not report what is hidden or merged
     with pd.ExcelFile(io.BytesIO(content), engine="openpyxl", engine_kwargs=options) as book:
         sheets = book.book.worksheets
         shown = [sheet for sheet in sheets if sheet.sheet_state == "visible"] or sheets
@@ -347,7 +349,7 @@ def _read_excel(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]
         known = part in archive.namelist()
         uncomputed = len(_UNCOMPUTED.findall(archive.read(part))) if known else 0
     hidden = sum(side.hidden for row, side in sheet.row_dimensions.items() if row <= sheet.max_row)
-    for side in sheet.column_dimensions.values():  # one of several columns alike
+    for side in sheet.column_dimensions.values():  # one for several equal columns
         hidden += side.hidden * max(0, min(side.max, sheet.max_column) + 1 - side.min)
     found = {
         "hidden rows and columns are read, too": hidden,
@@ -370,10 +372,10 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
         content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     head = content[:_HEAD].decode(errors="ignore")
     rest, separator, notes = _without_preamble(head, form)
-    if form.header and form.column_names:  # which may be more, as of rows that have names
+    if form.header and form.column_names:  # there may be more names, for rows that have names
         rest = rest.partition("\n")[2]
     content = content[len(head.encode()) - len(rest.encode()) :]
-    width = rest.partition("\n")[0].count(separator) + 1  # or less, with quotes
+    width = rest.partition("\n")[0].count(separator) + 1  # or fewer, with quotes
     columns = _even_columns(content, separator, width, form)
     if columns is None:
         columns, more = _uneven_columns(content.decode(), separator, form)
@@ -392,7 +394,7 @@ def _read_csv(content: bytes, form: TableForm) -> tuple[Texts, str, list[str]]:
     return texts, separator, [n for n, holds in found.items() if holds] + notes + of_names
 
 
-# By the first bytes of a file, whatever its name is
+# By the first bytes of a file, regardless of its name
 _PACKED = {
     b"\x1f\x8b\x08": gzip.decompress,
     b"BZh": bz2.decompress,
@@ -411,7 +413,7 @@ _READERS = {
 def _even_columns(
     content: bytes, separator: str, width: int, form: TableForm
 ) -> list[Cells] | None:
-    """The cells of a file whose rows are all as wide; None where that needs a closer look."""
+    """Return the cells of a file whose rows all have ``width`` cells; None if that is not sure."""
     import pyarrow as pa
     from pyarrow import csv as arrow
 
@@ -440,7 +442,7 @@ def _even_columns(
 
 
 def _uneven_columns(text: str, separator: str, form: TableForm) -> tuple[list[Cells], list[str]]:
-    """The cells of any file, and notes.
+    """Return the cells of any file, and notes.
 
     Raises:
         ValueError: A quote is open, or a row is longer or shorter than the header.
@@ -470,7 +472,7 @@ def _uneven_columns(text: str, separator: str, form: TableForm) -> tuple[list[Ce
 
 
 def _swallowed(columns: Sequence[Cells], separator: str) -> list[str]:
-    """A note on a cell in quotes whose lines have the width of records, if there is one."""
+    """Return a note on a cell in quotes whose lines have the width of records, if there is one."""
     for text in (text for cells in columns for text in cells.different if "\n" in text):
         lines = text.splitlines()[1:-1]
         are_rows = [line.count(separator) == len(columns) - 1 > 0 for line in lines]
@@ -483,7 +485,7 @@ def _swallowed(columns: Sequence[Cells], separator: str) -> list[str]:
 
 
 def _without_preamble(text: str, form: TableForm) -> tuple[str, str, list[str]]:
-    """The text from its header on, its separator, and notes on the lines before."""
+    """Return the text from its header on, its separator, and notes on the lines before."""
     separator, notes = "\t" if form.separator == "tab" else form.separator, []
     first, _, rest = text.partition("\n")
     if stated := _SEPARATOR_LINE.fullmatch(first.strip()):
@@ -492,7 +494,7 @@ def _without_preamble(text: str, form: TableForm) -> tuple[str, str, list[str]]:
         first, _, rest = text.partition("\n")
         found = separator or _separator(rest, form)
         cells, width = (len(next(_rows(t, found), [])) for t in (first, rest))
-        if cells == width > 1:  # a header, as of "#chromosome,start,end"
+        if cells == width > 1:  # a header such as "#chromosome,start,end"
             break
         text = rest
         notes.append(f"the line {first.strip()[:60]} before the header is left out")
@@ -500,7 +502,7 @@ def _without_preamble(text: str, form: TableForm) -> tuple[str, str, list[str]]:
 
 
 def _rows(text: str, separator: str) -> Iterator[list[str]]:
-    """Rows of cells; blank lines are none."""
+    """Yield rows of cells, without blank lines."""
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     lines = io.StringIO(text, newline="")
     spaced = separator == " "
@@ -512,11 +514,11 @@ def _rows(text: str, separator: str) -> Iterator[list[str]]:
 
 
 def _named(columns: Sequence[Cells], form: TableForm) -> tuple[Texts, list[str]]:
-    """Columns by their names, without the row of names, and notes on names and on titles before.
+    """Return columns by name, without the row of names, and notes on names and titles before it.
 
     Args:
         columns: The cells of all rows.
-        form: Of the file.
+        form: Format of the file.
     """
     notes, first = [], [cells.text(0).strip() for cells in columns]
     free = not (form.strict or form.column_names or form.header)
@@ -565,9 +567,9 @@ def _named(columns: Sequence[Cells], form: TableForm) -> tuple[Texts, list[str]]
 
 
 def _like_a_record(first: Sequence[str], columns: Sequence[Cells]) -> bool:
-    """Return whether the cells of a first row fit their own columns, as names do not.
+    """Return true if the cells of a first row fit their columns, unlike names of columns.
 
-    Where all cells of a column differ, as those of persons' names do, a further text says nothing.
+    If all cells of a column differ, as with names of persons, one more text shows nothing.
     """
     fitting = False
     for cell, cells in zip(first, columns, strict=True):
@@ -582,7 +584,7 @@ def _like_a_record(first: Sequence[str], columns: Sequence[Cells]) -> bool:
 
 
 def _encoding(content: bytes, form: TableForm) -> str:
-    """Encoding by a file's mark; else UTF-8 if it is that, what is set, or Windows' Western code.
+    """Return the encoding: by the file's mark, else UTF-8 if valid, the set one, or cp1252.
 
     Raises:
         ValueError: It is none of these.
@@ -606,16 +608,16 @@ def _encoding(content: bytes, form: TableForm) -> str:
 
 
 def _separator(text: str, form: TableForm) -> str:
-    """Return the separator that cuts the first rows into most cells, all alike; else a comma.
+    """Return the separator that cuts the first rows into most cells, equally many; else a comma.
 
-    Where rows must not decide, the header alone does.
+    If rows must not decide, the header alone does.
     """
     lines = 1 if form.strict else _LINES
     sample = "\n".join(text.split("\n", lines)[:lines])
 
     def cells(separator: str) -> tuple[float, int]:
         rows: list[list[str]] = []
-        with suppress(csv.Error):  # of a quoted cell that goes on after these lines
+        with suppress(csv.Error):  # for a quoted cell that continues after these lines
             rows.extend(_rows(sample, separator))
         (width, often), *_ = Counter(map(len, rows)).most_common(1) or [(0, 0)]
         return (often / len(rows) if width > 1 else 0, width)
@@ -631,12 +633,12 @@ def names_in(texts: Texts, columns: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def typed(name: str) -> str:
-    """A column's name or a cell as a key of a mapping that is typed as an override."""
+    """Return a column's name or a cell as a key of a mapping in a typed override."""
     return re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", name)
 
 
 def counted(cells: Cells) -> str:
-    """The different cells with their numbers, for a message: ``1 (20), blank (5)``."""
+    """Return the distinct cells with their counts, for a message: ``1 (20), blank (5)``."""
     counts = Counter(text or BLANK for text in cells.tolist()).most_common()
     return listed([f"{text} ({number:,})" for text, number in counts], 5)
 
@@ -651,7 +653,7 @@ def rows_text(cells: Cells, rows: np.ndarray, *, most: int = 10) -> str:
 def check_columns(
     texts: Collection[str], names: Sequence[str], *, where: str, cure: str = ""
 ) -> None:
-    """Raise ConfigError, with a cure that a sentence ends with, for a column that a table lacks."""
+    """Raise ConfigError, ending with ``cure``, for a column that a table lacks."""
     for name in names:
         if name not in texts:
             raise ConfigError(f"{where} has no column {name}: it has {', '.join(texts)}{cure}.")

@@ -1,8 +1,8 @@
-"""Reader of tables: a label column, numbers, dates, and categories as one-hot.
+"""Reader of tables: a label column, numbers, dates, and one-hot categories.
 
-Numbers stay as they are in the file, NaN where missing: whoever makes batches standardises them,
-with statistics that were given or found together (:mod:`fednas_flwr.data.statistics`). Files are
-read by :mod:`fednas_flwr.data.table_files`; :func:`encode_rows` is for training and prediction.
+Numbers stay as they are in the file, NaN where missing. They are standardised when batches are
+made, by statistics that were given or found by the clients (:mod:`fednas_flwr.data.statistics`).
+:mod:`fednas_flwr.data.table_files` reads files; :func:`encode_rows` is for training and prediction.
 """
 
 import operator
@@ -33,28 +33,28 @@ _SAME_FEATURES = (
     "most records have the features of others with another label: each counts by itself, and their "
     "parts then depend on the whole table: name dataset.id_column to avoid it"
 )
-_MOSTLY, _SAMPLE = 0.5, 10_000  # share of records, of so many
-_MOST_NUMBERED = 10  # classes that are numbers, more of which may be quantities
-_NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # here, and as pandas writes it
-_OF_ROWS = re.compile(r"row[ ._]?names?|index", re.IGNORECASE)  # as R and pandas name them
-_CODE = re.compile(r"0\d+|\d+[eE]\d+")  # a number by its signs, such as 007 and 1E10
+_MOSTLY, _SAMPLE = 0.5, 10_000  # share of records, in a sample of that size
+_MOST_NUMBERED = 10  # classes that are numbers; more of them may be quantities
+_NAMELESS = re.compile(r"column 1|Unnamed: 0(\.\d+)?")  # our name for it, and pandas'
+_OF_ROWS = re.compile(r"row[ ._]?names?|index", re.IGNORECASE)  # names in R and pandas
+_CODE = re.compile(r"0\d+|\d+[eE]\d+")  # codes that look like numbers, such as 007 and 1E10
 
 
 def read_table(settings: CSV, path: Path) -> records.RecordsPair:
-    """Records of a table and of its official test part, None where it has none.
+    """Return the records of a table and of its official test part, None if it has none.
 
-    A record's id is the hash of its value in the ``id_column``, or else of its features as they are
-    parsed, columns by name: 1.5 and 1.50 are one number, and columns that are no features do not
-    count. A number with one more digit, or one more feature, makes another record of it; only an
-    ``id_column`` prevents that. All columns but those of fractions are kept as ``Records.columns``.
+    A record's id is the hash of its value in the ``id_column``, or else of its parsed features,
+    columns by name: 1.5 and 1.50 are one number, and columns that are no features do not count. One
+    more digit of a number, or one more feature, makes it another record; only an ``id_column``
+    prevents that. All columns except those of fractions are kept as ``Records.columns``.
 
     Args:
-        settings: How it is read.
-        path: A table's file with a header, or a folder with train.csv and optionally test.csv or
+        settings: Settings of the table.
+        path: A table's file with a header; or a folder with train.csv and optionally test.csv or
             the like, whose columns and classes are those of the train part.
 
     Raises:
-        ConfigError: A column or value that does not fit the settings.
+        ConfigError: A column or value does not fit the settings.
     """
     train_path, test_path = _parts(path)
     texts, settings, notes = read_cells(settings, train_path)
@@ -88,7 +88,7 @@ def read_table(settings: CSV, path: Path) -> records.RecordsPair:
 
 
 def known_labels(settings: Any, train: records.Records) -> dict[str, Any]:
-    """Settings by which a test part has the labels that the train part has."""
+    """Return settings by which a test part has the labels of the train part."""
     if train.is_regression:
         signs = ("decimal", "thousands") if isinstance(settings, TableForm) else ()
         return {"task": REGRESSION} | {name: getattr(train.form, name) for name in signs}
@@ -96,13 +96,13 @@ def known_labels(settings: Any, train: records.Records) -> dict[str, Any]:
 
 
 def form_of(settings: LabelTable) -> TableForm:
-    """The form of a table's cells that is among the settings."""
+    """Return the form of a table's cells, which is part of the settings."""
     names = {field.name for field in fields(TableForm)}
     return replace(ANY_FORM, **{n: v for n, v in vars(settings).items() if n in names})
 
 
 def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple[str, ...]]:
-    """Cells of a table in common form, the settings with all that was found in it, and notes."""
+    """Return a table's cells in common form, settings including those found in it, and notes."""
     texts, separator, notes = table_files.read_texts(path, settings)
     table_files.check_columns(texts, [*settings.rename], where=str(path))
     texts, doubtful = table_files.without_missing(texts, settings)
@@ -149,16 +149,16 @@ def read_cells(settings: CSV, path: Path) -> tuple[table_files.Texts, CSV, tuple
 def labelled(
     texts: table_files.Texts, settings: LabelTable, path: Path, doubtful: Collection[str]
 ) -> tuple[table_files.Texts, list[str]]:
-    """The rows with a label, and a note on the others.
+    """Return the rows with a label, and a note on the others.
 
     Args:
         texts: A table's cells.
         settings: Its settings.
-        path: Of the table.
-        doubtful: Columns with a word that says that there is no label, or may be a class.
+        path: Path of the table.
+        doubtful: Columns with a word that means a missing label but may also be a class.
 
     Raises:
-        ConfigError: No row has one; or a word may say that there is none, or be a class.
+        ConfigError: No row has a label; or a word may mean a missing label or a class.
     """
     label, missing = settings.label, texts[settings.label].missing
     are_words = label in doubtful and column_kind(texts[label], form_of(settings))[0] == CATEGORY
@@ -174,16 +174,16 @@ def labelled(
 
 
 def found_in(path: Path, notes: Sequence[str]) -> tuple[str, ...]:
-    """One sentence on what was found in a file, if anything was."""
+    """Return one sentence on what was found in a file, if anything was."""
     return (f"{path.name}: {', '.join(notes)}",) if notes else ()
 
 
 def without_row_numbers(
     texts: table_files.Texts, used: Sequence[str] = ()
 ) -> tuple[table_files.Texts, list[str]]:
-    """The columns but for a first one that names or counts the rows, as pandas and R write it.
+    """Return the columns without a first one that names or counts the rows, as in pandas and R.
 
-    Names of rows all differ, and are texts or whole numbers, as a selection of rows keeps them.
+    Names of rows all differ, and are texts or whole numbers, also in a selection of rows.
     """
     (name, cells), *others = texts.items()
     if name in used or not others or len(cells) < 2:
@@ -200,13 +200,13 @@ def without_row_numbers(
 
 
 def label_column(settings: LabelTable, texts: table_files.Texts) -> str:
-    """Name of a table's label column, which may itself be ``last``; unused with ``labels``."""
+    """Return the name of a table's label column, which may be ``last``; unused with ``labels``."""
     is_named = settings.names_label or settings.labels or settings.label in texts
     return settings.label if is_named else list(texts)[-1]
 
 
 def label_columns(settings: LabelTable) -> list[str]:
-    """Names of a table's label columns: one, or one per label."""
+    """Return the names of a table's label columns: one, or one per label."""
     return settings.labels or [settings.label]
 
 
@@ -217,12 +217,12 @@ def encode_rows(
 
     Args:
         texts: The columns' cells in common form; empty ones are missing.
-        schema: The columns, with a feature or more; a category that is none of a column's has none.
-        form: How dates are written.
-        where: Where the rows come from, for messages.
+        schema: The columns, each with one or more features; an unknown category has no feature.
+        form: Format of dates.
+        where: Source of the rows, for messages.
 
     Raises:
-        ConfigError: A column lacks, or a cell of a number or date is none.
+        ConfigError: A column is missing, or a cell is not the number or date that it should be.
     """
     table_files.check_columns(texts, [column.name for column in schema], where=where)
     numbers, indicators, categories = [], [], []
@@ -259,7 +259,7 @@ def _parts(root: Path) -> tuple[Path, Path | None]:
 
 
 def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.Records:
-    """Records whose columns are those that the settings name, or are found."""
+    """Return records whose columns are those named in the settings, or found."""
     kinds = {
         **dict.fromkeys(settings.numeric, NUMBER),
         **dict.fromkeys(settings.dates, DATE),
@@ -292,7 +292,7 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
         )
     indicator = settings.missing == "indicator"
     schema = []
-    for n, kind in sorted(kind_of.items(), key=lambda item: item[1] == CATEGORY):  # those last
+    for n, kind in sorted(kind_of.items(), key=lambda item: item[1] == CATEGORY):  # categories last
         if kind == CATEGORY:
             values = _categories(texts[n], settings.categories.get(n), name=n, path=path)
             schema.append(Column(n, kind, values))
@@ -303,14 +303,14 @@ def records_of(settings: CSV, texts: table_files.Texts, path: Path) -> records.R
 
 
 def named_columns(settings: LabelTable) -> list[str]:
-    """Names of the columns of labels and persons."""
+    """Return the names of the columns of labels and persons."""
     return label_columns(settings) + ([] if settings.id_column is None else [settings.id_column])
 
 
 def _records(
     settings: CSV, texts: table_files.Texts, path: Path, schema: tuple[Column, ...]
 ) -> records.Records:
-    """Records of a table whose columns are known."""
+    """Return the records of a table whose columns are known."""
     labelled = label_columns(settings)
     if not feature_names(schema):
         raise ConfigError(
@@ -347,7 +347,7 @@ def _records(
 
 
 def labelled_records(settings: LabelTable, **of_records: Any) -> records.Records:
-    """Records with what a table's settings say of their labels and persons."""
+    """Return records with a table's settings of labels and persons."""
     return records.Records(
         **of_records,
         label="" if settings.labels else settings.label,
@@ -362,13 +362,13 @@ def unreadable_cells(
 ) -> dict[str, np.ndarray]:
     """Return the unreadable rows by column, bool ``[N]`` each; every row is read by itself.
 
-    A cell is unreadable where it is no number of float32, no date, not among the declared
-    categories or classes, no list of them, neither 0 nor 1; or no label or id is there.
+    Depending on its column, a cell is unreadable if it is no number of float32, no date, not among
+    the declared categories or classes, no list of these, neither 0 nor 1, or a missing label or id.
 
     Args:
         settings: Names of the columns of labels and ids, and of the classes.
         texts: The columns' cells.
-        schema: Columns of features; of categories those that are declared count.
+        schema: Columns of features; only declared categories count.
     """
     wrong, form = {}, form_of(settings)
     for column in schema:
@@ -393,7 +393,7 @@ def unreadable_cells(
 
 
 def _unknown_labels(cells: Cells, classes: set[str], separator: str | None) -> np.ndarray:
-    """Return the rows with a label that is none of some classes, if there are any; or with none."""
+    """Return the rows without a label, or with one that is not among the classes (if any)."""
     names = partial(records.label_names, separator=separator)
     classes = classes or {name for text in cells.different for name in names(text)}
     key = notation.code_key([*classes])
@@ -404,7 +404,7 @@ def _unknown_labels(cells: Cells, classes: set[str], separator: str | None) -> n
 def read_labels(
     settings: LabelTable, texts: table_files.Texts, path: Path
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Labels of a table's rows, and the names of its classes, or of the number to predict."""
+    """Return a table's labels, and the names of its classes or of the number to predict."""
     if settings.labels:
         marks = label_marks(texts, settings.labels, where=str(path))
         return torch.from_numpy(marks.astype(np.int64)), tuple(settings.labels)
@@ -433,10 +433,10 @@ def read_labels(
 
 
 def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
-    """Return whether labels are numbers to predict, by their values; at private sites they are not.
+    """Return true if labels are numbers to predict, by their values; never at private sites.
 
     Raises:
-        ConfigError: They can be either.
+        ConfigError: They can be numbers or classes.
     """
     classes, num_rows = notation.distinct(cells.different), len(cells)
     few = len(classes) <= _MOST_NUMBERED or getattr(settings, "corrupt", "") == "skip"
@@ -459,10 +459,10 @@ def _are_quantities(settings: LabelTable, cells: Cells, where: str) -> bool:
 
 
 def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str) -> np.ndarray:
-    """Return which rows have which labels, bool ``[N, L]``, by columns of 0 and 1 or the like.
+    """Return bool ``[N, L]``, true if a row has a label, from columns of 0 and 1 or the like.
 
     Raises:
-        ConfigError: A cell says neither yes nor no.
+        ConfigError: A cell means neither yes nor no.
     """
     words = {n: {text or table_files.BLANK for text in texts[n].tolist()} for n in names}
     others = {
@@ -482,16 +482,16 @@ def label_marks(texts: Mapping[str, Cells], names: Sequence[str], *, where: str)
 
 
 def respelling(words: Mapping[str, Sequence[str]]) -> str:
-    """The override by which some words in columns become 0, to be edited."""
+    """Return an override, to be edited, by which some words in columns become 0."""
     maps = {n: ", ".join(f"{table_files.typed(w)}: 0" for w in of) for n, of in words.items()}
     columns = ", ".join(f"{table_files.typed(name)}: {{{of}}}" for name, of in maps.items())
     return f"'dataset.map={{{columns}}}'"
 
 
 def column_kind(cells: Cells, form: TableForm) -> tuple[str, np.ndarray]:
-    """The kind of a column by its cells, and the rows, int64 ``[n]``, that are no such thing.
+    """Return the kind of a column by its cells, and the rows, int64 ``[n]``, that do not fit it.
 
-    These are few: a column of which more are none is one of categories.
+    These rows are few: with more of them, the column is one of categories.
     """
     present = ~cells.missing
     for kind in (NUMBER, DATE):
@@ -503,11 +503,11 @@ def column_kind(cells: Cells, form: TableForm) -> tuple[str, np.ndarray]:
 
 
 def _found_kind(cells: Cells, form: TableForm, name: str, path: Path) -> str:
-    """The kind of a column.
+    """Return the kind of a column.
 
     Raises:
-        ConfigError: Nearly all cells are numbers or dates: the others must be mistakes, or all are
-            categories.
+        ConfigError: Nearly all cells are numbers or dates: either the others are mistakes, or all
+            are categories.
     """
     kind, others = column_kind(cells, form)
     if len(others):
@@ -521,7 +521,7 @@ def _found_kind(cells: Cells, form: TableForm, name: str, path: Path) -> str:
 
 
 def _values(cells: Cells, form: TableForm, column: Column) -> np.ndarray:
-    """Return the numbers or days in cells, float32 ``[N]``, not finite where they are none."""
+    """Return the numbers or days in cells, float32 ``[N]``, not finite for other cells."""
     is_date = column.kind == DATE
     with np.errstate(over="ignore"):
         values = notation.days_of(cells, form.date_order) if is_date else cells.numbers
@@ -547,7 +547,7 @@ def _checked_numbers(
 def _categories(
     cells: Cells, declared: Sequence[str] | None, *, name: str, path: Path
 ) -> tuple[str, ...]:
-    """Values of a categorical column; a missing value belongs to none of them."""
+    """Return the values of a categorical column; a missing cell is none of them."""
     if declared is None:
         return notation.distinct(cells.different)
     unknown = cells[notation.places_among(cells, declared) < 0].different
@@ -558,7 +558,7 @@ def _categories(
 
 
 def _sorted_classes(cells: Cells) -> tuple[str, ...]:
-    """Return the label's values, by number where all are whole numbers."""
+    """Return the label's sorted values, sorted as numbers if all are whole numbers."""
     codes = notation.distinct(cells.different)
     try:
         return tuple(sorted(codes, key=int))
@@ -567,7 +567,7 @@ def _sorted_classes(cells: Cells) -> tuple[str, ...]:
 
 
 def person_ids(settings: LabelTable, texts: table_files.Texts, path: Path) -> np.ndarray:
-    """Ids that the column of persons gives."""
+    """Return the ids made from the column of persons."""
     cells = texts[settings.person_column]
     _check_filled(cells, f"id ({settings.id_column})", path)
     return cells.each(records.text_id, records.ID)
@@ -580,11 +580,12 @@ def _check_filled(cells: Cells, what: str, path: Path, more: str = "") -> None:
 
 
 def _apart(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Ids by which records with the same features are told apart where these say little.
+    """Return ids that distinguish records with the same features if features say little.
 
-    Of a few features of few values, most records share theirs with records of other labels, and
-    equal features do not make one record twice: then their label counts, and how often both came
-    before. A record that is added or removed thus changes no other's id, but for this choice.
+    With few features of few values, most records share theirs with records of other labels, and
+    equal features do not mean the same record. Then the id also depends on the label and on the
+    number of equal records before. Adding or removing a record changes no other id, unless it
+    changes this choice.
     """
     some = slice(None, None, max(1, len(ids) // _SAMPLE))
     _, first, places = np.unique(ids[some], return_index=True, return_inverse=True)
@@ -602,7 +603,7 @@ def _apart(ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def _feature_ids(
     texts: Mapping[str, Cells], schema: Sequence[Column], features: np.ndarray
 ) -> np.ndarray:
-    """Return hashes of parsed rows: of numbers as they are encoded, of other columns the texts."""
+    """Return hashes of parsed rows: of encoded numbers, and of the texts in other columns."""
     names = feature_names(schema)
     numbers = [names.index(name) for name in sorted(c.name for c in schema if c.kind == NUMBER)]
     others = sorted(column.name for column in schema if column.kind != NUMBER)

@@ -1,8 +1,8 @@
-"""What a network relies on: columns of a table, their effects, and its surest mistakes on images.
+"""Explanation of a network: importance and effects of columns, and surest mistakes on images.
 
 Permutation importance (Breiman 2001; Fisher, Rudin and Dominici 2019, arXiv 1801.01489) and partial
-effects (Friedman 2001), both on test records. Columns that go together share their importance, so
-they are named.
+effects (Friedman 2001), both on test records. Correlated columns share their importance, so they
+are listed.
 
 Tensor suffixes: N records, F features, C classes.
 """
@@ -23,12 +23,12 @@ from fednas_flwr.models.metrics import resampled, weighted_scores
 from fednas_flwr.search.objective import Objective
 from fednas_flwr.settings.names import LOSSES
 
-FEWEST, PERMUTATIONS = 5, 40  # of each column, each on a resample of the records
-MOST_PASSES = 4000  # of the network, beyond which columns have the fewest
+FEWEST, PERMUTATIONS = 5, 40  # shuffles of each column, each on a resample of the records
+MOST_PASSES = 4000  # passes of the network; if there were more, columns get the fewest shuffles
 MOST_RECORDS = 2000
 MISTAKES, LARGEST_MISTAKE = 12, 48  # images, and pixels along a side
 EFFECTS, POINTS = 6, 11
-CORRELATED = 0.7  # from which on two columns are named
+CORRELATED = 0.7  # least correlation with which two columns are listed
 
 
 @torch.no_grad()
@@ -44,20 +44,20 @@ def importance(
 ) -> dict[str, Any]:
     """Return ``columns``, ``correlated`` and ``effects``, JSON values only.
 
-    ``columns`` have name, ``drop`` of the metric where the column's values are shuffled among the
-    records of each site, and its 95 % ``interval`` over shuffles and resamples of the records, the
-    largest drop first. ``correlated`` are pairs of columns with their correlation. ``effects`` are,
-    of the most important columns, values ``x`` and the mean probability ``y`` of the positive
-    class if all records had them; empty where no class is the positive one.
+    ``columns`` have a name, the ``drop`` of the metric when the column's values are shuffled among
+    the records of each site, and its 95 % ``interval`` over shuffles and resamples of the records;
+    the largest drop comes first. ``correlated`` are pairs of columns with their correlation.
+    ``effects`` have, for the most important columns, values ``x`` and the mean probability ``y`` of
+    the positive class if all records had these values; empty if no class is the positive one.
 
     Args:
-        network: In evaluation mode, on the CPU.
+        network: Network in evaluation mode, on the CPU.
         split: Test records of a table.
         schema: Their columns.
-        objective: Gives scores and probabilities.
+        objective: Objective that computes scores and probabilities.
         metric: One of ``names.METRICS``.
-        sites: The site of each record [N]; empty where that is not known.
-        seed: Of shuffles and resamples.
+        sites: The site of each record [N]; empty if unknown.
+        seed: Seed of shuffles and resamples.
     """
     generator = make_generator(seed, "importance")
     chosen = torch.randperm(len(split), generator=generator)[:MOST_RECORDS].sort().values
@@ -115,11 +115,11 @@ def importance(
 
 
 def mistakes(records: Records, logits_NC: Tensor, labels_N: Tensor) -> list[dict[str, Any]]:
-    """The wrong predictions that the network is surest of: image, classes, probability.
+    """Return the wrong predictions that the network is surest of: image, classes, probability.
 
     Args:
         records: uint8 images.
-        logits_NC: Of the records.
+        logits_NC: Logits of the records.
         labels_N: Their classes.
     """
     from PIL import Image
@@ -146,7 +146,7 @@ def mistakes(records: Records, logits_NC: Tensor, labels_N: Tensor) -> list[dict
 
 
 def _places(schema: Sequence[Column]) -> dict[str, list[int]]:
-    """The places of each column's features."""
+    """Return the positions of each column's features."""
     names = feature_names(schema)
     return {one.name: [names.index(name) for name in feature_names([one])] for one in schema}
 
@@ -154,7 +154,7 @@ def _places(schema: Sequence[Column]) -> dict[str, list[int]]:
 def _settings(
     column: Column, own_NF: Tensor, at: list[int], split: Split
 ) -> tuple[list[Any], list[Tensor]]:
-    """Values of a column as a person knows them, and its features with each of them."""
+    """Return values of a column, as a person knows them, and its features for each value."""
     if column.kind == CATEGORY:
         return list(column.categories), list(torch.eye(len(at)))
     grid = torch.unique(own_NF[:, 0].quantile(torch.linspace(0.05, 0.95, POINTS)))

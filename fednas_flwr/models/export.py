@@ -1,8 +1,8 @@
-"""A trained model as files that need nothing else: safetensors, and ONNX checked by use.
+"""Exports a trained model to self-contained files: safetensors, and ONNX, which is run as a check.
 
-Both take raw records. The safetensors file holds the network's tensors and, as JSON metadata, what
-it is built from and what its inputs are; the ONNX file holds normalisation, categories, classes and
-softmax as operators.
+Both take raw records. The safetensors file holds the network's tensors and, as JSON metadata, the
+descriptions of the network and of its inputs. The ONNX file holds normalisation, categories,
+classes and softmax as operators.
 """
 
 import json
@@ -42,9 +42,9 @@ def export_safetensors(model: Model, folder: Path) -> Path:
     path = folder / MODEL_FILE
     state = model.network.state_dict()
     if model.transform is not None:
-        state |= model.transform.state_dict(prefix=TRANSFORM)  # of scattering nothing
+        state |= model.transform.state_dict(prefix=TRANSFORM)  # empty for scattering
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    # One entry: safetensors writes several in an order that changes from process to process.
+    # One entry, since safetensors writes several in an order that changes between processes.
     about = {"network": model.description, "inputs": json.loads(model.inputs.to_json())}
     metadata = {METADATA_KEY: json.dumps(about)}
     with replacing(path) as temporary:
@@ -56,22 +56,22 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
     """Write the model as ONNX with a free batch size, and run it.
 
     Images are one input ``images``, uint8 ``[N, C, H, W]``. A table has one input ``[N, 1]`` per
-    column, of its name: numbers as float32, NaN where missing, dates as float32 days since 1970,
+    column, named after it: numbers as float32, NaN where missing; dates as float32 days since 1970;
     categories as text, empty where missing. Codes for missing numbers, other spellings
-    (``dataset.map``) and units (``dataset.scale``) are read as in training, but for those of real
-    sites, each of which has its own. Outputs are, in this order, ``label``, a text ``[N]``, at the
-    model's threshold if it has one, and ``probabilities``, float32 ``[N, classes]``. Where a record
-    can have several labels, ``labels``, int64 ``[N, L]`` of 0 and 1 in the order of the metadata's
-    ``class_names``, is in the place of ``label``. A model of numbers has one output,
-    ``prediction``, float32 ``[N]``, in the target's unit. Where a column has one of these names,
-    the output's ends in ``_``.
+    (``dataset.map``) and units (``dataset.scale``) are read as in training, except those of real
+    sites, which each have their own. The outputs are, in this order, ``label``, a text ``[N]`` (at
+    the model's threshold if it has one), and ``probabilities``, float32 ``[N, classes]``. If a
+    record can have several labels, ``labels`` replaces ``label``: int64 ``[N, L]`` of 0 and 1 in
+    the order of the metadata's ``class_names``. A model that predicts numbers has one output,
+    ``prediction``, float32 ``[N]``, in the target's unit. If a column has the name of an output,
+    the output's name gets a final ``_``.
 
-    torch's older exporter is used on purpose: it takes a second where the newer takes half a
-    minute on a small network, and these networks have no control flow.
+    torch's older exporter is used on purpose: on a small network it takes a second, the newer one
+    half a minute, and these networks have no control flow.
 
     Returns:
-        The file, and the largest difference of onnxruntime's probabilities, or of predictions in
-        standard deviations of the target, from torch's over 4 random records.
+        The file, and the largest difference between onnxruntime's and torch's probabilities on 4
+        random records; for predicted numbers, in standard deviations of the target.
 
     Raises:
         RuntimeError: The probabilities differ by more than rounding.
@@ -84,7 +84,7 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
     taken = "features" if inputs.is_table else "images"
     with replacing(path) as temporary:
         with warnings.catch_warnings(), _without_fast_path():
-            warnings.simplefilter("ignore")  # the exporter announces its age and constant shapes
+            warnings.simplefilter("ignore")  # the exporter warns of its age and of constant shapes
             torch.onnx.export(
                 model,
                 (example[:2],),
@@ -118,7 +118,7 @@ def export_onnx(model: Model, folder: Path) -> tuple[Path, float]:
 
 
 def onnx_inputs(x: Tensor, inputs: Inputs) -> dict[str, np.ndarray]:
-    """The inputs of the ONNX file for raw records as :meth:`Model.forward` takes them."""
+    """Return the ONNX file's inputs for raw records in the form of :meth:`Model.forward`."""
     if not inputs.is_table:
         return {"images": x.numpy()}
     values = dict(zip(feature_names(inputs.schema), x.numpy().T, strict=True))
@@ -137,7 +137,7 @@ def _onnx_column(features: dict[str, np.ndarray], column: Column, form: TableFor
 
 @contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """Compute attention op by op, which ONNX knows."""
+    """Compute attention op by op, so that ONNX has all ops."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -147,7 +147,7 @@ def _without_fast_path() -> Iterator[None]:
 
 
 def _examples(inputs: Inputs) -> Tensor:
-    """Return 4 random raw records; of a table some numbers and categories are missing."""
+    """Return 4 random raw records; in a table, some numbers and categories are missing."""
     generator = torch.Generator().manual_seed(0)
     if not inputs.is_table:
         return torch.randint(0, 256, (4, *inputs.shape), generator=generator, dtype=torch.uint8)
@@ -162,14 +162,14 @@ def _examples(inputs: Inputs) -> Tensor:
         values[f"{column.name} is missing"] = values[column.name].isnan().float()
     for column in (c for c in inputs.schema if c.kind == CATEGORY):
         chosen = torch.randint(0, len(column.categories) + 1, (4,), generator=generator)
-        spelled = {*_spelled(column, inputs.form).values()}  # others are read as one of these
+        spelled = {*_spelled(column, inputs.form).values()}  # all others are read like these
         for i, value in enumerate(column.categories):
             values[f"{column.name}={value}"] = (chosen == (i if i in spelled else -1)).float()
     return torch.stack(list(values.values()), dim=1)
 
 
 def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
-    """Put one input per column in the place of a table's features."""
+    """Replace a table's features by one input per column."""
     if not inputs.is_table:
         return
     graph, node = model.graph, helper.make_node
@@ -184,7 +184,7 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
         if not is_text:
             numbers.append(name)
         elif column.categories:  # an unknown or missing text has zeros everywhere
-            places = places or {"\0": 0}  # where no cell is any of them
+            places = places or {"\0": 0}  # a text that no cell has
             texts: dict[str, Any] = {"cats_strings": [*places], "zeros": 1, "domain": "ai.onnx.ml"}
             nodes.append(node("OneHotEncoder", [name], [f"encoded_{i}"], **texts))
             shape = np.array([-1, len(places)], dtype=np.int64)
@@ -206,7 +206,7 @@ def _add_columns(model: onnx.ModelProto, inputs: Inputs) -> None:
 
 
 def _read(texts: Sequence[str], column: Column, form: TableForm) -> Cells:
-    """Cells of a column in the form that training has read them in."""
+    """Return the cells of a column in the form in which training has read them."""
     cells, _ = table_files.without_missing({column.name: Cells(texts)}, replace(form, rename={}))
     numbers = [column.name] if column.kind == NUMBER else []
     read, *_ = table_files.in_common_form(cells, form, numbers, None, "", where="model.onnx")
@@ -214,10 +214,10 @@ def _read(texts: Sequence[str], column: Column, form: TableForm) -> Cells:
 
 
 def _spelled(column: Column, form: TableForm) -> dict[str, int]:
-    """The usual texts of a column's cells, with the places of the categories that they are read as.
+    """Return the usual texts of a column's cells, with the position of the category of each.
 
-    Usual are categories, spellings of ``map``, and what means missing; of numbers also 1 and 1.0,
-    of words in small letters, capitals and with one.
+    Usual are categories, spellings in ``map``, and texts for missing cells; for numbers also 1 and
+    1.0; for words also those in small letters, in capitals and with a capital first.
     """
     texts = [*column.categories, *form.map.get(column.name, {}), *MISSING_WORDS]
     texts += [*form.missing_values, *form.missing_in.get(column.name, ())]
@@ -235,7 +235,7 @@ def _spelled(column: Column, form: TableForm) -> dict[str, int]:
 def _add_number(
     graph: onnx.GraphProto, nodes: list[onnx.NodeProto], place: str, column: Column, form: TableForm
 ) -> str:
-    """Add what reads a column of numbers as in training; the name of its result."""
+    """Add nodes that read a column of numbers as in training; return the name of their result."""
 
     def constant(name: str, value: float) -> str:
         graph.initializer.append(numpy_helper.from_array(np.array(value, np.float32), name))
@@ -265,12 +265,12 @@ def _add_number(
 
 
 def _place(index: int) -> str:
-    """Name of a column's input while the graph is built."""
+    """Return the name of a column's input while the graph is built."""
     return f"<column {index}>"
 
 
 def _rename(graph: onnx.GraphProto, columns: Sequence[str]) -> None:
-    """Give the inputs their columns' names, which nothing else in the graph keeps."""
+    """Give the inputs their columns' names; anything else of such a name is renamed."""
     inputs = {_place(i): name for i, name in enumerate(columns)}
 
     def free(name: str) -> str:
@@ -286,9 +286,9 @@ def _rename(graph: onnx.GraphProto, columns: Sequence[str]) -> None:
 
 
 def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:
-    """Add the class by name, at the threshold, or which labels there are, as the first output.
+    """Add the class by name (at the threshold), or the labels, as the first output.
 
-    A number is the only one.
+    A predicted number is the only output.
     """
     graph, node, names = model.graph, helper.make_node, list(inputs.class_names)
     if inputs.target:
@@ -305,7 +305,7 @@ def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:
         name, kind = "label", TensorProto.STRING
         keys, decisive = list(range(len(names))), "probabilities"
         classes: dict[str, Any] = {"keys_int64s": keys, "values_strings": names}
-        if inputs.threshold is not None:  # from then on the positive class is above all others
+        if inputs.threshold is not None:  # from it on, the positive class outweighs all others
             decisive, place = "decisive", 1 if inputs.positive is None else inputs.positive
             for name_of, values in (
                 ("is_positive", [key == place for key in keys]),
@@ -325,7 +325,7 @@ def _add_label(model: onnx.ModelProto, inputs: Inputs) -> None:
 
 
 def _reached(graph: onnx.GraphProto, threshold: float) -> onnx.NodeProto:
-    """The node ``reached``, which says where probabilities are at a threshold or above."""
+    """Return the node ``reached``, which is true for probabilities at a threshold or above."""
     value = numpy_helper.from_array(np.array(threshold, dtype=np.float32), "threshold")
     graph.initializer.append(value)
     return helper.make_node("GreaterOrEqual", ["probabilities", "threshold"], ["reached"])

@@ -1,9 +1,9 @@
 """Measures of a classifier on a split, for reports, and simpler models to compare with.
 
-:func:`evaluate` gives loss, accuracy and F1; :func:`pooled_baselines` the models that a network has
-to beat; :func:`detailed` clinical measures per class and at a threshold, with intervals and
-calibration. The threshold is chosen on other records, from :func:`histogram`s that clients tell of
-their validation records (:func:`best_threshold`).
+:func:`evaluate` returns loss, accuracy and F1; :func:`pooled_baselines` the scores of models that a
+network has to beat; :func:`detailed` clinical measures per class and at a threshold, with intervals
+and calibration. The threshold is chosen on other records, from :func:`histogram`s that clients send
+of their validation records (:func:`best_threshold`).
 
 Tensor suffixes: N records, C classes, B bins, R resamples.
 """
@@ -27,19 +27,19 @@ from fednas_flwr.settings.names import ACCURACY, AUROC, LOG_LOSS, NUMBER_METRICS
 from fednas_flwr.settings.registry import TABLES
 from fednas_flwr.spaces.operations import SkipNetwork
 
-BATCH_SIZE = 256  # of evaluation; the result does not depend on it but for rounding
+BATCH_SIZE = 256  # in evaluation; the result depends on it by rounding only
 UNSEEN = -1e300  # logit of a class without training records: its log odds are all the same
-BINS = 100  # of probabilities, in which thresholds are sought
+BINS = 100  # of probabilities, whose edges are possible thresholds
 CALIBRATION_BINS = 10
-MOST_CURVES, CURVE_POINTS = 10, 50  # classes, and points of each
+MOST_CURVES, CURVE_POINTS = 10, 50  # classes, and points of each curve
 RESAMPLED = 50  # resamples of validation records, by which candidates are compared
-RANKS, LARGEST_RANK = 400, 10.0  # bins of log odds, and where they end
-FEWEST_RANKS, ALL_RANKS = 4, 4000  # of a class, and of all: more would not fit into a reply
+RANKS, LARGEST_RANK = 400, 10.0  # bins of log odds, and their end
+FEWEST_RANKS, ALL_RANKS = 4, 4000  # of a class, and in all: more would not fit into a reply
 RESAMPLES = 1000  # of the bootstrap
-RESAMPLES_TOLD = 200  # by which two networks are compared
+RESAMPLES_TOLD = 200  # resamples that are saved, by which two networks are compared
 MOST_PAIRS = 2000  # records whose predicted and true number a report shows
 MOST_RESAMPLED = 5_000_000  # records in all resamples together
-AT_ONCE = 50  # resamples
+AT_ONCE = 50  # resamples at a time
 LEVEL = 0.95
 
 
@@ -49,16 +49,17 @@ class Metrics:
 
     Attributes:
         loss: Mean loss, in nats, without class factors.
-        accuracy: Share of correct predictions; of several labels the mean of each label's.
+        accuracy: Share of correct predictions: for several labels, the mean over labels; for
+            predicted numbers, their closeness.
         num_examples: Number of examples.
-        f1: See ``Objective.scores``; None where it was not asked for.
-        auroc: The same for AUROC; None also where it is not defined.
-        average_precision: The same for average precision.
-        sensitivity: The same for sensitivity.
-        specificity: The same for specificity.
-        r2: The same for R squared, of predicted numbers, whose ``accuracy`` is their closeness.
-        rmse: The same for the root of their mean squared error.
-        mae: The same for their mean absolute error.
+        f1: F1, see ``Objective.scores``; None if it was not requested.
+        auroc: AUROC; None also if it is not defined.
+        average_precision: Average precision, likewise.
+        sensitivity: Sensitivity, likewise.
+        specificity: Specificity, likewise.
+        r2: R squared of predicted numbers, likewise.
+        rmse: Root of their mean squared error, likewise.
+        mae: Their mean absolute error, likewise.
     """
 
     loss: float
@@ -74,7 +75,7 @@ class Metrics:
     mae: float | None = None
 
     def as_dict(self) -> dict[str, float]:
-        """Loss and accuracy by name, as clients send them."""
+        """Return loss and accuracy by name, as clients send them."""
         return {"loss": self.loss, "accuracy": self.accuracy}
 
 
@@ -83,13 +84,13 @@ def accuracies_of_parts(
 ) -> dict[str, float]:
     """Return the accuracies of a network ``without_skip`` and ``without_cells``, if it has both.
 
-    Where a threshold was chosen, it is one of the whole network: its parts are not measured then.
+    If a threshold was chosen, it is for the whole network, and the parts are not measured.
 
     Args:
-        network: Its skip is taken off and put back.
+        network: The network; its skip is removed and put back.
         split: The records, at least one.
-        device: That of the network.
-        objective: Gives the hits.
+        device: Device of the network.
+        objective: Objective that decides which predictions are right.
     """
     skip = network.skip
     if skip is None:
@@ -115,9 +116,9 @@ def evaluate(
     """Return the metrics of ``network`` in evaluation mode; its mode is restored.
 
     Args:
-        network: Returns logits.
+        network: Network that returns logits.
         split: The records.
-        device: That of the network.
+        device: Device of the network.
         objective: See :func:`measured`.
         with_scores: See :func:`measured`.
 
@@ -136,8 +137,8 @@ def measured(
     Args:
         logits: ``[N, classes]``, N at least 1.
         labels: See ``Objective``.
-        objective: Gives losses, hits and scores.
-        with_scores: True if its scores are computed, too, which loads scikit-learn.
+        objective: Objective that computes losses, hits and scores.
+        with_scores: True to compute its scores, too, which loads scikit-learn.
     """
     loss_sum, correct, number = 0.0, 0.0, len(labels)
     batches = (torch.split(tensor, BATCH_SIZE) for tensor in (logits, labels))
@@ -189,13 +190,13 @@ def pooled_baselines(
 ) -> dict[str, dict[str, Any]]:
     """Return test accuracy and scores of models that were fitted to the pooled ``train`` splits.
 
-    Beside them ``intervals`` and ``resamples``, of the same resamples as those of :func:`detailed`.
+    They come with ``intervals`` and ``resamples``, of the same resamples as in :func:`detailed`.
 
-    The references of the report, by scikit-learn with its defaults: ``linear``, logistic regression
-    with an L2 penalty on the same normalised features; and of a table ``trees``, gradient-boosted
-    trees (``HistGradientBoostingClassifier``). Of several labels, one model each. Of a number,
-    ridge regression and the trees' regressor. Only a simulation can pool records; a deployment has
-    no such numbers.
+    They are the report's references, by scikit-learn with its defaults. ``linear`` is logistic
+    regression with an L2 penalty on the same normalised features; ``trees``, for tables, are
+    gradient-boosted trees (``HistGradientBoostingClassifier``). For several labels there is one
+    model per label; for a number to predict, ridge regression and the trees' regressor. Only a
+    simulation can pool records; a deployment has no such numbers.
     """
     from sklearn import ensemble, linear_model
 
@@ -209,19 +210,19 @@ def pooled_baselines(
     trees = ensemble.HistGradientBoostingClassifier
     if objective.predicts_numbers:
         models, trees = {"linear": linear_model.Ridge()}, ensemble.HistGradientBoostingRegressor
-    if test.features.dim() == 2 and len(test.mean) == test.features.shape[1]:  # else of images
+    if test.features.dim() == 2 and len(test.mean) == test.features.shape[1]:  # else images
         models["trees"] = trees(random_state=0)
     results = {}
 
     def fitted(model: Any, y: Tensor, num_classes: int) -> Tensor:
-        """Test logits [N, classes] of a fitted model; it predicts a class that all records have."""
+        """Return test logits [N, classes] of a fitted model, or of the class of all records."""
         logits = torch.full((len(y_test), num_classes), UNSEEN, dtype=torch.float64)
         if len(classes := torch.unique(y)) == 1:
             logits[:, classes] = -UNSEEN
             return logits
         model.fit(x.numpy(), y.numpy())
         decisions = torch.from_numpy(model.decision_function(x_test.numpy())).double()
-        if decisions.dim() == 1:  # of two classes those of the second
+        if decisions.dim() == 1:  # for two classes, those of the second
             decisions = torch.stack([torch.zeros_like(decisions), decisions], 1)
         logits[:, classes] = decisions
         return logits
@@ -230,7 +231,7 @@ def pooled_baselines(
         if isinstance(objective, Regression):
             model.fit(x.numpy(), objective.scaled(y).numpy())
             logits = torch.from_numpy(model.predict(x_test.numpy())).double()[:, None]
-        elif objective.multi_label:  # a model per label
+        elif objective.multi_label:  # one model per label
             logits = torch.stack([fitted(model, y[:, c], 2)[:, 1] for c in range(num_classes)], 1)
         else:
             logits = fitted(model, y, num_classes)
@@ -246,11 +247,11 @@ def pooled_baselines(
 
 
 def histogram(probabilities_N: Tensor, positive_N: Tensor) -> list[list[int]]:
-    """Return ``[2][BINS]``: records by their probability of being positive, negatives first.
+    """Return ``[2][BINS]``: counts of records by probability of being positive, negatives first.
 
     Args:
-        probabilities_N: Of being positive, in [0, 1].
-        positive_N: Whether they are, bool.
+        probabilities_N: Probabilities of being positive, in [0, 1].
+        positive_N: True for records that are positive, bool.
     """
     bins_N = (probabilities_N * BINS).long().clamp(0, BINS - 1)
     return [torch.bincount(bins_N[positive_N == c], minlength=BINS).tolist() for c in (False, True)]
@@ -259,17 +260,17 @@ def histogram(probabilities_N: Tensor, positive_N: Tensor) -> list[list[int]]:
 def sums(
     logits_NC: Tensor, labels_N: Tensor, *, metric: str, objective: Objective, seed: int
 ) -> Tensor:
-    """Sums over records by which :func:`score_of_sums` has the metric of all clients together.
+    """Return sums over records from which :func:`score_of_sums` has the metric of all clients.
 
     Args:
-        logits_NC: On the CPU.
-        labels_N: As of :meth:`Objective.scores`.
+        logits_NC: Logits on the CPU.
+        labels_N: Labels as in :meth:`Objective.scores`.
         metric: One of ``names.METRICS``.
         objective: Says which class is the positive one.
-        seed: Of the resamples: two networks' sums over the same records are of the same ones.
+        seed: Seed of the resamples: sums of two networks over the same records have the same ones.
 
     Returns:
-        float64 [1 + RESAMPLED, ...]: of the records, and of bootstrap resamples of them.
+        float64 [1 + RESAMPLED, ...]: sums over the records, and over bootstrap resamples of them.
     """
     number, generator = len(labels_N), make_generator(seed, "resamples")
     whole_1N = torch.ones(1, number, dtype=torch.float64)
@@ -298,19 +299,19 @@ def sums(
 
 
 def _num_ranks(classes: int) -> int:
-    """The number of ranks that are told apart of each class."""
+    """Return the number of ranks that are distinguished in each class."""
     return max(FEWEST_RANKS, min(RANKS, ALL_RANKS // classes))
 
 
 def resampled(resamples: int, number: int, generator: torch.Generator) -> Tensor:
-    """How often each of N records counts in bootstrap resamples of them, float64 [R, N]."""
+    """Return float64 [R, N]: how often each of N records counts in each bootstrap resample."""
     rows_RN = torch.randint(number, (resamples, number), generator=generator)
     weights_RN = torch.zeros(resamples, number, dtype=torch.float64)
     return weights_RN.scatter_add_(1, rows_RN, torch.ones_like(weights_RN))
 
 
 def summed(values: Sequence[float], metric: str, classes: int, number: float) -> Tensor | None:
-    """A client's :func:`sums` in their form; None if they cannot be of that many records."""
+    """Return a client's :func:`sums` in their form; None if they cannot be of so many records."""
     sizes = {ACCURACY: [2], LOG_LOSS: [2], "f1": [classes, 3], **dict.fromkeys(NUMBER_METRICS, [6])}
     shape = [1 + RESAMPLED, *sizes.get(metric, [classes, 2 * _num_ranks(classes)])]
     if len(values) != math.prod(shape):
@@ -323,9 +324,9 @@ def summed(values: Sequence[float], metric: str, classes: int, number: float) ->
 
 
 def score_of_sums(total: Tensor, metric: str) -> Tensor:
-    """The metric [1 + RESAMPLED] of clients' added :func:`sums`; NaN where it is not defined.
+    """Return the metric [1 + RESAMPLED] of clients' added :func:`sums`; NaN where undefined.
 
-    Ranks are told in log odds from -10 to 10, of up to ten classes to a twentieth.
+    Ranks are log odds from -10 to 10, with up to ten classes in steps of a twentieth.
     """
     if metric in (ACCURACY, LOG_LOSS):
         return total[:, 1] / total[:, 0]
@@ -333,7 +334,7 @@ def score_of_sums(total: Tensor, metric: str) -> Tensor:
         return Regression.scores_of(total)[metric]
     if metric == "f1":
         of_classes = 2 * total[..., 0] / (total[..., 1] + total[..., 2])
-        is_one = of_classes.shape[1] == 1  # which is 0 where it neither is nor is predicted
+        is_one = of_classes.shape[1] == 1  # its F1 is 0 where it neither occurs nor is predicted
         return (of_classes.nan_to_num(nan=0.0) if is_one else of_classes).nanmean(1)
     bins = total.shape[-1] // 2
     ranks_B = torch.arange(bins, dtype=torch.float64).repeat(2)
@@ -345,21 +346,21 @@ def score_of_sums(total: Tensor, metric: str) -> Tensor:
 def best_threshold(
     histograms: Sequence[Sequence[Sequence[int]]], weights: Sequence[float]
 ) -> float | None:
-    """Return the probability from which a record counts as positive, in (0, 1).
+    """Return the probability from which on a record counts as positive, in (0, 1).
 
-    It maximises sensitivity + specificity - 1 (Youden 1950) over all records; of equal ones it is
-    the middle. None where one of the two kinds has no record.
+    It maximises sensitivity + specificity - 1 (Youden 1950) over all records; the middle one of
+    equally good ones is taken. None if there are no positive or no negative records.
 
     Args:
-        histograms: What :func:`histogram` returns, of each client.
-        weights: How many records each counts for, whatever number its histogram has.
+        histograms: Result of :func:`histogram` for each client.
+        weights: Number of records that each counts for, regardless of the number in its histogram.
     """
     counts_K2B = torch.tensor(histograms, dtype=torch.float64)
     weights_K = torch.tensor(weights, dtype=torch.float64) / counts_K2B.sum((1, 2)).clamp(min=1)
     negative_B, positive_B = (counts_K2B * weights_K[:, None, None]).sum(0)
     if not (negative_B.sum() and positive_B.sum()):
         return None
-    specificity_B = negative_B.cumsum(0)[:-1] / negative_B.sum()  # of thresholds 1, 2, ... bins
+    specificity_B = negative_B.cumsum(0)[:-1] / negative_B.sum()  # for thresholds 1, 2, ... bins
     youden_B = specificity_B + (1 - positive_B.cumsum(0)[:-1] / positive_B.sum())  # sensitivity
     best = torch.nonzero(youden_B >= youden_B.max() - 1e-12).flatten()
     return float(best[len(best) // 2] + 1) / BINS
@@ -370,7 +371,7 @@ def calibration(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, Any]:
 
     ``sum_b n_b / n |accuracy_b - confidence_b|`` over ten bins of the largest probability (Guo et
     al. 2017, arXiv 1706.04599, Eq. 3). ``bins`` has confidence, accuracy and number of records of
-    those that are not empty.
+    each bin that is not empty.
     """
     confidence_N, predicted_N = probabilities_NC.double().max(1)
     hit_N = (predicted_N == labels_N).double()
@@ -390,8 +391,8 @@ def per_class(
 ) -> list[dict[str, float | None]]:
     """Return each class's ``precision``, ``recall``, ``f1`` and ``count``, 0 where undefined.
 
-    And ``auroc`` and ``average_precision`` of the class against the rest, or of the label;
-    None where undefined.
+    Also ``auroc`` and ``average_precision`` of the class against the rest, or of the label; None
+    where undefined.
     """
     from sklearn.metrics import precision_recall_fscore_support
 
@@ -417,8 +418,8 @@ def per_class(
 def curves(logits_NC: Tensor, labels_N: Tensor, *, objective: Objective) -> dict[str, Any]:
     """Return ``roc`` and ``precision_recall``, ``{class: [x, y]}``, of the scored classes.
 
-    Empty of more than ``MOST_CURVES`` classes; a class that no record or every one has is left out.
-    Each has at most ``CURVE_POINTS`` points.
+    They are empty with more than ``MOST_CURVES`` classes. A class that no record or every record
+    has is left out. Each curve has at most ``CURVE_POINTS`` points.
     """
     from sklearn.metrics import precision_recall_curve, roc_curve
 
@@ -443,16 +444,16 @@ def intervals(
 ) -> dict[str, dict[str, list[float]]]:
     """Return the 95 % ``intervals`` [low, high] of each number, by the percentile bootstrap.
 
-    Efron (1979): 1000 resamples of the records with replacement, fewer of very many records.
-    Records are resampled one by one, also where several are of one person. Numbers that are not
-    defined in a resample do not count; one that is the same in all of them has no interval: too few
-    records disagree. Each number in the first ``resamples`` is told, too: two
-    networks' are of the same records, so that their differences are paired.
+    Efron (1979): 1000 resamples of the records with replacement, fewer if records are very many.
+    Records are resampled one by one, even if several are of one person. Resamples in which a number
+    is undefined do not count. A number that is the same in all of them has no interval, since too
+    few records disagree. The numbers in the first ``resamples`` are also returned: those of two
+    networks are of the same records, so that their differences are paired.
 
     Args:
-        measure: Given how often each record counts, float64 [R, N], returns numbers [R] by name.
+        measure: Function from the count of each record, float64 [R, N], to numbers [R] by name.
         num_records: Number of records.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     generator = make_generator(seed, "bootstrap")
     resamples = max(100, min(RESAMPLES, MOST_RESAMPLED // max(1, num_records)))
@@ -478,7 +479,7 @@ def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
     """Return the value of every metric that users have registered.
 
     Raises:
-        ConfigError: One fails, or gives no finite number.
+        ConfigError: A metric fails, or its value is not a finite number.
     """
     results = {}
     for name, metric in TABLES["metric"].items():
@@ -496,7 +497,7 @@ def own_scores(probabilities_NC: Tensor, labels_N: Tensor) -> dict[str, float]:
 def weighted_scores(
     logits_NC: Tensor, labels_N: Tensor, weights_RN: Tensor, *, objective: Objective
 ) -> dict[str, Tensor]:
-    """Every one of ``names.METRICS`` under each weighting of the records, float64 [R]."""
+    """Return each of ``names.METRICS`` under each weighting of the records, float64 [R]."""
     scores = objective.weighted_scores(logits_NC, labels_N, weights_RN)
     if objective.predicts_numbers:
         return scores
@@ -508,15 +509,15 @@ def weighted_scores(
 def detailed(
     logits_NC: Tensor, labels_N: Tensor, *, objective: Objective, seed: int = 0
 ) -> dict[str, Any]:
-    """Return all that a report says of test records, metrics among it, JSON values only.
+    """Return all results of a report on test records, including metrics, as JSON values only.
 
-    Intervals of shares of records are Wilson's, all others of :func:`intervals`.
+    Intervals of shares of records are Wilson's; all others are those of :func:`intervals`.
 
     Args:
         logits_NC: float, on the CPU.
         labels_N: See :class:`~fednas_flwr.search.objective.Objective`; on the CPU.
-        objective: Says which class is the positive one, and from which probability on.
-        seed: Of the bootstrap.
+        objective: Objective with the positive class and its threshold.
+        seed: Seed of the bootstrap.
     """
     tested = measured(logits_NC, labels_N, objective=objective, with_scores=True)
     metrics = objective.reported(asdict(tested))
@@ -539,7 +540,7 @@ def detailed(
         calibrated = calibration(probabilities_NC, labels_N)
     half = (
         0.5 if num_classes == 2 and not objective.multi_label else None
-    )  # the most probable class
+    )  # of the most probable class
     results: dict[str, Any] = metrics | {
         "per_class": per_class(logits_NC, labels_N, objective=objective),
         "calibration": calibrated,

@@ -1,6 +1,6 @@
-"""Devices, search spaces and networks, with those that are given, the papers' baselines.
+"""Devices, search spaces and networks, including the given networks, the papers' baselines.
 
-A network is built from its description, JSON values that also travel to clients and into files.
+A network is built from its description: JSON values that also travel to clients and into files.
 """
 
 import json
@@ -35,18 +35,18 @@ from fednas_flwr.spaces.genotype import Genotype, from_json, load_genotype, to_j
 from fednas_flwr.spaces.operations import conv_norm, every_second, make_norm, tried, zeroed
 from fednas_flwr.spaces.space import SearchSpace, Supernet
 
-FINE_TUNED = "fine_tuned"  # name of a network that begins with public weights
+FINE_TUNED = "fine_tuned"  # name of a network that starts from public weights
 POOL = "pool"  # name of the network that holds several derived ones
-Description = Mapping[str, Any]  # what a network is built from, JSON values only
+Description = Mapping[str, Any]  # all that a network is built from, JSON values only
 
 
 def make_device(name: str) -> torch.device:
-    """Return the device; ``auto`` is CUDA where there is one.
+    """Return the device; ``auto`` is CUDA if there is a GPU.
 
-    From then on cuDNN computes float32 as such, not as TF32, by kernels that repeat their bits.
+    Afterwards cuDNN computes float32 as float32, not as TF32, with deterministic kernels.
 
     Raises:
-        ConfigError: ``cuda`` was asked for and there is none.
+        ConfigError: ``cuda`` was requested and there is no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -60,7 +60,7 @@ def make_device(name: str) -> torch.device:
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether a device has instructions for bfloat16: AVX-512 BF16 or AMX of processors."""
+    """Return true if a device has instructions for bfloat16; AVX-512 BF16 or AMX on processors."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -110,7 +110,7 @@ def seeded_network(config: Config, description: Description) -> nn.Module:
 
 
 def given_genotype(config: Config) -> Genotype | None:
-    """Return the genotype to retrain: of a file, or by name one of those in conf/; else None.
+    """Return the genotype to retrain, from a file or by its name in conf/; None without one.
 
     Raises:
         ConfigError: There is no such file or name, or the file holds no genotype.
@@ -127,11 +127,11 @@ def given_genotype(config: Config) -> Genotype | None:
 def describe_network(
     config: Config, prepared: Prepared, genotype: Genotype | None
 ) -> dict[str, Any]:
-    """Describe the network to retrain, for :func:`make_network`.
+    """Return the description of the network to retrain, for :func:`make_network`.
 
     Args:
-        config: Gives the sizes of retraining, or the name of a fixed network.
-        prepared: Gives shape and number of classes.
+        config: Settings with the sizes of retraining, or the name of a fixed network.
+        prepared: Data with the shape and the number of classes.
         genotype: The derived architecture; None for a fixed network.
     """
     shapes = {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes}
@@ -152,7 +152,7 @@ def describe_network(
 
 
 def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
-    """Return the sizes of the derived network: of ``retrain``, or of a space that keeps its own."""
+    """Return the sizes of the derived network: those in ``retrain``, or a space's own."""
     space, retrain = config.search_space, config.retrain
     sizes = {"channels": retrain.channels, "num_cells": retrain.num_cells}
     keeps_size = space_entry(genotype.space).settings is not CellSpace
@@ -174,7 +174,7 @@ def _retrain_sizes(config: Config, genotype: Genotype) -> dict[str, Any]:
 
 
 def supernet_sizes(space: SearchSpaceSettings) -> dict[str, Any]:
-    """Return the settings of a space that a network's description holds, beside the norm."""
+    """Return the settings of a space, besides the norm, that belong into descriptions."""
     sizes = {key: getattr(space, key) for key in space_entry(space.name).sizes}
     return sizes if space.own_ops else {k: v for k, v in sizes.items() if k != "own_ops"}
 
@@ -187,14 +187,14 @@ def describe_derived(
     norm: str,
     auxiliary: bool,
 ) -> dict[str, Any]:
-    """Describe a genotype's network, for :func:`make_network`."""
+    """Return the description of a genotype's network, for :func:`make_network`."""
     genotype_json = json.loads(to_json(genotype))
     network = {"name": "derived", "genotype": genotype_json, **shapes, **sizes}
     return network | {"norm": norm, "auxiliary": auxiliary}
 
 
 def candidate_settings(config: Config, prepared: Prepared) -> dict[str, Any]:
-    """The settings of :func:`describe_derived` for a candidate of the search, at its own size."""
+    """Return arguments of :func:`describe_derived` for a candidate of the search, at its size."""
     return {
         "shapes": {"input_shape": list(prepared.input_shape), "num_classes": prepared.num_classes},
         "sizes": supernet_sizes(config.search_space),
@@ -204,10 +204,10 @@ def candidate_settings(config: Config, prepared: Prepared) -> dict[str, Any]:
 
 
 def describe_pool(genotypes: Sequence[Genotype], **settings: Any) -> dict[str, Any]:
-    """Describe a pool, the genotypes' networks side by side, for :func:`make_network`.
+    """Return the description of a pool, networks side by side, for :func:`make_network`.
 
     Args:
-        genotypes: Of one space; at least one.
+        genotypes: Genotypes of one space, at least one.
         **settings: See :func:`describe_derived`.
     """
     described = [describe_derived(genotype, **settings) for genotype in genotypes]
@@ -219,7 +219,7 @@ def make_network(description: Description) -> nn.Module:
     """Return a newly initialised network; draws from torch's global generator.
 
     Raises:
-        ConfigError: The description's name, genotype or sizes cannot be built.
+        ConfigError: No network can be built with the description's name, genotype or sizes.
     """
     input_shape, name = tuple(description["input_shape"]), description["name"]
     if name in OWN["network"]:
@@ -242,7 +242,7 @@ def make_network(description: Description) -> nn.Module:
 
 
 def _own_network(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """A network from outside the package, after a try on two records of zeros."""
+    """Return a network from outside the package, after a try on two records of zeros."""
     make, x = TABLES["network"][name], torch.zeros(2, *shape)
     network, out, _ = tried(f"network {name}", make, (shape, num_classes), x)
     if out.shape != (2, num_classes):
@@ -254,7 +254,7 @@ def _own_network(name: str, shape: tuple[int, ...], num_classes: int) -> nn.Modu
 
 
 def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
-    """Return the space whose network of the genotype a description of a derived network means."""
+    """Return the space and the genotype in a description of a derived network."""
     genotype = from_json(json.dumps(description["genotype"]))
     sizes = space_entry(genotype.space).sizes
     space = make_space(
@@ -262,7 +262,7 @@ def described_space(description: Description) -> tuple[SearchSpace, Genotype]:
         input_shape=tuple(description["input_shape"]),
         num_classes=description["num_classes"],
         norm=description["norm"],
-        **{size: description[size] for size in sizes if size in description},  # a skip may lack
+        **{size: description[size] for size in sizes if size in description},  # no skip in some
     )
     return space, genotype
 
@@ -271,7 +271,7 @@ def load(run_folder: str | Path) -> Model:
     """Return the trained model of a run, on the CPU; it takes raw data.
 
     Args:
-        run_folder: A run's folder, or one that ``fednas export`` has made of it, or its model.
+        run_folder: A run's folder, a folder made from it by ``fednas export``, or a model file.
 
     Raises:
         ConfigError: The folder holds no exported model.
@@ -284,7 +284,7 @@ def load(run_folder: str | Path) -> Model:
 
 
 def load_description(run_folder: Path) -> Description:
-    """Read the description of the exported network of a run.
+    """Return the description of the exported network of a run.
 
     Raises:
         ConfigError: The folder holds no exported model.
@@ -293,10 +293,10 @@ def load_description(run_folder: Path) -> Description:
 
 
 class FineTuned(Pretrained):
-    """A network of timm or torchvision that takes images as a data set normalises them."""
+    """A network of timm or torchvision that takes images normalised by the data set."""
 
     def __init__(self, description: Description) -> None:
-        """Build the newly initialised network; raises as :class:`Pretrained`."""
+        """Build the newly initialised network; raises the errors of :class:`Pretrained`."""
         sizes = {"image_size": description["image_size"], "num_classes": description["num_classes"]}
         _image_shape(description["architecture"], tuple(description["input_shape"]))
         super().__init__(description["architecture"], **sizes)
@@ -308,21 +308,21 @@ class FineTuned(Pretrained):
         return super().forward(x * scale + shift)
 
 
-# The baselines of the papers' tables: networks that are given, not searched.
+# The baselines in the papers' tables: given networks, without a search.
 
 
 def torchvision_network(
     input_shape: tuple[int, ...], num_classes: int, *, name: str, norm: Norm
 ) -> nn.Module:
-    """Return a network of torchvision, newly initialised, for images of any channel count.
+    """Return a newly initialised network of torchvision, for images of any channel count.
 
-    Below 64 pixels the first convolution has stride 1 instead of 2, as is usual for 32x32 images.
+    Below 64 pixels the first convolution has stride 1 instead of 2, as usual for 32x32 images.
 
     Args:
         input_shape: (channels, height, width) of an image.
         num_classes: Number of classes.
-        name: ``mobilenet_v2`` or ``efficientnet_b0``: those whose first convolution has 32 filters.
-        norm: ``batch``, or ``group``, as private training needs.
+        name: ``mobilenet_v2`` or ``efficientnet_b0``, whose first convolutions have 32 filters.
+        norm: ``batch``, or ``group``, which private training needs.
 
     Raises:
         ConfigError: The examples are no images, or there is no such norm.
@@ -346,9 +346,9 @@ class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with norms beside a shortcut (He et al. 2016, CVPR, figure 2).
 
     Args:
-        inputs: Channels.
-        outputs: Channels.
-        stride: 1, or 2.
+        inputs: Number of input channels.
+        outputs: Number of output channels.
+        stride: 1 or 2.
         norm: ``batch`` or ``group``.
     """
 
@@ -412,9 +412,9 @@ def plain_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 
 def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """A linear layer on the flattened input, which begins with zeros.
+    """Return a linear layer on the flattened input, initialised with zeros.
 
-    What is drawn at random stays where few records have a say.
+    Random initial weights would remain where few records have an influence.
     """
     return nn.Sequential(nn.Flatten(), zeroed(nn.Linear(math.prod(input_shape), num_classes)))
 
@@ -422,7 +422,7 @@ def linear(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 class OneLayer(nn.Module):
     """A layer of ReLU units beside a linear model, both on the flattened input.
 
-    For tables with privacy, where it learns more of few records than deeper networks do
+    For tables with privacy, where it learns more from few records than deeper networks
     (scripts/results/README.md, "Tables with privacy").
     """
 
@@ -442,11 +442,11 @@ class OneLayer(nn.Module):
 def private_cnn(
     input_shape: tuple[int, ...], num_classes: int, *, activation: type[nn.Module]
 ) -> nn.Module:
-    """Return the CNN of Papernot et al. (2021), arXiv 2007.14191, of which CNN-Tanh is one.
+    """Return the CNN of Papernot et al. (2021), arXiv 2007.14191; one of its forms is CNN-Tanh.
 
-    The baseline of DPNAS' Table 1, with other activations of its Table 4 and Figure 5(c): the
-    smaller network for grey images (.03 M parameters at 28x28), the larger one for others (.55 M at
-    32x32), whose pools are max-pools here; the paper's differ from table to table.
+    It is the baseline of DPNAS' Table 1 and, with other activations, of its Table 4 and Figure
+    5(c): the smaller network for grey images (.03 M parameters at 28x28), the larger one for others
+    (.55 M at 32x32). Its pools are max-pools here; the paper's differ from table to table.
 
     Raises:
         ConfigError: Images are smaller than 14 pixels (grey) or 8 pixels (others).

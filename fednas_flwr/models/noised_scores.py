@@ -1,11 +1,11 @@
 """AUROC and a threshold from one noised release: counts of scores by class.
 
 A private client counts its records by class and by bin of the log odds that the network gives the
-positive class. Each record is in one bin, so that the counts have a norm of 1 per record. Bins are
-fixed beforehand, equally wide by the inverse hyperbolic sine: narrow where models that are unsure
-rank records, wide where few private steps have made a model too sure. Those at both ends in which
-nothing but noise can be seen are left out, which reads no record, but for two: in the nearest are
-often the few records that a model is surest of, without which the AUROC is too small.
+positive class. Each record is in one bin, so the counts have a norm of 1 per record. Bins are fixed
+beforehand, equally wide by the inverse hyperbolic sine: narrow where unsure models rank records,
+wide where few private steps have made a model too sure. Bins at both ends that show only noise are
+left out, which reads no record, except the nearest two: these often have the few records that a
+model is surest of, and without them the AUROC is too small.
 
 Tensor suffixes: N records, B bins.
 """
@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BINS, LARGEST = 64, 32.0  # of log odds from -32 to 32; what lies beyond counts in the last ones
-SEEN = 4.0  # deviations of noise above which a count is more than noise
+BINS, LARGEST = 64, 32.0  # of log odds from -32 to 32; the last bins have all that lies beyond
+SEEN = 4.0  # standard deviations of noise above which a count is more than noise
 BEYOND = 2  # bins at either end that count beside those in which records are seen
-LARGEST_ERROR = 0.03  # above which an AUROC is not told
-USUAL_BINS = 16  # that hold nearly all records
+LARGEST_ERROR = 0.03  # with a larger error, no AUROC is reported
+USUAL_BINS = 16  # number of bins that hold nearly all records
 
 
 @dataclass(frozen=True)
 class NoisedScores:
-    """Scores that counts tell.
+    """Scores that follow from noised counts.
 
     Attributes:
-        auroc: From 0 to 1; None if its error is above ``LARGEST_ERROR``.
-        error: The standard deviation that noise gives the AUROC.
+        auroc: AUROC from 0 to 1; None if its error is above ``LARGEST_ERROR``.
+        error: Standard deviation that noise gives the AUROC.
         prevalence: Share of positive records.
-        threshold: Probability from which a record counts as positive, in (0, 1): the edge of a bin
-            with the largest sensitivity + specificity (Youden 1950).
+        threshold: Probability from which on a record counts as positive, in (0, 1): the edge of a
+            bin with the largest sensitivity + specificity (Youden 1950).
     """
 
     auroc: float | None
@@ -43,11 +43,11 @@ class NoisedScores:
 
 
 def one_hot(log_odds_N: Tensor, positive_N: Tensor) -> Tensor:
-    """Each record's place among the counts, float64 [N, 2 B]: negative records' bins come first.
+    """Return each record's count, float64 [N, 2 B], 1 in its bin; negative records' bins are first.
 
     Args:
-        log_odds_N: Of being positive; one that is not finite counts as 0.
-        positive_N: True of positive records.
+        log_odds_N: Log odds of being positive; non-finite ones count as 0.
+        positive_N: True for positive records.
     """
     finite_N = log_odds_N.double().nan_to_num(0.0, 0.0, 0.0)
     scaled_N = (finite_N.asinh() / math.asinh(LARGEST) + 1) / 2 * BINS
@@ -56,11 +56,11 @@ def one_hot(log_odds_N: Tensor, positive_N: Tensor) -> Tensor:
 
 
 def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
-    """Scores of noised counts; None where they are hardly more than noise.
+    """Return the scores of noised counts; None if they are hardly more than noise.
 
     Args:
-        counts: The sum over all clients [2 B], as :func:`one_hot` orders it.
-        noise: The standard deviation of the noise in each count, 0 or more.
+        counts: Sum over all clients [2 B], in the order of :func:`one_hot`.
+        noise: Standard deviation of the noise in each count, 0 or more.
     """
     negative_B, positive_B = counts.double().view(2, BINS)
     seen = torch.nonzero(negative_B + positive_B > SEEN * noise * math.sqrt(2)).flatten()
@@ -71,7 +71,7 @@ def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
     negatives, positives = negative_B.sum(), positive_B.sum()
     if min(negatives, positives) <= SEEN * noise * math.sqrt(len(negative_B)):
         return None
-    below_B = (negative_B.cumsum(0) - negative_B / 2) / negatives  # of records, ties by half
+    below_B = (negative_B.cumsum(0) - negative_B / 2) / negatives  # share of records; ties half
     above_B = 1 - (positive_B.cumsum(0) - positive_B / 2) / positives
     auroc = float((positive_B * below_B).sum() / positives)
     moves = torch.cat([(below_B - auroc) / positives, (above_B - auroc) / negatives])
@@ -87,14 +87,14 @@ def scores_of_counts(counts: Tensor, *, noise: float) -> NoisedScores | None:
 
 
 def planned_noise(error: float, *, records: float, rarer: float) -> float:
-    """The noise of a sum of counts with which an AUROC near 1/2 has a standard error.
+    """Return the noise of a sum of counts with which an AUROC near 1/2 has a given standard error.
 
-    ``error r N sqrt(12 / 16)``: of 16 bins, and r N records of the rarer class, each
-    moves it by a number spread evenly over a range of ``1 / (r N)``.
+    It is ``error r N sqrt(12 / 16)``: with 16 bins and r N records of the rarer class, each bin
+    moves the AUROC by a number spread evenly over a range of ``1 / (r N)``.
 
     Args:
         error: The standard error, above 0.
-        records: N, of all clients.
+        records: N, the records of all clients.
         rarer: r, the share of the rarer class, above 0.
     """
     return error * rarer * records * math.sqrt(12 / USUAL_BINS)

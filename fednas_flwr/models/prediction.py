@@ -1,7 +1,7 @@
-"""A trained model that takes what the user has: normalisation, classes and softmax are inside.
+"""A trained model that takes the user's raw data: normalisation, classes and softmax are inside.
 
-:class:`Model` is what a run exports. ``predict`` takes arrays, DataFrames and files;
-``forward`` tensors, for those who build on it.
+A run exports a :class:`Model`. Its ``predict`` takes arrays, DataFrames and files; ``forward``
+takes tensors, for code that builds on it.
 """
 
 import json
@@ -28,11 +28,11 @@ from fednas_flwr.search.objective import Objective, Regression
 from fednas_flwr.settings.data_settings import Transform
 
 MODEL_FILE = "model.safetensors"
-TRANSFORM = "transform."  # before the names of a backbone's tensors in that file
-METADATA_KEY = "fednas_model"  # in that file, what it is built from and what its inputs are
+TRANSFORM = "transform."  # prefix of the names of a backbone's tensors in that file
+METADATA_KEY = "fednas_model"  # key in that file of the descriptions of network and inputs
 BATCH_SIZE = 256
 
-Progress = Callable[[int, int], None]  # told how many records are done, and of how many
+Progress = Callable[[int, int], None]  # called with the records done, and their total
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Predictions:
     """Predictions of a model for records.
 
     Attributes:
-        inputs: Of the model, with the ``threshold`` that was taken.
+        inputs: Inputs of the model, with the ``threshold`` that was used.
         names: One per record: a file's path, or the row's number from 0.
-        probabilities: float32 ``[N, classes]``; each row sums to 1, but for several labels. Of a
-            number ``[N, 1]``, the predictions in its unit.
-        labels_N: Labels that the data has, as ``RawData.labels``; None where it has none.
-        notes: Sentences on what is odd about the records.
-        ids: Whose each record is, by the column that said so in training; None where it lacks.
-        logits: float32 ``[N, classes]``, of which the probabilities are.
+        probabilities: float32 ``[N, classes]``; each row sums to 1, except with several labels. For
+            a number to predict ``[N, 1]``, the predictions in its unit.
+        labels_N: Labels in the data, as ``RawData.labels``; None if there are none.
+        notes: Sentences about what is odd in the records.
+        ids: The person of each record, by the same column as in training; None if it is missing.
+        logits: float32 ``[N, classes]``, from which the probabilities follow.
     """
 
     inputs: Inputs
@@ -75,24 +75,24 @@ class Predictions:
 
     @property
     def labels(self) -> Sequence[Label]:
-        """The class of each record by name, or its labels; or its number."""
+        """The class or labels of each record by name, or its number."""
         return named_labels(self.chosen, self.class_names)
 
     @property
     def truth(self) -> Sequence[Label] | None:
-        """The same as the data says it; None where it does not."""
+        """The same according to the data; None if the data has no labels."""
         return None if self.labels_N is None else named_labels(self.labels_N, self.class_names)
 
     @property
     def objective(self) -> Objective:
-        """What scores are of."""
+        """The objective by which scores are computed."""
         return _objective(self.inputs)
 
     @property
     def accuracy(self) -> float | None:
-        """Share of records whose label is that of the data, in [0, 1]; None where it has no class.
+        """Share of records whose label is that in the data, in [0, 1]; None if it has no classes.
 
-        Of several labels the mean share of labels that are told right.
+        With several labels, the mean share of labels that are right.
         """
         if self.labels_N is None or not len(self) or self.inputs.target:
             return None
@@ -101,10 +101,10 @@ class Predictions:
     def table(self) -> Any:
         """Return a DataFrame with ``record``, ``label`` and each class's ``probability of ...``.
 
-        Of a number with ``prediction`` in their place.
-        With a column ``truth`` where the data names the class of each record, and the column of
-        ids first where the data has it. Several labels are ``labels``, with semicolons between
-        them. An id's column of one of these names gets ``_`` at its end.
+        For a number to predict, ``prediction`` replaces the last two. There is a column ``truth``
+        if the data has the class of each record, and the column of ids comes first if the data has
+        it. Several labels are ``labels``, separated by semicolons. A column of ids that has one of
+        these names gets a final ``_``.
         """
         import pandas as pd
 
@@ -127,20 +127,20 @@ class Predictions:
 
 
 class Model(nn.Module):
-    """A trained network and all that it needs to know of raw records.
+    """A trained network and all that it needs to know about raw records.
 
     Args:
-        network: Takes normalised records, returns logits; put into evaluation mode.
-        inputs: What raw records are.
-        description: What the network is built from.
-        backbone: Settings of the transform, of which a backbone's weights are read; None where
-            they are loaded later.
+        network: Network from normalised records to logits; it is put into evaluation mode.
+        inputs: Description of raw records.
+        description: Description from which the network is built.
+        backbone: Settings of the transform, with the file of a backbone's weights; None if they are
+            loaded later.
 
     Attributes:
         network: As the argument.
         inputs: As the argument.
         description: As the argument.
-        transform: Turns images into the network's features; None where it takes the images.
+        transform: Transform of images into the network's features; None if it takes the images.
     """
 
     def __init__(
@@ -171,16 +171,16 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return probabilities ``[N, classes]``: softmax, or sigmoid of each of several labels.
 
-        Of a model of numbers these are predictions ``[N, 1]`` in the target's unit.
+        A model that predicts numbers returns predictions ``[N, 1]`` in the target's unit.
 
         Args:
-            x: uint8 ``[N, C, H, W]`` from 0 to 255 or float from 0 to 1; of a table float32
+            x: uint8 ``[N, C, H, W]`` from 0 to 255 or float from 0 to 1; for a table float32
                 ``[N, F]``, NaN where missing, see :func:`~fednas_flwr.data.records.feature_names`.
         """
         return _objective(self.inputs).probabilities(self.logits(x))
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits ``[N, classes]`` of what :meth:`forward` takes."""
+        """Return logits ``[N, classes]`` for the inputs of :meth:`forward`."""
         if self.transform is not None:
             x = self.transform(x if x.is_floating_point() else x.float() / 255)
         return self.network(normalised(x, self.inputs.mean, self.inputs.std, self.inputs.limit))
@@ -194,12 +194,12 @@ class Model(nn.Module):
         Args:
             data: Images or a table, in memory or as a path: see
                 :func:`~fednas_flwr.data.raw.read_raw`.
-            progress: Told after each batch how many records are done, and of how many.
-            threshold: Probability from which a record is of the positive class, or has a label;
-                None is the model's own, which may take the most probable class.
+            progress: Function called after each batch with the records done, and their total.
+            threshold: Probability from which on a record is of the positive class, or has a label;
+                None is the model's own threshold, or the most probable class if it has none.
 
         Raises:
-            ConfigError: The data is not what the model takes, or a threshold has no class.
+            ConfigError: The model does not take such data, or there is no class for a threshold.
         """
         threshold = self.inputs.threshold if threshold is None else threshold
         inputs, classes = replace(self.inputs, threshold=threshold), len(self.class_names)
@@ -214,7 +214,7 @@ class Model(nn.Module):
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         self.eval()
         outputs = [torch.zeros(0, classes)]
-        shades: list[Tensor] = []  # black, since images to predict may well be of one shade
+        shades: list[Tensor] = []  # black images only, as one shade is common in prediction
         done = 0
         for x in raw.batches(BATCH_SIZE):
             shades += [torch.stack([x.max(), x.new_tensor(0)])] if x.dtype == torch.uint8 else []
@@ -225,27 +225,27 @@ class Model(nn.Module):
         logits = torch.cat(outputs)
         notes = (*raw.notes, *of_brightness(shades))
         for note in notes:
-            warnings.warn(note, stacklevel=3)  # of whom torch's no_grad is the caller
+            warnings.warn(note, stacklevel=3)  # torch's no_grad is the direct caller
         shares = objective.probabilities(logits).numpy()
         return Predictions(inputs, tuple(raw.names), shares, raw.labels, notes, raw.ids, logits)
 
 
 def _objective(inputs: Inputs) -> Objective:
-    """What a model is trained for."""
+    """Return the objective for which a model is trained."""
     if inputs.target:
         return Regression(target=inputs.target)
     return Objective(None, inputs.positive, inputs.multi_label, inputs.threshold)
 
 
 def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module]) -> Model:
-    """Return the model in a file, on the CPU; the file is tensors and JSON, nothing is executed.
+    """Return the model in a file, on the CPU; the file has tensors and JSON, and executes nothing.
 
     Args:
-        path: What :func:`~fednas_flwr.models.export.export_safetensors` wrote.
-        make_network: Builds the network of a description.
+        path: File written by :func:`~fednas_flwr.models.export.export_safetensors`.
+        make_network: Function that builds the network of a description.
 
     Raises:
-        ConfigError: There is no such file, or its metadata do not say what it holds.
+        ConfigError: There is no such file, or its metadata do not describe its content.
     """
     description, inputs = read_metadata(path)
     network, tensors = make_network(description), load_file(path)
@@ -261,10 +261,10 @@ def read_model(path: Path, make_network: Callable[[Mapping[str, Any]], nn.Module
 
 
 def read_metadata(path: Path) -> tuple[dict[str, Any], Inputs]:
-    """Read the description of the network in a file, and of its inputs.
+    """Return the descriptions of the network in a file and of its inputs.
 
     Raises:
-        ConfigError: As :func:`read_model`.
+        ConfigError: As in :func:`read_model`.
     """
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: no run, or it has not reached its export.")

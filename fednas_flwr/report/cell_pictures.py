@@ -1,9 +1,9 @@
 """Cells of a genotype as SVG pictures, drawn without system programs, and names of their edges.
 
-`cell_svg` draws a cell as a score: nodes are columns from left to right, and each edge is an arrow
-from its source's column to its target's, with its op on it, in a row that no other edge there has;
-so no line crosses a label, and nothing has to be laid out. Colours are CSS variables with defaults
-for light paper (``--cell-line``, ``--cell-node``, ...), so that a page can recolour the picture.
+`cell_svg` draws a cell like a musical score: nodes are columns from left to right. Each edge is an
+arrow from its source's column to its target's, labelled with its op, in a row that no other edge
+there uses, so that no line crosses a label and no layout is needed. Colours are CSS variables with
+defaults for light paper (``--cell-line``, ``--cell-node``, ...), so that a page can change them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ CHARACTER_WIDTH = 6.9
 def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> tuple[Markup, float]:
     """Return a cell as one ``<svg>`` element, and its width.
 
-    A cell with two inputs follows DARTS: its output is the concatenation of all inner nodes, a
+    A cell with two inputs follows DARTS: its output, the concatenation of all inner nodes, is a
     column of its own. A cell with one input ends in its last node. Edges with the op ``none`` are
     dashed.
 
     Args:
-        edges: ``{"op", "source", "target"}`` as a genotype stores them; sources come before
-            targets, at least one edge.
+        edges: ``{"op", "source", "target"}`` as a genotype stores them, at least one edge; sources
+            come before targets.
         title: The picture's name for screen readers.
 
     Raises:
@@ -67,7 +67,7 @@ def cell_svg(edges: Sequence[Mapping[str, Any]], *, title: str) -> tuple[Markup,
 
 
 def kept_labels(kept: Sequence[Mapping[str, Any]], num_edges: int) -> list[str]:
-    """Return the name of each edge that a cell keeps, of so many candidates."""
+    """Return the name of each edge that a cell keeps, out of ``num_edges`` candidates."""
     if len(kept) == num_edges:
         last = max((edge["target"] for edge in kept), default=0)
         return [edge_name(edge["source"], edge["target"], 1, last) for edge in kept]
@@ -78,8 +78,8 @@ def kept_labels(kept: Sequence[Mapping[str, Any]], num_edges: int) -> list[str]:
 def edge_labels(num_edges: int) -> list[str]:
     """Return the names of a cell's edges, at least one, ordered by target, then by source.
 
-    The number tells the kind of cell: every node reads all before it, and 2 + 3 + 4 + ... edges
-    mean two inputs (DARTS), 1 + 2 + 3 + ... one input (NAS-Bench-201).
+    The number of edges shows the kind of cell, since every node reads all nodes before it:
+    2 + 3 + 4 + ... edges mean two inputs (DARTS), 1 + 2 + 3 + ... one input (NAS-Bench-201).
 
     Example:
         >>> edge_labels(3)
@@ -94,12 +94,12 @@ def edge_labels(num_edges: int) -> list[str]:
 
 
 def edge_name(source: int, target: int, inputs: int, last: int) -> str:
-    """Return an edge's name by those of its nodes."""
+    """Return an edge's name, made of its nodes' names."""
     return f"{node_name(source, inputs, last)} → {node_name(target, inputs, last)}"
 
 
 def node_name(index: int, inputs: int, last: int) -> str:
-    """Return a node's name as the picture of the cell has it."""
+    """Return a node's name in the picture of the cell."""
     if inputs == 1:
         return {0: "input", last: "output"}.get(index, str(index))
     return ("c(k−2)", "c(k−1)")[index] if index < 2 else str(index - 2)

@@ -1,8 +1,8 @@
 """Several runs side by side: groups that differ only in the seed, with mean and deviation.
 
-`compare_runs` reads run folders or folders that hold them (a sweep); `print_comparison`,
-`write_comparison`, `latex` and `write_curves` show the result. A run that cannot be counted is
-listed with the reason. Differences are of runs with the same seed, with Student's t.
+`compare_runs` reads run folders, or folders that hold them (a sweep). `print_comparison`,
+`write_comparison`, `as_latex` and `write_curves` show the result. A run that cannot be counted is
+listed with the reason. Differences are between runs with the same seed, with Student's t.
 """
 
 import json
@@ -31,14 +31,14 @@ from fednas_flwr.runs.events import Event
 from fednas_flwr.runs.numbers import Metric, Run
 
 TITLE_WIDTH, GROUP_WIDTH = 30, 18
-MOST_SETTINGS = 6  # that have columns
+MOST_SETTINGS = 6  # settings that have columns
 GROUPS = ("algorithm", "dataset", "partition", "search_space", "retrain", "privacy", "runtime")
 NOT_SETTINGS = ("seed", "run_dir", "resume")
 BY_NAME = {metric.name: metric for metric in rn.METRICS}
-# Settings by which runs are of other records; features, ranges and splits of the same may differ.
+# Settings of records: runs that differ in one, except in these, are on other records.
 SAME_DATA = "fractions|ranges|scattering|statistics|target_range"
 OTHER_DATA = re.compile(rf"(dataset(?!\.({SAME_DATA}))|partition|clients)\b")
-# Settings of the data set by which its test set is the same.
+# Settings of the data set that must be equal for the same test set.
 SAME_TEST = ("name", "root", "label", "labels", "limit_test")
 OVER: dict[str, tuple[str, Callable[[Sequence[Event]], float]]] = {
     "rounds": ("round", lambda events: events[-1]["round"]),
@@ -48,16 +48,16 @@ OVER: dict[str, tuple[str, Callable[[Sequence[Event]], float]]] = {
         lambda events: sum(e["bytes_sent"] + e["bytes_received"] for e in events) / 1e6,
     ),
 }
-BEST_FILE = "optimization_results.yaml"  # of Hydra's Optuna sweeper, in the folder of a sweep
+BEST_FILE = "optimization_results.yaml"  # by Hydra's Optuna sweeper, in the folder of a sweep
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """A metric of the runs of a group.
+    """A metric of the runs in a group.
 
     Attributes:
-        mean: Of the values that were reached; None if none was.
-        deviation: Their standard deviation (n - 1); None of fewer than two.
+        mean: Mean of the values that were reached; None if none was.
+        deviation: Their standard deviation (n - 1); None with fewer than two values.
         values: The runs' values in the order of the seeds, None where not reached.
     """
 
@@ -67,7 +67,7 @@ class Statistics:
 
     @classmethod
     def of(cls, values: tuple[float | None, ...]) -> "Statistics":
-        """The statistics of the values of some runs."""
+        """Return the statistics of the values of some runs."""
         reached = [value for value in values if value is not None]
         deviation = stdev(reached) if len(reached) > 1 else None
         return cls(fmean(reached) if reached else None, deviation, values)
@@ -78,11 +78,11 @@ class Estimate:
     """A mean over seeds with its 95 % interval.
 
     Attributes:
-        mean: Of the values.
-        low: The lower end; None of one seed where nothing tells the interval.
-        high: The upper end.
-        of: What the interval is of: ``seeds``, by Student's t, or the ``test records`` of one seed,
-            by their bootstrap, which tells nothing of other seeds; empty without one.
+        mean: Mean of the values.
+        low: Lower end of the interval; None for one seed without an interval.
+        high: Upper end of the interval.
+        of: Source of the interval: ``seeds``, by Student's t; or the ``test records`` of one seed,
+            by their bootstrap, which says nothing about other seeds; empty without an interval.
     """
 
     mean: float
@@ -92,7 +92,7 @@ class Estimate:
 
     @classmethod
     def by(cls, values: Sequence[float], records: Sequence[float] | None) -> "Estimate | None":
-        """The estimate of some values; of one, the interval ``records`` is that of its records."""
+        """Return the estimate of some values; for one value the interval ``records`` is used."""
         if not values:
             return None
         mean, half = paired_difference(values)
@@ -102,7 +102,7 @@ class Estimate:
         return cls(mean, low, high, "test records" if records else "")
 
     def text(self, metric: Metric) -> str:
-        """It as a difference, in the unit of the metric's column."""
+        """Return it as a difference, in the unit of the metric's column."""
         form = FORMS[metric.unit]
         digits = form.decimals or 3
         mean, low, high = (
@@ -120,14 +120,14 @@ class Group:
     """Runs that differ only in the seed.
 
     Attributes:
-        name: What tells this group from the others, in few words.
-        settings: The settings that tell this group from the others.
+        name: A few words that distinguish this group from the others.
+        settings: The settings that distinguish this group from the others.
         seeds: The seeds, ascending.
         folders: The run folders, in the order of the seeds.
         test_seed: True if a client's noise came from a known seed: epsilon then protects nobody.
-        metrics: What the runs have reached.
-        score: What the runs are compared by; None where no run has reached it.
-        difference: Of the score, from the group that others are compared with; None without one.
+        metrics: The metrics that the runs have reached.
+        score: The score by which runs are compared; None if no run has reached it.
+        difference: Difference of the score from the group that others are compared with, or None.
     """
 
     name: str
@@ -142,17 +142,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups in the order in which their first runs were found, and what could not be counted.
+    """Groups in the order in which their first runs were found, and runs that are not counted.
 
     The groups of the best trials of an optimising sweep come before the others.
 
     Attributes:
-        best: What an optimising sweep found best, one line per trial; its groups come first.
+        best: The best trials of an optimising sweep, one line each; their groups come first.
         groups: The groups of finished runs.
         not_counted: ``folder`` and ``reason`` of every run that is in no group.
-        metric: What the runs are compared by first, a name of ``METRICS``.
-        warnings: Where a score and accuracy disagree, a sentence each.
-        against: The name of the group that the others' differences are from; None for none.
+        metric: The metric by which runs are compared first, a name of ``METRICS``.
+        warnings: One sentence for each case in which a score and accuracy disagree.
+        against: Name of the group from which the others' differences are taken, or None.
     """
 
     best: tuple[str, ...]
@@ -164,27 +164,27 @@ class Comparison:
 
     @property
     def main(self) -> Metric:
-        """What the runs are compared by first."""
+        """The metric by which the runs are compared first."""
         return BY_NAME[self.metric]
 
     @property
     def notes(self) -> list[str]:
-        """What privacy costs, where plain runs stand beside; what the differences are of."""
+        """Sentences on the cost of privacy, if there are plain runs, and on the differences."""
         return [*paragraphs("costs_of_privacy", self), *paragraphs("difference_notes", self)]
 
     @property
     def same_data(self) -> bool:
-        """Whether all groups are of the same records, in the same hands."""
+        """True if all groups have the same records, divided over clients in the same way."""
         return not any(map(OTHER_DATA.match, self.settings()))
 
     def settings(self) -> list[str]:
-        """The names of the settings that tell the groups apart."""
+        """The names of the settings that distinguish the groups."""
         return list(self.groups[0].settings) if self.groups else []
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return head and rows of text, one per group: results first, then settings.
 
-        Without results that no group has reached, or that are the same in all of them;
+        It leaves out results that no group has reached, or that are equal in all groups.
         ``(2 of 3)`` marks a mean that lacks a seed.
         """
         score, several = self.metric.partition("_")[2], len(self.groups) > 1
@@ -208,7 +208,7 @@ class Comparison:
 
 
 def paired_difference(differences: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of differences and half of its 95 % interval by Student's t; None of one alone."""
+    """Return the mean of differences and half its 95 % interval (Student's t), None for one."""
     from scipy.stats import t  # type: ignore[import-untyped,unused-ignore]
 
     number = len(differences)
@@ -225,7 +225,7 @@ def _score(runs: Sequence[Run], main: Metric) -> Estimate | None:
 
 
 def _difference(runs: Sequence[Run], others: Sequence[Run], main: Metric) -> Estimate | None:
-    """How far some runs are ahead of others with the same seeds."""
+    """Return by how much some runs are ahead of others with the same seeds."""
     by_seed = {} if runs is others else {other.config.get("seed"): other for other in others}
     pairs: list[tuple[Run, Run]] = []
     values: list[float] = []
@@ -244,7 +244,7 @@ def _difference(runs: Sequence[Run], others: Sequence[Run], main: Metric) -> Est
 
 
 def _test_set(run: Run) -> tuple[Any, ...]:
-    """What tells a run's test set, and the resamples of its records, from those of others."""
+    """Return values that are equal for runs with the same test set and resamples of its records."""
     named = [str(run.group("dataset").get(key)) for key in SAME_TEST]
     return *named, run.config.get("seed"), run.scores("central").get("num_examples")
 
@@ -259,13 +259,14 @@ def _cell(metric: Metric, group: Group) -> str:
 def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comparison:
     """Return the runs grouped by their settings.
 
-    Two runs belong together when their configurations differ in nothing but seed, run_dir and
-    resume. Of two runs with the same settings and seed the later found one is not counted.
+    Two runs belong together if their configurations differ only in seed, run_dir and resume. If two
+    runs have the same settings and seed, the one found later is not counted.
 
     Args:
         folders: Run folders, or folders that hold run folders at any depth.
-        against: The name of the group that differences are from; None is the only one without
-            privacy, if others on the same data have it, so that its cost has an interval.
+        against: Name of the group from which differences are taken. None takes the only group
+            without privacy if others on the same data have privacy, so that its cost gets an
+            interval.
 
     Raises:
         ConfigError: A folder does not exist, or there is no run in it; or no group has the name.
@@ -321,7 +322,7 @@ def compare_runs(folders: Iterable[Path], *, against: str | None = None) -> Comp
 
 
 def _names(groups: Sequence[Sequence[Run]], shown: Sequence[str], named: set[Path]) -> list[str]:
-    """Few words for each group: its folder's name where that was given, else what differs most."""
+    """Return a short name for each group: its given folder's name, else what differs most."""
     if all(len(runs) == 1 and runs[0].folder.resolve() in named for runs in groups):
         folders = [runs[0].folder.resolve().name for runs in groups]
         if len({*folders}) == len(groups):
@@ -340,7 +341,7 @@ def _names(groups: Sequence[Sequence[Run]], shown: Sequence[str], named: set[Pat
 
 
 def _best_trials(folder: Path) -> list[tuple[dict[str, Any], list[float]]]:
-    """Return settings and values of the best trials of a sweep, several if it had several aims."""
+    """Return settings and values of a sweep's best trials, several if it had several metrics."""
     path = folder / BEST_FILE
     if not path.is_file():
         return []
@@ -351,7 +352,7 @@ def _best_trials(folder: Path) -> list[tuple[dict[str, Any], list[float]]]:
 
 
 def _rank(run: Run, trials: Sequence[tuple[dict[str, Any], list[float]]]) -> int:
-    """Return the place of the trial whose settings a run has; all others come after."""
+    """Return the rank of the trial whose settings a run has; all other runs come after."""
     settings = _settings(run)
     for place, (params, _) in enumerate(trials):
         chosen = {name.lstrip("+"): templates.setting_text(value) for name, value in params.items()}
@@ -387,8 +388,8 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write compare.csv, .md, .json and .html into a folder and return their paths.
 
-    The CSV file holds plain numbers in the units of the metrics' names (accuracies as shares of 1);
-    the JSON file every single run's values as well.
+    The CSV file holds plain numbers in the units of the metrics' names (accuracies as shares of 1).
+    The JSON file also holds the values of every run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents = {
@@ -416,7 +417,7 @@ def run_folders(folders: Iterable[Path]) -> list[Path]:
             raise ConfigError(f"{folder} holds no run: no events.jsonl is in it or below it.")
         if folder in inside:
             inside = [folder]
-        runs = set(inside)  # what was trained beside a run is compared where it is named
+        runs = set(inside)  # runs beside a run are compared if their folder is named
         inside = [f for f in inside if f.parent.name not in rn.BESIDE or f.parents[1] not in runs]
         found |= {path.resolve(): path for path in inside if path.resolve() not in found}
     return list(found.values())
@@ -438,14 +439,14 @@ def _finished(folder: Path) -> tuple[Run | None, str]:
 
 
 def _settings(run: Run) -> dict[str, str]:
-    """The settings by dotted names, as text; the name of a group stands under the group."""
+    """Return the settings by dotted names, as text; a group has its choice as value."""
     named = rn.flat_settings(run.config).items()
     texts = {key.removesuffix(".name"): templates.setting_text(value) for key, value in named}
     return {name: text for name, text in texts.items() if name not in NOT_SETTINGS}
 
 
 def _distinguishing(settings: Sequence[dict[str, str]]) -> list[str]:
-    """Return the names to show: all that every group has and that differ, then what is needed."""
+    """Return the names to show: those that differ and every group has, then further needed ones."""
     names = list(dict.fromkeys(name for group in settings for name in group))
     differing = [n for n in names if len({group.get(n, DASH) for group in settings}) > 1]
     shown = [name for name in differing if all(name in group for group in settings)]
@@ -470,7 +471,7 @@ def _group(runs: list[Run], shown: list[str], name: str) -> Group:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """The groups' plain numbers, in the units of the metrics' names."""
+    """Return the groups' plain numbers, in the units of the metrics' names."""
     import pandas as pd
 
     rows = [
@@ -487,13 +488,13 @@ def as_csv(comparison: Comparison) -> str:
 
 
 def as_latex(comparison: Comparison) -> str:
-    """The table for a paper, with the package booktabs."""
+    """Return the table for a paper, with the package booktabs."""
     head, rows = comparison.table()
     return templates.render("compare.tex.j2", head=head, rows=rows)
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """The table, and what was not counted."""
+    """Return the table, and the runs that were not counted."""
     table = Markup("\n".join(markdown_table(*comparison.table())))
     text = templates.render("compare.md.j2", comparison=comparison, table=table)
     return text.strip() + "\n"
@@ -506,7 +507,7 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list
 
 
 def _html(comparison: Comparison) -> str:
-    """One offline page in the report's style: a chart, the table, and what costs what."""
+    """Return an offline page in the report's style: a chart, the table, and costs."""
     main, figures = comparison.main, {}
     found = [(group, group.score) for group in comparison.groups if group.score is not None]
     if found:
@@ -539,10 +540,10 @@ def write_curves(
     """Draw a metric of the rounds, mean and deviation over seeds, into a PDF, SVG or PNG file.
 
     Args:
-        folders: As of :func:`compare_runs`.
+        folders: As in :func:`compare_runs`.
         path: The file.
-        metric: Of ``round`` events, such as ``validation_accuracy``.
-        over: ``rounds``, ``time`` in seconds or ``traffic`` in MB, of the stage until then.
+        metric: Metric of ``round`` events, such as ``validation_accuracy``.
+        over: ``rounds``, or ``time`` in seconds or ``traffic`` in MB since the stage began.
         stage: ``search`` or ``retrain``.
 
     Raises:
@@ -582,5 +583,5 @@ def write_curves(
     axes.legend()
     try:
         picture.savefig(path)
-    except ValueError as error:  # of a suffix that matplotlib does not know
+    except ValueError as error:  # for a suffix that matplotlib does not know
         raise ConfigError(f"--curves={path}: {error}.") from error

@@ -1,9 +1,9 @@
 """report.html: one run on one page that needs no network and no server.
 
-`write_report` reads the run folder alone, so it can be called at any time, also for a run that
-failed or still goes on: what the run did not reach has no section. The page's template, style and
-script are the files of ``page/``. The template is rendered with autoescape; only the style, the
-script, the figures' JSON and the cells' SVG are put in as they are, and none of them
+`write_report` reads only the run folder, so it can be called at any time, also for a run that
+failed or still goes on: results that the run did not reach have no section. The page's template,
+style and script are the files in ``page/``. The template is rendered with autoescape; only the
+style, the script, the figures' JSON and the cells' SVG are inserted as they are, and none of them
 holds text that a client wrote.
 """
 
@@ -27,8 +27,8 @@ def write_report(run_folder: Path, *, renews: bool = False) -> Path:
     """Write the run's report.html and return its path.
 
     Args:
-        run_folder: Of the run.
-        renews: True if an open page loads itself anew every ``RENEW_S``, in the place where it is.
+        run_folder: Folder of the run.
+        renews: True if an open page reloads itself every ``RENEW_S``, and keeps its position.
 
     Raises:
         ConfigError: The folder holds no events.jsonl.
@@ -40,7 +40,7 @@ def write_report(run_folder: Path, *, renews: bool = False) -> Path:
 
 
 def render_report(run_folder: Path) -> str:
-    """Return the page of a run's report, HTML.
+    """Return the HTML page of a run's report.
 
     Raises:
         ConfigError: The folder holds no events.jsonl.
@@ -83,7 +83,7 @@ class Picture:
     """A picture of a report, which Jupyter shows.
 
     Attributes:
-        figure: In the terms of plotly.js: ``plotly.graph_objects.Figure(picture.figure)`` has it.
+        figure: The figure as plotly.js takes it: ``plotly.graph_objects.Figure(picture.figure)``.
     """
 
     figure: plots.Figure
@@ -97,5 +97,5 @@ class Picture:
 
 
 def _without_paths(text: str) -> str:
-    """A configuration without the folders of this machine: only the last part of each path."""
+    """Return a configuration without this machine's folders: each path keeps its last part."""
     return re.sub(r"(?m)(?<=: )(['\"]?)[/~]\S*/(?=\S)", r"\1…/", text)

@@ -1,7 +1,7 @@
-"""Found cells of NAS-Bench-201 in a published table of the accuracies of all of them.
+"""Looks up found cells in a published table of the accuracies of all cells of NAS-Bench-201.
 
-Dong and Yang (2020), arXiv 2001.00326, trained every cell; such a table says what a search has
-found without the luck and the cost of another training. :func:`read_table` reads one,
+Dong and Yang (2020), arXiv 2001.00326, trained every cell. Such a table rates the cell found by a
+search without the luck and the cost of another training. :func:`read_table` reads a table,
 :func:`found_cell` takes the cell from a run, :func:`print_lookup` shows several runs.
 """
 
@@ -38,10 +38,10 @@ class CellTable:
     """Accuracies of cells.
 
     Attributes:
-        columns: Names of the accuracies, as the file has them.
-        accuracies: For each cell its accuracies in the order of the columns, in the file's unit.
-        percentiles: For each cell the share of cells in percent, in (0, 100], that the mean of its
-            ranks over all columns is at least as good as; of equals the mean.
+        columns: Names of the accuracies in the file.
+        accuracies: Accuracies of each cell in the order of the columns, in the file's unit.
+        percentiles: For each cell, the share of cells in percent, in (0, 100], than which the mean
+            of its ranks over all columns is at least as good; for equal cells, their mean.
     """
 
     columns: tuple[str, ...]
@@ -56,12 +56,12 @@ def read_table(path: Path, columns: Sequence[str] = ()) -> CellTable:
     averaged. Ties share a rank, and so do equal means of ranks.
 
     Args:
-        path: Text with commas, semicolons or tabs, also compressed, or ``.parquet``.
-        columns: Names of columns of accuracies, whose highest value ranks best; may be left out
-            where the table has one column of numbers.
+        path: Text file with commas, semicolons or tabs, also compressed, or ``.parquet``.
+        columns: Names of columns of accuracies, where the highest value ranks best; may be left out
+            if the table has one column of numbers.
 
     Raises:
-        ConfigError: The file cannot be read, or lacks cells or columns, or columns must be named.
+        ConfigError: The file cannot be read, lacks cells or columns, or needs columns to be named.
     """
     import pandas as pd
 
@@ -91,7 +91,7 @@ def read_table(path: Path, columns: Sequence[str] = ()) -> CellTable:
 
 
 def read_cell(text: str) -> Cell:
-    """Return the ops of a cell in the benchmark's notation, spelt as this package spells them.
+    """Return the ops of a cell in the benchmark's notation, with this package's names.
 
     Raises:
         ValueError: The text is not of that form, or names an op that the benchmark does not have.
@@ -116,7 +116,7 @@ def found_cell(run: Run) -> Cell:
     """Return the cell that a run has derived.
 
     Raises:
-        ConfigError: It has derived none, or one of another search space.
+        ConfigError: The run has derived no cell, or one of another search space.
     """
     genotype = run.last("derived").get("genotype")
     if genotype is None:
@@ -130,7 +130,7 @@ def found_cell(run: Run) -> Cell:
 
 
 def print_lookup(table: CellTable, runs: Sequence[Run], console: Console | None = None) -> None:
-    """Print accuracies and percentile of each run's cell, with mean and worst of several.
+    """Print accuracies and percentile of each run's cell; for several, also the mean and worst.
 
     Raises:
         ConfigError: A run has no cell that the table holds.
@@ -180,7 +180,7 @@ def _read(path: Path) -> Any:
 
 
 def _holds_cells(column: Any) -> bool:
-    """Return whether all values of a column are cells, and there are some."""
+    """Return true if a column has values and all of them are cells."""
     try:
         return len(column) > 0 and all(bool(read_cell(value)) for value in column)
     except (ValueError, AttributeError):

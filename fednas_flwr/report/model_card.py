@@ -1,4 +1,4 @@
-"""MODEL_CARD.md: what the model of a run is, what it was made from, and what it is not good for."""
+"""MODEL_CARD.md: a description of a run's model, its origin, and its limits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fednas_flwr.runs.numbers import SCORES, Run, read_run
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
-PUBLISHED = "snapshot_download('<user>/<model>')"  # of huggingface_hub
+PUBLISHED = "snapshot_download('<user>/<model>')"  # from huggingface_hub
 
 
 def write_model_card(run_folder: Path) -> Path:
-    """Write the run's MODEL_CARD.md and return its path; what the run did not reach is left out.
+    """Write the run's MODEL_CARD.md and return its path; results not reached are left out.
 
     Raises:
         ConfigError: The folder holds no events.jsonl.
@@ -36,20 +36,20 @@ def write_model_card(run_folder: Path) -> Path:
 
 
 def card_of(run_folder: Path) -> str:
-    """Return the card that goes to the sites with the model, while the run is at its end."""
+    """Return the card that goes to the sites with the model at the end of a run."""
     run = read_run(run_folder)
     ended = run.events[-1] | {"event": "run_finished", "status": "completed"}
     return _card(replace(run, events=[*run.events, ended]), '"<this folder>"')
 
 
 def export_model(run_folder: Path, to: Path) -> list[Path]:
-    """Return the files of a new folder that is ready to be published as a model repository.
+    """Make a new folder that is ready to be published as a model repository; return its files.
 
-    The model's files, its genotype, and the card as ``README.md`` in the form of the Hugging Face
-    Hub, with the results as metadata. Nothing in it names a path of this machine.
+    They are the model's files, its genotype, and the card as ``README.md`` in the form of the
+    Hugging Face Hub, with the results as metadata. None of them names a path of this machine.
 
     Raises:
-        ConfigError: The run has exported no model, or the folder is not new and cannot be made.
+        ConfigError: The run has exported no model, or the folder exists or cannot be made.
     """
     run = read_run(run_folder)
     files = [Path(name).name for name in run.last("exported").get("files") or []]
@@ -67,7 +67,7 @@ def export_model(run_folder: Path, to: Path) -> list[Path]:
 
 
 def _metadata(run: Run) -> ModelCardData:
-    """The head of a card for the Hugging Face Hub, which needs results to have a model's name."""
+    """Return the head of a card for the Hugging Face Hub, where results need a model's name."""
     from huggingface_hub import EvalResult, ModelCardData
 
     inputs = run.last("exported").get("inputs") or {}
@@ -95,7 +95,7 @@ def _metadata(run: Run) -> ModelCardData:
 
 
 def _card(run: Run, place: str) -> str:
-    """The card; ``place`` is what the model is loaded from."""
+    """Return the card; ``place`` is the place that the model is loaded from."""
     text = templates.render(
         "card.md.j2",
         run=run,

@@ -1,9 +1,9 @@
-"""The report's figures in the terms of plotly.js: plain dictionaries from a run, drawn by the page.
+"""The report's figures as plain dictionaries for plotly.js, which the page draws.
 
-Each function returns a figure ``{"data": [...], "layout": {...}}``, or None when the run holds
-nothing to show; :func:`all_figures` has those of a run by name. The report's script adds what
-depends on the reader's screen: fonts, colours of the light or dark page, and the numbers inside the
-partition's picture where there is room for them.
+Each function returns a figure ``{"data": [...], "layout": {...}}``, or None if the run has nothing
+to show; :func:`all_figures` returns those of a run by name. The report's script adds what depends
+on the reader's screen: fonts, colours of the light or dark page, and the numbers inside the
+partition's picture if there is room for them.
 """
 
 import math
@@ -31,13 +31,13 @@ LOG: Figure = {"type": "log", "dtick": 1, "exponentformat": "power"}
 BLUE, ORANGE, GREEN, GREY = "#3b82f6", "#e8842c", "#2ea36b", "#8b98a9"
 COLOURS = (BLUE, ORANGE, GREEN, "#9a5bd0", "#d64b6a", "#1d9fb0", "#a38a1c", GREY)
 MOST_MARKERS = 60
-MOST_GAPS = 40  # rows or columns of a heat map that are drawn apart
+MOST_GAPS = 40  # rows or columns of a heat map that are drawn with gaps
 MOST_LABELS = 12  # points that have their names beside them
-WIDE_RANGE = 100  # of costs, from which their axis is logarithmic
+WIDE_RANGE = 100  # ratio of costs from which on their axis is logarithmic
 COSTS = ("multiply_adds", "latency_ms", "traffic_mb", "epsilon")  # of networks that a run compares
 LONGEST_NAME = 24
 CHARTS: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {
-    # heading, title of the axis, what the axis shows, metrics
+    # heading, title of the axis, look of the axis, metrics
     "loss": ("Loss", "loss", {}, ("train_loss", "validation_loss")),
     "accuracy": ("Accuracy", "accuracy", PERCENT, ("train_accuracy", "validation_accuracy")),
     "closeness": (
@@ -49,7 +49,7 @@ CHARTS: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {
     "theta": ("Entropy of the configurations' distribution", "nats", {}, ("theta_entropy",)),
     "skip": ("Share of skip connections", "share", SHARE, ("skip_share",)),
 }
-PHASES: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {  # the same of FEATHERS
+PHASES: dict[str, tuple[str, str, Figure, tuple[str, ...]]] = {  # the same for FEATHERS
     "entropy_of_pi": ("Entropy of the bandit's distribution", "nats", FROM_ZERO, ("entropy",)),
     "kappa": ("Configurations tried per phase", "configurations", FROM_ZERO, ("kappa",)),
 }
@@ -60,12 +60,12 @@ CURVES = {  # heading, titles of the axes
 
 
 def all_figures(run: Run) -> dict[str, Figure]:
-    """Every figure of a run by name; none that would be empty.
+    """Return every figure of a run by name, without those that would be empty.
 
-    Those of a stage begin with its name and have their heading as the layout's title.
+    The names of a stage's figures begin with its name; their heading is the layout's title.
     """
     growth = (run.privacy or {}).get("growth") or []
-    epsilons = {"epsilon": [epsilon for _, epsilon in growth]}  # of the client that spends most
+    epsilons = {"epsilon": [epsilon for _, epsilon in growth]}  # for the client that spends most
     found = {
         **stage_figures(run, "search"),
         **stage_figures(run, "retrain"),
@@ -85,7 +85,7 @@ def all_figures(run: Run) -> dict[str, Figure]:
 
 
 def stage_figures(run: Run, stage: str) -> dict[str, Figure | None]:
-    """Return what a stage's rounds have measured, and its phases of exploration."""
+    """Return figures of the measurements in a stage's rounds and of its phases of exploration."""
     drawn: dict[str, Figure | None] = {}
     for charts, measured in (
         (CHARTS, {e["round"]: e["metrics"] for e in run.rounds(stage)}),
@@ -107,13 +107,13 @@ def curves(
     title: str,
     look: Figure | None = None,
 ) -> Figure | None:
-    """Return numbers over rounds, of two rounds or more; a round without the number is a gap.
+    """Return curves of numbers over two rounds or more; a round without the number is a gap.
 
     Args:
-        rounds: Ascending.
+        rounds: Numbers of the rounds, ascending.
         series: The numbers of each legend entry.
         title: Title of the vertical axis.
-        look: How that axis differs from others.
+        look: Settings by which that axis differs from others.
     """
     traces = [
         _line(rounds, values, name, colour)
@@ -137,16 +137,16 @@ def bars(
 ) -> Figure:
     """Return horizontal bars with 95 % intervals.
 
-    The axis begins at a tenth below all intervals, so that they can be told apart.
+    The axis begins a tenth below all intervals, so that the bars can be distinguished.
 
     Args:
-        names: Of the bars, from above.
+        names: Names of the bars, from top to bottom.
         values: Their lengths.
         ends: Their intervals, ``(value, value)`` for none.
-        title: What the values are.
-        unit: Of the values.
-        colours: Of the bars; by default the first has another than all others.
-        from_zero: True if the axis begins at 0 or below, as that of differences.
+        title: Title of the values.
+        unit: Unit of the values.
+        colours: Colours of the bars; by default all but the first have the same colour.
+        from_zero: True if the axis begins at 0 or below, as for differences.
     """
     low, high = min(map(min, ends)), max(map(max, ends))
     start = min(0.0, low) if from_zero or low < 0 else max(0.0, math.floor(10 * low - 0.5) / 10)
@@ -171,9 +171,9 @@ def bars(
 
 
 def leaderboard(run: Run) -> Figure | None:
-    """Return the models that a run has compared, its own on top.
+    """Return bars of the models that a run has compared, its own on top.
 
-    Without guesses that are worse than every network: then differences between those can be seen.
+    Guesses that are worse than every network are left out, so that differences can be seen.
     """
     score, rows = run.score, [row for row in compared(run) if row["test"] is not None]
     least = min((score.sign * row["test"] for row in rows if row["rounds"] is not None), default=0)
@@ -186,7 +186,7 @@ def leaderboard(run: Run) -> Figure | None:
 
 
 def leaderboard_fronts(run: Run) -> dict[str, Figure]:
-    """Return the score of the networks that a run has compared over what they cost."""
+    """Return the score of the networks that a run has compared over their costs."""
     score, rows = run.score, [row for row in compared(run) if row["rounds"]]
     found = fronts(rows, COSTS, f"test {score.label}", score.unit, sign=score.sign)
     return {f"front_{name}": figure for name, figure in found.items()}
@@ -195,7 +195,7 @@ def leaderboard_fronts(run: Run) -> dict[str, Figure]:
 def client_accuracy(run: Run) -> Figure | None:
     """Return the test accuracy of every client with its 95 % interval, their mean and the server's.
 
-    Of more than ``MOST_SHOWN`` clients the bars are quantiles, from the worst to the best.
+    With more than ``MOST_SHOWN`` clients the bars are quantiles, from the worst to the best.
     """
     clients = [c for c in run.client_results() if c.get("accuracy") is not None]
     if len(clients) < 2:
@@ -218,7 +218,7 @@ def client_accuracy(run: Run) -> Figure | None:
 
 
 def importance(run: Run) -> Figure | None:
-    """Return by how much the score falls where a column's values are shuffled, with intervals."""
+    """Return the drop of the score when a column's values are shuffled, with intervals."""
     columns = (run.scores("central").get("importance") or {}).get("columns", [])[:MOST_SHOWN]
     if not columns:
         return None
@@ -230,16 +230,16 @@ def importance(run: Run) -> Figure | None:
 def fronts(
     rows: Sequence[Mapping[str, Any]], costs: Sequence[str], score: str, unit: Unit, *, sign: int
 ) -> dict[str, Figure]:
-    """Return a score over each cost in which rows differ, and the front, a line through the best.
+    """Return a score over each cost in which rows differ, with the front, a line through the best.
 
-    The best are those that no other beats in both.
+    The best are those that no other beats in both score and cost.
 
     Args:
-        rows: Each with a ``network``, its ``test`` score, and what it costs by name.
+        rows: Rows with a ``network``, its ``test`` score, and its costs by name.
         costs: Names of ``METRICS``.
-        score: What the values are.
-        unit: Of the values.
-        sign: -1 where less is better.
+        score: Title of the score.
+        unit: Unit of the score.
+        sign: -1 if less is better.
     """
     found = {}
     for cost in [metric for metric in METRICS if metric.name in costs]:
@@ -271,7 +271,7 @@ def effects(run: Run) -> dict[str, Figure]:
     """Return the mean probability of the positive class over values of a column, by its name."""
     found, explained = {}, run.scores("central").get("importance") or {}
     shown = explained.get("effects", [])
-    top = min(1.0, 1.1 * max((max(effect["y"]) for effect in shown), default=1.0))  # of all
+    top = min(1.0, 1.1 * max((max(effect["y"]) for effect in shown), default=1.0))  # for all
     for place, effect in enumerate(shown):
         xs, ys = effect["x"], effect["y"]
         line = _line(xs, ys, "probability", BLUE)
@@ -284,7 +284,7 @@ def effects(run: Run) -> dict[str, Figure]:
 
 
 def class_curves(run: Run) -> dict[str, Figure]:
-    """Return ROC and precision-recall curves of the classes that scores are of, by short name."""
+    """Return ROC and precision-recall curves of the scored classes, by short name."""
     found, names = {}, run.class_names
     for kind, by_class in (run.scores("central").get("curves") or {}).items():
         heading, x, y = CURVES[kind]
@@ -299,7 +299,7 @@ def class_curves(run: Run) -> dict[str, Figure]:
 
 
 def partition(event: Event) -> Figure | None:
-    """Return the number of records per class and client as a heat map; None of numbers."""
+    """Return records per class and client as a heat map; None for numbers to predict."""
     counts, names = event.get("counts"), event.get("class_names") or ()
     if not counts or len(names) < 2:
         return None
@@ -380,7 +380,7 @@ def _figure(
     yaxis: Figure | None = None,
     **layout: object,
 ) -> Figure:
-    """Return a figure with titled axes, as all have them, and what is special to one."""
+    """Return a figure with titled axes, like all figures, and the settings special to it."""
     look = {
         "height": 270,
         "margin": {"l": 10, "r": 10, "t": 30, "b": 10},
@@ -424,7 +424,7 @@ def _heat(
     xaxis: Figure = CATEGORIES,
     **layout: Any,
 ) -> Figure:
-    """Return a heat map with its axis of colours, and rings around some of its cells."""
+    """Return a heat map with its colour axis, and rings around some of its cells."""
     bar = {"title": {"text": title}, "thickness": 12}
     colours = {"cmin": ends[0], "cmax": ends[1], "colorbar": bar}
     place = {"type": "heatmap", "x": columns, "y": [*rows], "z": z}
@@ -445,7 +445,7 @@ def _softmax(row: Sequence[float | None]) -> list[float]:
 
 
 def _named(result: Event) -> str:
-    """A client's name, or its number with the word before it."""
+    """Return a client's name, or the word client with its number."""
     client = result["client"]
     return str(client) if isinstance(client, NamedClient) else f"client {client}"
 
@@ -455,6 +455,6 @@ def _short(name: str) -> str:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Return short names, with their index added where two are equal: categories must differ."""
+    """Return short names, with an index if two are equal, since categories must differ."""
     names = [_short(name) for name in names]
     return [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names)]

@@ -1,9 +1,9 @@
 """Words and tables that report, card and terminal share.
 
-Title, facts, results and columns of a run; its scores, promises of privacy and explored phases. A
-cell is text. An epsilon that is not finite stands as null in the file; it is shown as infinite and
-never left out of a maximum. Every epsilon is rounded up. Sentences are macros of
-``page/sentences.j2``; what one page alone says is in its template.
+Title, facts, results and columns of a run; its scores, privacy guarantees and explored phases. A
+cell is text. An epsilon that is not finite is null in the file; it is shown as infinite and never
+left out of a maximum. Every epsilon is rounded up. Sentences are macros in ``page/sentences.j2``;
+those of a single page are in its template.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -32,19 +32,19 @@ from fednas_flwr.runs.numbers import METRICS, SCORES, SIMPLER, Run, Score, flat_
 from fednas_flwr.settings.names import LOG_LOSS, MOST_SHOWN, PRV, QUANTILES
 
 STAGES = {"search": "Search", "retrain": "Retraining"}
-SETTINGS = ("algorithm", "partition", "search_space", "retrain", "privacy")  # and what follows
+SETTINGS = ("algorithm", "partition", "search_space", "retrain", "privacy")  # the first ones
 NUMBERS = ("genotype", "clients", "rounds", "seed")
 
 Cells = Sequence[tuple[str, Callable[[Any], str]]]  # head and content of each column
 
 
 def rows_of(items: Iterable[Any], columns: Cells) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table with a row for each item."""
+    """Return head and rows of a table with a row for each item."""
     return [head for head, _ in columns], [[cell(item) for _, cell in columns] for item in items]
 
 
 def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
-    """Label and text of each metric of these names that the run has reached."""
+    """Return label and text of each metric of these names that the run has reached."""
     rows = []
     for metric in METRICS:
         value = metric.read(run)
@@ -55,14 +55,14 @@ def reached(run: Run, names: Container[str]) -> list[tuple[str, str]]:
 
 
 def scores(run: Run) -> list[tuple[str, str]]:
-    """Label and text of all that says how good the run's model is; simpler ones have a table."""
+    """Return label and text of all scores of the run's model; simpler models have a table."""
     simpler = tuple(f"{model}_" for model in SIMPLER.values())
     names = [metric.name for metric in METRICS if metric.is_score or metric.unit == "error"]
     return reached(run, [name for name in names if not name.startswith(simpler)])
 
 
 def setting_rows(run: Run) -> list[tuple[str, str]]:
-    """Name and value of each setting as it took effect."""
+    """Return name and value of each setting that took effect."""
     settings = run.settings
     shown = flat_settings({name: settings.get(name) for name in (*NUMBERS, *SETTINGS)})
     return [(name, setting_text(value)) for name, value in shown.items() if value not in (None, [])]
@@ -72,7 +72,7 @@ COLUMN_HEAD = ["column", "what it is", "standardised by (mean, deviation)"]
 
 
 def column_rows(run: Run) -> list[list[str]]:
-    """Return a row for each column of the table that the exported model takes; none of images."""
+    """Return a row for each column of the exported model's table; none for images."""
     inputs = run.last("exported").get("inputs") or {"schema": [], "mean": [], "std": []}
     pairs = iter(zip(inputs["mean"], inputs["std"], strict=True))
     rows = []
@@ -122,10 +122,7 @@ def score_table(run: Run) -> Table | None:
 
 
 def leaderboard_table(run: Run) -> Table | None:
-    """Return the models that a run has compared; None of a run that has compared none.
-
-    The columns that matter most come first.
-    """
+    """Return the models that a run has compared, or None; the main columns come first."""
     models, score = compared(run), run.score
     if len(models) < 2:
         return None
@@ -184,9 +181,9 @@ def confusion_table(run: Run) -> Table | None:
 
 
 def client_table(run: Run) -> Table | None:
-    """Return the scores on each client's own test records, where clients tell them.
+    """Return the scores on each client's own test records, if clients report them.
 
-    Accuracies have the 95 % interval of Wilson (1927), unless noise hides how many were right.
+    Accuracies have the 95 % interval of Wilson (1927), unless noise hides the number of hits.
     """
     clients: Sequence[Mapping[str, Any]] = run.client_results()
     if not (shown := _measured(run, clients)):
@@ -223,7 +220,7 @@ def client_table(run: Run) -> Table | None:
 
 
 def _measured(run: Run, found: Sequence[Mapping[str, Any]]) -> list[Score]:
-    """The scores that some results have; the loss of numbers to predict is no log loss."""
+    """Return the scores that some results have; the loss of predicted numbers is no log loss."""
     kinds = [kind for kind in SCORES if any(kind.of(one) is not None for one in found)]
     return [kind for kind in kinds if not (run.is_regression and kind.name == LOG_LOSS)]
 
@@ -242,12 +239,12 @@ TEST_SEED = "test seed: no privacy"
 
 
 def is_secure(client: Event) -> bool:
-    """Return whether a client draws its noise and samples from a secret that only it knows."""
+    """Return true if a client draws its noise and samples from a secret that only it knows."""
     return client["secure_noise"] is True
 
 
 def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of what clients committed to release, by kind."""
+    """Return head and rows of the table of releases to which clients committed, by kind."""
     columns: Cells = [
         ("stage", lambda release: release["stage"]),
         ("action", lambda release: release["action"]),
@@ -276,11 +273,11 @@ def release_table(event: Event) -> tuple[list[str], list[list[str]]]:
 def promise_table(
     event: Event, spent: Mapping[int, float | None]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of what each client is promised.
+    """Return head and rows of the table of each client's privacy guarantee.
 
     Args:
         event: The ``privacy`` event.
-        spent: What the clients' filters count as spent; of a client not in it nothing is known.
+        spent: Epsilon that the clients' filters count as spent; missing for clients without news.
     """
     clients = event["clients"]
     parts = list(dict.fromkeys(part for client in clients for part in client["records"]))
@@ -305,7 +302,7 @@ def promise_table(
 
 
 def spent_text(client: Event, spent: Mapping[int, float | None]) -> str:
-    """The part of a client's budget that its filter counts as spent: ``2.90 of 8``."""
+    """Return the part of a client's budget that its filter counts as spent: ``2.90 of 8``."""
     number = client["client"]
     used = epsilon_text(spent[number]) if number in spent else DASH
     return f"{used} of {client['budget']['epsilon']:g}"
@@ -320,10 +317,10 @@ def _rates_text(rates: list[float]) -> str:
 
 
 def phase_table(phases: Sequence[Event]) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows: of each phase what was tried and the configuration that was chosen.
+    """Return head and rows: for each phase, its trials and the configuration that was chosen.
 
-    Where rewards are noised, also the standard deviation of their noise and M, to which the change
-    of a record's loss was clipped: rewards that differ by less than the noise say little.
+    If rewards are noised, also the standard deviation of their noise and M, to which the change of
+    a record's loss was clipped: differences of rewards below the noise mean little.
     """
     configuration = list(phases[0]["configuration"])
     noised = any(event.get("noise") for event in phases)

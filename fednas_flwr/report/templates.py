@@ -1,10 +1,10 @@
-"""Numbers as a person reads them, None as a dash, and the templates of ``page/`` that show them.
+"""Formats numbers for people, None as a dash, and fills in the templates of ``page/``.
 
-Templates are HTML, Markdown and sentences. Text of a template stands as it is; what ``render`` puts
-in is escaped by jinja in ``.html.j2`` and by :func:`~fednas_flwr.base.foreign.markdown` in
-``.md.j2``, unless it is ``Markup``. In Markdown no filter may join texts: jinja's ``join`` escapes
-for HTML. Templates say the macros of ``sentences.j2`` by ``sentence``, as text that is escaped
-where it is put in.
+Templates are HTML, Markdown and sentences. Text of a template stays as it is. Values inserted by
+``render`` are escaped, unless they are ``Markup``: by jinja in ``.html.j2``, and by
+:func:`~fednas_flwr.base.foreign.markdown` in ``.md.j2``. In Markdown no filter may join texts, as
+jinja's ``join`` escapes for HTML. Templates call the macros of ``sentences.j2`` by ``sentence``,
+whose text is escaped where it is inserted.
 """
 
 import json
@@ -69,12 +69,12 @@ def score(value: float | None) -> str:
 
 
 def figures(value: float | None, number: int = 4) -> str:
-    """Return a number with so many figures, as ``12.34``."""
+    """Return a number with ``number`` significant figures, as ``12.34``."""
     return DASH if value is None else f"{value:.{number}g}"
 
 
 def setting_text(value: Any) -> str:
-    """Return a setting's value: ``1, 2`` of a list, a dash of None."""
+    """Return a setting's value: ``1, 2`` for a list, a dash for None."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return DASH if value is None else str(value)
@@ -88,7 +88,7 @@ def num_bytes(value: float | None) -> str:
 
 
 def _scaled(value: float, units: Sequence[str]) -> str:
-    """Return three figures in the unit, of powers of 1000, in which they are below 1000."""
+    """Return three figures with the unit, among powers of 1000, in which they are below 1000."""
     for unit in units:
         value /= 1e3
         if abs(float(f"{value:.3g}")) < 1e3:
@@ -97,7 +97,7 @@ def _scaled(value: float, units: Sequence[str]) -> str:
 
 
 def megabytes(value: float | None) -> str:
-    """Return megabytes of 10^6 bytes as :func:`num_bytes` does."""
+    """Return megabytes of 10^6 bytes in the form of :func:`num_bytes`."""
     return num_bytes(None if value is None else value * 1e6)
 
 
@@ -134,7 +134,7 @@ def mean_and_deviation(
 ) -> str:
     """Return ``mean ± standard deviation`` (n - 1) of the scaled values.
 
-    One value has no deviation and stands alone; none gives a dash. ``(2 of 3)`` follows where one
+    One value has no deviation and stands alone; no value gives a dash. ``(2 of 3)`` follows if one
     of three values is None. Without ``decimals`` the mean has three significant digits.
 
     Example:
@@ -155,13 +155,13 @@ def mean_and_deviation(
 
 @dataclass(frozen=True)
 class Form:
-    """A unit's numbers for readers.
+    """The form of a unit's numbers for readers.
 
     Attributes:
-        text: Writes one number.
+        text: Function that writes one number.
         title: The unit at the head of a column of numbers, with the blank before it.
-        scale: Factor of the numbers of such a column.
-        decimals: Of such numbers; None for three significant digits.
+        scale: Factor of the numbers in such a column.
+        decimals: Decimals of such numbers; None for three significant digits.
     """
 
     text: Callable[[float | None], str]
@@ -183,7 +183,7 @@ FORMS: dict[Unit, Form] = {
 
 
 def as_unit(value: float | None, unit: Unit) -> str:
-    """Write a number of a unit."""
+    """Return a number in the form of its unit."""
     return FORMS[unit].text(value)
 
 
@@ -209,7 +209,7 @@ FORMATS = {  # filters
 
 
 def render(name: str, **context: object) -> str:
-    """Fill a template of ``page/`` in."""
+    """Return a template of ``page/``, filled in."""
     finalize = _markdown if name.endswith(".md.j2") else None
     environment = _environment(autoescape=True, finalize=finalize)
     environment.globals |= {"sentence": sentence, "paragraphs": paragraphs}
@@ -217,13 +217,13 @@ def render(name: str, **context: object) -> str:
 
 
 def paragraphs(name: str, *values: object) -> list[str]:
-    """Fill one macro of ``sentences.j2`` in: a line of text for each of its paragraphs."""
+    """Return one macro of ``sentences.j2``, filled in, with a line of text per paragraph."""
     text = str(getattr(_sentences(), name)(*values))
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if part.strip()]
 
 
 def sentence(name: str, *values: object) -> str:
-    """Fill one macro of ``sentences.j2`` in, as one line of text that is not yet escaped."""
+    """Return one macro of ``sentences.j2``, filled in, as one line of text not yet escaped."""
     return " ".join(paragraphs(name, *values))
 
 
@@ -248,18 +248,18 @@ def _environment(**options: Any) -> Environment:
 
 
 def read_part(name: str) -> str:
-    """Read a file of ``page/``: template, style or script."""
+    """Return a file of ``page/``: template, style or script."""
     return (resources.files("fednas_flwr.report") / "page" / name).read_text(encoding="utf-8")
 
 
 def page_parts() -> dict[str, Markup]:
-    """Style and scripts of a page."""
+    """Return style and scripts of a page."""
     parts = {"style": "style.css", "script": "script.js", "drawing": "figures.js"}
     return {part: Markup(read_part(name)) for part, name in parts.items()}  # noqa: S704
 
 
 def as_json(value: object) -> Markup:
-    """Write JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end the script element around it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))
 

@@ -29,17 +29,17 @@ from fednas_flwr.settings.names import CLIENT
 RECENT_ROUNDS = 10
 MANY_ROUNDS = 100
 SECONDS_BETWEEN_LINES = 5.0
-STYLES = {  # of events that are shown by a macro of page/sentences.j2
+STYLES = {  # styles of events that a macro of page/sentences.j2 shows
     **dict.fromkeys(("group_stage", "data", "partition", "client_back", "told"), ""),
     **dict.fromkeys(("personalised", "handed_over"), ""),
     **dict.fromkeys(("client_left", "approval_awaited", "warning"), "yellow"),
     **dict.fromkeys(("client_failed", "run_finished"), "red"),
 }
-PIPE_WIDTH = 200  # characters of a line that goes to a file or a pipe
+PIPE_WIDTH = 200  # characters in a line that goes to a file or a pipe
 
 
 def table_console() -> Console:
-    """Standard output, as wide as its terminal; a file or a pipe is wide enough."""
+    """Return a console on standard output, as wide as its terminal, or wide for file and pipe."""
     console = Console(markup=False)
     return console if console.is_terminal else Console(width=PIPE_WIDTH, markup=False)
 
@@ -53,15 +53,15 @@ def print_table(
     sum_rows: int = 0,
     console: Console | None = None,
 ) -> None:
-    """Print a table in which every word prints itself.
+    """Print a table whose cells are plain text, without markup.
 
     Args:
-        title: Above it.
-        head: The titles of the columns.
-        rows: The cells.
+        title: Title above the table.
+        head: Titles of the columns.
+        rows: Cells by row.
         numbers: True if all columns but the first are numbers.
-        sum_rows: How many of the last rows a line divides from the others.
-        console: Where to print; standard output by default.
+        sum_rows: Number of last rows that a line separates from the others.
+        console: Console to print to; standard output by default.
     """
     table = Table(title=title, show_header=any(head))
     names, *lines = [[*map(terminal, row)] for row in (head, *rows)]
@@ -76,32 +76,32 @@ def print_table(
 
 
 def _widths(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[int]:
-    """The width of each column of a table where no cell and no word of its head is broken."""
+    """Return the width of each column with which no cell and no word of its head is broken."""
     columns = zip(head, *rows, strict=True)
     return [max(map(cell_len, (*name.split(), *cells, ""))) for name, *cells in columns]
 
 
 def print_line(console: Console, line: str, style: str = "") -> None:
-    """Print text, no markup, as one line: a client's message may hold brackets."""
+    """Print text as one line without markup, since a client's message may hold brackets."""
     console.print(Text(terminal(line), style=style), soft_wrap=True, highlight=False)
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Shows stage, round, loss, accuracy and time left; a listener for `EventLog`.
+    """Display of stage, round, loss, accuracy and time left; a listener for `EventLog`.
 
     On a terminal every stage has a moving bar. Elsewhere every round is one line; in a stage of
-    more than 100 rounds one line about every 5 s, and always the last. Warnings, failures of
-    clients, clients that leave and what a private run promises are printed in both; a failure that
-    repeats (same client, action, reason) only once.
+    more than 100 rounds, one line about every 5 s, and always the last. Both print warnings,
+    failures of clients, clients that leave and the guarantee of a private run; a failure that
+    repeats (same client, action, reason) is printed only once.
 
-    Use it as a context manager, so that the terminal is given back whatever happens.
+    Use it as a context manager, so that the terminal is restored in any case.
 
     Args:
-        console: Where to print; standard output by default.
+        console: Console to print to; standard output by default.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        """Show nothing yet: the first stage does."""
+        """Show nothing yet; the display begins with the first stage."""
         self._console = console or Console()
         self._bars = Progress(
             SpinnerColumn(finished_text="[green]✓"),
@@ -121,7 +121,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._names: dict[int, str] = {}
 
     def __call__(self, event: Event) -> None:
-        """Show one event; kinds that a person need not see are passed over."""
+        """Show one event; kinds that a person need not see are skipped."""
         kind = event["event"]
         self._names = self._names or names_by_client(event)
         event = with_names(event, self._names)
@@ -147,7 +147,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._failures.add(failure)
 
     def __exit__(self, *_: object) -> None:
-        """Give the terminal back; what the bars showed last stays on it."""
+        """Restore the terminal; the last state of the bars stays on it."""
         self._bars.stop()
 
     def _say(self, line: str, style: str = "") -> None:
@@ -179,7 +179,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._say("  ".join(part for part in parts if part))
 
     def _show_beside(self, event: Event) -> None:
-        """Show how far the networks are that are trained beside the run's."""
+        """Show the progress of the networks that are trained beside the run's own."""
         left, text = event["left"], event.get("text")
         ends_at = None if left is None else time.monotonic() + left
         for bar in self._bars.tasks[-1:]:
@@ -209,11 +209,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
 
 def print_summary(run_folder: Path, console: Console | None = None) -> None:
-    """Print the short table at the end of a run, and the path of its report where there is one.
+    """Print the short table at the end of a run, and the path of its report if there is one.
 
     Args:
         run_folder: A run folder with at least events.jsonl.
-        console: Where to print; standard output by default.
+        console: Console to print to; standard output by default.
     """
     console = console or table_console()
     run = read_run(run_folder)
@@ -256,7 +256,7 @@ def print_summary(run_folder: Path, console: Console | None = None) -> None:
 
 
 class _TimeLeft(ProgressColumn):
-    """Counts down to the expected end between rounds, so that a long round does not look stuck."""
+    """Column that counts down between rounds, so that a long round does not look stuck."""
 
     def render(self, task: Task) -> Text:
         ends_at = task.fields["ends_at"]
@@ -266,9 +266,9 @@ class _TimeLeft(ProgressColumn):
 
 
 def group_accuracies(run: Run) -> list[tuple[str, str]]:
-    """Return each group's test accuracy, by its clients where no server tests, or its failure.
+    """Return each group's test accuracy, or its failure; for predicted numbers, R squared.
 
-    Of numbers R squared.
+    It is that of the group's clients if the server does not test.
     """
     rows, text = [], score if run.is_regression else percent
     names = ("central_r2",) if run.is_regression else ("central_accuracy", "client_accuracy")

@@ -1,9 +1,9 @@
-"""The rounds' numbers for TensorBoard, MLflow and Weights & Biases: listeners of an `EventLog`.
+"""Listeners of an `EventLog` that send the rounds' numbers to TensorBoard, MLflow or W&B.
 
 MLflow and Weights & Biases are extras (``fednas-flwr[mlflow]``, ``[wandb]``) and find their servers
-as they always do, by their own environment variables. What is sent are the numbers of rounds and
-evaluation, and the settings; with privacy they are noised like all else that the server has.
-``TRACKERS`` lists them.
+as usual, by their own environment variables. They receive the numbers of rounds and evaluation, and
+the settings; with privacy the numbers are noised like all others that the server has.
+``TRACKERS`` lists the trackers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 PROJECT = "fednas_flwr"
-LONGEST_VALUE = 500  # characters of a parameter, which MLflow holds
+LONGEST_VALUE = 500  # characters of a parameter that MLflow accepts
 FLUSH_SECONDS = 10
 
 Send = Callable[[str, Mapping[str, float], int], None]  # group (a stage), numbers, step
@@ -44,15 +44,15 @@ def check_trackers(names: list[str]) -> None:
 
 @contextmanager
 def tracking(begin: Backend, run_folder: Path) -> Iterator[Listener]:
-    """Send the numbers of a run's events; a run that is resumed is a new one there.
+    """Send the numbers of a run's events; a resumed run is a new run at the tracker.
 
-    Every metric of a round, with seconds and megabytes, is sent as one of its stage, and the final
-    scores as those of ``evaluate`` at step 0. In a private run what clients measured is called
-    ``<metric>_noised``. A run that is left by an error has failed there, too.
+    All metrics of a round, with seconds and megabytes, are sent as metrics of its stage, and the
+    final scores as those of ``evaluate`` at step 0. In a private run the clients' measurements are
+    called ``<metric>_noised``. A run that ends with an error is marked as failed.
 
     Args:
-        begin: Begins a run and gives what sends its numbers.
-        run_folder: Gives the run its name and settings.
+        begin: Function that begins a run and yields the function that sends its numbers.
+        run_folder: Folder with the run's name and settings.
     """
     file, is_private = run_folder / CONFIG_FILE, False
     settings = flat_settings(read_yaml(file, CONFIG_FILE) if file.exists() else {})
@@ -84,7 +84,7 @@ def tracking(begin: Backend, run_folder: Path) -> Iterator[Listener]:
 
 @contextmanager
 def tensorboard(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
-    """Files in ``<run folder>/tensorboard``, made with the first number.
+    """Write files in ``<run folder>/tensorboard``, from the first number on.
 
     torch's SummaryWriter is imported then: 0.1 s once torch is loaded (measured; 4 s without it).
     """
@@ -107,7 +107,7 @@ def tensorboard(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]
 
 @contextmanager
 def mlflow(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
-    """A run of MLflow, in the experiment ``fednas_flwr`` unless MLFLOW_EXPERIMENT_NAME is set."""
+    """Log a run to MLflow, in the experiment ``fednas_flwr`` or $MLFLOW_EXPERIMENT_NAME."""
     package: Any = import_module("mlflow")
     if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
         package.set_experiment(PROJECT)
@@ -123,7 +123,7 @@ def mlflow(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
 
 @contextmanager
 def wandb(run_folder: Path, settings: Mapping[str, str]) -> Iterator[Send]:
-    """A run of Weights & Biases, in the project ``fednas_flwr`` unless WANDB_PROJECT is set."""
+    """Log a run to Weights & Biases, in the project ``fednas_flwr`` or $WANDB_PROJECT."""
     package: Any = import_module("wandb")
     project, config = os.environ.get("WANDB_PROJECT", PROJECT), dict(settings)
     with package.init(

@@ -1,8 +1,8 @@
-"""The state of a stage after every round, on disk so that a killed run continues bit by bit.
+"""The state of a stage after every round, on disk, so that a killed run continues bit for bit.
 
 A checkpoint is two files: ``<stage>-<round>.safetensors`` and, written after it,
-``<stage>-<round>.json`` with the tensors' hash. A checkpoint whose hashes do not fit is passed over
-for the one before it.
+``<stage>-<round>.json`` with the tensors' hash. If the hashes of a checkpoint do not fit, the one
+before it is used.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from fednas_flwr.base.files import write_atomically
 
-KEEP = 3  # checkpoints of a stage kept on disk
+KEEP = 3  # checkpoints per stage that are kept on disk
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State that a stage needs to go on after ``round``: its tensors and JSON values."""
+    """State that a stage needs to continue after ``round``: its tensors and JSON values."""
 
     stage: str
     round: int
@@ -36,8 +36,8 @@ class CheckpointFolder:
     """The checkpoints of one run.
 
     Args:
-        path: Folder, made when missing.
-        warn: Called with one sentence for every damaged checkpoint that is passed over.
+        path: Folder, created if missing.
+        warn: Function called with one sentence for every damaged checkpoint that is skipped.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -45,11 +45,11 @@ class CheckpointFolder:
         self.path = path
         self._warn = warn
         path.mkdir(parents=True, exist_ok=True)
-        for unfinished in path.glob(".*.tmp"):  # of a process that was killed while writing
+        for unfinished in path.glob(".*.tmp"):  # left by a process that was killed while writing
             unfinished.unlink(missing_ok=True)
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write ``checkpoint`` and delete the stage's oldest beyond the last three."""
+        """Write ``checkpoint`` and delete the stage's oldest ones beyond the last three."""
         base = self.path / f"{checkpoint.stage}-{checkpoint.round:06d}"
         data = save_tensors({name: t.contiguous() for name, t in checkpoint.tensors.items()})
         write_atomically(base.with_suffix(".safetensors"), data)

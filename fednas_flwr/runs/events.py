@@ -1,8 +1,8 @@
 """The record of one run: events.jsonl, one JSON object per line, written as things happen.
 
-This file is the truth about a run: progress display, TensorBoard, report and comparison are made
-from its lines alone. `EventLog` writes it, `read_events` reads it, `latest_rounds` picks the
-rounds that count after a resume.
+Progress display, TensorBoard, report and comparison are made from the lines of this file alone.
+`EventLog` writes it, `read_events` reads it, and `latest_rounds` picks the rounds that count after
+a resume.
 """
 
 import json
@@ -19,20 +19,20 @@ from fednas_flwr.base.memory import peak_memory
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-# How a process is stopped from outside; Flower's ends by SystemExit.
+# Ways in which a process is stopped from outside; Flower's process ends by SystemExit.
 STOPPED = {KeyboardInterrupt: "stopped by Ctrl-C", SystemExit: "the server's process was stopped"}
 
 
 class EventLog(AbstractContextManager["EventLog"]):
-    """Appends events to a file and hands each one to the listeners.
+    """Log that appends events to a file and passes each one to the listeners.
 
     A line is written with one flushed call, so that a killed process leaves at most one torn line,
-    the last; a log opened on such a file starts on a fresh line. A listener that raises stops the
-    caller: the line is in the file by then.
+    the last one. A log opened on such a file starts on a fresh line. A listener that raises stops
+    the caller, after the line has been written.
 
     Args:
-        path: The file to append to; it and its folder are made where missing.
-        listeners: Called in this order with every event, as it stands in the file.
+        path: The file to append to; it and its folder are created if missing.
+        listeners: Functions called in this order with every event as it is in the file.
     """
 
     def __init__(self, path: Path, listeners: Iterable[Listener] = ()) -> None:
@@ -50,8 +50,8 @@ class EventLog(AbstractContextManager["EventLog"]):
 
         Args:
             event: The kind of event, e.g. ``round``.
-            **fields: What is to be said: numbers, strings, lists, mappings, paths, numpy arrays
-                and torch tensors, nested at will. A number that is not finite becomes null.
+            **fields: Its content: numbers, strings, lists, mappings, paths, numpy arrays and torch
+                tensors, nested to any depth. A number that is not finite becomes null.
         """
         line: Event = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -66,10 +66,10 @@ class EventLog(AbstractContextManager["EventLog"]):
 
     @contextmanager
     def attempt(self, *, resumed: bool, circumstances: Mapping[str, object]) -> Iterator[None]:
-        """Write that a run starts and how it ends, with the reason where the block raises.
+        """Write the start of a run and its end, with the reason if the block raises.
 
         Args:
-            resumed: True if it goes on with an earlier attempt.
+            resumed: True if it continues an earlier attempt.
             circumstances: Versions and machine.
         """
         started = time.monotonic()
@@ -97,7 +97,7 @@ class EventLog(AbstractContextManager["EventLog"]):
 def read_events(path: Path) -> list[Event]:
     """Return the events of a file in the order of writing.
 
-    Lines that are not a whole JSON object, as a killed process leaves them, or are nested too
+    Lines that are not a whole JSON object, such as a killed process leaves, or are nested too
     deeply, are left out.
 
     Raises:
@@ -115,9 +115,9 @@ def read_events(path: Path) -> list[Event]:
 
 
 def latest_rounds(events: Iterable[Event], stage: str | None, kind: str = "round") -> list[Event]:
-    """Events of a kind by ascending round, one per round; of a stage unless that is None.
+    """Return events of a kind by ascending round, one per round, of one stage or (None) of all.
 
-    A resumed run repeats the rounds since its checkpoint: of two lines the later one counts.
+    A resumed run repeats the rounds after its checkpoint; the later of two lines counts.
     """
     rounds = {
         event["round"]: event
@@ -128,7 +128,7 @@ def latest_rounds(events: Iterable[Event], stage: str | None, kind: str = "round
 
 
 class NamedClient(int):
-    """A client's number that is printed as its name; in JSON it is the number."""
+    """A client's number that prints as its name; in JSON it is the number."""
 
     name: str
 
@@ -138,12 +138,12 @@ class NamedClient(int):
 
 
 def names_by_client(partition: Event) -> dict[int, str]:
-    """Names of the clients by number, by the ``partition`` event; empty where they have none."""
+    """Return the clients' names by number, from the ``partition`` event; empty without names."""
     return dict(zip(partition.get("clients") or [], partition.get("names") or [], strict=False))
 
 
 def with_names(event: Event, names: Mapping[int, str]) -> Event:
-    """Return an event whose clients are printed by their names."""
+    """Return an event whose clients print as their names."""
 
     def named(value: Any) -> Any:
         if isinstance(value, list):
@@ -160,7 +160,7 @@ def with_names(event: Event, names: Mapping[int, str]) -> Event:
 
 
 def records_of(partition: Event) -> tuple[int, dict[str, int]]:
-    """Return the number of clients of a ``partition`` event, and of their records by split."""
+    """Return the numbers of clients and of records by split in a ``partition`` event."""
     if summary := partition.get("summary"):
         return summary["clients"], summary["records"]
     splits = partition.get("splits") or []
@@ -169,7 +169,7 @@ def records_of(partition: Event) -> tuple[int, dict[str, int]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as JSON knows it, non-finite numbers as None."""
+    """Return the value in types of JSON, non-finite numbers as None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):

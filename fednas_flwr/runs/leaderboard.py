@@ -1,8 +1,8 @@
 """The leaderboard of a run: the networks it has compared, and the one it delivers.
 
 With ``evaluation.deliver=best`` every candidate is trained without the clients' validation records,
-for a third of the rounds; the best two of them, and the linear model, for all. Their scores on
-these records decide; test records do not.
+for a third of the rounds. The best two and the linear model are trained for all rounds. Their
+scores on the validation records decide; test records do not.
 """
 
 import math
@@ -16,8 +16,8 @@ from typing import Any
 from fednas_flwr.runs import numbers as rn
 from fednas_flwr.settings.names import ACCURACY, FOUND, LINEAR
 
-FINALISTS = 2  # beside the linear model
-FRONT = "front_"  # begins the names of networks of different costs, the cheapest 1
+FINALISTS = 2  # besides the linear model
+FRONT = "front_"  # prefix of networks of different costs, numbered from the cheapest, 1
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Candidate:
     """A network that was trained beside a run's, or the run's own.
 
     Attributes:
-        name: Of its folder: ``found``, ``random_1``, ``data_free``, ``linear``, ...
+        name: Name of its folder: ``found``, ``random_1``, ``data_free``, ``linear``, ...
         run: Its longest training.
-        short: Its training for a third of the rounds, which all candidates of a choice have.
+        short: Its training for a third of the rounds, which all candidates have.
     """
 
     name: str
@@ -36,19 +36,19 @@ class Candidate:
 
     @property
     def values(self) -> list[float]:
-        """Its score on validation records, then that on resamples of them; larger is better.
+        """Its score on validation records, then those on resamples of them; larger is better.
 
-        Empty where none were held out.
+        Empty if no validation records were held out.
         """
         return _values(self.run)
 
     def is_within(self, limits: Mapping[str, float | None]) -> bool:
-        """False if it exceeds limits of a search."""
+        """Return false if it exceeds limits of a search."""
         costs, row = ("parameters", "multiply_adds", "latency_ms"), self.row()
         return all((row[name] or 0.0) <= (limits.get(name) or math.inf) for name in costs)
 
     def row(self) -> dict[str, Any]:
-        """What a leaderboard shows of it; None where it has not been measured."""
+        """Return its row in a leaderboard, with None for values that were not measured."""
         score, numbers = self.run.score, self.run.numbers()
         return {
             "network": self.name,
@@ -70,7 +70,7 @@ class Candidate:
 
 
 def compared(run: rn.Run) -> list[dict[str, Any]]:
-    """The rows of the models that a run has compared, its own first, the best of the others next.
+    """Return rows of the models that a run has compared: its own, then the others, best first.
 
     Models that need no search come last.
     """
@@ -102,15 +102,15 @@ def _networks(run: rn.Run) -> list[Candidate]:
 
 
 def candidates(folder: Path) -> list[Candidate]:
-    """The candidates of a run that have a score on validation records, best first."""
+    """Return the candidates of a run that have a score on validation records, best first."""
     short, long = (_scored(folder / place) for place in (rn.BASELINES_FOLDER, rn.FINALISTS_FOLDER))
-    longest = partial(max, key=lambda run: len(run.rounds("retrain")))  # time may have cut a run
+    longest = partial(max, key=lambda run: len(run.rounds("retrain")))  # time may have cut one
     found = [Candidate(name, longest(long.get(name, run), run), run) for name, run in short.items()]
     return sorted(found, key=lambda one: (one.name not in long, -one.values[0], one.name))
 
 
 def finalists(folder: Path) -> list[str]:
-    """The names of those that are trained for all rounds: the best two, linear model and front."""
+    """Return the candidates to train for all rounds: the best two, linear model and front."""
     names = [one.name for one in sorted(candidates(folder), key=lambda one: -_values(one.short)[0])]
     best = [name for name in names if name != LINEAR][:FINALISTS]
     fronts = [name for name in names if name.startswith(FRONT)]
@@ -119,11 +119,12 @@ def finalists(folder: Path) -> list[str]:
 
 
 def chosen(folder: Path) -> Candidate | None:
-    """The candidate that a run delivers; None of a run without candidates.
+    """Return the candidate that a run delivers; None in a run without candidates.
 
-    It is the simplest finalist that is less than one standard error behind the best one, by the
-    bootstrap of the same records (Breiman et al. 1984, section 3.4.3, who take that of the best's
-    own score): the linear model before all others, then by parameters.
+    It is the simplest finalist, within the limits of a search, that is less than one standard error
+    behind the best one. The linear model is the simplest; the others are ordered by parameters. The
+    error is that of the difference, by the bootstrap of the same records; Breiman et al. (1984),
+    section 3.4.3, take that of the best one's own score.
     """
     if not (folder / rn.FINALISTS_FOLDER).is_dir() or not (known := candidates(folder)):
         return None
@@ -143,7 +144,7 @@ def chosen(folder: Path) -> Candidate | None:
 
 
 def _scored(folder: Path) -> dict[str, rn.Run]:
-    """The runs in a folder that have a score on validation records, by name."""
+    """Return the runs in a folder that have a score on validation records, by name."""
     folders = [file.parent for file in folder.glob(f"*/{rn.EVENTS_FILE}")]
     runs = {one.name: rn.read_run(one) for one in folders}
     return {name: run for name, run in sorted(runs.items()) if _values(run)}
@@ -155,6 +156,6 @@ def _values(run: rn.Run) -> list[float]:
 
 
 def _spread(values: list[float]) -> float:
-    """The standard deviation over resamples; those of which a score is not defined do not count."""
+    """Return the standard deviation over the resamples in which the score is defined."""
     known = [value for value in values[1:] if not math.isnan(value)]
     return stdev(known) if len(known) > 1 else 0.0

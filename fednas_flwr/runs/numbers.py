@@ -1,6 +1,6 @@
-"""A run as its folder tells it: configuration and events, and the numbers drawn from them.
+"""A run, read from its folder: configuration and events, and the numbers that follow from them.
 
-`read_run` opens a folder, finished or not; report, comparison, model card and final table share the
+`read_run` opens a folder, finished or not. Report, comparison, model card and final table share the
 methods of `Run`, so that they cannot disagree. A number that the run did not reach is None.
 """
 
@@ -23,11 +23,11 @@ BASELINES_FOLDER, FINALISTS_FOLDER, VARIANTS_FOLDER = BESIDE
 EVENTS_FILE = "events.jsonl"
 CLIENTS_LINEAR = "the clients' linear model"
 GUESSES = MAJORITY, CHANCE, MEAN = "the most frequent class", "chance", "always the mean"
-POOLED = {"the pooled linear model": "linear", "pooled boosted trees": "trees"}  # by event
+POOLED = {"the pooled linear model": "linear", "pooled boosted trees": "trees"}  # keys of events
 FEDERATED = "federated"  # the linear model that clients train beside a network
 SIMPLER = {**POOLED, CLIENTS_LINEAR: FEDERATED}
-STAGES_AFTER = ("retrain", "evaluate", "export")  # that a run has besides the search
-SEARCH_LOSS = "validation_loss"  # of the search's last round
+STAGES_AFTER = ("retrain", "evaluate", "export")  # stages of a run besides the search
+SEARCH_LOSS = "validation_loss"  # in the search's last round
 NOT_PRIVATE = ("local_epochs", "dp_aware")  # settings that private clients do not follow
 
 
@@ -39,14 +39,14 @@ class Score:
     """A score of a model on test records.
 
     Attributes:
-        name: Its key in an ``evaluated`` event.
+        name: Its key in an ``evaluated`` event, unless ``key`` is set.
         label: Its name on pages.
-        unit: What it is measured in.
+        unit: Its unit.
         hub: Its name on the Hugging Face Hub, in the metadata of a model card.
-        models: The models whose scores stand among the results of a run; on the report's tables
-            of scores each model has all that it was measured by.
-        key: Its key in an ``evaluated`` event, where that is not its name.
-        chance: What a model that knows nothing has; None where that depends on the classes.
+        models: The models for which this score is among the results of a run; the report's tables
+            of scores have all scores of each model.
+        key: Its key in an ``evaluated`` event if that is not its name.
+        chance: Score of a model that knows nothing; None if that depends on the classes.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Score:
         return -1 if self.name in names.LOSSES else 1
 
     def of(self, measured: Mapping[str, Any]) -> float | None:
-        """Its value in an evaluation; None where it was not measured."""
+        """Return its value in an evaluation; None if it was not measured."""
         return measured.get(self.key or self.name)
 
 
@@ -84,13 +84,13 @@ SCORES = (
 
 @dataclass(frozen=True)
 class Metric:
-    """A result of a run: on the terminal, the page, the card, in comparisons and sweeps.
+    """A result of a run: on the terminal, the page and the card, in comparisons and sweeps.
 
     Attributes:
         name: Its key in :meth:`Run.numbers`, JSON and CSV files, and ``sweep.metric``.
         label: Its name for readers, the same everywhere.
-        unit: What it is measured in; larger shares and scores are better, and less of all else.
-        read: What measures it.
+        unit: Its unit; larger shares and scores are better, and lower values in all other units.
+        read: Function that returns its value for a run.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Metric:
 
     @property
     def is_score(self) -> bool:
-        """True if it says how good a model is."""
+        """True if it measures the quality of a model."""
         return self.unit in ("share", "score")
 
 
@@ -109,8 +109,8 @@ class Run:
     """One run folder.
 
     Attributes:
-        folder: Where it lies.
-        config: The resolved configuration; empty when config.yaml is missing.
+        folder: Path of the folder.
+        config: The resolved configuration; empty if config.yaml is missing.
         events: All events, oldest first.
     """
 
@@ -123,22 +123,22 @@ class Run:
         return [event for event in self.events if event["event"] == kind]
 
     def last(self, kind: str) -> Event:
-        """The latest event of a kind, empty when there is none."""
+        """Return the latest event of a kind; empty if there is none."""
         return next((event for event in reversed(self.events) if event["event"] == kind), {})
 
     def group(self, name: str) -> dict[str, Any]:
-        """A group of the settings, empty where the configuration has no such mapping."""
+        """Return a group of the settings; empty if the configuration has no such mapping."""
         found = self.config.get(name)
         return found if isinstance(found, dict) else {}
 
     def scores(self, model: str) -> dict[str, Any]:
-        """The last evaluation of a model, empty where there was none."""
+        """Return the last evaluation of a model; empty if there was none."""
         run, place = (self.clients_linear(), "central") if model == FEDERATED else (self, model)
         return (run and run.last("evaluated").get(place)) or {}
 
     @property
     def score(self) -> Score:
-        """What networks are compared by."""
+        """The score by which networks are compared."""
         name = self.last("evaluated").get("metric") or names.ACCURACY
         return next(score for score in SCORES if score.name == name)
 
@@ -155,7 +155,7 @@ class Run:
     def status(self) -> str:
         """The outcome: ``completed``, ``failed``, ``cut short`` by time, or ``unfinished``.
 
-        The last is of a run that still goes on, or was killed.
+        An ``unfinished`` run still goes on, or was killed.
         """
         kinds = ("run_started", "run_finished", "out_of_time")
         ends = [e for e in self.events if e["event"] in kinds]
@@ -169,25 +169,25 @@ class Run:
 
     @property
     def _delivers_later(self) -> bool:
-        """True if candidates have still to be compared, one of which will be delivered."""
+        """True if candidates must still be compared before one of them is delivered."""
         stages, deliver = self.config.get("stages") or (), self.group("evaluation").get("deliver")
         waits = {*STAGES_AFTER} <= {*stages} and deliver == names.BEST
         return waits and not self.last("exported") and bool(self.last("derived"))
 
     @property
     def reason(self) -> str:
-        """Why the run failed; empty when it did not."""
+        """Reason why the run failed; empty if it did not."""
         failed = self.status == "failed"
         return str(self.last("run_finished").get("reason") or "no reason given") if failed else ""
 
     @property
     def is_private(self) -> bool:
-        """True if clients add noise to all they send: a privacy other than ``none`` was chosen."""
+        """True if clients add noise to all that they send (a privacy other than ``none``)."""
         return self.group("privacy").get("name") not in (None, "none") or self.privacy is not None
 
     @property
     def holds_out(self) -> bool:
-        """True if validation records were left out of retraining, to be measured on."""
+        """True if retraining left out validation records, for measurements."""
         delivers = self.group("evaluation").get("deliver") == names.BEST
         return delivers or bool(self.group("retrain").get("evaluate_every"))
 
@@ -199,17 +199,17 @@ class Run:
     @property
     def is_regression(self) -> bool:
         """True if the target is a number."""
-        is_number = self.last("partition").get("number")  # which a group of clients does not tell
+        is_number = self.last("partition").get("number")  # missing in runs of groups of clients
         return bool(is_number) or self.score.name in names.NUMBER_METRICS
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The configuration as it took effect.
+        """The settings that took effect.
 
-        What only stages read that the run does not have is left out. Training that protects records
-        counts noised steps of a share of the records or of an expected batch, not epochs.
-        Hyper-parameters that were searched for, or that followed from the noise, are not those of
-        the configuration. Rounds and clients are those that the events tell of.
+        Settings that only missing stages read are left out. Training that protects records has
+        noised steps, with a share of the records or an expected batch, in place of epochs.
+        Hyper-parameters that were searched for, or followed from the noise, are not those of the
+        configuration. Rounds and clients are those in the events.
         """
         config, algorithm = dict(self.config), self.group("algorithm")
         stages = config.get("stages") or ["search", *STAGES_AFTER]
@@ -221,7 +221,7 @@ class Run:
         elif not searches and "network" not in algorithm:
             config.pop("algorithm", None)
         network = self.last("derived").get("network") or {}
-        if "skip" in network and isinstance(config.get("search_space"), dict):  # as is delivered
+        if "skip" in network and isinstance(config.get("search_space"), dict):  # as delivered
             config["search_space"] = config["search_space"] | {"skip": network["skip"]}
         training = dict(self.training)
         config |= {key: training.pop(key) for key in ("server_optimizer",) if key in training}
@@ -248,12 +248,12 @@ class Run:
 
     @property
     def training(self) -> dict[str, Any]:
-        """Settings of retraining as it began; empty before, and where noised steps are counted."""
+        """Settings with which retraining began; empty before it, and with noised steps."""
         begun = [e for e in self.of_kind("stage_started") if e["stage"] == "retrain"]
         return begun[-1].get("training", {}) if begun else {}
 
     def _done(self, stage: str, planned: int | None) -> int | str:
-        """Return a stage's number of rounds: ``2 of 5`` where the run has not reached all."""
+        """Return a stage's number of rounds: ``2 of 5`` if the run has not reached all."""
         done = len(self.rounds(stage))
         if planned is None:
             started = (e["rounds"] for e in self.of_kind("stage_started") if e["stage"] == stage)
@@ -270,11 +270,11 @@ class Run:
 
     @property
     def privacy(self) -> Event | None:
-        """The newest ``privacy`` event; None before the clients accepted a schedule."""
+        """The newest ``privacy`` event; None before clients have accepted a schedule."""
         return self.last("privacy") or None
 
     def privacy_spent(self) -> dict[int, float | None]:
-        """The epsilon that each client's filter has counted since the newest ``privacy`` event."""
+        """Return the epsilon that filters of clients have counted since the ``privacy`` event."""
         spent: dict[int, float | None] = {}
         for event in self.events:
             if event["event"] == "privacy":
@@ -348,57 +348,57 @@ class Run:
         return ev.latest_rounds(self.events, stage, "explored")
 
     def traffic_stages(self) -> list[str]:
-        """The stages in whose rounds the server sent or received bytes."""
+        """Return the stages in whose rounds the server sent or received bytes."""
         return [stage for stage in self._stages() if any(self.traffic(stage))]
 
     def traffic(self, *stages: str) -> tuple[int, int]:
-        """The bytes that the server sent and received in the rounds of some stages."""
+        """Return the bytes that the server sent and received in the rounds of some stages."""
         rounds = [event for stage in stages for event in self.rounds(stage)]
         return sum(e["bytes_sent"] for e in rounds), sum(e["bytes_received"] for e in rounds)
 
     def answers(self, *stages: str) -> int:
-        """How often clients have answered in the rounds of some stages, once each round."""
+        """Return the number of clients' answers in the rounds of some stages, one per round."""
         rounds = [event for stage in stages for event in self.rounds(stage)]
         return sum(len(event.get("clients") or {}) for event in rounds)
 
     def accuracy(self) -> float | None:
-        """Return the test accuracy, by the clients where no server tests."""
+        """Return the server's test accuracy, or the clients' if the server does not test."""
         central = self.scores("central").get("accuracy")
         return self.client_accuracy() if central is None else float(central)
 
     def groups(self) -> dict[str, Event]:
-        """The ``group_finished`` event of every group of clients that has ended, by its name."""
+        """The ``group_finished`` event of every finished group of clients, by its name."""
         return {event["group"]: event for event in self.of_kind("group_finished")}
 
     def baselines(self) -> list["Run"]:
-        """Return the runs of networks that this one's is compared with, by name."""
+        """Return the runs of networks with which this run's is compared, by name."""
         folders = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{EVENTS_FILE}"))
         return [read_run(file.parent) for file in folders]
 
     def clients_linear(self) -> "Run | None":
-        """The run of the linear model that clients trained beside the network; None without."""
-        places = FINALISTS_FOLDER, BASELINES_FOLDER  # in the first for all rounds
+        """The run of the linear model that clients trained beside the network, or None."""
+        places = FINALISTS_FOLDER, BASELINES_FOLDER  # trained for all rounds in the first
         folders = (self.folder / place / names.LINEAR for place in places)
         return next((read_run(one) for one in folders if (one / EVENTS_FILE).exists()), None)
 
     def left_out(self) -> list[str]:
-        """The names of networks that were to be compared, but for which no time was left."""
+        """The names of networks that were to be compared, but for which no time remained."""
         files = sorted(self.folder.glob(f"{BASELINES_FOLDER}/*/{CONFIG_FILE}"))
         return [file.parent.name for file in files if not (file.parent / EVENTS_FILE).exists()]
 
     def beside_seconds(self) -> float:
-        """The time of all networks that were trained beside this run's, added up."""
+        """The total time of all networks that were trained beside this run's."""
         places = (BASELINES_FOLDER, FINALISTS_FOLDER)
         files = (file for place in places for file in self.folder.glob(f"{place}/*/{EVENTS_FILE}"))
         return sum(read_run(file.parent).total_seconds() for file in files)
 
     def test_score(self, model: str = "central") -> float | None:
-        """A model's :attr:`score` on the server's test set; else the clients' accuracy."""
+        """Return a model's :attr:`score` on the server's test set; else the clients' accuracy."""
         value, score = self.score.of(self.scores(model)), self.score
         return self.accuracy() if (model, value, score) == ("central", None, SCORES[0]) else value
 
     def interval(self, model: str = "central") -> list[float] | None:
-        """The 95 % interval of :meth:`test_score`, where it is known."""
+        """Return the 95 % interval of :meth:`test_score`, or None if it is unknown."""
         ends: dict[str, list[float]] = self.scores(model).get("intervals") or {}
         return ends.get(self.score.name)
 
@@ -418,10 +418,10 @@ class Run:
         return dict(sorted(measured, key=lambda pair: -self.score.sign * pair[1]))
 
     def lead(self, rival: str) -> list[float] | None:
-        """The 95 % interval of how far the network is ahead of one of :meth:`simpler`.
+        """Return the 95 % interval of the network's lead over one of :meth:`simpler`.
 
-        It is of differences on resamples of the same test records, where those of both are known;
-        else of the network's own score, as if the other's were certain. None where neither is.
+        It is the interval of differences on resamples of the same test records, if both models have
+        these; else that of the network's own score, as if the other's were certain; else None.
         """
         ours, name, sign = self.scores("central"), self.score.name, self.score.sign
         if paired := paired_interval(ours, self.scores(SIMPLER.get(rival, "")), name):
@@ -431,11 +431,11 @@ class Run:
 
     @property
     def delivers_linear(self) -> bool:
-        """True if the network is a linear model, which then beats none."""
+        """True if the network is itself a linear model, so that it beats none."""
         return bool((self.last("derived").get("network") or {}).get("name") == names.LINEAR)
 
     def metric(self, name: str) -> float | None:
-        """Read one of :data:`METRICS`, or the search's loss; None where it was not measured."""
+        """Return one of :data:`METRICS`, or the search's loss; None if it was not measured."""
         if name != SEARCH_LOSS:
             return self.numbers()[name]
         rounds = self.rounds("search")
@@ -444,33 +444,33 @@ class Run:
     def numbers(self) -> dict[str, float | None]:
         """Return the run's results by name.
 
-        Accuracies are shares of 1; F1 and the like are of the positive class, else the mean.
+        Accuracies are shares of 1; F1 and the like are those of the positive class, else means.
         """
         return {metric.name: metric.read(self) for metric in METRICS}
 
     def client_accuracy(self) -> float | None:
-        """The mean accuracy over clients, or that of all their records by a secure sum."""
+        """Return the mean accuracy over clients, or with a secure sum that of all their records."""
         total = self.scores("total")
         if "accuracy" in total:
             return float(total["accuracy"])
         return _mean_accuracy(self.client_results())
 
     def personalised_accuracy(self) -> float | None:
-        """The mean accuracy after each client has trained the network on its own records."""
+        """Return the mean accuracy after each client has trained the network on its own records."""
         return _mean_accuracy(self.last("evaluated").get("personalised") or [])
 
     def epsilon(self) -> float | None:
-        """The largest epsilon of all clients and splits, by the names.PRV accountant."""
+        """Return the largest epsilon of all clients and splits, by the names.PRV accountant."""
         return overall(self.privacy)[0] if self.privacy else None
 
     def latency_ms(self) -> float | None:
-        """The network's latency as it was measured, else as it was predicted."""
+        """Return the network's measured latency, or else the predicted one."""
         cost = self.last("derived").get("cost") or {}
         latency: float | None = cost.get("measured") or cost.get("predicted")
         return latency if cost.get("unit") == "ms" else None
 
     def client_seconds(self) -> dict[int, list[float]]:
-        """The time that each client took for its answers in each round; empty of older runs."""
+        """Return each client's time for its answers in each round; empty for older runs."""
         seconds: dict[int, list[float]] = {}
         named = {int(client): client for client in self.last("partition").get("clients") or []}
         for event in self._all_rounds():
@@ -479,21 +479,21 @@ class Run:
         return seconds
 
     def exchanges(self) -> int | None:
-        """The number of exchanges with clients in all rounds."""
+        """Return the number of exchanges with clients in all rounds."""
         exchanges = [e["exchanges"] for e in self._all_rounds() if "exchanges" in e]
         return sum(exchanges) if exchanges else None
 
     def traffic_mb(self) -> float | None:
-        """The megabytes of all rounds, in both directions."""
+        """Return the megabytes of all rounds, in both directions."""
         stages = self._stages()
         return sum(self.traffic(*stages)) / 1e6 if stages else None
 
     def clients_lost(self) -> int:
-        """The number of clients that have failed to answer once or more, or have left."""
+        """Return the number of clients that failed to answer at least once, or left."""
         return len({event["client"] for event in self.failures() + self.departures()})
 
     def _stages(self) -> list[str]:
-        """The stages that have rounds, in their order."""
+        """Return the stages that have rounds, in their order."""
         return list(dict.fromkeys(event["stage"] for event in self.of_kind("round")))
 
     def _all_rounds(self) -> list[Event]:
@@ -501,7 +501,7 @@ class Run:
         return [event for stage in self._stages() for event in self.rounds(stage)]
 
     def _of_final_rounds(self, kind: str) -> list[Event]:
-        """Return the events of a kind that has rounds, without those of rounds repeated later."""
+        """Return events, of a kind that has rounds, without those of rounds repeated later."""
         events: list[Event] = []
         for attempt in self.attempts():
             redone = {(e["stage"], e["round"]) for e in attempt if e["event"] == "round"}
@@ -511,7 +511,7 @@ class Run:
 
 
 def _of(place: str, key: str) -> Callable[[Run], float | None]:
-    """Read a number of a model's scores, of the network that was derived, or of stages' times."""
+    """Return a reader of a number in a model's scores, the derived network, or stages' times."""
 
     def read(run: Run) -> float | None:
         places = {"derived": run.last("derived"), "seconds": run.stage_seconds()}
@@ -521,7 +521,7 @@ def _of(place: str, key: str) -> Callable[[Run], float | None]:
 
 
 def _scores(model: str, prefix: str) -> list[Metric]:
-    """List the scores of one model."""
+    """Return the scores of one model as metrics."""
     return [
         Metric(
             f"{model}_{score.name}", f"{prefix} {score.label}", score.unit, _of(model, score.name)
@@ -563,15 +563,15 @@ METRICS = [
 def paired_interval(
     ours: Mapping[str, Any], other: Mapping[str, Any], score: str
 ) -> list[float] | None:
-    """The 95 % interval of the difference of two models' scores, by the paired bootstrap.
+    """Return the 95 % interval of the difference of two models' scores, by the paired bootstrap.
 
-    It is of resamples of the same test records; None where they are not known of both.
+    Both have resamples of the same test records; None if one has none.
     """
     pair = [(scores.get("resamples") or {}).get(score) for scores in (ours, other)]
     if not all(pair):
         return None
     cuts = quantiles([a - b for a, b in zip(*pair, strict=True)], n=40)
-    return [cuts[0], cuts[-1]]  # 2.5 % are beyond each
+    return [cuts[0], cuts[-1]]  # 2.5 % lie beyond each end
 
 
 def _mean_accuracy(clients: list[Event]) -> float | None:
@@ -587,14 +587,14 @@ def _in_steps(group: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any]:
     if "batch_size" in group:
         batch_size, rate = taken.pop("batch_size"), terms.get("rate")
         taken |= {"expected_batch_size": batch_size} if rate is None else {"sampling_rate": rate}
-    if isinstance(group.get("search"), dict):  # of CFDNAS
+    if isinstance(group.get("search"), dict):  # in CFDNAS
         taken["search"] = _in_steps(group["search"], terms)
     return taken
 
 
 def _chosen(retrain: dict[str, Any], algorithm: dict[str, Any], derived: Event) -> dict[str, Any]:
-    """Return retraining's settings without those whose place searched hyper-parameters took."""
-    if "num_configurations" in algorithm:  # they change from round to round
+    """Return retraining's settings without those that searched hyper-parameters replaced."""
+    if "num_configurations" in algorithm:  # these change from round to round
         left = {k: v for k, v in retrain.items() if k not in ("weights", "drop_path_prob")}
         return left | {"hyperparameters": f"chosen by {algorithm.get('name')} in every round"}
     found = derived.get("configuration")
@@ -606,7 +606,7 @@ def _chosen(retrain: dict[str, Any], algorithm: dict[str, Any], derived: Event) 
 
 
 def flat_settings(tree: Any, name: str = "") -> dict[str, Any]:
-    """Settings by their dotted names."""
+    """Return settings by their dotted names."""
     if not isinstance(tree, Mapping):
         return {name: tree}
     below = (flat_settings(value, f"{name}.{key}".lstrip(".")) for key, value in tree.items())
@@ -614,23 +614,23 @@ def flat_settings(tree: Any, name: str = "") -> dict[str, Any]:
 
 
 def is_noised(metric: str) -> bool:
-    """True if clients measured a round's metric: in a private run they add noise to it."""
+    """Return true if clients measured a round's metric, and so noise it in a private run."""
     return metric.startswith(("train_", "validation_"))
 
 
 def is_complete(run_folder: Path) -> bool:
-    """Return whether a folder holds a run whose latest start has come to its end."""
+    """Return true if a folder holds a run whose latest attempt has finished."""
     return (run_folder / EVENTS_FILE).exists() and read_run(run_folder).status == "completed"
 
 
 def is_beside(run_folder: Path) -> bool:
-    """Return whether a folder is of a network that is compared with the run that it lies in."""
+    """Return true if a folder is that of a network compared with the run around it."""
     above = run_folder.parent
     return above.name in BESIDE and (above.parent / CONFIG_FILE).is_file()
 
 
 def is_whole(run_folder: Path) -> bool:
-    """Return whether a folder holds a completed run without a failed group of clients."""
+    """Return true if a folder holds a completed run without a failed group of clients."""
     groups = read_run(run_folder).groups().values() if is_complete(run_folder) else [{}]
     return all(event.get("status") == "completed" for event in groups)
 
@@ -639,8 +639,8 @@ def read_run(run_folder: Path) -> Run:
     """Return the run that a folder holds.
 
     Raises:
-        ConfigError: The folder holds no events.jsonl, so it is no run folder; its configuration is
-            no YAML, or too large; or an older version has written its events.
+        ConfigError: The folder holds no events.jsonl, and so is no run folder; its configuration is
+            no YAML or too large; or an older version has written its events.
     """
     path = run_folder / EVENTS_FILE
     if not path.exists():
@@ -660,7 +660,7 @@ def read_run(run_folder: Path) -> Run:
 def largest(epsilons: Iterable[float | None] | None) -> float | None:
     """Return the largest of some epsilons, 0 where nothing is released.
 
-    None stands for infinite, and for an accountant whose epsilons are not recorded.
+    None stands for infinity, and for an accountant whose epsilons are not recorded.
     """
     known = []
     for epsilon in (None,) if epsilons is None else epsilons:
@@ -671,13 +671,13 @@ def largest(epsilons: Iterable[float | None] | None) -> float | None:
 
 
 def of_splits(client: Event, accountant: str) -> float | None:
-    """The largest epsilon of a client's splits by an accountant; None as of :func:`largest`."""
+    """Return a client's largest epsilon over its splits by an accountant; see :func:`largest`."""
     epsilons = client["epsilon"].get(accountant)
     return largest(None if epsilons is None else epsilons.values())
 
 
 def overall(event: Event, accountant: str = names.PRV) -> tuple[float | None, float]:
-    """Return an (epsilon, delta) that holds for every client: the largest of each.
+    """Return an (epsilon, delta) that holds for every client: the maximum of each.
 
     Example:
         >>> client = {"epsilon": {"prv": {"train": 3.1}}, "budget": {"epsilon": 8, "delta": 1e-5}}

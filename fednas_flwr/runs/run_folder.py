@@ -1,4 +1,4 @@
-"""The folder that holds everything of one run."""
+"""The folder that holds all files of one run."""
 
 import errno
 import fcntl
@@ -25,11 +25,11 @@ PARTITION_FILE = "partition.json"
 GROUPS_FILE = "groups.json"
 LATENCY_FILE = "latency.json"
 LOCK_FILE = ".lock"
-RUNS = Path("runs")  # where run folders are made, below the folder of the command
+RUNS = Path("runs")  # parent of run folders, below the folder of the command
 
 
 def check_free(config: Config, *, runs: Path = RUNS) -> None:
-    """Raise ConfigError when no run folder can be made, or ``run_dir`` already holds a run."""
+    """Raise ConfigError if no run folder can be made, or ``run_dir`` already holds a run."""
     folder = _folder("run_dir", config.run_dir or str(runs))
     with _usable("run_dir", folder):
         if config.run_dir is not None and (folder / CONFIG_FILE).exists():
@@ -41,7 +41,7 @@ def check_free(config: Config, *, runs: Path = RUNS) -> None:
 
 
 def check_writable(setting: str, folder: Path) -> None:
-    """Raise ConfigError for a folder that cannot be written, or made."""
+    """Raise ConfigError for a folder that cannot be written or made."""
     with _usable(setting, folder):
         there = _existing(folder)
         if not there.is_dir():
@@ -56,11 +56,11 @@ def free_bytes(config: Config) -> int:
 
 
 def check_room(config: Config, num_bytes: int) -> None:
-    """Raise ConfigError when a new run surely writes more than its disk has room for.
+    """Raise ConfigError if a new run certainly writes more than fits on its disk.
 
     Args:
-        config: The run's; one that goes on replaces checkpoints of its own.
-        num_bytes: An estimate from below of what the run writes.
+        config: Settings of the run; a resumed run replaces its own checkpoints.
+        num_bytes: A lower estimate of the bytes that the run writes.
     """
     folder, free = _folder("run_dir", config.run_dir or str(RUNS)), free_bytes(config)
     if num_bytes <= free or (folder / CONFIG_FILE).exists():
@@ -75,8 +75,8 @@ def check_room(config: Config, num_bytes: int) -> None:
 def create_run_folder(config: Config, *, runs: Path = RUNS) -> Config:
     """Make a new run folder, write config.yaml into it, and return the config with its path.
 
-    With ``run_dir`` null the folder is ``<runs>/<time>_<algorithm>_<dataset>``, or that with ``_2``
-    and so on where it exists.
+    With ``run_dir`` null the folder is ``<runs>/<time>_<algorithm>_<dataset>``; if that exists,
+    ``_2`` and so on is added.
 
     Raises:
         ConfigError: ``run_dir`` already holds a run, or cannot be written.
@@ -117,7 +117,7 @@ def open_run_folder(path: str) -> Config:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """Return the settings in the folder of a run, as they stand there.
+    """Return the settings in the folder of a run, unchecked.
 
     Raises:
         ConfigError: The folder holds no run, or its file is no mapping in YAML.
@@ -133,7 +133,7 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def check_whole(config: Config) -> None:
-    """Raise ConfigError for the folder of a group: alone it would go on with all clients."""
+    """Raise ConfigError for the folder of a group: alone it would continue with all clients."""
     whole = config.folder.parents[1]
     if (whole / GROUPS_FILE).is_file():
         raise ConfigError(
@@ -142,16 +142,16 @@ def check_whole(config: Config) -> None:
 
 
 def find_unfinished(config: Config) -> Config | None:
-    """Return the newest run of this configuration that has not completed, None if there is none.
+    """Return the newest run of this configuration that has not completed, or None.
 
-    Looked for in ``run_dir``, else in ``runs``; where the run folder is does not count.
+    It is searched in ``run_dir``, else in ``runs``; the place of the run folder may differ.
     """
     folders = [_folder("run_dir", config.run_dir)] if config.run_dir else RUNS.resolve().glob("*")
     files = [file for folder in folders if (file := folder / CONFIG_FILE).is_file()]
     for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
         try:
             found = open_run_folder(str(file.parent))
-        except ConfigError:  # of another version
+        except ConfigError:  # by another version
             continue
         if replace(found, run_dir=config.run_dir) == config and not is_complete(file.parent):
             return found
@@ -160,10 +160,10 @@ def find_unfinished(config: Config) -> Config | None:
 
 @contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Hold a run's folder: no second process can continue a run that is going on.
+    """Lock a run's folder, so that no second process can continue a run in progress.
 
     Raises:
-        ConfigError: Another process of this machine holds it, or it cannot be written.
+        ConfigError: Another process of this machine has locked it, or it cannot be written.
     """
     with ExitStack() as stack:
         with _usable("run_dir", folder):
@@ -182,13 +182,13 @@ def _folder(setting: str, path: str) -> Path:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or what exists of the path to it."""
+    """Return the folder, or the deepest existing folder of its path."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 @contextmanager
 def _usable(setting: str, folder: Path) -> Iterator[None]:
-    """Say in one sentence why a folder cannot be used."""
+    """Turn an error in the block into one sentence on why a folder cannot be used."""
     try:
         yield
     except OSError as error:
@@ -199,7 +199,7 @@ def _usable(setting: str, folder: Path) -> Iterator[None]:
 
 
 def _first_free(folder: Path) -> Path:
-    """Make and return ``folder``, or ``folder_2`` and so on where that exists."""
+    """Make and return ``folder``, or ``folder_2`` and so on if that exists."""
     others = (folder.with_name(f"{folder.name}_{number}") for number in count(2))
     for candidate in chain([folder], others):
         with suppress(FileExistsError):

@@ -1,9 +1,9 @@
 """The settings of a run as frozen dataclasses, each checked when it is made.
 
-Hydra composes ``conf/``; ``configuration.parse_config`` turns the result into one :class:`Config`
-at once, so that a wrong value ends the run before any client starts. Every default stands in
-``conf/``, but for those of mappings that are null there. The same tree as JSON
-(:func:`dump_config`) is what travels to other processes.
+Hydra composes ``conf/``. ``configuration.parse_config`` turns the result into one :class:`Config`
+at once, so that a wrong value ends the run before any client starts. Every default is in
+``conf/``, except those of mappings that are null there. The same tree travels to other processes
+as JSON (:func:`dump_config`).
 """
 
 from fednas_flwr.settings.data_settings import Dataset as Dataset

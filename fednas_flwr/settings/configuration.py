@@ -1,4 +1,4 @@
-"""From a composed tree or its JSON to one checked :class:`~fednas_flwr.settings.Config`."""
+"""Parses a composed tree, or its JSON, into one checked :class:`~fednas_flwr.settings.Config`."""
 
 import json
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from fednas_flwr.settings.registry import BUILT_IN, entries
 from fednas_flwr.settings.run_settings import AGGREGATES, PRIVACY, RUNTIMES, SERVER_OPTIMIZERS
 from fednas_flwr.settings.unused import UserSettings, check_effect
 
-UPDATE_NORM = 1.0  # that a client's update is clipped to by default; a record's gradient is shorter
-YIELDING = {  # defaults of privacy=dp that give way where the user sets what they take the place of
+UPDATE_NORM = 1.0  # default norm to which a client's update is clipped; a record's is smaller
+YIELDING = {  # defaults of privacy=dp that give way where the user sets what they would replace
     "privacy.rate": ("algorithm.batch_size", "algorithm.search.batch_size"),
     "privacy.retrain.rate": ("retrain.batch_size",),
     "privacy.retrain.noise_walk": ("retrain.weights.lr",),
 }
-# Values of conf/ in whose place privacy=dp by record has others where the data are a table: the
-# default, and what an experiment for images sets.
+# Values that privacy=dp by record replaces where the data are a table: first those that it
+# replaces (the default of conf/, and what an experiment for images sets), then the new one.
 OF_TABLES: dict[str, tuple[tuple[float | str, ...], float | str]] = {
     "retrain.channels": ((16, 8), 32),
     "retrain.norm": ((GROUP,), NO_NORM),
@@ -30,7 +30,7 @@ OF_TABLES: dict[str, tuple[tuple[float | str, ...], float | str]] = {
     "privacy.retrain.noise_walk": ((0.2,), 0.5),
     "privacy.micro_batch_size": ((8, 64), LARGEST_MICRO_BATCH),
 }
-OF_FEATURES = ("privacy.retrain.rate", "privacy.micro_batch_size")  # of a backbone, pooled
+OF_FEATURES = ("privacy.retrain.rate", "privacy.micro_batch_size")  # for a backbone's pooled ones
 CHOICES: dict[str, dict[str, type]] = {  # by group, the class of each choice
     "partition": PARTITIONS,
     "privacy": PRIVACY,
@@ -46,7 +46,7 @@ def parse_config(tree: Mapping[str, Any], *, user: UserSettings | None = None) -
 
     Args:
         tree: Groups of settings.
-        user: The settings that the user has set, and that must have an effect.
+        user: The settings that the user has set, all of which must have an effect.
 
     Raises:
         ConfigError: A key is unknown or missing, a value has the wrong type or is out of range,
@@ -61,10 +61,11 @@ def parse_config(tree: Mapping[str, Any], *, user: UserSettings | None = None) -
 
 
 def yielded(tree: Mapping[str, Any], user: UserSettings) -> Mapping[str, Any]:
-    """Return the tree without the defaults in whose place the user has set something.
+    """Return the tree without the defaults that the user's settings replace.
 
-    Of a group of an experiment that is chosen anew, what the experiment sets in it and the new
-    choice lacks goes: with ``experiment=dp_fnas/fashion_mnist privacy=none`` its budget.
+    If the user chooses another name for a group of an experiment, what the experiment sets there
+    and the new choice lacks is removed: ``experiment=dp_fnas/fashion_mnist privacy=none`` loses
+    its budget.
     """
     yields: dict[str, float | str | None] = {}
     privacy, known = tree.get("privacy"), {*user.typed, *user.experiment}
@@ -92,7 +93,7 @@ def yielded(tree: Mapping[str, Any], user: UserSettings) -> Mapping[str, Any]:
 def _of_vectors(
     tree: Mapping[str, Any], user: UserSettings, *, is_table: bool
 ) -> dict[str, float | str]:
-    """Return the values of ``OF_TABLES`` in whose place nobody has set something."""
+    """Return the new values of ``OF_TABLES`` for settings that nobody has set."""
     backbone, found = tree["dataset"].get("backbone"), {}
     is_pooled = isinstance(backbone, Mapping) and backbone.get("output", POOLED) == POOLED
     names = OF_TABLES if is_table else OF_FEATURES if is_pooled else ()
@@ -101,7 +102,7 @@ def _of_vectors(
         group, *keys = name.split(".")
         value = reduce(lambda node, key: (node or {}).get(key), keys, tree.get(group))
         is_set = name in user.typed
-        if name in user.experiment:  # of another search space, or of tables
+        if name in user.experiment:  # for another search space, or for tables
             is_set = is_set or value not in others or "search_space" not in user.typed
         if value in (default, *others) and not is_set:
             found[name] = of_table
@@ -111,7 +112,7 @@ def _of_vectors(
 def _yielded(
     tree: Mapping[str, Any], yields: Mapping[str, Any], user: UserSettings, prefix: str = ""
 ) -> dict[str, Any]:
-    """Return a tree with other values, and no default of ``min_lr`` above an ``lr`` that is set."""
+    """Return a tree with new values, and with defaults of ``min_lr`` lowered to a set ``lr``."""
     copy = {
         key: _yielded(value, yields, user, f"{prefix}{key}.")
         if isinstance(value, dict)
@@ -126,14 +127,14 @@ def _yielded(
 
 
 def _kinds(group: str) -> dict[str, type]:
-    """The classes of settings behind the names of a group."""
+    """Return the classes of settings behind the names of a group."""
     if group in CHOICES:
         return CHOICES[group]
     return {name: entry.settings for name, entry in entries(group).items()}
 
 
 def chosen_kinds(tree: Mapping[str, Any]) -> dict[str, type]:
-    """The class of settings of each group that a tree chooses.
+    """Return the class of settings that a tree chooses in each group.
 
     Raises:
         ConfigError: There is no such choice.
@@ -145,7 +146,7 @@ def chosen_kinds(tree: Mapping[str, Any]) -> dict[str, type]:
 
 
 def check_names(tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a name in a group that another choice has, or that is in a group."""
+    """Raise ConfigError for a name that belongs to another choice, or into a group."""
     chosen = chosen_kinds(tree)
     known = [name for group, kind in chosen.items() for name in known_names(kind, f"{group}.")]
     known += known_names(Config)

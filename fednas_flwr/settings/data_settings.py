@@ -1,4 +1,4 @@
-"""Settings of the records: which there are, how they are read, and which client holds which."""
+"""Settings of the records: the data set, how it is read, and how clients divide it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fednas_flwr.settings import names
 from fednas_flwr.settings import parser as ps
 from fednas_flwr.settings.optimizers import Count, CountOrZero, Positive, Share, ShareAbove0
 
-# of one side, in pixels: an image of more takes 800 MB
+# One side, in pixels; a larger image takes 800 MB.
 ImageSize = Annotated[int, ps.Between(1, 16_384, reason="in pixels")]
 Fractions = Annotated[
     dict[str, Share],
@@ -37,7 +37,7 @@ _GRAY_OR_COLOUR = ps.Where(lambda channels: channels in (1, 3), "1 or 3")
 
 
 def uniform(ends: Sequence[float]) -> list[float]:
-    """Mean and standard deviation of numbers that are equally likely everywhere in a range."""
+    """Return mean and standard deviation of the uniform distribution over a range."""
     low, high = ends
     return [(low + high) / 2, (high - low) / math.sqrt(12)]
 
@@ -61,8 +61,8 @@ class Scattering(ps.Checked):
     """Sizes of the scattering transform (``data.scattering``).
 
     Attributes:
-        scales: Scales of wavelets (J); each halves the sides of the features.
-        angles: Angles of wavelets (L).
+        scales: Number of scales of wavelets (J); each halves the sides of the features.
+        angles: Number of angles of wavelets (L).
     """
 
     scales: Annotated[int, ps.Between(1, 5, reason="every one halves the sides")]
@@ -75,9 +75,9 @@ class Backbone(ps.Checked):
 
     Attributes:
         name: Name of its architecture in timm or torchvision, such as ``tf_efficientnet_lite0``;
-            ``torchvision/<name>`` where both have one of that name.
-        weights: Its file, of safetensors or a state dict; null fetches it from the Hub.
-        image_size: Side in pixels to which images are brought; null is that of its training.
+            ``torchvision/<name>`` if both have one of that name.
+        weights: File of its weights, as safetensors or a state dict; null fetches it from the Hub.
+        image_size: Side in pixels to which images are resized; null is that of its training.
         output: ``pooled`` features for heads, or the ``map`` of its last stage for spaces of cells.
     """
 
@@ -97,16 +97,16 @@ class Dataset(ps.Checked):
     Attributes:
         name: Name of the choice, a key of ``data.readers.DATA_SETS``.
         cache: Folder of prepared tensors.
-        server_test: If true, the server holds a public test set, the official one or a fifth of the
-            records, chosen by a public keyed hash of their ids. If false, an official test part
+        server_test: If true, the server holds a public test set: the official one, or a fifth of
+            the records, chosen by a public keyed hash of their ids. If false, an official test part
             stays unused, and all other records go to clients.
-        limit_train: At most so many of the clients' records, those of smallest keyed hash; null for
-            all.
-        limit_test: At most so many of the server's test records; null for all.
-        fractions: Shares of train, validation and test of each client's records.
-        split_key: The site's secret text that fixes which record goes where.
+        limit_train: Largest number of the clients' records to use, those of smallest keyed hash;
+            null uses all.
+        limit_test: Largest number of the server's test records to use; null uses all.
+        fractions: Shares of train, validation and test in each client's records.
+        split_key: The site's secret text that fixes the split of each record.
         linear_baseline: If true, a simulation also reports logistic regression on the pooled
-            records, of numbers ridge regression.
+            records; for a target that is a number, ridge regression.
     """
 
     name: str
@@ -120,11 +120,11 @@ class Dataset(ps.Checked):
 
     @property
     def place(self) -> Path | None:
-        """File or folder of the data; None where it needs none, or none is set."""
+        """File or folder of the data; None if it needs none or none is set."""
         return None
 
     def at(self, root: str) -> Dataset:
-        """The same settings of data in another place; of no effect where data needs none."""
+        """The same settings with another place of the data; the same ones if data needs none."""
         return self
 
     @property
@@ -134,34 +134,34 @@ class Dataset(ps.Checked):
 
     @property
     def person_column(self) -> str:
-        """Name of the column of persons; empty where every record is a person's own."""
+        """Name of the column of persons; empty if every record is a person of its own."""
         return getattr(self, "id_column", None) or ""
 
     @property
     def transform(self) -> Transform | None:
-        """Sizes of what makes features of images; None where networks take the records."""
+        """The transform that makes features of images; None if networks take the records."""
         return None
 
     @property
     def augmentation(self) -> dict[str, Any]:
-        """Augmentation of training images, by setting; none unless there are images."""
+        """Augmentation of training images, by setting; all zero without images."""
         return {"crop_padding": 0, "flip": False, "cutout": 0}
 
     @property
     def column_statistics(self) -> dict[str, list[float]]:
-        """``{column: [mean, std]}`` of what is declared of a table's columns."""
+        """``{column: [mean, std]}`` of the columns of a table for which it is declared."""
         return {}
 
     @property
     def has_bounds(self) -> bool:
-        """True if records have public bounds: ranges of all columns, or pooled features' length."""
+        """True if records have public bounds: ranges and no statistics, or pooled features."""
         backbone, ranges = (getattr(self, name, None) for name in ("backbone", "ranges"))
         is_pooled = backbone is not None and backbone.output == names.POOLED
         return is_pooled or bool(ranges and not getattr(self, "statistics", None))
 
     @property
     def declared(self) -> dict[str, bool]:
-        """Settings that the records would otherwise decide, with whether each is given."""
+        """Settings that the records would decide if they are not given; true if given."""
         return {}
 
 
@@ -181,25 +181,25 @@ class Stored(Dataset):
         return None if self.root is None else ps.expanded("dataset.root", self.root)
 
     def at(self, root: str) -> Dataset:
-        """The same settings of data in another place."""
+        """The same settings with another place of the data."""
         return replace(self, root=root)
 
 
 @dataclass(frozen=True)
 class Images(Dataset):
-    """Images, and what is done to them before and in training.
+    """Images, and how they are changed before and during training.
 
     Attributes:
-        mean: Per channel of images scaled to 0..1; empty is .5.
+        mean: Means per channel, of images scaled to 0..1; empty is .5.
         std: Standard deviations per channel, like ``mean``.
-        crop_padding: Training images are shifted by up to so many pixels.
-        flip: Training images are mirrored at random; features of a ``backbone`` are the mean of
-            those of an image and of its mirror image.
+        crop_padding: Largest shift of training images, in pixels.
+        flip: If true, training images are mirrored at random, and features of a ``backbone`` are
+            the mean of those of an image and of its mirror image.
         cutout: Side of the square that is blanked in training images, in pixels.
-        scattering: Fixed features of images in their place, made before anything is learnt, with
-            which private training loses less; null keeps the images.
-        backbone: The same by a frozen network that was trained on public images, as few images
-            learn more from; in place of ``scattering``.
+        scattering: Fixed features that replace the images before any training; private training
+            then loses less. Null keeps the images.
+        backbone: Features of a frozen network that was trained on public images, in place of
+            ``scattering``; they help most where images are few.
     """
 
     mean: list[float]
@@ -212,12 +212,12 @@ class Images(Dataset):
 
     @property
     def transform(self) -> Transform | None:
-        """Sizes of what makes features of images; None where networks take the images."""
+        """The transform that makes features of images; None if networks take the images."""
         return self.backbone or self.scattering
 
     @property
     def augmentation(self) -> dict[str, Any]:
-        """Augmentation in training, by setting; none of features, which are made once."""
+        """Augmentation in training, by setting; none for features, which are made once."""
         if self.transform is not None:
             return super().augmentation
         return {name: getattr(self, name) for name in super().augmentation}
@@ -225,17 +225,18 @@ class Images(Dataset):
 
 @dataclass(frozen=True)
 class EncodedImages(Images):
-    """Images in files of their own, of any size and kind, which are brought to one form.
+    """Images in files of their own, of any size and format, which are converted to one form.
 
     Attributes:
         image_size: Side in pixels to which encoded images are resized (bilinear, to a square); null
-            keeps their size, which must be the same for all. A backbone decides it by itself.
-        channels: 1 or 3, of encoded images; null is 3 if any image is in colour.
+            keeps their size, which must be the same for all. A backbone has its own size.
+        channels: Number of channels of encoded images, 1 or 3; null is 3 if any image is in colour.
         class_names: Names of the classes in their order; empty finds them in the data.
-        corrupt: Records that cannot be read: ``refuse`` ends the run and names them, ``skip``
-            leaves each out by itself, as private sites always do.
-        intensity: Intensities that become 0 and 255, those beyond being cut: of images of 16 bits
-            (null is 0 to 65535), of floats (0 to 1) and of DICOM (null is each image's own window).
+        corrupt: Treatment of records that cannot be read: ``refuse`` ends the run and names them,
+            ``skip`` leaves out each of them, as private sites always do.
+        intensity: Intensities [low, high] that become 0 and 255; values outside are cut. Null is 0
+            to 65535 for images of 16 bits, 0 to 1 for floats, and each image's own window for
+            DICOM.
     """
 
     image_size: ImageSize | None
@@ -246,7 +247,7 @@ class EncodedImages(Images):
 
     @property
     def declared(self) -> dict[str, bool]:
-        """Settings that the records would otherwise decide, with whether each is given."""
+        """Settings that the records would decide if they are not given; true if given."""
         size = self.image_size is not None or self.backbone is not None
         sizes = {"image_size": size, "channels": self.channels is not None}
         return {"class_names": bool(self.class_names), **sizes}
@@ -257,11 +258,10 @@ class Numbers(Dataset):
     """Rows of numbers, with what is publicly known of their columns.
 
     Attributes:
-        statistics: Public ``{column: [mean, std]}``, by which all clients standardise; empty has
-            them find these together.
-        ranges: Public ``{column: [low, high]}`` in place of statistics, of all or some columns;
-            give the usual range; values outside it are kept, not cut. Ends of dates are ISO
-            dates.
+        statistics: Public ``{column: [mean, std]}``, by which all clients standardise; if empty,
+            they find these together.
+        ranges: Public ``{column: [low, high]}`` for all or some columns, in place of statistics.
+            Give the usual range; values outside it are kept, not cut. For dates, give ISO dates.
     """
 
     statistics: dict[str, Annotated[list[float], _MEAN_AND_STD]]
@@ -277,9 +277,9 @@ class Numbers(Dataset):
 
     @property
     def column_statistics(self) -> dict[str, list[float]]:
-        """``{column: [mean, std]}`` of what is declared; reads no record.
+        """``{column: [mean, std]}`` of the declared columns, without reading a record.
 
-        Those of a range are the :func:`uniform` ones.
+        A range gives those of :func:`uniform`.
         """
         return {**self.statistics, **{c: uniform(ends) for c, ends in self.ranges.items()}}
 
@@ -290,20 +290,21 @@ class LabelTable(Dataset):
 
     Attributes:
         task: What is predicted: a class or several labels (``classification``), or a number
-            (``regression``). Null is the latter with ``target_range``, and else finds it in the
-            label column: numbers with decimals, or of many different values, are predicted as such.
-            Private sites then take classes. Ordered classes and survival times are not supported.
-        target_range: Public [low, high] of a number to predict, to which targets and predictions
-            are clipped and by which they are standardised. Needed with privacy, and where what
-            standardises the features is declared; null: clients find mean and deviation together.
-        class_names: The label's values in class order; empty for those found, sorted.
-        label: Name of the column with the class, ``last`` being the last one.
-        labels: Columns of 0 and 1 (or no and yes, false and true), one per label, where a record
-            can have several; in place of ``label``.
-        label_separator: Separator of several labels in the column ``label``, such as ``;``; null:
-            a record has one class.
-        id_column: Column that names the person (a patient, a card) a row is of, the same in every
-            export; no feature. The person is then the unit of privacy.
+            (``regression``). Null is ``regression`` with ``target_range``; otherwise the label
+            column decides: numbers with decimals, or with many different values, are predicted as
+            numbers. At private sites null is classification. Ordered classes and survival times
+            are not supported.
+        target_range: Public [low, high] of a number to predict. Targets and predictions are clipped
+            to it and standardised by it. Needed with privacy, and where the statistics or ranges of
+            the features are declared; null lets the clients find mean and deviation together.
+        class_names: The label's values in class order; empty takes those found, sorted.
+        label: Name of the column with the class; ``last`` is the last column.
+        labels: Columns of 0 and 1 (or no and yes, false and true), one per label, if a record can
+            have several labels; in place of ``label``.
+        label_separator: Separator of several labels in the column ``label``, such as ``;``; null
+            means that a record has one class.
+        id_column: Column that names the person (a patient, a card) of each row, the same in every
+            export; it is not a feature. The person is then the unit of privacy.
     """
 
     task: Annotated[str, ps.OneOf(names.TASKS)] | None
@@ -315,7 +316,7 @@ class LabelTable(Dataset):
     id_column: str | None
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude labels that are named in two ways, or of which there is one."""
+        """Exclude labels that are named in two ways, and ``labels`` with one column."""
         others = {
             "label": self.names_label,
             "label_separator": self.label_separator,
@@ -341,7 +342,7 @@ class LabelTable(Dataset):
 
     @property
     def is_regression(self) -> bool:
-        """True if it is said that a number is predicted."""
+        """True if the settings say that a number is predicted."""
         return self.task == names.REGRESSION or self.target_range is not None
 
     @property
@@ -351,7 +352,7 @@ class LabelTable(Dataset):
 
     @property
     def declared(self) -> dict[str, bool]:
-        """Settings that the records would otherwise decide, with whether each is given."""
+        """Settings that the records would decide if they are not given; true if given."""
         return {
             **super().declared,
             "class_names": bool(self.class_names or self.labels or self.is_regression),
@@ -361,10 +362,10 @@ class LabelTable(Dataset):
 
 @dataclass(frozen=True)
 class Torchvision(Images, Stored):
-    """A set that torchvision knows.
+    """A data set of torchvision.
 
     Attributes:
-        download: If true, torchvision may fetch missing files.
+        download: If true, torchvision may download missing files.
     """
 
     download: bool
@@ -375,8 +376,9 @@ class ImageFolder(EncodedImages, Stored):
     """Images in one folder per class.
 
     Attributes:
-        id_column: Any name says that the images lie in ``<class>/<person>/``, and the records get a
-            column of this name. The person is then the unit of privacy.
+        id_column: Column that names the person of each record; the person is then the unit of
+            privacy. Without a table any name, if the images are in ``<class>/<person>/``: the
+            records then get a column of this name.
     """
 
     id_column: str | None
@@ -384,28 +386,29 @@ class ImageFolder(EncodedImages, Stored):
 
 @dataclass(frozen=True, kw_only=True)
 class TableForm(ps.Checked):
-    """Format of a table's file, and what becomes of rows that do not fit it.
+    """Format of a table's file, and treatment of rows that do not fit it.
 
     Attributes:
-        separator: Separator of cells, one sign or ``tab``; null finds it in the file.
-        encoding: Encoding of a text that is no UTF-8, as Python names it; null finds it.
-        header: ``true``: the first line has the names of columns; null asks where that line looks
-            like a record.
-        column_names: Names of the columns of a file without a header, or, with ``header=true``, in
-            place of its own; empty takes these.
-        decimal: Sign in numbers; null finds it. Labels, ids and categories are never changed.
+        separator: Separator of cells, one character or ``tab``; null finds it in the file.
+        encoding: Python's name of the encoding of a text that is not UTF-8; null finds it.
+        header: ``true`` if the first line has the names of columns; null refuses the file if that
+            line looks like a record.
+        column_names: Names of the columns of a file without a header or, with ``header=true``, in
+            place of those in the file; empty takes those in the file.
+        decimal: Decimal sign of numbers; null finds it. Labels, ids and categories are never
+            changed.
         thousands: Sign between groups of three digits; null finds it.
         date_order: Order of dates such as 5/31/2024; null finds it.
         missing_values: Texts that mean that a cell is missing, such as ``unknown``, besides empty
             cells and pandas' own (NA, null, nan, ...).
         missing_in: The same by column, in place of all these: with ``{country: []}`` NA is a
             country.
-        rename: Other names of columns, by the file's.
-        map: Other spellings of cells, by column: ``{sex: {M: 1, F: 0}}``; an empty one is spelled
+        rename: New names of columns, by their names in the file.
+        map: New spellings of cells, by column: ``{sex: {M: 1, F: 0}}``; an empty cell is spelled
             ``blank``.
-        scale: Factors of numbers, by column, as between units: ``{chol: 38.67}``.
-        corrupt: Rows with a cell that is not as declared: ``refuse`` ends the run and names them,
-            ``skip`` leaves each out by itself, as private sites always do.
+        scale: Factors of numbers, by column, to convert units: ``{chol: 38.67}``.
+        corrupt: Treatment of rows with a cell that is not as declared: ``refuse`` ends the run and
+            names them, ``skip`` leaves out each of them, as private sites always do.
     """
 
     separator: Annotated[str, _SIGN] | None = None
@@ -424,7 +427,7 @@ class TableForm(ps.Checked):
 
     @property
     def strict(self) -> bool:
-        """True if how one row is read depends on no other.
+        """True if the reading of a row depends on no other row.
 
         Open quotes and rows of other widths than the header's are then refused, and a table may
         have no rows.
@@ -432,7 +435,7 @@ class TableForm(ps.Checked):
         return self.corrupt == "skip"
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude one sign for two things."""
+        """Exclude one sign for both decimals and thousands."""
         yield (
             self.thousands is not None and self.decimal == self.thousands,
             f"thousands={self.thousands} is the sign of fractions, too (dataset.decimal): correct "
@@ -440,16 +443,16 @@ class TableForm(ps.Checked):
         )
 
 
-ANY_FORM = TableForm()  # what is not said of a file is found in it
+ANY_FORM = TableForm()  # everything is found in the file
 
 
 @dataclass(frozen=True)
 class LabelledImages(LabelTable, EncodedImages, Stored, TableForm):
-    """Images in a folder whose labels stand in a table.
+    """Images in a folder, with their labels in a table.
 
     Attributes:
-        labels_file: Name of the table in the folder. Its first column has the images' paths, from
-            the table's folder on, or their bare names where no two images share one.
+        labels_file: Name of the table in the folder. Its first column has the images' paths from
+            the table's folder, or their bare names if no two images share one.
     """
 
     labels_file: Annotated[ps.Text, _IN_ROOT]
@@ -470,11 +473,12 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
     """A table: CSV in any form, Excel, Parquet, Feather, Stata or JSON, also compressed.
 
     Attributes:
-        numeric: Columns of numbers; with ``dates`` and ``categorical`` also empty, every column
-            that holds only numbers is numeric, only dates a date, and every other categorical.
+        numeric: Columns of numbers. If ``numeric``, ``dates`` and ``categorical`` are all empty,
+            columns that hold only numbers are numeric, those that hold only dates are dates, and
+            all others are categorical.
         dates: Columns of dates, which become days since 1970.
         categorical: Columns of categories, one feature ``column=value`` per category.
-        categories: Categories by column, where the data may lack some; else those found, sorted.
+        categories: Categories by column, if the data may lack some; by default those found, sorted.
         ignore: Columns to leave out, such as a row number.
         missing: Replacement for a missing number: the ``mean``, or the mean and a feature that
             flags it (``indicator``).
@@ -501,7 +505,7 @@ class CSV(LabelTable, Numbers, Stored, TableForm):
 
     @property
     def declared(self) -> dict[str, bool]:
-        """Settings that the records would otherwise decide, with whether each is given."""
+        """Settings that the records would decide if they are not given; true if given."""
         return {
             **super().declared,
             "numeric or categorical": bool(self.numeric or self.dates or self.categorical),
@@ -518,10 +522,10 @@ class Partition(ps.Checked):
 
 @dataclass(frozen=True)
 class SavedPartition(Partition):
-    """``saved``: a division that a run has written.
+    """``saved``: the division that another run has written.
 
     Attributes:
-        file: The partition.json.
+        file: The partition.json of that run.
     """
 
     file: ps.Text
@@ -532,7 +536,7 @@ class ColumnPartition(Partition):
     """``column``: one client per value of a column of the table.
 
     Attributes:
-        column: Column whose values name the clients.
+        column: Name of the column whose values name the clients.
     """
 
     column: str | None
@@ -543,8 +547,8 @@ class RandomPartition(Partition):
     """``iid``: equal shares at random.
 
     Attributes:
-        seed: Seed of random divisions; not the run's seed, so that parties keep their records over
-            runs.
+        seed: Seed of random divisions; not the run's seed, so that clients keep their records in
+            all runs.
     """
 
     seed: int
@@ -552,12 +556,12 @@ class RandomPartition(Partition):
 
 @dataclass(frozen=True)
 class LabelGroups(RandomPartition):
-    """``label_groups``: each group of classes goes to clients of its own, evenly.
+    """``label_groups``: each group of classes is divided evenly over clients of its own.
 
     Attributes:
-        groups: Groups of classes, every class once; empty is FDNAS' three.
-        clients_per_group: Number of clients that share each group of classes; as even as possible
-            where empty, the last groups having one more (3, 3, 4 for ten).
+        groups: Groups of classes, every class once; empty is FDNAS' three groups.
+        clients_per_group: Number of clients that share each group of classes. Empty makes them as
+            even as possible; the last groups may have one more (3, 3, 4 for ten clients).
     """
 
     groups: list[list[int]]
@@ -566,11 +570,11 @@ class LabelGroups(RandomPartition):
 
 @dataclass(frozen=True)
 class DirichletPartition(RandomPartition):
-    """``dirichlet``: label skew, as each class is divided by a draw from Dirichlet(alpha).
+    """``dirichlet``: label skew; each class is divided by a draw from Dirichlet(alpha).
 
     Attributes:
-        alpha: Concentration of the Dirichlet draws; the smaller, the more unequal.
-        min_size: Fewest records of a client, below which is drawn again.
+        alpha: Concentration of the Dirichlet draws; smaller is more unequal.
+        min_size: Fewest records of a client; if one has fewer, the division is drawn again.
     """
 
     alpha: Positive
@@ -579,10 +583,10 @@ class DirichletPartition(RandomPartition):
 
 @dataclass(frozen=True)
 class QuantityPartition(DirichletPartition):
-    """``quantity``: unequal sizes at random, drawn from Dirichlet(alpha).
+    """``quantity``: records at random in unequal sizes, drawn from Dirichlet(alpha).
 
     Attributes:
-        fractions: Sizes of the clients, which sum to 1; empty draws them.
+        fractions: Each client's share of the records; they sum to 1. Empty draws them.
     """
 
     fractions: list[ShareAbove0]

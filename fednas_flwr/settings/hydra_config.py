@@ -1,4 +1,4 @@
-"""Overrides to settings, and Hydra's own command line: the only module that knows Hydra."""
+"""Composes settings from overrides, and runs Hydra's command line; no other module uses Hydra."""
 
 import argparse
 import itertools
@@ -31,13 +31,13 @@ from fednas_flwr.settings import conf_folder, expanded
 from fednas_flwr.settings.unused import UserSettings
 
 EXTRAS = "pip install -e '.[sweeps]' (joblib, submitit, optuna) or '.[sweeps-ray]'"
-NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # what overrides say to Hydra
+NOT_SETTINGS = ("hydra", "sweep.", "config", "experiment")  # overrides for Hydra itself
 PRIMARY = "config"  # the file that composition begins with
 SEARCH_PATH = "hydra.searchpath="
 
 
 def quoted(value: str | float) -> str:
-    """A value as an override has it: any text, number or truth value, also of numpy."""
+    """Return a text, number or truth value, also of numpy, as an override spells it."""
     if isinstance(value, str):
         text = str(QuotedString(value, Quote.double).with_quotes())
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
@@ -47,10 +47,10 @@ def quoted(value: str | float) -> str:
 def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     """Let Hydra compose ``conf/`` with ``overrides`` and return the tree as plain values.
 
-    An override replaces single values; ``key={}`` empties a mapping. Whether there is such a
-    setting, the parser of settings knows. ``config=<file>`` takes the settings of a finished run in
-    place of ``conf/``. Where a backbone is named, the search space is that of its pooled features,
-    unless another is chosen.
+    An override replaces single values; ``key={}`` empties a mapping. Unknown settings are left to
+    the parser of settings. ``config=<file>`` takes the settings of a finished run in place of
+    ``conf/``. If a backbone is named, the search space is that of its pooled features, unless
+    another is chosen.
 
     Raises:
         ConfigError: An override is malformed, or names a file that does not exist.
@@ -67,7 +67,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
             tree = _plain(compose(PRIMARY, for_hydra([*overrides, *of_features])))
         except (HydraException, OmegaConfBaseException, OSError) as error:
             raise _composition_error(error, overrides) from error
-    tree.pop("sweep", None)  # is Hydra's business
+    tree.pop("sweep", None)  # for Hydra only
     for text in overrides:
         key, value = _parse(text).key_or_group, _parse(text).value()
         *parents, last = key.split(".")
@@ -84,7 +84,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_holds(key: str, text: str, tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an override within a mapping that another one has replaced."""
+    """Raise ConfigError for an override inside a mapping that another override has replaced."""
     node: Any = tree
     *parents, _ = key.split(".")
     for depth, part in enumerate(parents, 1):
@@ -95,7 +95,7 @@ def _check_holds(key: str, text: str, tree: Mapping[str, Any]) -> None:
 
 
 def _composition_error(error: Exception, overrides: Sequence[str]) -> ConfigError:
-    """Return the sentence for an error of Hydra's, which often is a wrong name."""
+    """Return the sentence for an error of Hydra, which is often a wrong name."""
     groups = _groups(overrides)
     where = getattr(error, "full_key", None) or "the configuration"
     reason = str(error).splitlines()[0].rstrip(".")[:200]
@@ -111,11 +111,11 @@ def _composition_error(error: Exception, overrides: Sequence[str]) -> ConfigErro
 
 
 def for_hydra(overrides: Sequence[str], known: Mapping[str, Any] | None = None) -> list[str]:
-    """Return overrides as Hydra takes them, which knows no key of a mapping that is null so far.
+    """Return overrides as Hydra accepts them: new keys, as of a null mapping, get ``++``.
 
     Args:
-        overrides: As the user writes them.
-        known: A tree whose keys Hydra knows; without one none is taken to be known.
+        overrides: The overrides as the user writes them.
+        known: A tree whose keys Hydra knows; None if it knows none.
     """
     groups, forced = _groups(overrides), []
     for text in overrides:
@@ -127,7 +127,7 @@ def for_hydra(overrides: Sequence[str], known: Mapping[str, Any] | None = None) 
 
 
 def _has(tree: Any, key: str) -> bool:
-    """Return whether a tree has a dotted key."""
+    """Return true if a tree has a dotted key."""
     first, _, rest = key.partition(".")
     inside = isinstance(tree, Mapping) and first in tree
     return inside and (not rest or _has(tree[first], rest))
@@ -136,7 +136,8 @@ def _has(tree: Any, key: str) -> bool:
 def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the settings in a run's config.yaml, with single values replaced.
 
-    Only what is typed may hold ``${...}``: in somebody's file it would read this environment.
+    Only typed overrides may hold ``${...}``: in a file of somebody else's it would read this
+    environment.
     """
     content = read_yaml(expanded("config", path), f"config={path}")
     check_resolved(content)
@@ -160,7 +161,7 @@ def _repeated(path: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def _initialized() -> Iterator[None]:
-    """Let Hydra search ``conf/``, also within a job that Hydra has called."""
+    """Initialise Hydra with ``conf/``, also inside a job that Hydra has called."""
     shared = GlobalHydra.instance()
     outer = shared.hydra
     shared.clear()
@@ -179,9 +180,9 @@ def _plain(tree: Any, *, resolve: bool = True) -> dict[str, Any]:
 
 
 def user_settings(overrides: Sequence[str]) -> UserSettings:
-    """Return the settings that the user has given: by overrides or a chosen experiment file."""
+    """Return the settings that the user has given by overrides or a chosen experiment file."""
     typed: list[str] = []
-    groups = _groups(overrides).keys() - _groups().keys()  # of the user's own
+    groups = _groups(overrides).keys() - _groups().keys()  # the user's own groups
     for override in map(_parse, overrides):
         key = override.key_or_group
         if not key.startswith(NOT_SETTINGS) and key not in groups:
@@ -192,14 +193,14 @@ def user_settings(overrides: Sequence[str]) -> UserSettings:
 
 
 def _experiment_settings(name: str, folders: Sequence[Path]) -> list[str]:
-    """Return the dotted names of all that an experiment and its bases set; groups by their own."""
+    """Return the dotted names of settings and groups that an experiment and its bases set."""
     paths = [folder / "experiment" / f"{name}.yaml" for folder in folders]
     files = [path for path in paths if path.is_file()]
     if files:
         tree: Any = read_yaml(files[0], str(files[0])) or {}
     elif f"{name}.yaml" in ConfigStore.instance().repo.get("experiment", {}):
         tree = OmegaConf.to_container(ConfigStore.instance().load(f"experiment/{name}.yaml").node)
-    else:  # null, or in a package of hydra.searchpath
+    else:  # it is null, or in a package of hydra.searchpath
         return []
     names: list[str] = []
     for default in tree.pop("defaults", []):
@@ -211,7 +212,7 @@ def _experiment_settings(name: str, folders: Sequence[Path]) -> list[str]:
 
 
 def _leaves(key: str, value: Any) -> list[str]:
-    """Return the dotted names of the single values of a setting that may be a mapping."""
+    """Return the dotted names of the single values in a setting, which may be a mapping."""
     if not isinstance(value, Mapping) or not value:
         return [key]
     return [leaf for name, item in value.items() for leaf in _leaves(f"{key}.{name}", item)]
@@ -221,16 +222,16 @@ def without_sweeps(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that have one value.
 
     Raises:
-        ConfigError: One is malformed.
+        ConfigError: An override is malformed.
     """
     return [text for text in overrides if not _parse(text).is_sweep_override()]
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of the jobs that Hydra's own sweeper makes, in its order.
+    """Return the overrides of each job that Hydra's own sweeper makes, in its order.
 
     Raises:
-        ConfigError: A value is no list of values.
+        ConfigError: A sweep has an interval instead of a list of values.
     """
     choices: dict[str, list[str]] = {}
     with _initialized():
@@ -252,14 +253,14 @@ def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line of Hydra's.
+    """A parsed command line of Hydra.
 
     Attributes:
         overrides: Overrides of settings.
         flags: The options, each followed by its value.
         multirun: True if it is a sweep.
-        informs: True if it asks for information, and begins no run.
-        completes: True if it asks for a shell's completion.
+        informs: True if it asks for information and begins no run.
+        completes: True if it asks for shell completion.
     """
 
     overrides: list[str]
@@ -270,7 +271,7 @@ class Arguments:
 
 
 def _hydras_parser() -> argparse.ArgumentParser:
-    """Return the options that Hydra takes on its command line."""
+    """Return a parser of the options of Hydra's command line."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
@@ -315,20 +316,20 @@ OmegaConf.register_new_resolver(
 
 
 def run_hydra(job: Callable[[Any], Any], arguments: Sequence[str]) -> None:
-    """Let Hydra do what its command line says: call ``job`` for every run of a sweep, or inform.
+    """Let Hydra execute its command line: call ``job`` for every run of a sweep, or print.
 
     Args:
-        job: Called with the composed configuration; can be pickled, for launchers.
+        job: Function of the composed configuration; launchers pickle it.
         arguments: Options and overrides as Hydra takes them.
 
     Raises:
-        ConfigError: Hydra finds fault with them.
+        ConfigError: Hydra refuses them.
     """
     conf = str(conf_folder().resolve())
     app = hydra.main(version_base="1.3", config_path=conf, config_name=PRIMARY)
     known = sys.argv
     sys.argv = [known[0], *arguments]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come as they are, to be told in a sentence
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors arrive here unchanged
     try:
         app(job)()
     except HydraException as error:
@@ -349,11 +350,11 @@ class Sweep:
     """A sweep that Hydra is about to run.
 
     Attributes:
-        folder: Holds the folders of the jobs.
-        sweeper: The class of Hydra's sweeper.
-        metrics: Metrics by which a sweeper optimises.
-        known: The tree of the chosen groups alone.
-        tree: All settings but those that the sweep varies.
+        folder: Folder of the jobs' folders.
+        sweeper: Class of Hydra's sweeper.
+        metrics: Metrics that the sweeper optimises.
+        known: Tree of the chosen groups, without other overrides.
+        tree: All settings, without those that the sweep varies.
     """
 
     folder: Path
@@ -364,10 +365,10 @@ class Sweep:
 
 
 def compose_sweep(fixed: Sequence[str]) -> Sweep:
-    """Return the sweep of overrides that have one value, those of Hydra's own among them.
+    """Return the sweep that has the overrides with one value, Hydra's own included.
 
     Raises:
-        ConfigError: One of them is wrong, or a plugin is not installed.
+        ConfigError: An override is wrong, or a plugin is not installed.
     """
     with _initialized():
         try:
@@ -386,25 +387,25 @@ def compose_sweep(fixed: Sequence[str]) -> Sweep:
 
 
 def add_choice(group: str, name: str, tree: Mapping[str, Any]) -> None:
-    """Let ``group=name`` choose a tree, as if it were a file ``conf/<group>/<name>.yaml``."""
+    """Make ``group=name`` choose a tree, as if it were a file ``conf/<group>/<name>.yaml``."""
     ConfigStore.instance().store(group=group, name=name, node=dict(tree))
 
 
 def check_free_name(group: str, name: str) -> None:
-    """Raise ConfigError if there is such a file.
+    """Raise ConfigError if there is a file ``conf/<group>/<name>.yaml``.
 
-    A name that was only added is free: Hydra's launchers bring what was added to their processes,
-    where its entry has yet to be registered.
+    A name from :func:`add_choice` is free: Hydra's launchers carry such names to their processes,
+    where the entry is not registered yet.
     """
     if (conf_folder() / group / f"{name}.yaml").is_file():
         raise ConfigError(f"{group}={name} exists: choose another name for your own.")
 
 
 def _folders(overrides: Sequence[str]) -> list[Path]:
-    """Return ``conf/``, and the folders that overrides let Hydra search after it.
+    """Return ``conf/`` and the folders that overrides add to Hydra's search path.
 
     Raises:
-        ConfigError: One of these does not exist.
+        ConfigError: One of these folders does not exist.
     """
     paths: list[Any] = []
     for override in (_parse(text) for text in overrides if text.startswith(SEARCH_PATH)):
@@ -419,7 +420,7 @@ def _folders(overrides: Sequence[str]) -> list[Path]:
 
 
 def _groups(overrides: Sequence[str] = ()) -> dict[str, set[str]]:
-    """Return the groups and the names that each offers; ``_<name>`` is no choice."""
+    """Return the names to choose from in each group; a file ``_<name>`` is no choice."""
     groups: dict[str, set[str]] = {}
     for conf in _folders(overrides):
         for folder in (path for path in conf.iterdir() if path.is_dir()):
@@ -434,7 +435,7 @@ def _groups(overrides: Sequence[str] = ()) -> dict[str, set[str]]:
     return groups
 
 
-@lru_cache(maxsize=1024)  # Hydra's parser takes a millisecond, and each is asked for often
+@lru_cache(maxsize=1024)  # Hydra's parser takes a millisecond, and each text is parsed often
 def _parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
@@ -443,12 +444,12 @@ def _parse(text: str) -> Override:
             f"{show(text)!r} is not of the form key=value; a value with special characters needs "
             "quotes of its own, as in 'key=\"a=b\"'."
         ) from None
-    except ValueError as error:  # Python's, of thousands of digits
+    except ValueError as error:  # raised by Python for thousands of digits
         raise ConfigError(f"{show(text)!r} holds a number that is too long: {error}.") from None
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raise ConfigError unless each sets one value of one key, or chooses a file there is."""
+    """Raise ConfigError unless each override sets one value or chooses a file that exists."""
     groups = _groups(overrides)
     for text in overrides:
         override = _parse(text)

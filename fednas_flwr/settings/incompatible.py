@@ -18,51 +18,51 @@ MOST_PRIVATE_ROUNDS = 10_000
 
 
 def has_real_sites(config: Config) -> bool:
-    """Return whether each client's node has data of its own, which no other machine can read."""
+    """Return true if each client's node has data of its own, which no other machine can read."""
     return config.runtime.name == "deployment" and config.partition.name == "sites"
 
 
 def by_client(config: Config) -> bool:
-    """Return whether the unit of a run's privacy is the client."""
+    """Return true if the unit of a run's privacy is the client."""
     return config.dp is not None and config.dp.unit == CLIENT
 
 
 def by_record(config: Config) -> bool:
-    """Return whether it is the record, or the person."""
+    """Return true if the unit of a run's privacy is the record or the person."""
     return config.dp is not None and config.dp.unit != CLIENT
 
 
 def follows_noise(config: Config) -> bool:
-    """Return whether retraining takes its learning rate from its noise."""
+    """Return true if retraining takes its learning rate from its noise."""
     walk = config.privacy.retrain.noise_walk if by_record(config) else None  # type: ignore[union-attr]
     return walk is not None and not chooses_rates(config)
 
 
 def chooses_rates(config: Config) -> bool:
-    """Return whether the algorithm has learning rates of its own for retraining."""
+    """Return true if the algorithm has learning rates of its own for retraining."""
     draws = getattr(config.algorithm, "ranges", None) is not None and searches(config)
     return draws or algorithm_of(config).retraining is not None
 
 
 def searches(config: Config) -> bool:
-    """Return whether a run has a search stage."""
+    """Return true if a run has a search stage."""
     return "search" in config.stages and not isinstance(config.algorithm, GivenNetwork)
 
 
 def retrains(config: Config) -> bool:
-    """Return whether a run has a retrain stage."""
+    """Return true if a run has a retrain stage."""
     return "retrain" in config.stages
 
 
 def chooses(config: Config) -> bool:
-    """Return whether rounds of the algorithm's own, and not FedAvg's alone, ask clients."""
+    """Return true if the algorithm has rounds of its own, beside or in place of FedAvg's."""
     return searches(config) or algorithm_of(config).retraining is not None
 
 
 def retrains_by_gradients(config: Config) -> bool:
-    """Return whether every step of retraining is an exchange, FedSGD's, and not FedAvg's many.
+    """Return true if retraining has one exchange per step (FedSGD), not one per round (FedAvg).
 
-    Where that is left open it is where clients share the noise of such steps.
+    With ``retrain.exchange=null`` that is so if clients share the noise of single steps.
     """
     if algorithm_of(config).retraining is not None:
         return False
@@ -72,9 +72,9 @@ def retrains_by_gradients(config: Config) -> bool:
 
 
 def averages_plainly(config: Config) -> bool:
-    """Return whether all clients train one network from scratch, and the server takes their mean.
+    """Return true if all clients train one network from scratch and the server takes their mean.
 
-    Its norm is the run's to choose, or it needs none, as the linear model.
+    The norm of the network must be set by the run, or be absent, as in the linear model.
     """
     given, rules = config.algorithm, {config.aggregate.name, config.server_optimizer.name}
     normed = not isinstance(given, GivenNetwork) or given.has_norm
@@ -85,7 +85,7 @@ def averages_plainly(config: Config) -> bool:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of a setting; of a group its choice, of a mapping true.
+    """Return the value of a setting: for a group its choice, for a mapping true.
 
     Raises:
         AttributeError: This run has no such setting.
@@ -95,14 +95,14 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def parts(condition: str) -> list[str]:
-    """Key, sign and value of a condition."""
+    """Return key, sign and value of a condition."""
     return re.split("(!?=)", condition, maxsplit=1)
 
 
 def holds(config: Config, condition: str) -> bool:
-    """Whether a setting has a value, ``key=value``, or another one, ``key!=value``.
+    """Return true if a setting has a value (``key=value``) or another one (``key!=value``).
 
-    A list has those that it holds. Neither is true where this run has no such setting.
+    A list has each of its entries as a value. Without such a setting, neither condition is true.
     """
     key, sign, text = parts(condition)
     with suppress(AttributeError):
@@ -112,7 +112,7 @@ def holds(config: Config, condition: str) -> bool:
 
 
 def check_algorithm(config: Config) -> None:
-    """Refuse what the entry of the algorithm does not support, then what it alone refuses."""
+    """Refuse what the algorithm's entry does not support, then what its settings refuse."""
     entry, privacy = algorithm_of(config), config.dp
     if privacy and privacy.unit not in entry.units:
         able = sorted(other for other, one in algorithms().items() if privacy.unit in one.units)
@@ -131,7 +131,7 @@ def _simulated_terms(c: Config) -> SecureSumSettings | None:
 
 NORM = "it mixes the records of a batch and leaks its statistics; set "
 ROSTER = "only sites with data and a policy of their own have keys; set partition=sites privacy=dp"
-# Values that exclude each other, see holds(), and why: a format of the configuration c.
+# Values that exclude each other, see holds(), and why: a format string of the configuration c.
 CLASHES = {
     # Privacy.
     "algorithm.weights!=null privacy=dp genotype=null algorithm.network!=null": "such networks "
@@ -147,7 +147,7 @@ CLASHES = {
     "that none is longer than is booked; set training.precision=float32",
     "retrain.rounds=null privacy=dp": "clients are told of all that is released before the first "
     "round; set retrain.rounds",
-    # What tells more of a client than one clipped update, where that is the unit.
+    # What would reveal more of a client than one clipped update, where the client is the unit.
     "privacy.unit=client secure_sum=null": "each client would add all noise; set secure_sum=true",
     "privacy.unit=client training.momentum=averaged": "the moments would be further releases; set "
     "training.momentum=reset",
@@ -163,7 +163,7 @@ CLASHES = {
     "secure_sum!=null runtime=deployment partition!=sites": ROSTER,
     "secure_sum!=null runtime=deployment privacy!=dp": ROSTER,
 }
-# All else that excludes each other; which, why, and what to do: a format of the configuration c.
+# All other conflicts: a condition, and the sentence with the reason and the remedy, as above.
 CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: (
@@ -194,7 +194,7 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "that least_sites is from {c.secure_sum.fewest} to {c.clients}; raise clients or lower "
         "secure_sum.colluding",
     ),
-    # What needs all clients in every round.
+    # Settings that need all clients in every round.
     (
         lambda c: c.samples and c.secure_sum is not None,
         "sampling.per_round={c.sampling.per_round:g} with secure_sum=true: every sum is over the "
@@ -222,8 +222,8 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "the server steps along gradients by SGD there; set server_optimizer=none or "
         "retrain.exchange=models",
     ),
-    # Robust averages of too few replies. With privacy they are allowed: they only process what has
-    # been released. The noise of a median has up to 1.25 times the deviation of the mean's.
+    # Robust averages of too few replies. Privacy allows them: they only process what has been
+    # released. The noise of a median has up to 1.25 times the deviation of a mean's.
     (
         lambda c: c.aggregate.name != "mean" and c.asked < 3,
         "aggregate={c.aggregate.name} with a round of {c.asked} clients: expected 3 or more",
@@ -237,7 +237,7 @@ CONFLICTS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         "{c.runtime.quorum:g} of {c.asked} clients lets a round go on with: expected fewer than "
         "half of them; raise runtime.quorum or lower aggregate.trim",
     ),
-    # Stages that lack what they start from, or have it twice.
+    # Stages that lack their starting point, or have two.
     (
         lambda c: chooses(c) and c.dataset.fractions.get("validation") == 0,
         "dataset.fractions.validation=0.0 leaves a search nothing to choose by: expected above 0",

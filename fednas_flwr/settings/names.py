@@ -1,71 +1,71 @@
-"""Names and ranges that packages beside each other share, each written once.
+"""Names and ranges that sibling packages share, each written once.
 
-A name with one user, or whose users stand above one another, belongs to the lowest of them; here
-stands what is in conf/, in a request and in a report alike. Free of torch, to load at once.
+They appear in conf/, in requests and in reports alike. A name with one user, or with users in
+layers above one another, belongs to the lowest of them instead. No torch, to load fast.
 """
 
 from typing import Literal, get_args
 
 SPLITS = ("train", "validation", "test")  # the parts of a client's records
 
-Unit = Literal["record", "person", "client"]  # what privacy protects one of
+Unit = Literal["record", "person", "client"]  # units of privacy: one of them is protected
 UNITS: tuple[Unit, Unit, Unit] = get_args(Unit)
 RECORD, PERSON, CLIENT = UNITS
 
-Norm = Literal["batch", "group", "none"]  # how a network normalises; a supernet by one of two
+Norm = Literal["batch", "group", "none"]  # normalisation of a network; a supernet has one
 NORMS: tuple[Norm, Norm, Norm] = get_args(Norm)
 BATCH, GROUP, NO_NORM = NORMS
 
-# What plain gradients are computed in.
+# Number formats in which gradients without privacy are computed.
 FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
 AUTO = "auto"
 
-# How the clients of a round are drawn.
+# Ways in which the clients of a round are drawn.
 UNIFORM, ROUND_ROBIN = SAMPLINGS = ("uniform", "round_robin")
 
-CORRUPT_RULES = ("refuse", "skip")  # what becomes of records that cannot be read
-TORCHVISION_SETS = {  # torchvision's class, and the folder below root in which it keeps its files
+CORRUPT_RULES = ("refuse", "skip")  # treatments of records that cannot be read
+TORCHVISION_SETS = {  # torchvision's class, and the folder below root that has its files
     "mnist": ("MNIST", "MNIST/raw"),
     "fashion_mnist": ("FashionMNIST", "FashionMNIST/raw"),
     "cifar10": ("CIFAR10", "cifar-10-batches-py"),
     "cifar100": ("CIFAR100", "cifar-100-python"),
 }
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".data", ".xlsx", ".parquet", ".dta")
-POOLED, _ = OUTPUTS = ("pooled", "map")  # of a backbone
+POOLED, _ = OUTPUTS = ("pooled", "map")  # outputs of a backbone
 DECIMALS = ("point", "comma")  # sign before the fraction of a table's numbers
 THOUSANDS = ("none", "comma", "point", "blank", "apostrophe")  # between groups of three digits
-DATE_ORDERS = ("day_first", "month_first")  # of dates such as 31/5/2024
-MISSING_WORDS = tuple(  # cells that are missing, as pandas has them
+DATE_ORDERS = ("day_first", "month_first")  # orders of dates such as 31/5/2024
+MISSING_WORDS = tuple(  # texts of missing cells, as in pandas
     "#N/A,#N/A N/A,#NA,-1.#IND,-1.#QNAN,-NaN,-nan,1.#IND,1.#QNAN,<NA>,N/A,NA,NULL,NaN,None,n/a,nan,"
     "null".split(",")
 )
-MISSING_RULES = ("mean", "indicator")  # what becomes of missing numbers and dates of a table
+MISSING_RULES = ("mean", "indicator")  # replacements of missing numbers and dates in a table
 
-# How epsilon is computed from a schedule: numerically, by Renyi divergences, by a central limit.
+# Ways to compute epsilon from a schedule: numerically, by Renyi divergences, by a central limit.
 PRV, RDP, GDP = ACCOUNTANTS = ("prv", "rdp", "gdp")
 
 # Scores by which networks are compared and one is delivered.
 ACCURACY, AUROC, LOG_LOSS = "accuracy", "auroc", "log_loss"
 CLASS_METRICS = (ACCURACY, AUROC, "average_precision", "f1", LOG_LOSS)
-DECIDED = (ACCURACY, "f1")  # of the most probable class; by others labels get a threshold
-R2, RMSE, MAE = NUMBER_METRICS = ("r2", "rmse", "mae")  # of targets that are numbers
-LOSSES = (LOG_LOSS, RMSE, MAE)  # of which less is better
+DECIDED = (ACCURACY, "f1")  # scores of the most probable class; the others use a threshold
+R2, RMSE, MAE = NUMBER_METRICS = ("r2", "rmse", "mae")  # for targets that are numbers
+LOSSES = (LOG_LOSS, RMSE, MAE)  # lower is better
 METRICS = CLASS_METRICS + NUMBER_METRICS
-CLOSENESS = "closeness"  # of predicted numbers, from 0 to 1, in the place of accuracy
+CLOSENESS = "closeness"  # score of predicted numbers, from 0 to 1, in place of accuracy
 CLASSIFICATION, REGRESSION = TASKS = ("classification", "regression")
 SQUARED, ABSOLUTE, HUBER = NUMBER_LOSSES = ("squared", "absolute", "huber")
 FOUND, BEST = DELIVERIES = ("found", "best")  # the network that a run delivers
 
-MOST_SHOWN = 100  # clients of which each is told by itself; of more there are quantiles
+MOST_SHOWN = 100  # clients that are shown one by one; for more, quantiles are shown
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
-FEWEST_VOTES = 3  # clients of which most can be right
-MOST_SITES = 1000  # of a secure sum
+FEWEST_VOTES = 3  # clients among which there can be a majority
+MOST_SITES = 1000  # in a secure sum
 
-LEAST_EPSILON, LARGEST_EPSILON = 1e-3, 1e6  # of a budget and of a target
+LEAST_EPSILON, LARGEST_EPSILON = 1e-3, 1e6  # for a budget and for a target
 LEAST_NOISE_MULTIPLIER, LARGEST_NOISE_MULTIPLIER = 1e-3, 1e6
-LEAST_CALIBRATED = 0.1  # noise multiplier: simulated sites accept no less, and less hides nothing
+LEAST_CALIBRATED = 0.1  # least noise multiplier of simulated sites; a lower one hides nothing
 LARGEST_MICRO_BATCH = 1024  # records whose gradients are held at a time
 
-# What networks add to their logits: nothing, or what a linear model of their input says.
+# Terms that networks add to their logits: nothing, or the logits of a linear model of their input.
 NO_SKIP, LINEAR = SKIPS = ("none", "linear")

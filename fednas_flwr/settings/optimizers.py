@@ -1,6 +1,6 @@
-"""Constants of optimisers and of the bandit, checked when made; free of torch, to load at once.
+"""Constants of optimisers and of the bandit, checked when made; without torch, to load fast.
 
-``conf/`` sets them, strategies send them to clients as JSON, clients make them again.
+``conf/`` sets them, strategies send them to clients as JSON, and clients parse them again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fednas_flwr.settings.parser import Between, Checked, Length, Names, OneOf, 
 RULES = ("first_order", "second_order", "mixed_level")
 RESNET8_WIDTHS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
 RESNETS = tuple(f"resnet8_{width}" for width in RESNET8_WIDTHS)
-NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2", *RESNETS)  # given ones with retrain.norm
-# Of a record's decrease of loss in a reward, in nats. How float32 rounds a loss (near 1: by 1e-7)
-# depends on the size of its batch: with a bound near that, rounding would be a record's reward.
+NORMED_NETWORKS = ("efficientnet_b0", "mobilenet_v2", *RESNETS)  # those with retrain.norm
+# Least bound of a record's decrease of loss in a reward, in nats. float32 rounds a loss (near 1: by
+# 1e-7) depending on its batch size; with a bound near that, rounding would be a record's reward.
 LEAST_LOSS_BOUND = 1e-3
 LARGEST = 1e30  # fits float32
-LARGEST_STEP = 1e4  # of rates, decays and weights of losses: one step of more leaves every network
-LARGEST_NORM = 1e4  # of gradients
-LARGEST_LIST = 100_000  # of configurations, which every exploration goes through
+LARGEST_STEP = 1e4  # for rates, decays and weights of losses: one step of more leaves any network
+LARGEST_NORM = 1e4  # for gradients
+LARGEST_LIST = 100_000  # configurations; every exploration goes through all
 MOST_CANDIDATES = 1000  # in one request
 MOMENTA = ("reset", "averaged")
 
@@ -31,7 +31,7 @@ MOMENTA = ("reset", "averaged")
 Count = Annotated[int, Between(1)]
 CountOrZero = Annotated[int, Between(0)]
 Steps = Annotated[int, Between(1, 10**6)]  # or epochs, before a client answers
-# By less, logits are divided to infinity; by more, to nothing.
+# A lower temperature sends logits to infinity, a higher one to nothing.
 Temperature = Annotated[float, Between(1e-3, 1e6)]
 Positive = Annotated[float, Between(0, LARGEST, above=True)]
 NonNegative = Annotated[float, Between(0, LARGEST)]
@@ -49,19 +49,19 @@ Rule = Annotated[str, OneOf(RULES)]
 
 
 def _decay_within(lr: float, weight_decay: float) -> tuple[bool, str]:
-    """A conflict for a decay that turns weights round: each step takes ``lr`` of it off."""
+    """Return a conflict for a decay that flips weights: a step subtracts lr * decay of them."""
     expected = f"0 to {1 / lr:.4g}, which is 1 / lr: with more, weights change sign in every step"
     return within(lr * weight_decay <= 1, "weight_decay", weight_decay, expected)
 
 
 @dataclass(frozen=True)
 class SGD(Checked):
-    """Weights: SGD whose learning rate falls along a cosine from ``lr`` to ``min_lr``.
+    """SGD of the weights; the learning rate falls along a cosine from ``lr`` to ``min_lr``.
 
     Attributes:
         lr: Learning rate of the first round, > 0.
         min_lr: Learning rate after the last round, from 0 to ``lr``; a default above ``lr`` is
-            lowered to it.
+            lowered to ``lr``.
         momentum: Momentum, from 0 to below 1.
         weight_decay: L2 coefficient, from 0 to ``1 / lr``.
         clip_norm: Largest norm of a batch's mean gradient, > 0; null does not clip.
@@ -74,7 +74,7 @@ class SGD(Checked):
     clip_norm: ClipNorm | None
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude rates that rise, and weights that change sign."""
+        """Exclude learning rates that rise, and decays by which weights change sign."""
         yield within(self.min_lr <= self.lr, "min_lr", self.min_lr, f"0 to lr={self.lr}")
         yield _decay_within(self.lr, self.weight_decay)
 
@@ -87,7 +87,7 @@ class SGD(Checked):
 
 @dataclass(frozen=True)
 class Adam(Checked):
-    """Alphas: Adam, whose betas the rule of the search gives.
+    """Adam of the alphas; its betas follow from the rule of the search.
 
     Attributes:
         lr: Learning rate; 0 keeps the alphas.
@@ -100,15 +100,15 @@ class Adam(Checked):
 
 @dataclass(frozen=True)
 class Configuration(Checked):
-    """One arm.
+    """One configuration of hyper-parameters, an arm of the bandit.
 
     Attributes:
         lr: Learning rate of the weights, > 0.
-        weight_decay: Of the weights, from 0 to ``1 / lr``.
-        momentum: Of the weights, from 0 to below 1.
+        weight_decay: Decay of the weights, from 0 to ``1 / lr``.
+        momentum: Momentum of the weights, from 0 to below 1.
         alpha_lr: Learning rate of the alphas, >= 0.
-        alpha_weight_decay: Of the alphas, >= 0.
-        dropout: Drop-path probability, from 0 to below 1; of derived networks only.
+        alpha_weight_decay: Decay of the alphas, >= 0.
+        dropout: Drop-path probability, from 0 to below 1; for derived networks only.
     """
 
     lr: LearningRate
@@ -119,7 +119,7 @@ class Configuration(Checked):
     dropout: ShareBelow1
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude weights that change sign."""
+        """Exclude decays by which weights change sign."""
         yield _decay_within(self.lr, self.weight_decay)
 
     @property
@@ -127,11 +127,11 @@ class Configuration(Checked):
         return {name: getattr(self, name) for name in ("lr", "momentum", "weight_decay")}
 
     def sgd(self, clip_norm: float | None) -> SGD:
-        """Return the constants of the weights' optimiser; the learning rate stays."""
+        """Return the constants of the weights' optimiser, with a constant learning rate."""
         return SGD(**self._of_weights, min_lr=self.lr, clip_norm=clip_norm)
 
     def annealed(self, weights: SGD) -> SGD:
-        """Return ``weights`` with this learning rate, momentum and decay, annealed as before."""
+        """Return ``weights`` with this learning rate, momentum and decay, still annealed."""
         return replace(weights, **self._of_weights, min_lr=min(weights.min_lr, self.lr))
 
     def adam(self) -> Adam:
@@ -145,8 +145,8 @@ class Range(Checked):
 
     Attributes:
         low: Least value.
-        high: Least value that is above all.
-        log: True if the logarithm is drawn uniformly, and not the value.
+        high: Upper end, itself left out.
+        log: True if the logarithm is uniform instead of the value.
     """
 
     low: NonNegative
@@ -154,12 +154,12 @@ class Range(Checked):
     log: bool
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude empty ranges, and logarithms of 0."""
+        """Exclude ``high`` below ``low``, and logarithms of 0."""
         yield within(self.low > 0 or not self.log, "low", self.low, "above 0 where log is true")
         yield within(self.low <= self.high, "high", self.high, f"{self.low} or more")
 
     def at(self, share: float) -> float:
-        """Return the value below which a share in [0, 1) of all draws lies."""
+        """Return the quantile of a share in [0, 1): that share of all draws is lower."""
         if self.log:
             return math.exp(math.log(self.low) + share * math.log(self.high / self.low))
         return self.low + share * (self.high - self.low)
@@ -191,7 +191,7 @@ class ConfigurationChoice(Checked):
     """The configurations of hyper-parameters that an algorithm chooses among.
 
     Attributes:
-        num_configurations: Number of configurations to draw where none are given.
+        num_configurations: Number of configurations to draw if none are given.
         configurations: The configurations; empty draws them from ``ranges``.
         ranges: Range of every hyper-parameter.
     """
@@ -201,7 +201,7 @@ class ConfigurationChoice(Checked):
     ranges: dict[str, Range]
 
     def __post_init__(self) -> None:
-        """Check the ranges; those that nothing is drawn from may be empty."""
+        """Check the ranges, which may be empty if nothing is drawn."""
         super().__post_init__()
         if self.ranges or self.needs_ranges:
             check_ranges(self.ranges)
@@ -217,10 +217,10 @@ class BanditSettings(Checked):
     """Constants of the bandit.
 
     Attributes:
-        beta: Arms per nat of entropy (kappa = round(beta H)), > 0.
+        beta: Arms to try per nat of entropy (kappa = round(beta H)), > 0.
         step_size: Step of an estimate towards a new reward, in (0, 1].
-        retention: Factor of an estimate in a phase that does not try its arm, in [0, 1]: a good arm
-            may not stay good.
+        retention: Factor, in [0, 1], of an arm's estimate in a phase that does not try it, as a
+            good arm may not stay good.
         temperature: Temperature of the softmax, in units of the rewards' scale.
         scaled: If true, rewards are divided by their running scale.
     """
@@ -239,12 +239,12 @@ class ControllerSettings(Checked):
     Attributes:
         lr: Learning rate of Adam, > 0.
         temperature: Divisor of the logits of every choice; above 1 it explores more.
-        entropy_weight: Weight of the policy's entropy per edge, in nats, added to a reward from 0
-            to 1 or, with ``scaled``, in standard deviations.
+        entropy_weight: Weight of the policy's entropy per edge, in nats. It is added to a reward
+            from 0 to 1 or, with ``scaled``, in standard deviations.
         baseline_decay: Decay of the moving average of rewards, in [0, 1); with ``scaled`` also of
             the averages by which they are scaled.
-        scaled: If true, rewards are divided by the standard deviation of those so far; false is the
-            text's form, which learns little where rewards differ by little.
+        scaled: If true, rewards are divided by the standard deviation of those so far. False is the
+            paper's form, which learns little where rewards differ by little.
     """
 
     lr: LearningRate
@@ -256,11 +256,11 @@ class ControllerSettings(Checked):
 
 @dataclass(frozen=True)
 class ShortlistSettings(Checked):
-    """The best of a ranking, which are ranked anew by scores that cost more.
+    """A second ranking of the best networks, by scores that cost more.
 
     Attributes:
-        keep: Number of networks to rank anew, at least 2.
-        scores: Names out of ``data_free_scores.SCORES``.
+        keep: Number of networks to rank again, at least 2.
+        scores: Names of scores in ``data_free_scores.SCORES``.
     """
 
     keep: Annotated[int, Between(2)]
@@ -269,7 +269,7 @@ class ShortlistSettings(Checked):
 
 @dataclass(frozen=True)
 class DPAware(Checked):
-    """DP-SGD's clipping and noise as a regulariser of a search, with no claim of privacy.
+    """DP-SGD's clipping and noise as a regulariser of a search, without a claim of privacy.
 
     Attributes:
         max_grad_norm: Largest norm of a record's gradient, > 0.

@@ -1,12 +1,12 @@
-"""Frozen dataclasses from trees of plain values, as YAML and JSON give them: strictly.
+"""Strict parser of plain values, as from YAML and JSON, into frozen dataclasses.
 
-A key that is unknown or missing and a value of another type are refused in one sentence; nothing is
-guessed, and the only conversion is from whole numbers to float. For configurations and for messages
-alike. Main function: :func:`parse`.
+It serves configurations and messages alike. Unknown keys, missing keys and values of another type
+are refused in one sentence. Nothing is guessed, and the only conversion is from whole numbers to
+float. Main function: :func:`parse`.
 
-What values a field may have stands at the field, as ``Annotated[float, Between(0, 1)]``. A
-dataclass derived from :class:`Checked` refuses all others, however it is made;
-:func:`constraints` tells them to whoever draws values.
+The values that a field may have are written at the field, as ``Annotated[float, Between(0, 1)]``.
+A dataclass derived from :class:`Checked` refuses all others, however it is made.
+:func:`constraints` returns them for code that draws values.
 """
 
 import math
@@ -41,22 +41,22 @@ from fednas_flwr.base.errors import (
 
 EPOCH = date(1970, 1, 1).toordinal()
 MISSING = "???"  # Hydra's value for what the user must give
-# Above these no computation can use a number; a whole one could not even be written in a sentence.
-SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # of a unit of time
+SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}  # in a unit of time
+# No computation can use larger numbers; a larger int could not even be written in a sentence.
 LARGEST = {int: 2**63 - 1, float: sys.float_info.max}
 LONGEST_LINE = 200  # characters
 
 
 @dataclass(frozen=True)
 class Between:
-    """Numbers from ``low`` to ``high``; infinity and NaN are none.
+    """Numbers from ``low`` to ``high``, without infinity and NaN.
 
     Attributes:
-        low: The smallest.
-        high: The largest; infinity is no bound.
+        low: The smallest number.
+        high: The largest number; infinity is no bound.
         above: True if ``low`` itself is left out.
         below: True if ``high`` itself is left out.
-        reason: Why there is a bound, or what else to do; ends the error's sentence.
+        reason: Reason for the bound, or advice; it ends the error's sentence.
     """
 
     low: float
@@ -66,12 +66,12 @@ class Between:
     reason: str = ""
 
     def __contains__(self, number: float) -> bool:
-        """Return whether a number is one of them."""
+        """Return true if a number is in the range."""
         outside = (self.above and number == self.low) or (self.below and number == self.high)
         return self.low <= number <= self.high and number != math.inf and not outside
 
     def __str__(self) -> str:
-        """Return the range as an error names it."""
+        """Return the range in the words of an error."""
         low, high = f"{self.low:.12g}", f"{self.high:.12g}"
         if self.high == math.inf:
             return f"above {low}" if self.above else f"{low} or more"
@@ -80,14 +80,14 @@ class Between:
         return f"{low} to {'below ' if self.below else ''}{high}"
 
     def check(self, key: str, value: Any, alternative: str = "") -> None:
-        """Raise ConfigError for a number outside; ``alternative`` is what else is allowed."""
+        """Raise ConfigError for a number outside; ``alternative`` names what else is allowed."""
         because = f" ({self.reason})" if self.reason else ""
         check_range(value in self, key, value, f"{self}{alternative}{because}")
 
 
 @dataclass(frozen=True)
 class Length:
-    """Lists and mappings of ``size`` entries, texts of so many bytes in UTF-8."""
+    """Lists and mappings of ``size`` entries, and texts of ``size`` bytes in UTF-8."""
 
     size: Between
 
@@ -99,12 +99,12 @@ class Length:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Names of which a value is one."""
+    """The names that a value may have."""
 
     names: tuple[str, ...]
 
     def check(self, key: str, value: Any, alternative: str) -> None:
-        """Raise ConfigError, with the nearest spelling, for another name."""
+        """Raise ConfigError for another name, with the nearest of these names."""
         check_choice(key, value, self.names)
 
 
@@ -114,7 +114,7 @@ class Where:
 
     Attributes:
         holds: The condition.
-        expected: Description of such values in an error's sentence.
+        expected: Description of such values for an error's sentence.
     """
 
     holds: Callable[[Any], object]
@@ -125,12 +125,12 @@ class Where:
         return self.expected
 
     def check(self, key: str, value: Any, alternative: str) -> None:
-        """Raise ConfigError for a value for which it does not hold."""
+        """Raise ConfigError for a value for which the condition does not hold."""
         check_range(bool(self.holds(value)), key, value, self.expected + alternative)
 
 
 def is_line(text: str) -> bool:
-    """Whether it is a line of text that a person can be shown."""
+    """Return true for one printable line of text, short enough to be shown to a person."""
     return len(text) <= LONGEST_LINE and text.isprintable()
 
 
@@ -139,10 +139,10 @@ Line = Annotated[str, Where(is_line, "a line of text")]
 
 @dataclass(frozen=True)
 class Distinct:
-    """Lists that hold nothing twice."""
+    """Lists without duplicates."""
 
     def check(self, key: str, value: Any, alternative: str) -> None:
-        """Raise ConfigError for a name that a list holds twice."""
+        """Raise ConfigError for a name that is more than once in a list."""
         twice = sorted({name for name in value or () if value.count(name) > 1})
         if twice:
             raise ConfigError(
@@ -160,7 +160,7 @@ if TYPE_CHECKING:
 else:
 
     class Day(float):
-        """Type of a number that may be written as an ISO date: it is the days since 1970."""
+        """Type of a number that may be written as an ISO date, for the days since 1970."""
 
     class Word(str):
         """Type of a text that may look like a number or truth value: 1 is the text ``1``."""
@@ -168,13 +168,13 @@ else:
 
 Names = Annotated[list[str], Distinct()]
 Words = Annotated[list[Word], Distinct()]
-Text = Annotated[str, Length(Between(1, 4096))]  # a name or path, which is not empty
+Text = Annotated[str, Length(Between(1, 4096))]  # a name or path that is not empty
 
 
 class Checked:
-    """A dataclass that refuses values outside the constraints at its fields.
+    """Base of dataclasses that refuse values outside the constraints at their fields.
 
-    What holds between fields is for :meth:`conflicts` of each class, or for its ``__post_init__``.
+    Constraints between fields belong into :meth:`conflicts` or ``__post_init__`` of each class.
 
     Raises:
         ConfigError: A value is outside; the sentence begins with the name of its field.
@@ -189,7 +189,7 @@ class Checked:
     """
 
     def __post_init__(self) -> None:
-        """Check every field, with all that a list or mapping holds; None where it is allowed."""
+        """Check every field, including the entries of lists and mappings, and all conflicts."""
         kind: type = type(self)
         for name, hint in field_types(kind, extras=True).items():
             _check(name, hint, getattr(self, name))
@@ -199,12 +199,12 @@ class Checked:
                     raise ConfigError(f"{sentence}.")
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Return whether fields exclude each other, each time with the sentence that says so."""
+        """Return pairs: a condition under which fields exclude each other, and its sentence."""
         return ()
 
 
 def constraints(kind: type) -> dict[str, tuple[Constraint, ...]]:
-    """Return a dataclass's constraints by field, with those of what a list or mapping holds."""
+    """Return a dataclass's constraints by field, with those of entries of lists and mappings."""
     hints = field_types(kind, extras=True)
     return {name: tuple(_constraints(hint)) for name, hint in hints.items()}
 
@@ -217,12 +217,12 @@ def _constraints(hint: Any) -> Iterator[Constraint]:
 
 
 def within(condition: object, key: str, value: object, expected: str) -> tuple[bool, str]:
-    """A conflict unless a condition holds: the sentence names key, value and what was expected."""
+    """Return a conflict unless a condition holds; it names key, value and what was expected."""
     return not condition, f"{key}={show(value)} is out of range: expected {expected}"
 
 
 def one_of(**values: object) -> tuple[bool, str]:
-    """A conflict unless exactly one of the values is given."""
+    """Return a conflict unless exactly one of the values is given."""
     number = sum(value is not None for value in values.values())
     return number != 1, f"{' or '.join(values)} must be given, and only one"
 
@@ -235,7 +235,7 @@ def check_range(condition: bool, key: str, value: object, expected: str) -> None
 
 
 def seconds(text: str) -> float:
-    """Convert a time such as ``45s``, ``30min``, ``1.5d`` or ``1h30min``; 0 of any other text."""
+    """Return the seconds of a time such as ``45s``, ``1.5d`` or ``1h30min``; 0 for other texts."""
     parts = re.findall(r"(\d+(?:\.\d+)?)(s|min|h|d)", text)
     whole = "".join(number + unit for number, unit in parts) == text
     return sum(float(number) * SECONDS[unit] for number, unit in parts) if whole else 0.0
@@ -270,17 +270,17 @@ def _check(key: str, hint: Any, value: Any, alternative: str = "") -> None:
 def parse(
     kind: Any, values: Any, *, key: str, hints: Mapping[str, Any] = {}, defaults: bool = False
 ) -> Any:
-    """Return the dataclass ``kind`` of a mapping, or a TypedDict with what it holds.
+    """Return a mapping as the dataclass or TypedDict ``kind``.
 
     Args:
-        kind: The dataclass or TypedDict; its fields are numbers, text, lists, mappings,
-            dataclasses or these or None.
-        values: The mapping; of a message it may be anything.
+        kind: The dataclass or TypedDict; its fields are numbers, text, lists, mappings or
+            dataclasses, each possibly optional.
+        values: The mapping; if it is from a message, it may be anything.
         key: Dotted name of the mapping in error sentences; empty at the top.
         hints: Types of fields that overrule those of the dataclass.
         defaults: True if fields with a default may be left out, as in files that people write;
-            messages are complete. Then ``true`` stands for the defaults of a dataclass that may be
-            None and has one for every field, and ``false`` for None.
+            messages are complete. An optional dataclass with a default for every field may then
+            also be ``true``, for its defaults, or ``false``, for None.
 
     Raises:
         ConfigError: A key is unknown or missing, a value has the wrong type, or the dataclass
@@ -311,12 +311,12 @@ def parse(
 
 
 def parse_changes(settings: Any, values: Any, kind: type, *, key: str) -> Any:
-    """Settings in which the given fields are replaced.
+    """Return settings with the given fields replaced.
 
     Args:
         settings: A dataclass.
         values: The new values by field; they may be anything.
-        kind: The dataclass, a base of that of the settings, whose fields may be replaced.
+        kind: A base class of the settings; only its fields may be replaced.
         key: Name of the mapping in error sentences.
 
     Raises:
@@ -334,15 +334,15 @@ def parse_changes(settings: Any, values: Any, kind: type, *, key: str) -> Any:
 
 @cache
 def field_types(kind: type, extras: bool = False) -> dict[str, Any]:
-    """The types of a dataclass's fields, with ``extras`` also their constraints."""
+    """Return the types of a dataclass's fields; with ``extras`` also their constraints."""
     try:
         return get_type_hints(kind, include_extras=extras)
-    except NameError:  # of a script's class, in a worker that has no such module
+    except NameError:  # for a script's class in a worker, which lacks that module
         return field_types(kind.__mro__[1], extras)
 
 
 def known_names(kind: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings of a dataclass, also in mappings that may be null."""
+    """Yield the dotted names of all settings of a dataclass, also those in optional mappings."""
     for name, hint in field_types(kind).items():
         yield f"{prefix}{name}"
         for inner in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
@@ -352,7 +352,7 @@ def known_names(kind: type, prefix: str = "") -> Iterator[str]:
 
 @cache
 def _defaults(kind: type) -> frozenset[str]:
-    """The fields that may be left out."""
+    """Return the fields that may be left out."""
     if is_typeddict(kind):
         return frozenset(getattr(kind, "__optional_keys__", ()))
     return frozenset(field.name for field in fields(kind) if field.default is not NO_DEFAULT)
@@ -377,7 +377,7 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
     if is_dataclass(hint) or is_typeddict(hint):
         return parse(hint, value, key=key, defaults=defaults)
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:  # of texts, whose names a constraint gives
+    if origin is Literal:  # a text; a constraint has the allowed names
         hint, origin = str, None
     if origin in (Union, UnionType):
         if value is None:
@@ -394,7 +394,7 @@ def _convert(key: str, hint: Any, value: Any, defaults: bool) -> Any:
         of = arguments[1]
         return {str(k): _convert(f"{key}.{show(k)}", of, v, defaults) for k, v in value.items()}
     if type(value) in (int, float) and hint in LARGEST:
-        if abs(value) <= LARGEST[hint] and (hint is float or type(value) is int):  # NaN is not
+        if abs(value) <= LARGEST[hint] and (hint is float or type(value) is int):  # excludes NaN
             return hint(value)
     elif origin is None and hint not in LARGEST and isinstance(value, hint):
         return value
@@ -417,17 +417,17 @@ def _type_name(hint: Any) -> str:
 
 
 def conf_folder() -> Path:
-    """Return the folder of Hydra's groups: in the wheel, else beside the package."""
+    """Return the folder of Hydra's groups, in the wheel or beside the package."""
     package = Path(__file__).parent.parent
     packaged = package / "conf"
     return packaged if packaged.is_dir() else package.parent / "conf"
 
 
 def expanded(setting: str, path: str) -> Path:
-    """Return the path that the user gave for a setting, with ``~`` as a home folder.
+    """Return the path that the user gave for a setting, with ``~`` expanded to a home folder.
 
     Raises:
-        ConfigError: It names the home of a user there is not.
+        ConfigError: It names the home of a user who does not exist.
     """
     try:
         return Path(path).expanduser()

@@ -1,9 +1,9 @@
-"""The entries behind the names of algorithms, search spaces and data sets, and how one is added.
+"""Registry of algorithms, search spaces and data sets, by their names in ``conf/``.
 
 The package's own entries register themselves when their modules are imported, by the same
-:func:`register` as those of a user. A name is registered in one process. The client app of a
-simulation carries entries from outside the package to its workers; the server and the sites of a
-deployment must know the name themselves.
+:func:`register` as a user's entries. A name is registered in one process only. The client app of
+a simulation carries entries from outside the package to its workers; in a deployment, the server
+and each site must register the name themselves.
 """
 
 import pickle
@@ -34,11 +34,11 @@ class Rule:
     """Settings that do nothing in some runs.
 
     Attributes:
-        settings: Dotted names, apart by spaces; a group or mapping stands for all that it holds,
+        settings: Dotted names, separated by spaces. A group or mapping stands for all its settings,
             ``algorithm.*`` for all settings of the algorithm, and ``search_space=`` for the choice
             alone.
-        when: True if they do nothing in a run.
-        cause: Setting that overrules them: a format of the configuration ``c``.
+        when: Function of the configuration; true if they do nothing in that run.
+        cause: Setting that overrules them, as a format string with the configuration ``c``.
         remedy: Advice to the user.
     """
 
@@ -54,14 +54,14 @@ NO_ALPHAS = Rule(
 
 
 class _Spelling(string.Formatter):
-    """Formats with values as overrides spell them."""
+    """Formatter that spells values like overrides."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return format(value if format_spec else show(value), format_spec)
 
 
 def spelled(text: str, config: Config) -> str:
-    """Return a format of the configuration ``c``, filled in."""
+    """Return a format string with the values of the configuration ``c`` filled in."""
     return _Spelling().format(text, c=config)
 
 
@@ -70,21 +70,21 @@ class Algorithm:
     """Entry behind a name of ``conf/algorithm``; it brings no torch.
 
     Attributes:
-        settings: The dataclass of its settings; of a :class:`~fednas_flwr.settings.GivenNetwork` if
-            it does not search.
+        settings: The dataclass of its settings, derived from
+            :class:`~fednas_flwr.settings.GivenNetwork` if it does not search.
         search: The strategy of the search, a subclass of
-            :class:`~fednas_flwr.algorithms.base.RoundStrategy`, or the place that it is imported
-            from, ``<module>:<class>``. None if it does not search.
-        retraining: The same of the retrain stage; None is FedAvg, or FedSGD.
-        units: Units of privacy that it can protect; none if it does not run with ``privacy=dp``.
-        trains: Kind of model that clients train in the search: a ``supernet``, with which it then
-            begins, or ``networks``; None if it asks them nothing.
+            :class:`~fednas_flwr.algorithms.base.RoundStrategy`, or the place to import it from,
+            ``<module>:<class>``. None if it does not search.
+        retraining: The strategy of the retrain stage; None is FedAvg, or FedSGD.
+        units: Units of privacy that it can protect; empty if it does not run with ``privacy=dp``.
+        trains: Kind of model that clients train in the search: a ``supernet``, with which the
+            search then begins, or ``networks``; None if clients are asked nothing.
         asks_rewards: True if clients are asked for rewards of trials or candidates.
         unused: Settings that have no effect with this algorithm only.
-        needs: The same by the value that another setting needs to have, as
-            ``settings.unused.NEEDS`` has them.
-        clashes: Values that exclude each other with this algorithm only, as
-            ``settings.incompatible.CLASHES`` has them.
+        needs: Settings that act only with a certain value of another one, for this algorithm only,
+            in the form of ``settings.unused.NEEDS``.
+        clashes: Values that exclude each other with this algorithm only, in the form of
+            ``settings.incompatible.CLASHES``.
     """
 
     settings: type[AlgorithmSettings]
@@ -99,24 +99,24 @@ class Algorithm:
 
 
 def entries(group: str) -> dict[str, Any]:
-    """The table of a group, with the package's own entries."""
+    """Return the table of a group, with the package's own entries."""
     if module := (BUILT_IN | PARTS)[group]:  # some have only what users register
         import_module(module)
     return TABLES[group]
 
 
 def algorithms() -> dict[str, Algorithm]:
-    """All algorithms by name."""
+    """Return all algorithms by name."""
     return entries("algorithm")
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """The entry of a run's algorithm."""
+    """Return the entry of a run's algorithm."""
     return algorithms()[config.algorithm.name]
 
 
 def imported(place: str | Callable[..., Any]) -> Any:
-    """The class or function that an entry has, or names as ``<module>:<name>``."""
+    """Return the class or function of an entry, which may name it as ``<module>:<name>``."""
     if not isinstance(place, str):
         return place
     module, _, name = place.partition(":")
@@ -127,8 +127,8 @@ def register(group: str, name: str, entry: Any) -> None:
     """Let a name of a group of settings stand for an entry.
 
     Raises:
-        ConfigError: The name exists or cannot be written as ``group=name``, or the entry of an
-            algorithm that does not search has no settings of a given network.
+        ConfigError: The name exists or cannot be written as ``group=name``, or an algorithm has
+            neither or both of a search and settings derived from ``GivenNetwork``.
     """
     if name in entries(group):
         raise ConfigError(f"{group}={name} exists: choose another name for your own.")
@@ -145,20 +145,20 @@ def register(group: str, name: str, entry: Any) -> None:
 
 
 def carry(group: str, name: str, entry: Any) -> None:
-    """Let a name stand for an entry from outside the package, in the workers of a run, too."""
+    """Let a name stand for an entry from outside the package, also in the workers of a run."""
     OWN[group][name] = TABLES[group][name] = entry
     if isinstance(getattr(entry, "settings", None), type):
-        # As types: in a worker the module of a script is another one, where no text means them.
+        # As types: in a worker the script's module is another one, which lacks these names.
         entry.settings.__annotations__ = get_type_hints(entry.settings, include_extras=True)
 
 
 def registered() -> dict[str, dict[str, Any]]:
-    """The entries from outside the package, by group and name."""
+    """Return the entries from outside the package, by group and name."""
     return {group: dict(parts) for group, parts in OWN.items()}
 
 
 def own_parts(config: Config) -> list[str]:
-    """What a run uses from outside the package, such as ``op wide``."""
+    """Return the entries from outside the package that a run uses, such as ``op wide``."""
     used = {
         **{group: [getattr(config, group).name] for group in BUILT_IN},
         "network": [getattr(config.algorithm, "network", None)],
@@ -170,7 +170,7 @@ def own_parts(config: Config) -> list[str]:
 
 
 def packed(function: Callable[..., Any]) -> bytes | None:
-    """A function of the package, pickled with what is registered; None if that cannot be sent."""
+    """Return a function pickled with all registered entries; None if these cannot be pickled."""
     import cloudpickle
 
     try:
@@ -185,6 +185,6 @@ def _restored(carried: Mapping[str, Any], function: Callable[..., Any], *asked: 
 
 
 def restore(carried: Mapping[str, Mapping[str, Any]]) -> None:
-    """Take what :func:`registered` returned in another process; what is here already stays."""
+    """Add the entries that :func:`registered` returned in another process; own ones stay."""
     for group, parts in carried.items():
         TABLES[group].update({**parts, **entries(group)})

@@ -1,4 +1,4 @@
-"""All settings of one run but for those of its data, and their JSON."""
+"""All settings of one run except those of its data, and their JSON."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ Rate = Annotated[float, ps.Between(0, 1, above=True)]
 
 @dataclass(frozen=True)
 class SearchSpaceSettings(ps.Checked):
-    """Base of all; derived networks have the supernet's sizes, except for those of a CellSpace.
+    """Base of all search spaces; derived networks have the supernet's sizes, but in a CellSpace.
 
     Attributes:
         norm: Normalisation of the supernet: ``batch``, or ``group``, which privacy needs.
-        skip: Addition to the logits of supernet and network: ``none``, or those of a ``linear``
-            classifier on the input.
-        own_ops: Further ops to choose from, by the names under which ``register_op`` knows them.
+        skip: Term added to the logits of supernet and network: ``none``, or the logits of a
+            ``linear`` classifier on the input.
+        own_ops: Further ops to choose from, by the names given to ``register_op``.
     """
 
     name: str
@@ -61,7 +61,7 @@ class SearchSpaceSettings(ps.Checked):
 
 @dataclass(frozen=True)
 class CellSpace(SearchSpaceSettings):
-    """A search space of repeated cells and its supernet's sizes; ``retrain`` gives the network's.
+    """A search space of repeated cells, with its supernet's sizes; ``retrain`` has the network's.
 
     Attributes:
         channels: Channels of the first cells.
@@ -74,11 +74,11 @@ class CellSpace(SearchSpaceSettings):
 
 @dataclass(frozen=True)
 class BlockSpace(SearchSpaceSettings):
-    """The MBConv space and the sizes of its supernet, which are also those of derived networks.
+    """The MBConv space; derived networks have the sizes of its supernet.
 
     Attributes:
-        skeleton: Depth, widths and strides, by name; see ``spaces.mbconv.SKELETONS``.
-        candidates: The ops of a block, by the name of their set; see ``CANDIDATES`` there.
+        skeleton: Name of the depth, widths and strides; see ``spaces.mbconv.SKELETONS``.
+        candidates: Name of the set of ops of a block; see ``CANDIDATES`` there.
         width: Width multiplier.
     """
 
@@ -94,9 +94,9 @@ class AdapterSettings(SearchSpaceSettings):
     Attributes:
         backbone: Name of the network in timm or torchvision.
         weights: Its file, of safetensors or a state dict; exported models hold it.
-        image_size: Side in pixels to which images are brought; null is that of its training.
-        mean: That of ``dataset``, which is undone for the network's own.
-        std: As ``mean``.
+        image_size: Side in pixels to which images are resized; null is that of its training.
+        mean: The mean of ``dataset``; that standardisation is undone and the network's applied.
+        std: The standard deviation, used like ``mean``.
     """
 
     backbone: ps.Text
@@ -108,13 +108,12 @@ class AdapterSettings(SearchSpaceSettings):
 
 @dataclass(frozen=True)
 class DPCells(SearchSpaceSettings):
-    """The DP-friendly space and the sizes of its supernet, also those of derived networks.
+    """The DP-friendly space; derived networks have the sizes of its supernet.
 
     Attributes:
         widths: Channels of each of the three cells' nodes.
         head: Width of the head.
-        activation: Activation of the head, by name; see
-            ``spaces.dp_cells.ACTIVATIONS``.
+        activation: Name of the head's activation; see ``spaces.dp_cells.ACTIVATIONS``.
     """
 
     widths: list[Width]
@@ -127,33 +126,34 @@ class Retrain(ps.Checked):
     """Federated training of the derived or given network from scratch.
 
     Attributes:
-        exchange: The clients' answers: ``models`` after all local steps of a round (FedAvg), or
-            ``gradients``, one exchange per step (FedSGD); null is ``gradients`` with privacy and
-            secure sums, which share the noise of single steps only, and, with null ``rounds``,
-            where simulated clients have other classes of images of 16 by 16 pixels or more
-            (``algorithms.fedavg.strategy.planned``), of networks with group norm, as averages of
-            models lose much there; else ``models``. In a deployment an exchange takes seconds, so
-            that there ``gradients`` are for who sets them, with ``norm=group``.
-        rounds: Rounds of retraining; each ends with a checkpoint. Null, without privacy, lets the
-            median client take about 300 local steps in 10 to 40 rounds (of images of 16 by 16
-            pixels or more 900 in 10 to 120). Where a round of a table has fewer than 5 steps,
+        exchange: What clients return: ``models`` after all local steps of a round (FedAvg), or
+            ``gradients``, one exchange per step (FedSGD). Null is ``gradients`` in two cases: with
+            privacy of records and secure sums, which share the noise of single steps only; and,
+            with null ``rounds``, if simulated clients hold different classes of images of 16 by 16
+            pixels or more, where averages of models lose much. Batch norm then becomes group norm
+            (``algorithms.fedavg.strategy.planned``). Otherwise null is ``models``. In a deployment
+            an exchange takes seconds: there, set ``gradients`` yourself, with ``norm=group``.
+        rounds: Rounds of retraining; each ends with a checkpoint. Null, without privacy, gives the
+            median client about 300 local steps in 10 to 40 rounds; for images of 16 by 16 pixels
+            or more, 900 steps in 10 to 120 rounds. If a round on a table has fewer than 5 steps,
             ``local_epochs`` is multiplied.
         evaluate_every: Rounds between evaluations of the network on the clients' validation
-            records, which are then not trained on; 0 is never, and they are.
-        local_epochs: A round's passes over a client's records; with ``gradients`` over those of
+            records, which are then not trained on; 0 never evaluates, and trains on them, too.
+        local_epochs: Passes over a client's records per round; with ``gradients``, over those of
             the median client.
-        batch_size: Records per step of a client; with ``gradients`` of the median client, and of
-            others in proportion to their records, up to 8 times. With privacy the expected number
-            at each, unless ``privacy.retrain.rate`` sets the share of the records.
-        channels: Channels of the first cells, of a table with privacy 32 by default; null takes the
-            supernet's size.
+        batch_size: Records per step of a client. With ``gradients`` this is the median client's
+            number; others have more or fewer in proportion to their records, up to 8 times. With
+            privacy it is the expected number at each client, unless ``privacy.retrain.rate`` sets
+            the share of the records.
+        channels: Channels of the first cells; null takes the supernet's size. The default for a
+            table with privacy is 32.
         num_cells: Cells of the network; null takes the supernet's number.
-        norm: Normalisation of the network: ``batch``, ``group`` or ``none``. With privacy it is one
-            of the last two, and of a table none by default; deep networks of images need one.
-            ``group`` where gradients take the place of models, see ``exchange``.
-        unaugmented: Share of the rounds, the last ones, in which images are not augmented, as they
-            will not be in use (He et al. 2019, arXiv 1909.09148).
-        auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 has none.
+        norm: Normalisation of the network: ``batch``, ``group`` or ``none``. Privacy allows only
+            the last two; its default for a table is ``none``, but deep networks of images need
+            ``group``. See ``exchange`` for where ``batch`` becomes ``group``.
+        unaugmented: Share of the rounds, at the end, in which training images are not augmented,
+            like the images in later use (He et al. 2019, arXiv 1909.09148).
+        auxiliary_weight: Weight of the loss of DARTS' auxiliary head; 0 leaves the head out.
         drop_path_prob: Probability of drop-path in the last round; it rises linearly from 0.
         weights: The optimiser's constants.
     """
@@ -172,12 +172,12 @@ class Retrain(ps.Checked):
     weights: opt.SGD
 
     def local_steps(self, records: float) -> int:
-        """The steps that so many records take in a client's part of a round."""
+        """Number of local steps per round of a client with so many records."""
         return self.local_epochs * max(1, math.ceil(records / self.batch_size))
 
     @property
     def planned(self) -> int:
-        """The number of rounds, in a run that knows it."""
+        """Number of rounds, once it is known; ValueError before that."""
         if self.rounds is None:
             raise ValueError("the rounds follow from the clients' records, which are not known yet")
         return self.rounds
@@ -185,13 +185,13 @@ class Retrain(ps.Checked):
 
 @dataclass(frozen=True)
 class NetworkLimits(ps.Checked):
-    """Limits on the cost of a found network, at the size at which it is trained; null is none.
+    """Limits on the cost of a found network, at the size at which it is trained; null is no limit.
 
     Attributes:
-        parameters: Most parameters.
-        multiply_adds: Most multiply-adds of one example.
-        latency_ms: Highest latency by ``table``, a file of ``fednas latency measure``.
-        table: See ``latency_ms``.
+        parameters: Largest number of parameters.
+        multiply_adds: Largest number of multiply-adds for one example.
+        latency_ms: Highest latency according to ``table``.
+        table: File of latencies, written by ``fednas latency measure``.
     """
 
     parameters: opt.Count | None
@@ -200,7 +200,7 @@ class NetworkLimits(ps.Checked):
     table: ps.Text | None
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude one of limit and table without the other."""
+        """Exclude a limit of latency without a table, and a table without the limit."""
         yield (
             (self.latency_ms is None) != (self.table is None),
             f"limits.latency_ms={self.latency_ms} with limits.table={self.table}: a limit of "
@@ -209,7 +209,7 @@ class NetworkLimits(ps.Checked):
 
     @property
     def by_name(self) -> dict[str, float]:
-        """The limits that there are."""
+        """The limits that are set."""
         limits = {"parameters": self.parameters, "multiply_adds": self.multiply_adds}
         named = {**limits, "latency_ms": self.latency_ms}
         return {name: most for name, most in named.items() if most is not None}
@@ -220,14 +220,14 @@ class Hardware(ps.Checked):
     """Effect of a network's cost on the loss of the alphas; see ``spaces.costs.HardwareLoss``.
 
     Attributes:
-        table: File of ``fednas latency measure``, for targets in ms; null has the clients measure
-            before the search, each group's its own.
+        table: File of ``fednas latency measure``, for targets in ms; null lets the clients measure
+            before the search, in each group its own.
         unit: Unit of cost: ``ms``, ``multiply_adds`` or ``parameters``.
-        target: Target cost T in this unit, by which the loss is scaled; costs below T still lower
-            it.
+        target: Target cost T in this unit, by which the loss is scaled; a cost below T still
+            lowers the loss.
         loss: Form of the loss, a name of ``spaces.costs.LOSSES``.
-        scale: Scale of an additive loss.
-        exponent: Exponent of the ratio of cost to target.
+        scale: Factor of the additive term, or of the multiplicative loss.
+        exponent: Exponent of the ratio log cost / log target in the multiplicative loss.
     """
 
     table: ps.Text | None
@@ -254,12 +254,13 @@ class NoPrivacy:
 
 @dataclass(frozen=True)
 class Noise(ps.Checked):
-    """Noise on sums of one kind, per release, of what has a norm of 1 at most, such as rewards.
+    """Noise per release on sums of one kind, whose terms have norms up to 1, such as rewards.
 
     Attributes:
-        noise_multiplier: Standard deviation of noise over the largest norm; null calibrates it.
-        epsilon: Bound of all releases of this kind alone, from which the noise multiplier follows;
-            null leaves it to the run's epsilon.
+        noise_multiplier: Standard deviation of the noise divided by the largest norm; null
+            calibrates it.
+        epsilon: Privacy bound of all releases of this kind alone, from which the noise multiplier
+            follows; null calibrates by the run's epsilon.
     """
 
     noise_multiplier: NoiseMultiplier | None
@@ -291,10 +292,11 @@ class PrivateRetrain(ClippedNoise):
 
     Attributes:
         local_steps: Noised steps of a client per round.
-        rate: Probability with which a step draws each record, of a table or of pooled features
-            1 by default; null is that of expected batches of ``retrain.batch_size``.
-        noise_walk: Standard deviation that the noise of all steps gives a weight, from which the
-            learning rate follows, of a table .5 by default; null is ``retrain.weights``'.
+        rate: Probability with which a step draws each record, by default 1 for a table and for
+            pooled features; null gives expected batches of ``retrain.batch_size``.
+        noise_walk: Standard deviation that the noise of all steps together gives a weight, by
+            default .5 for a table; the learning rate follows from it. Null takes the learning rate
+            of ``retrain.weights``.
     """
 
     local_steps: opt.Steps
@@ -304,52 +306,54 @@ class PrivateRetrain(ClippedNoise):
 
 @dataclass(frozen=True)
 class DifferentialPrivacy(ps.Checked):
-    """``dp``: clients return noised sums of clipped contributions, each booked in its ledger.
+    """``dp``: clients return noised sums of clipped contributions and book each in their ledgers.
 
-    Noise is calibrated as if each release were charged to the splits that it reads only. Where a
-    site's data sets share an ``account``, every release is charged to all splits: the client then
+    Noise is calibrated as if each release were charged only to the splits that it reads. Where a
+    site's data sets share an ``account``, every release is charged to all splits. The client then
     leaves before the end, unless its budget is larger or the noise is given.
 
     Attributes:
-        data_set: The id that the sites' policies give the data.
-        unit: ``record``: one record is protected, or one person with all records where the data
-            says whose each is. ``client``: all records of a client. It trains by epochs without
-            noise, its whole update is clipped to ``max_grad_norm``, and secure sums share the
-            noise. No privacy amplification by client sampling is claimed.
-        epsilon: Bound of the whole run for a record, at ``delta``; retraining's noise is calibrated
-            to what search and metrics leave of it. Simulated sites get it as budget.
-        delta: The probability with which ``epsilon`` need not hold; below 1 / records.
+        data_set: Id of the data in the sites' policies.
+        unit: What is protected. ``record``: one record, or one person with all their records if the
+            data names the person of each record. ``client``: all records of a client; it trains by
+            epochs without noise, its whole update is clipped to ``max_grad_norm``, and secure sums
+            share the noise. No privacy amplification by client sampling is claimed.
+        epsilon: Privacy bound of the whole run for a record, at ``delta``. Retraining's noise is
+            calibrated to what search and metrics leave of it. It is the simulated sites' budget.
+        delta: Probability with which ``epsilon`` need not hold; below 1 / records.
         search_share: Part of ``epsilon`` that the search may spend. Ignored if you set the noise
             yourself, or if retraining uses other records.
-        rewards_share: Share of ``epsilon`` that the noise of rewards, search and retraining
-            together, is calibrated to where that of alphas follows from the rest; else all of it.
-        weights: Noise on gradients of the supernet's weights, in the search.
+        rewards_share: Part of ``epsilon`` that rewards, of search and retraining together, may
+            spend if other noise on the same records, such as that of alphas, is calibrated to the
+            rest. Otherwise they may spend all of it.
+        weights: Noise on gradients of the supernet's weights in the search.
         alphas: Noise on gradients of the architecture variables.
-        rewards: Noise on rewards of FEATHERS' trials; a record's decrease of loss is in units of
-            its bound, so that the norm is 1.
+        rewards: Noise on rewards of trials and candidates, whose norm is 1; FEATHERS measures a
+            record's decrease of loss in units of its bound for that.
         retrain: Noise on gradients of the derived network's weights.
         local_steps: Noised steps per round of a local search, and per trial.
-        rate: Probability with which a step of the search draws each record; null is that of
-            expected batches of ``algorithm.batch_size``.
-        metrics_noise_multiplier: Noise on losses and accuracies of clients' records, over a norm of
-            1 per record and measurement; null measures none.
-        scores_error: Standard error that noise may give the network's AUROC, if one of two classes
-            has 10 % of the records; larger where it would cost more than a quarter of ``epsilon``.
-            It is one release of counts of scores by class, of train and validation records, from
-            which a threshold follows, too. Null releases none.
+        rate: Probability with which a step of the search draws each record; null gives expected
+            batches of ``algorithm.batch_size``.
+        metrics_noise_multiplier: Noise on losses and accuracies of clients' records, divided by the
+            norm of 1 per record and measurement; null measures nothing.
+        scores_error: Standard error that noise may give the network's AUROC if one of two classes
+            has 10 % of the records. It is larger where it would cost more than a quarter of
+            ``epsilon``. One release has the counts of scores by class, of train and validation
+            records; a threshold also follows from it. Null releases no scores.
         statistics_noise_multiplier: Noise on the means and deviations by which clients standardise
-            a table: one release of each, within ``dataset.ranges``, over a norm of 1 per record;
-            null standardises by the ranges alone. Of a backbone's pooled features, on their mean.
-        statistics_share: Part of ``epsilon`` that the noised mean by which a backbone's pooled
-            features are centred costs at most, alone; 0 leaves them as they are. Ignored where
-            the noise of statistics or retraining is given.
-        fewest_records: Least share of the median client's records that one of three or more clients
-            must declare of each split; one that declares fewer is left out. Noise is calibrated to
-            the client that needs most.
-        micro_batch_size: Records that a simulated site computes at a time, 1 to 1024; of a table
-            or of pooled features 1024 by default. A real site's own policy says it.
-        sites: Folder of the simulated sites' policies, ledgers and keys; null is ``sites`` in the
-            run folder, which gives every run budgets of its own.
+            a table: one release per client, within ``dataset.ranges``, for a norm of 1 per record.
+            Null standardises by the ranges alone. For pooled features of a backbone, the noise is
+            on their mean.
+        statistics_share: Largest part of ``epsilon`` that the noised mean of a backbone's pooled
+            features, by which they are centred, would cost alone; 0 leaves them as they are.
+            Ignored where the noise of statistics or retraining is given.
+        fewest_records: Least share of the median client's records that each of three or more
+            clients must declare of each split; one that declares fewer is left out. Noise is
+            calibrated to the client that needs most.
+        micro_batch_size: Records that a simulated site computes at a time, 1 to 1024; by default
+            1024 for a table and for pooled features. A real site's own policy sets it.
+        sites: Folder of the simulated sites' policies, ledgers and keys. Null is ``sites`` in the
+            run folder, so that every run has budgets of its own.
         test_seed: Seed of noise that everybody can repeat, for tests of simulations. No privacy.
     """
 
@@ -384,19 +388,19 @@ class TrainingSettings(ps.Checked):
     """Settings of all local training, of supernets and of networks.
 
     Attributes:
-        precision: Number format of gradients without privacy: ``bfloat16`` is faster on processors
-            that have it (torch's autocast). ``auto`` is ``bfloat16`` in retraining where this
-            processor has it and the network is large enough to gain, else ``float32``. Weights,
-            steps, second-order gradients and evaluation stay float32; not with privacy.
-        momentum: The momentum between requests: dropped (``reset``), or ``averaged`` like the
-            model. Null is ``averaged`` in private retraining by ``privacy.retrain.noise_walk``,
-            else ``reset``.
-        class_factors: Public factors of the losses of classes, by name; with privacy they multiply
-            what is clipped already.
-        loss: Loss of training: of a target that is a number ``squared``, ``absolute`` or ``huber``
-            (squared up to a standard deviation, then absolute), of its standardised difference; or
-            a name that ``register_loss`` knows. Null is ``squared``, and of classes cross-entropy,
-            by which all networks are tested.
+        precision: Number format of gradients, without privacy. ``bfloat16`` is faster on processors
+            that have it (torch's autocast). ``auto`` is ``bfloat16`` in retraining if this
+            processor has it and the network is large enough to gain, otherwise ``float32``.
+            Weights, steps, second-order gradients and evaluation stay float32.
+        momentum: What becomes of momentum between requests: it is dropped (``reset``), or
+            ``averaged`` like the model. Null is ``averaged`` in private retraining with
+            ``privacy.retrain.noise_walk``, otherwise ``reset``.
+        class_factors: Public factors of the classes' losses, by class name; with privacy they
+            multiply what is already clipped.
+        loss: Training loss. For a target that is a number: ``squared``, ``absolute`` or ``huber``
+            (squared up to a standard deviation, then absolute) of the standardised difference. Or
+            a name given to ``register_loss``. Null is ``squared`` for numbers, and cross-entropy
+            for classes. All networks are tested by the loss that null stands for.
     """
 
     precision: Annotated[str, ps.OneOf((*names.PRECISIONS, names.AUTO))]
@@ -407,33 +411,33 @@ class TrainingSettings(ps.Checked):
 
 @dataclass(frozen=True)
 class EvaluationSettings(ps.Checked):
-    """Settings of measures, and of the networks that a found one is compared with.
+    """Settings of measures, and of the networks that the found one is compared with.
 
     Attributes:
         positive: The positive class of F1, AUROC, average precision, sensitivity and specificity;
-            null takes the mean over classes, or the last of two.
-        metric: Score by which networks are compared and one is delivered. Null is ``auroc`` where
-            ``positive`` is set or less than 30 % of the clients' records are of the rarer of two
-            classes, else ``accuracy``; of a target that is a number ``r2``. By ``accuracy`` and
-            ``f1`` a label is the most probable class. By others the exported model has a threshold
-            for the positive class, where one can be found: the largest sensitivity + specificity on
-            validation records, or with privacy on ``privacy.scores_error``'s counts. All scores of
-            labels are at it.
-        deliver: The network that a run delivers: the ``found`` one; or the ``best``, by validation
-            records on which nothing was trained, of it, of those of ``baselines`` and, of small
-            images, a linear model on scattering features, which are then trained before it.
-            ``best`` is not with privacy nor on real sites.
+            null takes the mean over classes, or the last of two classes.
+        metric: Score by which networks are compared and one is delivered. Null is ``r2`` for a
+            target that is a number. For classes it is ``auroc`` if ``positive`` is set or the rarer
+            of two classes has less than 30 % of the clients' records, otherwise ``accuracy``. With
+            ``accuracy`` and ``f1`` a label is the most probable class. With the others the exported
+            model has a threshold for the positive class, if one can be found: the one of largest
+            sensitivity + specificity on validation records, or with privacy on the counts of
+            ``privacy.scores_error``. All scores of labels use this threshold.
+        deliver: The network that a run delivers: the ``found`` one, or the ``best`` on validation
+            records that no training has used. ``best`` chooses among the found one, those of
+            ``baselines`` and, for small images, a linear model on scattering features; the others
+            are then trained before it. It is not possible with privacy or on real sites.
         personalised: If true, clients test the trained network again after local epochs of their
-            own, and where their validation records, on which nothing was trained, prefer a copy of
-            it that they have fine-tuned, they keep that (``pipeline.personal_copies``; needs
-            ``deliver=best`` or ``retrain.evaluate_every``); not with privacy.
-        baselines: Random networks of the search space that are trained like the found one and
-            shown beside it, with the data-free choice, a linear model and, for images, a ResNet-8;
-            0 for none of these. Default: 2 if the run took over a minute and they add less than
-            half of that time, otherwise 0.
+            own. A client keeps its fine-tuned copy if that is better on validation records that no
+            training has used (``pipeline.personal_copies``; needs ``deliver=best`` or
+            ``retrain.evaluate_every``). Not possible with privacy.
+        baselines: Number of random networks of the search space that are trained like the found one
+            and shown beside it, with the data-free choice, a linear model and, for images, a
+            ResNet-8; 0 trains none of these. Default: 2 if the run took over a minute and they add
+            less than half of that time, otherwise 0.
     """
 
-    positive: ps.Word | None  # as Hydra reads the name of a class 0, 1, ...
+    positive: ps.Word | None  # a Word, as Hydra reads class names such as 0 and 1 as numbers
     metric: Annotated[str, ps.OneOf(names.METRICS)] | None
     deliver: Annotated[str, ps.OneOf(names.DELIVERIES)]
     personalised: bool
@@ -442,7 +446,7 @@ class EvaluationSettings(ps.Checked):
 
 @dataclass(frozen=True)
 class AlgorithmSettings(ps.Checked):
-    """Base of all, and the settings of an algorithm that has none."""
+    """Base of all algorithms' settings, and the settings of an algorithm that has none."""
 
     name: str
 
@@ -455,31 +459,31 @@ class AlgorithmSettings(ps.Checked):
         """Raise ConfigError for settings that exclude each other with this algorithm only.
 
         Args:
-            config: The run's :class:`~fednas_flwr.settings.Config`, whose algorithm this is.
+            config: The :class:`~fednas_flwr.settings.Config` that has these settings.
         """
 
     def whole_search(self, config: Any) -> Any:
-        """The configuration with all rounds of search that a client is asked in.
+        """The configuration with all rounds of search in which a client is asked.
 
-        It is the run's own unless groups of clients search on.
+        It is the run's own unless groups of clients continue the search.
         """
         return config
 
     def rehearsed(self, space: str) -> tuple[AlgorithmSettings, float]:
-        """Settings with the same requests to clients and little work of the server, for a dry run.
+        """Settings with the same requests to clients and little work at the server, for a dry run.
 
         Args:
             space: Name of the search space.
 
         Returns:
-            The settings, and the factor by which a search's own work at the server is larger.
+            The settings, and the factor by which the server's work in a real search is larger.
         """
         return self, 1.0
 
 
 @dataclass(frozen=True)
 class LocalEpochs(AlgorithmSettings):
-    """Base of those whose clients train for local epochs.
+    """Base of the algorithms whose clients train for local epochs.
 
     Attributes:
         local_epochs: Local epochs of every client per round.
@@ -494,16 +498,16 @@ class LocalEpochs(AlgorithmSettings):
 
 @dataclass(frozen=True)
 class GivenNetwork(AlgorithmSettings):
-    """Base of those that do not search: they train a network that is given by name.
+    """Base of the algorithms that do not search but train a network given by name.
 
     Attributes:
-        network: A name of ``models.networks.FIXED_NETWORKS``, where no genotype is given; with
-            ``weights`` one of timm or torchvision.
-        weights: File of public weights with which training begins, of safetensors or a state dict,
-            at the server; null begins anew. To train a head alone, name ``dataset.backbone`` and
-            take ``linear``.
-        image_size: Side in pixels to which that network's images are brought; null is that of its
-            public training.
+        network: A name of ``models.networks.FIXED_NETWORKS``, unless a genotype is given; with
+            ``weights``, a network of timm or torchvision.
+        weights: File at the server with public weights to begin from, as safetensors or a state
+            dict; null begins from random ones. To train a head alone, set ``dataset.backbone`` and
+            the network ``linear``.
+        image_size: Side in pixels to which images are resized for that network; null is that of
+            its public training.
     """
 
     network: str
@@ -512,21 +516,21 @@ class GivenNetwork(AlgorithmSettings):
 
     @property
     def has_norm(self) -> bool:
-        """True if ``retrain.norm`` is of the named network."""
+        """True if ``retrain.norm`` sets the norm of the named network."""
         return self.weights is None and self.network in opt.NORMED_NETWORKS
 
 
 @dataclass(frozen=True)
 class SamplingSettings(ps.Checked):
-    """Rounds that ask some of the clients only, as the seed decides.
+    """Rounds that ask only some of the clients, drawn by the run's seed.
 
-    No privacy is claimed for it, since the server knows whom it asks.
+    No privacy is claimed for sampling, since the server knows whom it asks.
 
     Attributes:
-        per_round: Number of clients that a round asks, or below 1 their share.
+        per_round: Number of clients that a round asks; below 1, their share.
         by: The way they are drawn (:class:`~fednas_flwr.server.exchange.Sampling`): ``uniform``
             keeps averages unbiased, ``round_robin`` asks all clients equally often.
-        spare: Share of ``per_round`` that stands by in every round, to be asked in the place of
+        spare: Share of ``per_round`` that stands by in every round, to be asked in place of
             clients that fail.
     """
 
@@ -535,21 +539,21 @@ class SamplingSettings(ps.Checked):
     spare: Annotated[float, ps.Between(0, 1)] = 0.0
 
     def asked(self, clients: int) -> int:
-        """Number of clients that a round asks, of so many."""
+        """Number of clients that a round asks, out of ``clients``."""
         number = self.per_round
         return int(number) if number >= 1 else math.ceil(number * clients - 1e-9)
 
 
 @dataclass(frozen=True)
 class SecureSumSettings(ps.Checked):
-    """Replies of which the server sees totals only (:mod:`fednas_flwr.protocol.secure_sum`).
+    """Secure sums: the server sees totals of replies only (:mod:`fednas_flwr.protocol.secure_sum`).
 
-    The terms are those of simulated sites; a real site's own policy has them.
+    These are the terms of simulated sites; a real site's own policy has its terms.
 
     Attributes:
-        least_sites: Fewest clients of which a sum is opened; null is all but one, or ``colluding``
-            + 2 if that is more.
-        colluding: Clients of which each expects that they may help the server.
+        least_sites: Fewest clients whose sum is opened; null is all but one, or ``colluding`` + 2
+            if that is more.
+        colluding: Number of clients that each client expects might collude with the server.
     """
 
     least_sites: Annotated[int, ps.Between(2, names.MOST_SITES)] | None = None
@@ -557,17 +561,17 @@ class SecureSumSettings(ps.Checked):
 
     @property
     def fewest(self) -> int:
-        """Fewest clients of which two are honest."""
+        """Fewest clients among which two are honest."""
         return self.colluding + 2
 
     def least(self, clients: int) -> int:
-        """Fewest clients of a sum in a run of so many."""
+        """Fewest clients of a sum in a run of ``clients``."""
         return self.least_sites or max(self.fewest, clients - 1)
 
 
 @dataclass(frozen=True)
 class AggregateSettings(ps.Checked):
-    """``mean``: the average by examples; ``median``, of coordinates (Yin et al., 2018)."""
+    """``mean``, weighted by examples, or ``median`` of each coordinate (Yin et al., 2018)."""
 
     name: str
 
@@ -577,7 +581,7 @@ class TrimmedMeanSettings(AggregateSettings):
     """``trimmed_mean``: the mean of every coordinate without its largest and smallest values.
 
     Attributes:
-        trim: Clients that are left out at each end of every coordinate.
+        trim: Number of clients left out at each end of every coordinate.
     """
 
     trim: opt.Count
@@ -602,8 +606,8 @@ class ServerAdam(ServerOptimizer):
     """``adam``, after Flower's FedAdam (Reddi et al., 2021).
 
     Attributes:
-        lr: About how far a weight moves in a round, > 0.
-        tau: Added to the root of the second moments, > 0: more adapts less.
+        lr: Learning rate, > 0: about the distance that a weight moves in a round.
+        tau: Term added to the root of the second moments, > 0; a larger one adapts less.
         beta_1: Decay of the first moments, from 0 to below 1.
         beta_2: Decay of the second moments, from 0 to below 1.
     """
@@ -625,18 +629,18 @@ class Runtime(ps.Checked):
         device: Device for training; ``auto`` takes CUDA if there is a GPU.
         threads: torch's threads per client, the same in every runtime.
         wire: Number format of tensors in messages, both ways.
-        time_limit: Time, as 45s, 30min, 2h or 1h30min. No new round starts if it would end after
-            the limit; the network is then exported as trained so far, or a search is
-            left at its checkpoint, and ``resume`` goes on. With ``evaluation.deliver=best``,
-            candidates that it leaves no time for are left out, but for one; other baselines come
-            after it, and need a run that it has not cut short. Null is none.
+        time_limit: Time, as 45s, 30min, 2h or 1h30min; null is no limit. No new round starts if it
+            would end after the limit. The network is then exported as trained so far, or a search
+            stays at its checkpoint and ``resume`` goes on. With ``evaluation.deliver=best``,
+            candidates for which no time remains are left out, except one. Other baselines come
+            after the limit, and need a run that it has not cut short.
         quorum: Share of the clients that must answer every exchange.
-        deadline_s: Seconds the server waits for the replies of one exchange.
-        approval_s: Seconds the server waits for people at private sites to approve the run.
-        most_records: Largest multiple of the median client's records that one of three or more
+        deadline_s: Seconds that the server waits for the replies of one exchange.
+        approval_s: Seconds that the server waits for people at private sites to approve the run.
+        most_records: Largest multiple of the median client's records that each of three or more
             clients may declare; one that declares more is left out.
-        largest_share: Share of an average of three or more clients that one may have; 1 is no
-            limit.
+        largest_share: Largest share that one client may have of an average of three or more; 1 is
+            no limit.
     """
 
     name: str
@@ -658,9 +662,9 @@ class RayRuntime(Runtime):
     """``ray``: Flower's simulation, clients in parallel processes.
 
     Attributes:
-        ray_address: ``host:port`` of a Ray cluster that runs already; null starts one.
-        client_cpus: CPUs of one Ray actor; as many run at a time as there are CPUs for.
-        client_gpus: GPUs of one Ray actor, may be a fraction.
+        ray_address: ``host:port`` of a running Ray cluster; null starts one.
+        client_cpus: CPUs of one Ray actor; as many actors run at a time as there are CPUs for.
+        client_gpus: GPUs of one Ray actor, possibly a fraction.
     """
 
     ray_address: ps.Text | None
@@ -700,20 +704,20 @@ class Config(ps.Checked):
         run_dir: The run folder; null makes ``runs/<time>_<algorithm>_<data set>``.
         seed: Seed of everything that is drawn, except the division of records and the noise of
             privacy.
-        clients: Number of clients; with ``partition=sites`` and ``column`` as many as there are,
-            unless it is set.
-        rounds: Rounds of the search: iterations of FNAS, candidates of random search.
+        clients: Number of clients; if not set, with ``partition=sites`` and ``column`` as many as
+            there are.
+        rounds: Rounds of the search: for FNAS iterations, for random search candidates.
         stages: Stages to run; ``search`` derives a genotype, the others need one.
         genotype: Architecture to retrain instead of searching: a file, or a name of
             ``conf/genotypes``.
-        sampling: Rounds that ask some of the clients only: any of these settings, such as
+        sampling: Rounds that ask only some of the clients: any of these settings, such as
             ``sampling.per_round=50``; null asks all.
-        secure_sum: Replies of which the server sees totals only
+        secure_sum: Secure sums, so that the server sees totals of replies only
             (:mod:`fednas_flwr.protocol.secure_sum`): ``true``, or any of these settings.
         training: Settings of all local training.
-        evaluation: Measures, and networks that a found one is compared with.
-        trackers: Experiment trackers that get the numbers of the rounds, beside TensorBoard each an
-            extra of its name; what is sent leaves the server.
+        evaluation: Measures, and the networks that the found one is compared with.
+        trackers: Experiment trackers that receive the numbers of the rounds. Each but TensorBoard
+            needs the extra of its name, and what it receives leaves the server.
     """
 
     algorithm: AlgorithmSettings
@@ -740,7 +744,7 @@ class Config(ps.Checked):
     trackers: Annotated[list[Annotated[str, ps.OneOf(TRACKERS)]], ps.Distinct()]
 
     def conflicts(self) -> Iterable[tuple[object, str]]:
-        """Exclude a round of other than some clients; others are in ``settings.incompatible``."""
+        """Exclude impossible numbers of clients per round; see also ``settings.incompatible``."""
         number = self.sampling.per_round if self.sampling else 0.0
         yield (
             number >= 1 and not (number.is_integer() and number <= self.clients),
@@ -750,12 +754,12 @@ class Config(ps.Checked):
 
     @property
     def folder(self) -> Path:
-        """The run folder, of a run that has one."""
+        """The run folder; ``run_dir`` must be set."""
         return Path(str(self.run_dir))
 
     @property
     def dp(self) -> DifferentialPrivacy | None:
-        """Privacy of a run whose clients noise what they tell; None of others."""
+        """Settings of differential privacy; None in a run without it."""
         return self.privacy if isinstance(self.privacy, DifferentialPrivacy) else None
 
     @property
@@ -765,16 +769,16 @@ class Config(ps.Checked):
 
     @property
     def samples(self) -> bool:
-        """True if a round asks some clients only."""
+        """True if a round asks only some of the clients."""
         return self.asked < self.clients
 
 
 def with_runtime(config: Config, **changed: object) -> Config:
-    """The configuration with other settings of its runtime."""
+    """Return the configuration with other settings of its runtime."""
     runtime: Any = config.runtime
     return replace(config, runtime=replace(runtime, **changed))
 
 
 def dump_config(config: Config) -> str:
-    """The configuration as one line of JSON that ``load_config`` reads back."""
+    """Return the configuration as one line of JSON that ``load_config`` reads back."""
     return json.dumps(asdict(config), sort_keys=True)

@@ -1,9 +1,9 @@
-"""Settings that have no effect on a run: when, why, and what to do; none is silently ignored.
+"""Settings that have no effect on a run: when, why, and what to do about it.
 
-:data:`NEEDS` has what a setting needs another one to be, :data:`RULES` all else; the entry of an
-algorithm has both of that algorithm alone. A default without effect is silent; one that the
-user has set is refused (:func:`check_effect`). A new setting needs a row if some runs do not read
-it; a test records what runs read and names the settings that lack one.
+:data:`NEEDS` lists settings that act only with a certain value of another one, and :data:`RULES`
+all other cases; those of a single algorithm are in its entry. A default without effect is silent;
+a value that the user has set is refused (:func:`check_effect`). A new setting needs a row here if
+some runs do not read it; a test records what runs read and names the settings that lack a row.
 """
 
 import warnings
@@ -24,10 +24,10 @@ class UserSettings:
     """The settings that the user has set, by their dotted names; a group has its own name.
 
     Attributes:
-        typed: Those of the overrides.
-        experiment: Those of the chosen experiment file and of its bases, with their choices of
-            groups.
-        repeats: True if all others are those of a finished run.
+        typed: Settings in the overrides.
+        experiment: Settings in the chosen experiment file and its bases, including the groups that
+            they choose.
+        repeats: True if all other settings are those of a finished run.
     """
 
     typed: Collection[str] = ()
@@ -40,23 +40,23 @@ def _fixed(c: Config) -> bool:
 
 
 def _measures(c: Config) -> bool:
-    """Return whether a private run has something to measure on clients' records."""
+    """Return true if a private run has something to measure on clients' records."""
     tests = "evaluate" in c.stages and c.dataset.fractions.get("test", 0) > 0
     return tests or (facts.searches(c) and getattr(c.algorithm, "evaluate_every", 0) > 0)
 
 
 def _rewards(c: Config) -> bool:
-    """Return whether clients are asked for rewards of trials or candidates."""
+    """Return true if clients are asked for rewards of trials or candidates."""
     return algorithm_of(c).asks_rewards and facts.chooses(c)
 
 
 def _has_alphas(c: Config) -> bool:
-    """Return whether the noise of alphas of a search is calibrated."""
+    """Return true if there is a search whose noise of alphas is calibrated."""
     return facts.searches(c) and getattr(c.privacy, "alphas").noise_multiplier is None  # noqa: B009
 
 
 def _is_shared(c: Config, kind: str) -> bool:
-    """Return whether the noise of a kind follows from its share of epsilon."""
+    """Return true if the noise of a kind follows from its share of epsilon."""
     noise = getattr(c.privacy, kind)
     return noise.noise_multiplier is None and noise.epsilon is None
 
@@ -181,7 +181,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "privacy.search_share",
-        # who asks for rewards has no alphas, or on no split of retraining
+        # algorithms that ask for rewards have no alphas, or none on a split of retraining
         lambda c: (
             c.dp
             and not _is_shared(c, "weights")
@@ -192,7 +192,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "privacy.rewards_share",
-        # which FEATHERS has beside that of alphas only: it leaves validation records out
+        # with retraining of its own (FEATHERS) only the alphas share the validation records
         lambda c: (
             c.dp
             and not (
@@ -238,8 +238,8 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-OF_IMAGES = "dataset.crop_padding dataset.cutout dataset.mean dataset.std"  # not of features
-# Settings by the value that another one needs to have (``facts.holds``), where there is such.
+OF_IMAGES = "dataset.crop_padding dataset.cutout dataset.mean dataset.std"  # not for features
+# Settings that act only if a condition on another setting holds (``facts.holds``).
 NEEDS = {
     "stages=retrain": "retrain.exchange retrain.rounds retrain.evaluate_every retrain.local_epochs "
     "retrain.batch_size retrain.unaugmented retrain.auxiliary_weight retrain.drop_path_prob "
@@ -251,17 +251,17 @@ NEEDS = {
     "stages=export": "evaluation.baselines evaluation.deliver",
     "retrain.rounds!=1": "retrain.drop_path_prob",  # which rises from 0 in the first round
     "dataset.server_test=true": "dataset.linear_baseline dataset.limit_test",
-    "secure_sum=null": "runtime.largest_share",  # else no weight of a client is seen
-    # Else the budget is for training on all records, and no records are pooled.
+    "secure_sum=null": "runtime.largest_share",  # else the server sees no client's weight
+    # Otherwise the budget is for training on all records, and no records are pooled.
     "privacy=none": "retrain.evaluate_every dataset.linear_baseline evaluation.deliver",
     "runtime!=deployment": "dataset.linear_baseline",
     "privacy=dp": "runtime.approval_s",
     "privacy.metrics_noise_multiplier!=null": "algorithm.evaluate_every",
-    # Else clients train by epochs and contribute one update.
+    # Otherwise clients train by epochs and contribute one update.
     "privacy.unit=record": "privacy.local_steps privacy.rate privacy.retrain.local_steps "
     "privacy.retrain.rate privacy.retrain.noise_walk privacy.micro_batch_size "
     "privacy.fewest_records privacy.scores_error",
-    # Those that take the place of others, where they are given.
+    # Settings that replace others if they are given.
     "genotype=null": "algorithm.network algorithm.weights algorithm.image_size",
     "algorithm.weights!=null": "algorithm.image_size",
     "algorithm.configurations=[]": "algorithm.num_configurations algorithm.ranges",
@@ -284,7 +284,7 @@ ZERO_IS_NONE = (
 
 
 def without_effect(config: Config) -> dict[str, Rule]:
-    """Return the settings that a run does not use, each with the first rule that says why."""
+    """Return the settings that a run does not use, each with the first rule that applies."""
     rules: dict[str, Rule] = {}
     for rule in (*RULES, *algorithm_of(config).unused):
         if rule.when(config):
@@ -306,10 +306,10 @@ def without_effect(config: Config) -> dict[str, Rule]:
 def check_effect(config: Config, user: UserSettings) -> None:
     """Refuse settings that the user has typed and that have no effect.
 
-    Of those of an experiment, which cannot be unset from outside of its file, one warning tells.
+    Settings of an experiment, which cannot be unset outside its file, cause one warning.
 
     Raises:
-        NoEffectError: Of the first that is refused.
+        NoEffectError: A typed setting has no effect; the sentence names the first one.
     """
     idle = without_effect(config)
     for name in user.typed:
@@ -329,7 +329,7 @@ def check_effect(config: Config, user: UserSettings) -> None:
 
 
 def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | None:
-    """Return the rule of a setting, or of a mapping or group that holds it; None if it acts."""
+    """Return the rule of a setting, or of a mapping or group around it; None if it acts."""
     parts = name.split(".")
     if rule := idle.get(f"{name}="):
         return rule
@@ -342,14 +342,14 @@ def _rule_for(name: str, idle: Mapping[str, Rule], config: Config) -> Rule | Non
 
 
 def _asks_nothing(config: Config, name: str) -> bool:
-    """Whether a setting is null, false or empty, or 0 where that means none."""
+    """Return true if a setting is null, false or empty, or 0 where that means none."""
     value = _field(config, name)[1]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return not value and (not is_number or name in ZERO_IS_NONE)
 
 
 def _field(config: Config, name: str) -> tuple[str, Any]:
-    """Return the name and value of a setting; of numbers in a mapping, those of the mapping."""
+    """Return the name and value of a setting; for numbers in a mapping, those of the mapping."""
     value: Any = config
     parts = name.split(".")
     for depth, part in enumerate(parts):
@@ -363,7 +363,7 @@ def _field(config: Config, name: str) -> tuple[str, Any]:
 
 
 def _setting(config: Config, name: str) -> str:
-    """Return a setting and its value as an override has them; a group's is its name."""
+    """Return a setting and its value as an override; the value of a group is its name."""
     name, value = _field(config, name)
     value = getattr(value, "name", "{...}") if is_dataclass(value) else value
     return f"{name}={show(value)}"
