@@ -355,7 +355,7 @@ class RoundStrategy(Strategy, Generic[S]):
         states: Mapping[str, st.Packed] = {},
         layouts: Mapping[str, st.Layout] = {},
     ) -> Iterator[tuple[int, Reply]]:
-        """Request an action of the clients; yields ``(client, reply)``, see :meth:`Cohort.ask`.
+        """Request an action of clients; yields ``(client, reply)``, see :meth:`Cohort.ask`.
 
         Requests to private clients carry the id of their data set.
         """

@@ -89,7 +89,7 @@ class DPNAS(RoundStrategy[DPNASSettings]):
 
     @classmethod
     def releases(cls, settings: DPNASSettings, private: PrivateRound) -> list[PlannedRelease]:
-        """The releases of candidates' steps and of rewards; the last round also measures final ones."""
+        """The releases of candidates' steps and of rewards; the last round measures once more."""
         steps = settings.trained_candidates * settings.local_steps
         planned = private.gradients({"weights": "train.candidate"}, steps=steps)
         learns = private.number > settings.warm_up_rounds
