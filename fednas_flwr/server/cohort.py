@@ -445,7 +445,7 @@ class Cohort:
         return seconds
 
     def _share_scales(self, most: Mapping[int, float]) -> dict[int, float]:
-        """Factors that keep weights within ``largest_share`` of an average; a client is named once."""
+        """Factors that keep weights within ``largest_share`` of an average; names a client once."""
         if not self.properties or self.secure_sum:
             return {}
         scales = share_scales(most, self.largest_share)
