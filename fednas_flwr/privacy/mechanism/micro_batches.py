@@ -44,7 +44,7 @@ class ClippedSum(dict[str, Tensor]):
 
     @classmethod
     def side_by_side(cls, sums: Mapping[str, ClippedSum]) -> ClippedSum:
-        """Return sums over the same units as one, named ``<key>.<name>``; squares of norms add up."""
+        """Return sums over the same units as one, by ``<key>.<name>``; squares of norms add up."""
         tensors = {f"{key}.{name}": t for key, of in sums.items() for name, t in of.items()}
         return cls(tensors, norm=math.hypot(*(of.norm for of in sums.values())))
 
