@@ -48,7 +48,7 @@ from fednas_flwr.settings.unused import without_effect
 
 LARGEST = 3  # largest value of every count that can be reduced, if nothing is drawn
 SPAN = 8  # drawn whole numbers are up to this far above the least one
-MOST_DRAWN = 3  # settings of a run that are drawn, beside its choices: with more, most are refused
+MOST_DRAWN = 3  # settings of a run that are drawn besides its choices; with more, most are refused
 MISFITS = 0.15  # share of the draws whose choices need neither fit nor follow a refusal's advice
 NEEDED = {  # settings that a partition or an algorithm requires
     "column": ["partition.column=sex"],

@@ -247,7 +247,7 @@ class RoundStrategy(Strategy, Generic[S]):
         Ask clients with :meth:`ask`, and assign the new global model to ``self.states``.
 
         Args:
-            server_round: From 1.
+            server_round: Number of the round, from 1.
             num_rounds: Rounds of the stage.
         """
 
@@ -295,7 +295,7 @@ class RoundStrategy(Strategy, Generic[S]):
         """Have all clients search for local epochs, and average weights, alphas and buffers.
 
         Args:
-            server_round: From 1.
+            server_round: Number of the round, from 1.
             num_rounds: Rounds of the stage.
             rule: Fields of :class:`~fednas_flwr.protocol.requests.LocalSearch` that say how alphas
                 are learnt.
@@ -467,7 +467,7 @@ class RoundStrategy(Strategy, Generic[S]):
 
         Args:
             evaluate_every: Rounds between evaluations, see :func:`evaluates`.
-            server_round: From 1.
+            server_round: Number of the round, from 1.
             num_rounds: Rounds of the stage.
         """
         hidden = self.is_private and self.noise_multiplier("metrics") is None

@@ -53,7 +53,7 @@ def make_client(
 
     Args:
         config: The run's configuration.
-        index: From 0 to ``config.clients - 1``.
+        index: Index of the client, from 0 to ``config.clients - 1``.
         data: Result of ``data.prepared.make_data``, shared by the clients of a process.
         networks: Built networks, also shared: clients of a process take turns.
         site: Settings of the node's own configuration, see ``client_app.SITE_KEYS``.

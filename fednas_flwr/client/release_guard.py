@@ -136,7 +136,7 @@ class ReleaseGuard:
 
         Args:
             assignment: Result of :func:`~fednas_flwr.data.records.assignment_digest`.
-            id_column: Column that says whose each record is; empty if there is none.
+            id_column: Column that names the owner of each record; empty if there is none.
         """
         self.unit = booked_unit(self.allowed.unit, id_column)
         self._assignment = self._ledger.fingerprint(self.data_set, assignment)

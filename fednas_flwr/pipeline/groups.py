@@ -138,7 +138,7 @@ def group_by_alphas(updates: Mapping[int, Tensor], *, num_groups: int) -> dict[s
 
     Args:
         updates: Each client's updates [A], see ``FDNAS.updates``.
-        num_groups: From 2 to the number of clients.
+        num_groups: Number of groups, from 2 to the number of clients.
 
     Raises:
         ConfigError: There are fewer clients than groups.

@@ -163,7 +163,7 @@ class LocalTraining(ps.Checked):
         amount: Amount of training.
         weights: SGD.
         auxiliary_weight: Weight of an auxiliary head's loss, at least 0.
-        drop_path_prob: From 0 to below 1.
+        drop_path_prob: Probability of drop-path, from 0 to below 1.
         proximal: mu, at least 0, of :class:`~fednas_flwr.search.optimizer_step.Proximal`; w_0 are
             the weights that were sent.
         augmented: True if images are augmented.
@@ -421,7 +421,7 @@ class TakeNetworkGradient(AtSite):
             proportion to their records, up to 8 times ``batch_size``, so that records are taken
             equally often.
         auxiliary_weight: Weight of an auxiliary head's loss, at least 0.
-        drop_path_prob: From 0 to below 1.
+        drop_path_prob: Probability of drop-path, from 0 to below 1.
         augmented: True if images are augmented.
         precision: See :class:`LocalTraining`.
     """

@@ -51,7 +51,7 @@ class Header(Checked):
         run: Name of the run, the same in all its messages; like the other texts, at most 300 bytes
             long.
         stage: ``search``, ``retrain``, ``evaluate``, ...; rounds are counted within a stage.
-        round: From 1; 0 before the first round.
+        round: Number of the round, from 1; 0 before the first round.
         phase: Number of the exchange within its round, from 1.
         client: Index of the client that is asked.
         nonce: Random text, new for every message.
@@ -73,7 +73,7 @@ class Training:
         weights: SGD of the weights.
         steps: Number of steps.
         proximal: mu of a proximal term.
-        alphas_lr: Learning rate of the alphas; None where they are not trained.
+        alphas_lr: Learning rate of the alphas; None if they are not trained.
         members: Networks that are trained side by side, each clipped on its own.
     """
 

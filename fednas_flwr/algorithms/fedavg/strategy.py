@@ -154,7 +154,7 @@ class ServerOptimizer:
         Args:
             average: Average of the clients' weights.
             before: States that the clients were sent.
-            server_round: From 1.
+            server_round: Number of the round, from 1.
         """
         self._steps.current_arrays = {dtype: v.numpy() for dtype, v in before.items()}
         arrays = ArrayRecord({dtype: Array(v.numpy()) for dtype, v in average.items()})

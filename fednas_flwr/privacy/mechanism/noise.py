@@ -50,7 +50,7 @@ def sample_discrete_gaussian(words: Words, count: int, *, sigma: int) -> np.ndar
     Args:
         words: Stream of random words.
         count: At least 0.
-        sigma: In cells of the grid, from 2 to 2^26.
+        sigma: Scale in cells of the grid, from 2 to 2^26.
 
     Raises:
         ValueError: ``sigma`` is not a whole number in its range: the products would not fit.
@@ -183,7 +183,7 @@ class SecureGenerator:
 
         Args:
             shape: Shape of the result; may be empty.
-            sigma: From 2 to 2^26; very nearly the standard deviation.
+            sigma: Scale, from 2 to 2^26; very nearly the standard deviation.
 
         Returns:
             An int64 tensor on the CPU.

@@ -13,7 +13,7 @@ message; it is trusted with nothing. Up to ``colluding`` sites may help it.
 participants, and everything else that the sites use to compute their replies and must share, such
 as the request and the release that each has committed to (``protocol.keys.Context``,
 ``client.answer.agreed``). Sites that were asked different things, have committed to different
-noise, or were told different participants have different contexts: their masks do not cancel, and
+noise, or were given different participants have different contexts: their masks do not cancel, and
 their signatures do not count for one another.
 
 **Messages** of an exchange among participants P, of which U survive:
