@@ -192,10 +192,9 @@ def noise_range(*, num_values: int, num_records: int) -> tuple[float, float]:
     """Return the least and the largest noise multiplier with which adding noise cannot fail.
 
     The grid of :func:`~fednas_flwr.privacy.mechanism.noise.add_noise`, of at most ``2^-24 * s *
-    R``, must be below ``R / (2 * sqrt(d))``, and a sum of norm ``N * R`` within 2^51 cells of at
-    least
-    ``2^-25 * s * R``. Both hold with a factor of 2 to spare, as a site may hold more records than
-    it declares.
+    R``, must be below ``R / (2 * sqrt(d))``, and a sum of norm ``N * R`` must be within 2^51 cells
+    of at least ``2^-25 * s * R``. Both hold with a factor of 2 to spare, as a site may hold more
+    records than it declares.
 
     Args:
         num_values: d, the number of values of one release.
